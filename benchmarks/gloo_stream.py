@@ -1,4 +1,4 @@
-"""What a bare two-rank gloo group moves: ``python -m loadtest.bench.gloo_stream RANK PORT``.
+"""What a bare two-rank gloo group moves: ``python -m benchmarks.gloo_stream RANK PORT``.
 
 Rank 0 says its store's port. Each line on standard input is a number of messages to move; "done"
 is answered when they are.
@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from engine.process.pair import SENDER, Pair
+from baton.engine.process.pair import SENDER, Pair
 
 MESSAGE_BYTES = 1 << 20
 MEETING = timedelta(seconds=30)

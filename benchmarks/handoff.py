@@ -1,6 +1,6 @@
 """Speed of the hand-off by each transport, beside the bare primitive that it stands on.
 
-    python -m loadtest.bench.handoff [--rounds 7] [--tokens 1024] [--scattered]
+    python -m benchmarks.handoff [--rounds 7] [--tokens 1024] [--scattered]
 
 A sender in a process of its own holds one prompt's KV (shapes of an 8B model: 32 layers, 8 KV heads
 of 128, bf16); this process pulls all of it with the machine, the puller and the transport that a
@@ -38,11 +38,16 @@ from batonpb.common_pb2 import PLAIN, ChunkEncoding
 from batonpb.decode_pb2 import PrefillTarget, Submission
 from google.protobuf import json_format
 
+from baton.types.events import Published
+from baton.types.geometry import BLOCK_TOKENS, KvGeometry
+from baton.wire.compatibility import kv_group
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
+from baton.wire.grpc_options import WORKER_OPTIONS
+from baton.wire.message_memory import keep_message_memory
 from decode_worker.frame_puller import FramePuller
 from decode_worker.pacing import ReceivePacer
 from decode_worker.parts import WorkerParts
-from engine.core.events import Published
-from engine.core.geometry import BLOCK_TOKENS, KvGeometry
 from kvtransfer import lent_pages, receiver
 from kvtransfer.chunk import PoolView
 from kvtransfer.edge import Edge
@@ -53,11 +58,6 @@ from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.sender import HandoffSender
 from kvtransfer.transport import FrameStream, Peer, ServingSide, Transport, TransportError
 from kvtransfer.transports import TRANSPORTS, connect_all, servers
-from wire.compatibility import kv_group
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
-from wire.grpc_options import WORKER_OPTIONS
-from wire.message_memory import keep_message_memory
 
 CHUNK_TOKENS = 512
 MESSAGE_BYTES = 1 << 20
@@ -289,7 +289,7 @@ def ignore(*_: object, **__: object) -> None:
 @contextlib.asynccontextmanager
 async def sender_process(*options: str) -> AsyncIterator[Peer]:
     """``send`` in a process of its own."""
-    process = await _python("loadtest.bench.handoff", "--send", *options)
+    process = await _python("benchmarks.handoff", "--send", *options)
     target, capabilities = json.loads(await _pipe(process.stdout).readline())
     try:
         yield Peer(
@@ -302,7 +302,7 @@ async def sender_process(*options: str) -> AsyncIterator[Peer]:
 
 
 class _GlooStream:
-    """Two processes of ``loadtest.bench.gloo_stream``."""
+    """Two processes of ``benchmarks.gloo_stream``."""
 
     def __init__(self, ends: list[asyncio.subprocess.Process]) -> None:
         self._ends = ends
@@ -322,7 +322,7 @@ class _GlooStream:
         port = b"0"
         try:
             for rank in (0, 1):
-                ends.append(await _python("loadtest.bench.gloo_stream", str(rank), port.decode()))
+                ends.append(await _python("benchmarks.gloo_stream", str(rank), port.decode()))
                 if rank == 0:
                     port = (await _pipe(ends[0].stdout).readline()).strip()
             for end in ends:

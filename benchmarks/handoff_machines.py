@@ -1,6 +1,6 @@
 """Event-loop time that both hand-off machines take for one long prompt, without any byte of KV.
 
-    python -m loadtest.bench.handoff_machines [--tokens 32768 131072]
+    python -m benchmarks.handoff_machines [--tokens 32768 131072]
 
 Shapes of an 8B model (32 layers, 8 KV heads of 128, bf16), chunks of 512 tokens, groups of
 layers of about 1 MiB: what a worker's shell spends on bookkeeping while KV streams through it.
@@ -11,8 +11,8 @@ import sys
 import time
 from collections import deque
 
-from engine.core.events import Published
-from engine.core.geometry import BLOCK_TOKENS, KvGeometry
+from baton.types.events import Published
+from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import Action, HandoffReceiver, Pull
 from kvtransfer.sender import Announce, HandoffSender

@@ -1,6 +1,6 @@
 """Redis is lost and comes back empty: how long until a router's index is whole again.
 
-    python -m loadtest.bench.heal --blocks 10000000 --workers 1000
+    python -m benchmarks.heal --blocks 10000000 --workers 1000
 
 A real Redis, as many processes of publishers as said (each with its part of the workers: their
 records, their leases in the registry, their KV events), and here a router's index with the feed
@@ -23,16 +23,16 @@ from typing import Annotated
 import msgspec
 import typer
 
-from loadtest.bench.router.processes import cpu_s, free_port, redis, running
-from registry.event_feed import EventFeed
-from registry.kv_events import KvEventPublisher
-from registry.redis_store import Registry
-from registry.types import WorkerRecord
-from registry.workers import Presence, RegistryWatcher
-from router.placement.index_feed import IndexFeeder
-from router.placement.prefix_index import PrefixIndex
-from telemetry.metrics import Metrics
-from telemetry.tasks import BackgroundTasks
+from baton.registry.event_feed import EventFeed
+from baton.registry.kv_events import KvEventPublisher
+from baton.registry.redis_store import Registry
+from baton.registry.types import WorkerRecord
+from baton.registry.workers import Presence, RegistryWatcher
+from baton.telemetry.metrics import Metrics
+from baton.telemetry.tasks import BackgroundTasks
+from benchmarks.router.processes import cpu_s, free_port, redis, running
+from router.routing.placement.index_feed import IndexFeeder
+from router.routing.placement.prefix_index import PrefixIndex
 
 _FLEET = "heal"
 _LIMIT_S = 600.0
@@ -144,7 +144,7 @@ async def measure(workers: int, blocks: int, processes: int) -> Figures:
         url = first_life.__enter__()
         for part in range(processes):
             count = workers // processes
-            command = [sys.executable, "-m", "loadtest.bench.heal", "--publish", url]
+            command = [sys.executable, "-m", "benchmarks.heal", "--publish", url]
             command += ["--first", str(part * count), "--workers", str(count)]
             command += ["--blocks", str(per_worker * count)]
             pids.append(publishers.enter_context(running(command)).pid)

@@ -1,6 +1,6 @@
 """Disaggregated, colocated or `auto`? The same machine and loads, cut in three ways.
 
-    python -m loadtest.bench.layouts --out DIR [--seeds 3] [--requests 40] [--trace FILE]
+    python -m benchmarks.layouts --out DIR [--seeds 3] [--requests 40] [--trace FILE]
 
 - ``disaggregated``: one prefill and one decode worker, each pinned to half of the cores
 - ``auto``: the same two workers, and the router chooses for every request
@@ -8,7 +8,7 @@
 
 Every load is sent to all of them with the same seeds, in an order that turns; each has a server of
 its own, which knows no prompt yet. Each run leaves its results.json in DIR; the table has medians
-over seeds. Where ``llama-server`` is built (``loadtest.bench.llamacpp --build``), it is a fourth
+over seeds. Where ``llama-server`` is built (``benchmarks.llamacpp --build``), it is a fourth
 column with the same weights.
 """
 
@@ -31,10 +31,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from engine.artifacts.artifact import resolve_model
-from engine.llm import DEFAULT_MODEL
-from loadtest.bench.llamacpp import Peer, PeerError, cache_folder
-from loadtest.bench.router.processes import free_port
+from baton.engine.llm import DEFAULT_MODEL
+from baton.model.artifact import resolve_model
+from benchmarks.llamacpp import Peer, PeerError, cache_folder
+from benchmarks.router.processes import free_port
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import Server
 from loadtest.metrics.summary import Slo

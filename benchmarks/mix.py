@@ -1,6 +1,6 @@
 """What steps lose when they mix work: many short prompts at once, and a prompt beside decodes.
 
-    python -m loadtest.bench.mix [--threads 2] [--rounds 5]
+    python -m benchmarks.mix [--threads 2] [--rounds 5]
 
 One engine (``exact``, bf16), all cases in turns, medians over rounds. Each case stands beside the
 time of its parts alone: 1.0 is as fast as the parts one after the other, above is slower.
@@ -14,12 +14,12 @@ from typing import Annotated
 
 import torch
 import typer
+from baton.engine.selfcheck.engine_under_test import EngineUnderTest
 from rich.console import Console
 from rich.table import Table
 
-from engine.artifacts.artifact import resolve_model
-from engine.llm import DEFAULT_MODEL
-from loadtest.bench.engine import EngineUnderTest
+from baton.engine.llm import DEFAULT_MODEL
+from baton.model.artifact import resolve_model
 
 SHORT, SHORTS = 64, 8
 LONG, BATCH, CONTEXT = 1024, 16, 128

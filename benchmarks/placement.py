@@ -1,6 +1,6 @@
 """What a placement and the prefix index cost as the fleet grows, on one core.
 
-    python -m loadtest.bench.placement [--json FILE] [--plot FILE.svg]
+    python -m benchmarks.placement [--json FILE] [--plot FILE.svg]
 
 Nothing is asked of a network: the workers are reports, the blocks are random hashes. CPU time is
 counted. Beside each figure that has a goal stands how many times better it is.
@@ -22,19 +22,19 @@ from batonpb.decode_pb2 import Hello
 from rich.console import Console
 from rich.table import Table
 
-from config.fleet_file import DEFAULT_MODEL
-from engine.core.params import SamplingParams
-from loadtest.bench.router.scale_plot import Panel, draw
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.registry.types import EventBatch, Role, WorkerRecord
+from baton.types.params import SamplingParams
+from benchmarks.router.scale_plot import Panel, draw
 from loadtest.simulator.table import NeverCalled
-from registry.types import EventBatch, Role, WorkerRecord
-from router.placement.block_table import PlainBlockTable
-from router.placement.booked_load import LoadBook
-from router.placement.placer import Placer
-from router.placement.prefix_index import PrefixIndex
 from router.request import GenerationRequest
+from router.routing.placement.block_table import PlainBlockTable
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.placer import Placer
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.workers.link import WorkerLink
+from router.routing.workers.table import Slot
 from router.settings import RouterSettings
-from router.workers.link import WorkerLink
-from router.workers.table import Slot
 
 PLACEMENT_BOUND_US = {50: 200.0, 500: 1000.0}
 LOOKUP_BOUND_US = 100.0
@@ -56,7 +56,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Workers:
-    """``router.placement.placer.Workers``."""
+    """``router.routing.placement.placer.Workers``."""
 
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
@@ -250,7 +250,7 @@ def main(
             Panel("a placement, µs of CPU time", "workers", times_us, goals_us),
             Panel("the index, MiB", "blocks", memory_mib, [(10_000_000, 1024.0)]),
         ]
-        plot.write_text(draw(panels, "measured by loadtest.bench.placement"), encoding="utf-8")
+        plot.write_text(draw(panels, "measured by benchmarks.placement"), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What quantisation costs and loses, beside what it saves.
 
-    python -m loadtest.bench.quality [--model REF] [--threads 1] [--no-times] [--json FILE]
+    python -m benchmarks.quality [--model REF] [--threads 1] [--no-times] [--json FILE]
 
 The same model with its weights and its KV cache in fewer bits, on fixed inputs:
 
@@ -29,10 +29,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from engine.core.params import SamplingParams
-from engine.llm import DEFAULT_MODEL, LLM
-from engine.loading.memory import footprint
-from engine.text.grammar import translate
+from baton.engine.llm import DEFAULT_MODEL, LLM
+from baton.engine.loading.memory import footprint
+from baton.text.grammar import translate
+from baton.types.params import SamplingParams
 
 TEXT = Path(__file__).parent / "text" / "alice.txt"
 VARIANTS = (

@@ -1,6 +1,6 @@
 """Tokens/s with n-gram speculation beside the same engine without, interleaved.
 
-    python -m loadtest.bench.speculation [--threads 2] [--rounds 3] [--json FILE]
+    python -m benchmarks.speculation [--threads 2] [--rounds 3] [--json FILE]
 
 The figure to read is the ratio of medians. Texts differ in how much of the answer stands in the
 prompt already; at a high temperature little can be guessed, and the ratio should not fall far below
@@ -18,8 +18,8 @@ import torch
 import typer
 from rich.console import Console
 
-from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.llm import DEFAULT_MODEL, LLM
+from baton.engine.core.speculative.proposers import NgramProposer, Speculation
+from baton.engine.llm import DEFAULT_MODEL, LLM
 
 _PEOPLE = ("Ada", "Alan", "Charles", "Grace", "Mary", "John")
 _ROWS = "".join(f'{{"name": "{n}", "born": {1800 + 9 * i}}}\n' for i, n in enumerate(_PEOPLE * 3))

@@ -15,6 +15,7 @@ from batonpb import common_pb2, rank_pb2
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
+from baton.telemetry.alive_clock import ALIVE
 from decode_worker.parts import WorkerParts
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice
@@ -22,7 +23,6 @@ from kvtransfer.ranks.link import RankLink
 from kvtransfer.receiver import Action, HandoffReceiver, Pull
 from kvtransfer.transport import Frame, FrameStream, TransportError
 from kvtransfer.transports import FALLBACK
-from telemetry.alive_clock import ALIVE
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,21 +14,21 @@ from typing import Protocol
 from batonpb import decode_pb2
 from batonpb import prefill_pb2 as pb
 
+from baton.engine.process import messages
+from baton.telemetry.alive_clock import ALIVE
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types import events as ev
+from baton.types.params import SampledToken
+from baton.types.prompt_outputs import PromptLogprobsIntake
+from baton.wire.codecs import first_tokens_from_wire, prompt_logprobs_from_wire
+from baton.wire.requests import prefill_start
+from baton.wire.tokens import count_tokens
 from decode_worker.frame_puller import FramePuller
 from decode_worker.parts import WorkerParts
 from decode_worker.prefill_stream import PrefillStream
-from engine.core import events as ev
-from engine.core.params import SampledToken
-from engine.core.prompt_outputs import PromptLogprobsIntake
-from engine.process import messages
 from kvtransfer import receiver
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
-from telemetry.alive_clock import ALIVE
-from telemetry.tasks import BackgroundTasks
-from wire.codecs import first_tokens_from_wire, prompt_logprobs_from_wire
-from wire.requests import prefill_start
-from wire.tokens import count_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.types.events import StepDone
 from decode_worker.credit import MOST_HELD_NS, ReceiveCredit
-from engine.core.events import StepDone
 
 
 @dataclass(slots=True)

@@ -2,12 +2,12 @@
 
 from batonpb import common_pb2
 
+from baton.engine.process.handle import EngineHandle
+from baton.telemetry.metrics import Metrics
+from baton.telemetry.tracing import Tracing
 from decode_worker.pacing import ReceivePacer
 from decode_worker.peers import Peers
-from engine.process.handle import EngineHandle
 from kvtransfer.ranks.pools import KvPools
-from telemetry.metrics import Metrics
-from telemetry.tracing import Tracing
 
 
 class WorkerParts:

@@ -10,6 +10,9 @@ from batonpb import common_pb2, prefill_pb2_grpc, rank_pb2
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
+from baton.wire.tls import FleetTls, distrust
 from kvtransfer.chunk import PoolView
 from kvtransfer.edge import Edge
 from kvtransfer.grpc_transport import GrpcTransport
@@ -17,9 +20,6 @@ from kvtransfer.kv_slice import FRAME_BYTES, KvSlice
 from kvtransfer.ranks.rank_side import take
 from kvtransfer.transport import FrameStream, Peer, TransportError
 from kvtransfer.transports import CARRY_INT8, connect_all
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
-from wire.tls import FleetTls, distrust
 
 HANDSHAKE_S = 1.0
 _AGAIN_S = 0.05  # between handshakes with an address where somebody listens and nobody answers

@@ -15,9 +15,9 @@ import grpc.aio
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
+from baton.telemetry.alive_clock import ALIVE
+from baton.telemetry.tasks import BackgroundTasks
 from decode_worker.peers import ControlCall, PeerGoneError, PeerRefusedError, Peers
-from telemetry.alive_clock import ALIVE
-from telemetry.tasks import BackgroundTasks
 
 HEARTBEAT_S = 0.5
 SILENCE_S = 3.0  # a prefill worker says something at least every HEARTBEAT_S

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable, Iterator
 from batonpb import common_pb2, decode_pb2
 from batonpb import prefill_pb2 as pb
 
+from baton.engine.core.sequence import Kind
+from baton.engine.process import messages
+from baton.types import events as ev
+from baton.types.geometry import BLOCK_TOKENS
+from baton.wire.requests import prefix_request_id, submit_from_wire
+from baton.wire.tokens import TOKEN_BYTES, count_tokens, pack_tokens
 from decode_worker.handoff import FirstTokens, Handoff
 from decode_worker.parts import WorkerParts
-from engine.core import events as ev
-from engine.core.geometry import BLOCK_TOKENS
-from engine.core.sequence import Kind
-from engine.process import messages
-from wire.requests import prefix_request_id, submit_from_wire
-from wire.tokens import TOKEN_BYTES, count_tokens, pack_tokens
 
 _LOG = logging.getLogger(__name__)
 

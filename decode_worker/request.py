@@ -6,21 +6,21 @@ from typing import Any
 
 from batonpb import decode_pb2 as pb
 
+from baton.engine.core.sequence import Kind
+from baton.engine.process import messages
+from baton.telemetry.prefix_tokens import count_cached
+from baton.telemetry.tracing import extract, inject
+from baton.types import events as ev
+from baton.types.errors import BatonError, DeadlineError, TransferError, from_code
+from baton.types.geometry import BLOCK_TOKENS
+from baton.types.params import SampledToken, finish_reason
+from baton.wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
+from baton.wire.requests import replace_prefix, submit_from_wire
+from baton.wire.tokens import count_tokens, unpack_tokens
 from decode_worker.handoff import FirstTokens, Handoff
 from decode_worker.parts import WorkerParts
 from decode_worker.prefix_pull import PrefixPull, PrefixPuller
 from decode_worker.session import RouterSession
-from engine.core import events as ev
-from engine.core.errors import BatonError, DeadlineError, TransferError, from_code
-from engine.core.geometry import BLOCK_TOKENS
-from engine.core.params import SampledToken, finish_reason
-from engine.core.sequence import Kind
-from engine.process import messages
-from telemetry.prefix_tokens import count_cached
-from telemetry.tracing import extract, inject
-from wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
-from wire.requests import replace_prefix, submit_from_wire
-from wire.tokens import count_tokens, unpack_tokens
 
 
 class DecodeRequest:

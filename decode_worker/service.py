@@ -16,24 +16,24 @@ import msgspec
 from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
-from decode_worker.parts import WorkerParts
-from decode_worker.request import DecodeRequest
-from decode_worker.session import Report, RouterSession, StepCounter
-from decode_worker.tombstones import Tombstones
-from engine.core.errors import (
+from baton.telemetry.alive_clock import ALIVE
+from baton.telemetry.logs import request_context
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.errors import (
     BatonError,
     CancelledError_,
     InternalError,
     InvalidRequestError,
     UnavailableError,
 )
-from engine.core.events import StepDone
-from telemetry.alive_clock import ALIVE
-from telemetry.logs import request_context
-from telemetry.tasks import BackgroundTasks
-from wire.codecs import error_to_wire
-from wire.compatibility import WIRE_MAX, WIRE_MIN
-from wire.router_frames import scatter
+from baton.types.events import StepDone
+from baton.wire.codecs import error_to_wire
+from baton.wire.compatibility import WIRE_MAX, WIRE_MIN
+from baton.wire.router_frames import scatter
+from decode_worker.parts import WorkerParts
+from decode_worker.request import DecodeRequest
+from decode_worker.session import Report, RouterSession, StepCounter
+from decode_worker.tombstones import Tombstones
 
 _LOG = logging.getLogger(__name__)
 

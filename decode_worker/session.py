@@ -10,11 +10,11 @@ import msgspec
 from batonpb import common_pb2
 from batonpb import decode_pb2 as pb
 
-from engine.core import events as ev
-from engine.core.params import SampledToken
-from telemetry.alive_clock import ALIVE
-from wire import codecs
-from wire.tokens import pack_tokens
+from baton.telemetry.alive_clock import ALIVE
+from baton.types import events as ev
+from baton.types.params import SampledToken
+from baton.wire import codecs
+from baton.wire.tokens import pack_tokens
 
 MAX_PENDING_BYTES = 8 << 20  # of new tokens
 MAX_FRAME_BYTES = 1 << 20  # a frame is cut before it grows larger; gRPC refuses 16 MiB

@@ -6,7 +6,7 @@ held", can overtake it. Its router has given it up then, and would never end it.
 
 from collections import OrderedDict
 
-from engine.core.errors import BatonError
+from baton.types.errors import BatonError
 
 KEEP_NS = 60_000_000_000
 MAX_TOMBSTONES = 4096

@@ -3,12 +3,12 @@
 import asyncio
 import secrets
 
-from engine.core import events as ev
-from engine.core.params import SamplingParams
-from engine.core.sequence import Kind, RequestSpec
-from engine.process import messages
-from engine.process.handle import EngineHandle
-from wire.tokens import pack_tokens
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.process import messages
+from baton.engine.process.handle import EngineHandle
+from baton.types import events as ev
+from baton.types.params import SamplingParams
+from baton.wire.tokens import pack_tokens
 
 _PROMPT = tuple(range(100, 124))
 _TOKENS = 4

@@ -2,9 +2,9 @@
 
 from dataclasses import asdict, dataclass
 
-from engine.artifacts.model_config import ModelConfig, ModelError
-from engine.cpu.native.library import load
-from engine.loading.memory import Footprint, blocks_for, footprint, kv_geometry
+from baton.engine.cpu.native.library import load
+from baton.engine.loading.memory import Footprint, blocks_for, footprint, kv_geometry
+from baton.model.model_config import ModelConfig, ModelError
 
 
 @dataclass(frozen=True)

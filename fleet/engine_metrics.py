@@ -2,10 +2,11 @@
 
 import time
 
-from engine.core import events as ev
-from engine.core.tiers.tiers import TierCounts
-from engine.process.handle import EngineHandle
-from telemetry.metrics import Metrics
+from baton.types.pool_counts import TierCounts
+
+from baton.engine.process.handle import EngineHandle
+from baton.telemetry.metrics import Metrics
+from baton.types import events as ev
 
 
 class EngineMetrics:

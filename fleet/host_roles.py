@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from config.fleet_file import FleetConfig
-from engine.artifacts.locate import cache_root, locate
-from engine.artifacts.model_config import ModelError
+from baton.config.fleet_file import FleetConfig
+from baton.model.locate import cache_root, locate
+from baton.model.model_config import ModelError
 from fleet.pools.resources import engine_settings
 
 MOST_WAIT_S = 0.15  # of a stream for its next token, while a prompt is read beside it
@@ -24,7 +24,7 @@ _LIMIT_S = 120.0
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One worker with all cores of this host; as ``loadtest.bench.quick`` prints it.
+    """One worker with all cores of this host; as ``baton.engine.selfcheck.quick`` prints it.
 
     Attributes:
         decode_s: A step of 8 answers.
@@ -72,7 +72,7 @@ def measure(config: FleetConfig) -> Measured:
         RuntimeError: It could not be measured.
     """
     engine = engine_settings(config, "decode")
-    command = [sys.executable, "-P", "-m", "loadtest.bench.quick", config.model]
+    command = [sys.executable, "-P", "-m", "baton.engine.selfcheck.quick", config.model]
     command += ["--threads", str(os.cpu_count() or 1), "--dtype", engine.dtype]
     command += ["--numerics", engine.numerics, "--native", engine.native]
     command += ["--weights", engine.weight_quantisation, "--kv", engine.kv_dtype]

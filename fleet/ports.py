@@ -4,7 +4,7 @@ import logging
 import random
 import socket
 
-from engine.core.errors import InternalError
+from baton.types.errors import InternalError
 
 _LOG = logging.getLogger(__name__)
 PORTS_OF_A_WORKER = 3  # gRPC, metrics, KV; a rank apart: gRPC, orders; and where ranks meet

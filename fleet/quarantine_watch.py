@@ -4,7 +4,7 @@ Pages of a revoked reservation stay in quarantine until nothing writes into them
 under load happens all the time. Only one that never drains is a fault.
 """
 
-from engine.core.events import StepDone
+from baton.types.events import StepDone
 
 FRACTION = 0.05
 MANY_NS = 3_000_000_000  # with more than that fraction of the pool in quarantine

@@ -28,13 +28,21 @@ import msgspec
 from batonpb import prefill_pb2 as pb
 from batonpb import rank_pb2, rank_pb2_grpc
 
-from config.network import is_loopback
-from engine.core.errors import InternalError
-from engine.core.split import owned_heads, rank_geometries
-from engine.cpu.parallel.rank_sockets import read_hello, steady
-from engine.ipc import map_pool
-from engine.parent import die_with_parent
-from engine.settings import EngineSettings
+from baton.config.network import is_loopback
+from baton.engine.core.split import owned_heads, rank_geometries
+from baton.engine.cpu.parallel.rank_sockets import read_hello, steady
+from baton.engine.ipc import map_pool
+from baton.engine.parent import die_with_parent
+from baton.engine.settings import EngineSettings
+from baton.telemetry.logs import set_up_logs
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.errors import InternalError
+from baton.wire.capability import refusal
+from baton.wire.compatibility import geometry_of
+from baton.wire.fleet_token import FleetToken, TokenInterceptor
+from baton.wire.grpc_channels import Channels
+from baton.wire.grpc_options import WORKER_OPTIONS, listen
+from baton.wire.message_memory import keep_message_memory
 from fleet.ports import free_port
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
@@ -43,14 +51,6 @@ from kvtransfer.listening.gate import Gate
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from kvtransfer.ranks.rank_side import RankHandoffs, take
 from kvtransfer.transport import Loan, Room, ServingSide
-from telemetry.logs import set_up_logs
-from telemetry.tasks import BackgroundTasks
-from wire.capability import refusal
-from wire.compatibility import geometry_of
-from wire.fleet_token import FleetToken, TokenInterceptor
-from wire.grpc_channels import Channels
-from wire.grpc_options import WORKER_OPTIONS, listen
-from wire.message_memory import keep_message_memory
 
 _LOG = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class RankProgram(rank_pb2_grpc.RankServicer):
             settings = settings.on(len(os.sched_getaffinity(0)))
             threads = str(settings.threads)
             self._engine = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "engine.cpu.parallel.rank", str(begin.rank)),
+                *(sys.executable, "-P", "-m", "baton.engine.cpu.parallel.rank", str(begin.rank)),
                 *(*map(str, fds), store, msgspec.json.encode(settings).decode()),
                 pass_fds=fds,
                 env={

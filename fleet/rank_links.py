@@ -6,15 +6,15 @@ from contextlib import AsyncExitStack
 import msgspec
 from batonpb import rank_pb2
 
-from engine.core.errors import InternalError
-from engine.process.messages import Ready
-from engine.settings import EngineSettings
+from baton.engine.process.messages import Ready
+from baton.engine.settings import EngineSettings
+from baton.types.errors import InternalError
+from baton.wire.compatibility import kv_group
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
 from fleet.ports import free_port
 from fleet.worker_settings import WorkerSettings
 from kvtransfer.ranks.link import RankGoneError, RankLink
-from wire.compatibility import kv_group
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
 
 
 async def open_links(

@@ -22,16 +22,28 @@ import grpc.aio
 import msgspec
 from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
+from baton.engine.emulated_timing import TIMINGS
+from baton.engine.parent import die_with_parent
+from baton.engine.process.handle import EngineHandle
+from baton.registry.kv_events import KvEventPublisher
+from baton.registry.redis_store import Registry
+from baton.registry.types import WorkerRecord, tier_incarnation
+from baton.registry.workers import Presence
+from baton.telemetry.alive_clock import ALIVE
+from baton.telemetry.logs import set_up_logs
+from baton.telemetry.metrics import Metrics, serve_metrics
+from baton.telemetry.tasks import BackgroundTasks
+from baton.telemetry.tracing import Tracing
+from baton.types import events as ev
+from baton.types.errors import UnavailableError
+from baton.wire.fleet_token import FleetToken, TokenInterceptor
+from baton.wire.grpc_options import WORKER_OPTIONS, listen
+from baton.wire.message_memory import keep_message_memory
 from decode_worker.pacing import ReceivePacer
 from decode_worker.parts import WorkerParts
 from decode_worker.peers import Peers
 from decode_worker.prefix_pull import PrefixPuller
 from decode_worker.service import DecodeService
-from engine.core import events as ev
-from engine.core.errors import UnavailableError
-from engine.emulated_timing import TIMINGS
-from engine.parent import die_with_parent
-from engine.process.handle import EngineHandle
 from fleet.canary import Canary
 from fleet.draining import drained
 from fleet.engine_metrics import EngineMetrics
@@ -47,19 +59,7 @@ from kvtransfer.ranks.pools import RankPools
 from kvtransfer.transport import ServingSide
 from kvtransfer.transports import servers
 from prefill_worker.service import PrefillService
-from registry.kv_events import KvEventPublisher
-from registry.redis_store import Registry
-from registry.types import WorkerRecord, tier_incarnation
-from registry.workers import Presence
 from router.memory import collect_rarely
-from telemetry.alive_clock import ALIVE
-from telemetry.logs import set_up_logs
-from telemetry.metrics import Metrics, serve_metrics
-from telemetry.tasks import BackgroundTasks
-from telemetry.tracing import Tracing
-from wire.fleet_token import FleetToken, TokenInterceptor
-from wire.grpc_options import WORKER_OPTIONS, listen
-from wire.message_memory import keep_message_memory
 
 _LOG = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from batonpb import common_pb2
 
-from engine.process.messages import Ready
+from baton.engine.process.messages import Ready
+from baton.registry.types import WorkerRecord
+from baton.wire.compatibility import kv_group, own_wire
 from fleet.worker_settings import WorkerSettings
 from kvtransfer.int8_chunks import ENCODES
 from kvtransfer.ranks.link import RankLink
 from kvtransfer.ranks.pools import RankPools
 from kvtransfer.transport import TransportServer
-from registry.types import WorkerRecord
-from wire.compatibility import kv_group, own_wire
 
 
 def identity_of(settings: WorkerSettings, ready: Ready, address: str) -> common_pb2.WorkerIdentity:

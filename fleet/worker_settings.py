@@ -2,13 +2,13 @@
 
 import msgspec
 
-from config.network import TlsFiles, is_loopback
-from engine.core.errors import InternalError
-from engine.settings import EngineSettings
-from registry.types import Role
-from telemetry.logs import LogFormat
-from wire.fleet_token import FleetToken
-from wire.tls import FleetTls
+from baton.config.network import TlsFiles, is_loopback
+from baton.engine.settings import EngineSettings
+from baton.registry.types import Role
+from baton.telemetry.logs import LogFormat
+from baton.types.errors import InternalError
+from baton.wire.fleet_token import FleetToken
+from baton.wire.tls import FleetTls
 
 CANARY_S = 10.0
 

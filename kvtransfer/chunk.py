@@ -17,7 +17,7 @@ from batonpb import prefill_pb2 as pb
 from batonpb.common_pb2 import INT8, PLAIN, ChunkEncoding
 from google.protobuf.message import DecodeError
 
-from engine.core.geometry import KvGeometry
+from baton.types.geometry import KvGeometry
 from kvtransfer.int8_chunks import decode_int8, encode_int8, wire_geometry
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.native.moves import digests_bytes, native_pool

@@ -3,7 +3,7 @@
 One row per layer and range of heads, one byte per block of the prompt: its valid tokens, or zero.
 """
 
-from engine.core.geometry import KvGeometry
+from baton.types.geometry import KvGeometry
 from kvtransfer.kv_slice import KvSlice
 
 

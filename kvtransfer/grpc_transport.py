@@ -11,6 +11,8 @@ import numpy as np
 from batonpb import prefill_pb2 as pb
 from batonpb.common_pb2 import ChunkEncoding
 
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
 from kvtransfer.chunk import ByteFrame
 from kvtransfer.transport import (
     Frame,
@@ -20,8 +22,6 @@ from kvtransfer.transport import (
     ServingSide,
     TransportGoneError,
 )
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
 
 _NEW_BYTES = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)

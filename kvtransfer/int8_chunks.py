@@ -5,15 +5,15 @@
 The scale is the largest magnitude divided by 127. What comes back differs by one scale at most; to
 encode it again changes nothing, so KV that is handed on loses no more than it did the first time.
 
-The layout is that of a pool in int8 (``engine/cpu/kv_codec.py``), so sizes and digests are those of
-such a pool; here the scale keeps its fp32, since nobody computes with what is on the wire.
+The layout is that of a pool in int8 (``baton/engine/cpu/kv_codec.py``), so sizes and digests are
+those of such a pool; here the scale keeps its fp32, since nobody computes with what is on the wire.
 """
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.geometry import SCALE_BYTES, KvGeometry
+from baton.types.geometry import SCALE_BYTES, KvGeometry
 
 ENCODES = "bf16"  # the one dtype of a pool that can be sent so
 _LEVELS = np.float32(127)

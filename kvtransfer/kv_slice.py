@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from batonpb import prefill_pb2 as pb
 
-from engine.core.geometry import KvGeometry
+from baton.types.geometry import KvGeometry
 
 FRAME_BYTES = 1 << 20
 MOST_FRAME_BYTES = 64 << 20  # more is no frame: whoever asks for one takes the room for it at once

@@ -11,7 +11,8 @@ from typing import TypeVar
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 
-from engine.core.errors import PullRefusedError
+from baton.types.errors import PullRefusedError
+from baton.wire.codecs import error_to_wire
 from kvtransfer import chunk
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import MOST_FRAME_BYTES, KvSlice
@@ -19,7 +20,6 @@ from kvtransfer.lent_pages import page_digest
 from kvtransfer.ranks.pools import KvPools
 from kvtransfer.sender import Action, HandoffSender, SenderState
 from kvtransfer.transport import Room
-from wire.codecs import error_to_wire
 
 Key = tuple[str, int, int, bytes]
 """Request, attempt, generation and the reader's incarnation: which hand-off."""

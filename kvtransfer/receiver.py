@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.core.geometry import KvGeometry
+from baton.types.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
 from kvtransfer.coverage import Coverage
 from kvtransfer.kv_slice import FRAME_BYTES, KvSlice, by_part, cut

@@ -17,8 +17,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core.events import ALL_LAYERS, PromptDone, Published
-from engine.core.geometry import KvGeometry
+from baton.types.events import ALL_LAYERS, PromptDone, Published
+from baton.types.geometry import KvGeometry
 from kvtransfer.chunk import manifest_digest
 from kvtransfer.coverage import Coverage
 from kvtransfer.kv_slice import KvSlice, by_part

@@ -22,14 +22,14 @@ from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 from google.protobuf.message import DecodeError, Message
 
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.compatibility import geometry_of
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
 from kvtransfer.chunk import PoolView
 from kvtransfer.lent_pages import LentFrame
 from kvtransfer.listening import hello
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
-from telemetry.tasks import BackgroundTasks
-from wire.compatibility import geometry_of
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
 
 NAME = "shared_memory"
 ATTACH_S = 1.0

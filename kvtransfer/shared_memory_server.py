@@ -17,6 +17,7 @@ from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 from google.protobuf.message import DecodeError
 
+from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.listening.gate import Gate
 from kvtransfer.listening.hello import check_same_user, prove_to_reader
 from kvtransfer.shared_memory import (
@@ -29,7 +30,6 @@ from kvtransfer.shared_memory import (
     this_place,
 )
 from kvtransfer.transport import FrameSource, Loan, ServingSide
-from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 

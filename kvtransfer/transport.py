@@ -15,10 +15,10 @@ from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
 from kvtransfer.chunk import PoolView
 from kvtransfer.kv_slice import KvSlice
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
 
 
 class TransportError(Exception):

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection
 
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
 from kvtransfer import grpc_transport, shared_memory, shared_memory_server
 from kvtransfer.pair import pulling, sending
 from kvtransfer.tcp import frames as tcp
 from kvtransfer.tcp.pulling import TcpTransport
 from kvtransfer.tcp.sending import TcpServer
 from kvtransfer.transport import ServingSide, Transport, TransportKind, TransportServer
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
 
 FALLBACK = "grpc"
 """Reaches every peer, and is taken whenever another one fails."""

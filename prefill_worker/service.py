@@ -17,28 +17,28 @@ import grpc
 from batonpb import common_pb2, prefill_pb2_grpc, rank_pb2
 from batonpb import prefill_pb2 as pb
 
-from engine.core import events as ev
-from engine.core.errors import BatonError, UnavailableError
-from engine.core.sequence import Kind
-from engine.process import messages
-from engine.process.handle import EngineHandle
+from baton.engine.core.sequence import Kind
+from baton.engine.process import messages
+from baton.engine.process.handle import EngineHandle
+from baton.telemetry.alive_clock import ALIVE
+from baton.telemetry.metrics import Metrics
+from baton.telemetry.prefix_tokens import count_cached
+from baton.telemetry.tasks import BackgroundTasks
+from baton.telemetry.tracing import Tracing, extract
+from baton.types import events as ev
+from baton.types.errors import BatonError, UnavailableError
+from baton.wire.capability import refusal
+from baton.wire.codecs import error_to_wire, first_tokens_to_wire
+from baton.wire.compatibility import disagreement
+from baton.wire.fleet_token import FleetToken
+from baton.wire.requests import submit_from_wire
+from baton.wire.tokens import unpack_tokens
 from kvtransfer import sender
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from kvtransfer.ranks.link import RankLink
 from kvtransfer.ranks.pools import KvPools
-from telemetry.alive_clock import ALIVE
-from telemetry.metrics import Metrics
-from telemetry.prefix_tokens import count_cached
-from telemetry.tasks import BackgroundTasks
-from telemetry.tracing import Tracing, extract
-from wire.capability import refusal
-from wire.codecs import error_to_wire, first_tokens_to_wire
-from wire.compatibility import disagreement
-from wire.fleet_token import FleetToken
-from wire.requests import submit_from_wire
-from wire.tokens import unpack_tokens
 
 _LOG = logging.getLogger(__name__)
 

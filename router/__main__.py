@@ -2,7 +2,8 @@
 
 With ``--fd`` it takes a socket that listens already, and whose holder outlives it: while a router
 is started again, new connections wait in the socket's queue and are not refused. Several of these
-and ``--group FOLDER --routers N --index I`` make it one of N that share a port (`router.group`).
+and ``--group FOLDER --routers N --index I`` make it one of N that share a port
+(`router.routing.group`).
 
 SIGTERM and SIGINT end it within five seconds: no new connections; active requests end with an
 error, and the workers are told to stop them. SIGUSR1 ends it when its
@@ -22,27 +23,27 @@ from typing import Any
 import uvloop
 from starlette.types import ASGIApp
 
-from config.fleet_file import ConfigError, load_config
-from registry.event_feed import EventFeed
-from registry.orders import Orders
-from registry.redis_store import Registry
-from registry.router_demands import RouterDemands
-from registry.shared_adapters import SharedAdapters
-from registry.stored_responses import StoredResponses, StoreLimits
-from registry.workers import RegistryWatcher
+from baton.config.fleet_file import ConfigError, load_config
+from baton.registry.event_feed import EventFeed
+from baton.registry.orders import Orders
+from baton.registry.redis_store import Registry
+from baton.registry.router_demands import RouterDemands
+from baton.registry.shared_adapters import SharedAdapters
+from baton.registry.stored_responses import StoredResponses, StoreLimits
+from baton.registry.workers import RegistryWatcher
+from baton.telemetry.logs import set_up_logs
+from baton.telemetry.metrics import Metrics
 from router.app import Router
-from router.group.group import RouterGroup
-from router.group.member import Member
-from router.http.certificate import LiveCertificate
-from router.http.server import RouterServer
-from router.http_server import server_config
+from router.frontend.http.certificate import LiveCertificate
+from router.frontend.http.server import RouterServer
+from router.frontend.http_server import server_config
 from router.memory import allow_connections, collect_rarely, limit_arenas
-from router.placement.index_feed import EventSource
+from router.routing.group.group import RouterGroup
+from router.routing.group.member import Member
+from router.routing.placement.index_feed import EventSource
+from router.routing.workers.directory import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
-from router.workers.directory import WorkerDirectory
-from telemetry.logs import set_up_logs
-from telemetry.metrics import Metrics
 
 _LOG = logging.getLogger("router")
 

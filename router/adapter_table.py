@@ -15,18 +15,18 @@ from typing import Protocol
 
 import msgspec
 
-from engine.artifacts.artifact import ModelConfig
-from engine.artifacts.lora_artifact import AdapterError, read_adapter
-from engine.core.errors import (
+from baton.model.artifact import ModelConfig
+from baton.model.lora_artifact import AdapterError, read_adapter
+from baton.registry.json_file import keep
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.errors import (
     AdapterExistsError,
     ForbiddenError,
     InvalidRequestError,
     ModelNotFoundError,
 )
-from engine.core.params import AdapterRef
-from registry.json_file import keep
-from registry.redis_store import RegistryUnavailableError
-from telemetry.tasks import BackgroundTasks
+from baton.types.params import AdapterRef
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterSharedTable(Protocol):
-    """Where routers share their table; ``registry.shared_adapters`` has it."""
+    """Where routers share their table; ``baton.registry.shared_adapters`` has it."""
 
     async def adapters(self) -> Mapping[str, bytes]:
         """All entries by name, encoded."""

@@ -11,28 +11,28 @@ from pydantic import BaseModel
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from registry.orders import Orders
-from registry.stored_responses import StoredResponses
+from baton.registry.orders import Orders
+from baton.registry.stored_responses import StoredResponses
+from baton.telemetry.alive_clock import ALIVE
 from router.adapter_table import AdapterSharedTable
-from router.api import errors, generation, models, operations, orders, page
-from router.api.call_headers import CallHeaders
-from router.api.messages import endpoints as messages
-from router.api.messages.errors import MESSAGES_ERRORS
-from router.api.parts import RouterParts
-from router.api.pooling import calls as pooling
-from router.api.responses import endpoints as responses
-from router.batch import calls as batch
-from router.batch.runner import BatchRunner
-from router.http.cors import allow_origins
-from router.http.methods import HeadAndOptions
-from router.openapi.document import describe
-from router.placement.index_feed import EventSource, IndexFeeder
-from router.requests.tickets import TicketFeed, TicketSource
+from router.frontend.api import errors, generation, models, operations, orders, page
+from router.frontend.api.call_headers import CallHeaders
+from router.frontend.api.messages import endpoints as messages
+from router.frontend.api.messages.errors import MESSAGES_ERRORS
+from router.frontend.api.parts import RouterParts
+from router.frontend.api.pooling import calls as pooling
+from router.frontend.api.responses import endpoints as responses
+from router.frontend.batch import calls as batch
+from router.frontend.batch.runner import BatchRunner
+from router.frontend.http.cors import allow_origins
+from router.frontend.http.methods import HeadAndOptions
+from router.frontend.openapi.document import describe
+from router.routing.placement.index_feed import EventSource, IndexFeeder
+from router.routing.requests.tickets import TicketFeed, TicketSource
+from router.routing.shares.feed import DemandSource, ShareFeed
+from router.routing.workers.directory import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
-from router.shares.feed import DemandSource, ShareFeed
-from router.workers.directory import WorkerDirectory
-from telemetry.alive_clock import ALIVE
 
 _POLL_S = 0.01
 _SAMPLE_S = 1.0
@@ -160,7 +160,8 @@ class Router:
             title="Baton router",
             summary="OpenAI's API over a disaggregated fleet",
             lifespan=self.running,
-            docs_url=None,  # theirs load scripts of another host; ours is `router/api/page.py`
+            # FastAPI's pages load scripts of another host; ours is `router/frontend/api/page.py`.
+            docs_url=None,
             redoc_url=None,
         )
         errors.install(app, {"/v1/messages": MESSAGES_ERRORS})

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.core.params import AdapterRef, SamplingParams
-from engine.text.reasoning import Thinking
+from baton.text.reasoning import Thinking
+from baton.types.params import AdapterRef, SamplingParams
 
 Mode = Literal["auto", "disaggregated", "colocated"]
 

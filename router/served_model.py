@@ -6,15 +6,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from engine.artifacts.artifact import ModelArtifact, resolve_model
-from engine.core.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
-from engine.core.params import AdapterRef
-from engine.text.grammar import Vocabulary, vocabulary_of
-from engine.text.length_bound import LengthBound
-from engine.text.reasoning import ReasoningSyntax, Thinking
-from engine.text.template import ChatTemplate, Rendering, special_tokens_of
-from engine.text.tokenizer import TextTokenizer, load_tokenizer
-from engine.text.tools import Tool, conversation, syntax_of
+from baton.model.artifact import ModelArtifact, resolve_model
+from baton.text.grammar import Vocabulary, vocabulary_of
+from baton.text.length_bound import LengthBound
+from baton.text.reasoning import ReasoningSyntax, Thinking
+from baton.text.template import ChatTemplate, Rendering, special_tokens_of
+from baton.text.tokenizer import TextTokenizer, load_tokenizer
+from baton.text.tools import Tool, conversation, syntax_of
+from baton.types.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
+from baton.types.params import AdapterRef
 from router.adapter_table import AdapterTable
 from router.settings import RouterSettings
 
@@ -165,7 +165,7 @@ class ServedModel:
     ) -> str:
         """The text of a conversation, by the model's template.
 
-        Messages and tools are those of ``engine.text.tools.conversation``.
+        Messages and tools are those of ``baton.text.tools.conversation``.
 
         Raises:
             InvalidRequestError: The model has no template, or the template refuses.

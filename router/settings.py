@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from config.clients import ApiKeyConfig, ClientLimitsConfig
-from config.fleet_file import FleetConfig
-from config.logs import LogsConfig
-from config.network import HttpsConfig
-from config.secrets import ApiKeysFile
-from wire.fleet_token import FleetToken
-from wire.tls import FleetTls
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
+from baton.config.fleet_file import FleetConfig
+from baton.config.logs import LogsConfig
+from baton.config.network import HttpsConfig
+from baton.config.secrets import ApiKeysFile
+from baton.wire.fleet_token import FleetToken
+from baton.wire.tls import FleetTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from config.batch import BatchConfig
-from config.network import AbsoluteFile, HttpsConfig, plain_text_problem
+from baton.config.batch import BatchConfig
+from baton.config.network import AbsoluteFile, HttpsConfig, plain_text_problem
 
 ANY_ORIGIN = "*"
 

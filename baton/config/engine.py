@@ -13,7 +13,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    # the names in engine.emulated_timing.TIMINGS
+    # the names in baton.engine.emulated_timing.TIMINGS
     emulated: Literal["epyc-135m", "h100-70b"] | None = None
 
     @model_validator(mode="before")

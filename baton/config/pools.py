@@ -12,8 +12,8 @@ from pydantic import (
     model_validator,
 )
 
-from config.engine import EngineConfig
-from config.network import AbsoluteFile, FleetTlsConfig
+from baton.config.engine import EngineConfig
+from baton.config.network import AbsoluteFile, FleetTlsConfig
 
 CORES_OF_A_ROUTER = 4
 

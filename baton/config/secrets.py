@@ -9,9 +9,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from config.clients import ApiKeyConfig
-from config.watched_files import WatchedFiles
-from config.yaml_text import YamlTextError, parse_yaml
+from baton.config.clients import ApiKeyConfig
+from baton.config.watched_files import WatchedFiles
+from baton.config.yaml_text import YamlTextError, parse_yaml
 
 FEWEST_TOKEN_CHARACTERS = 16
 FEWEST_KEY_CHARACTERS = 8

@@ -1,6 +1,7 @@
 """From settings to a runner: checks what the model's config decides, and chooses the backend.
 
-``engine/cpu/build.py`` and ``engine/cuda/build.py`` load, prove and wrap; neither knows the other.
+``baton/engine/cpu/build.py`` and ``baton/engine/cuda/build.py`` load, prove and wrap; neither knows
+the other.
 """
 
 from collections.abc import Callable
@@ -8,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.artifacts.artifact import ModelError, resolve_model
-from engine.core.geometry import KvGeometry
-from engine.core.model_runner import ModelInfo, ModelRunner
-from engine.sampling.grammars import open_grammars
-from engine.settings import EngineSettings
+from baton.engine.core.model_runner import ModelInfo, ModelRunner
+from baton.engine.sampling.grammars import open_grammars
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import ModelError, resolve_model
+from baton.types.geometry import KvGeometry
 
 if TYPE_CHECKING:
-    from engine.cpu.parallel.rank_processes import RankProcesses
+    from baton.engine.cpu.parallel.rank_processes import RankProcesses
 
 
 def build_runner(
@@ -49,10 +50,10 @@ def build_runner(
     is_on_cuda = _is_on_cuda(settings.device)
     grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     if is_on_cuda:
-        from engine.cuda.build import build_cuda_runner  # needs triton
+        from baton.engine.cuda.build import build_cuda_runner  # needs triton
 
         return build_cuda_runner(settings, artifact, context, map_pool, progress, grammars)
-    from engine.cpu.build import build_cpu_runner
+    from baton.engine.cpu.build import build_cpu_runner
 
     return build_cpu_runner(settings, artifact, context, map_pool, progress, grammars, ranks)
 

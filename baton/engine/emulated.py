@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engine.core.errors import AdapterLoadError, BatonError, NumericsError
-from engine.core.geometry import KvGeometry
-from engine.core.model_runner import GrammarStore, RunnerCapabilities
-from engine.core.params import AdapterRef, SampledToken
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import POOLINGS, PromptOutputs
+from baton.engine.core.model_runner import GrammarStore, RunnerCapabilities
+from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.types.errors import AdapterLoadError, BatonError, NumericsError
+from baton.types.geometry import KvGeometry
+from baton.types.params import AdapterRef, SampledToken
+from baton.types.prompt_outputs import POOLINGS, PromptOutputs
 
 
 class EmulatedAdapters:

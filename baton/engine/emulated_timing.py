@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.core.plan import PlanRow
+from baton.engine.core.plan import PlanRow
 
 
 class WorkerTiming(msgspec.Struct, frozen=True, kw_only=True):

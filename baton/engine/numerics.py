@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from engine.core.errors import InternalError, NumericsError
+from baton.types.errors import InternalError, NumericsError
 
 Numerics = Literal["exact", "fast"]
 

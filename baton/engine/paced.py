@@ -1,8 +1,8 @@
 """The emulated engine of a fleet: real protocol, made-up tokens, steps as long as a model's.
 
-A step lasts what a timing model says (``engine/emulated_timing.py``): the bytes of "KV" are there
-at once, and the rest of the time is slept. As with every emulated engine a token is a digest over
-the sequence's KV, so a hand-off that loses or swaps a byte shows in the answer.
+A step lasts what a timing model says (``baton/engine/emulated_timing.py``): the bytes of "KV" are
+there at once, and the rest of the time is slept. As with every emulated engine a token is a digest
+over the sequence's KV, so a hand-off that loses or swaps a byte shows in the answer.
 """
 
 import logging
@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.core.geometry import KvGeometry
-from engine.core.model_runner import RunnerCapabilities
-from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, StepPlan
-from engine.emulated import EmulatedRunner
-from engine.emulated_timing import TIMINGS
-from engine.settings import EmulatedModel
+from baton.engine.core.model_runner import RunnerCapabilities
+from baton.engine.core.plan import PlanRow, StepPlan
+from baton.engine.emulated import EmulatedRunner
+from baton.engine.emulated_timing import TIMINGS
+from baton.engine.settings import EmulatedModel
+from baton.types.geometry import KvGeometry
+from baton.types.params import SampledToken
 
 _LOG = logging.getLogger(__name__)
 

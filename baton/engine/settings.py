@@ -4,14 +4,14 @@ from typing import Self
 
 import msgspec
 
-from engine.core.speculative.proposers import SpeculationSettings
+from baton.engine.core.speculative.proposers import SpeculationSettings
 
 
 class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that is not there: how long it takes, and which tokens its answers hold.
 
     Attributes:
-        timing: A name in ``engine.emulated_timing.TIMINGS``.
+        timing: A name in ``baton.engine.emulated_timing.TIMINGS``.
         vocab_size: Of the model whose tokenizer the router uses; as are the two that follow.
     """
 
@@ -47,7 +47,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # reference as in the config, or "emulated"
     dtype: str = "bf16"
     numerics: str = "exact"
-    native: str = "auto"  # see engine.cpu.native.library
+    native: str = "auto"  # see baton.engine.cpu.native.library
     weight_quantisation: str = "none"  # or "int8", "int4"; on CUDA "fp8"
     kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
     kv_blocks: int = 1024  # 0 = sized from the memory that is free

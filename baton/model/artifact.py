@@ -1,6 +1,6 @@
 """What a model is: one record, made without torch and before anything is loaded.
 
-``engine/artifacts/locate.py`` says what a reference looks like and finds the files. Metadata is
+``baton/model/locate.py`` says what a reference looks like and finds the files. Metadata is
 read only, except that the digest reads every weight byte once.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.artifacts import gguf_config, hf_config
-from engine.artifacts.hf_config import read_json
-from engine.artifacts.locate import locate
-from engine.artifacts.model_config import ModelConfig, ModelError, refuse_numbers
+from baton.model import gguf_config, hf_config
+from baton.model.hf_config import read_json
+from baton.model.locate import locate
+from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
 
 __all__ = ["ModelArtifact", "ModelConfig", "ModelError", "TokenizerSource", "resolve_model"]
 
@@ -76,7 +76,7 @@ def resolve_model(reference: str, *, allow_unsupported: bool = False) -> ModelAr
     """Find a model and describe it.
 
     Args:
-        reference: See ``engine/artifacts/locate.py``.
+        reference: See ``baton/model/locate.py``.
         allow_unsupported: Describe also what the engine cannot run (for tokenizers and tools).
 
     Raises:
@@ -203,7 +203,7 @@ def _license_of_card(card: Path) -> str | None:
 
 
 def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) -> ModelArtifact:
-    from engine.artifacts.gguf_file import open_gguf
+    from baton.model.gguf_file import open_gguf
 
     try:
         reader = open_gguf(path)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.artifacts.model_config import (
+from baton.model.model_config import (
     HF_FAMILIES,
     ModelConfig,
     ModelError,

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from importlib import import_module, metadata, util
 from pathlib import Path
 
-from engine.artifacts.model_config import ModelError
+from baton.model.model_config import ModelError
 
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "README.md"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from engine.artifacts.artifact import ModelConfig, ModelError
+from baton.model.artifact import ModelConfig, ModelError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -16,7 +16,7 @@ HF_FAMILIES = {
     "Gemma3ForCausalLM": "gemma3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-"""Architecture as ``config.json`` names it, and the file in ``engine/models`` that serves it."""
+"""Architecture in ``config.json``, and the file in ``baton/engine/models`` that serves it."""
 
 GGUF_FAMILIES = {
     "llama": "llama",
@@ -43,7 +43,7 @@ class ModelConfig:
     """The numbers that define a decoder-only transformer.
 
     Attributes:
-        family: The file in ``engine/models`` that describes its layers.
+        family: The file in ``baton/engine/models`` that describes its layers.
         intermediate_size: Width of the feed-forward part; of one expert in a mixture.
         rope_theta: RoPE base.
         rope_scaling: Hugging Face's names: ``rope_type`` (one of ``ROPE_TYPES``), ``factor`` ...

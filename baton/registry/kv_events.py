@@ -9,14 +9,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from registry.redis_store import (
+from baton.registry.redis_store import (
     BATCH_HASHES,
     CHUNK_HASHES,
     Registry,
     RegistryUnavailableError,
 )
-from registry.types import EventBatch, Snapshot, hashes_checksum
-from telemetry.tasks import BackgroundTasks
+from baton.registry.types import EventBatch, Snapshot, hashes_checksum
+from baton.telemetry.tasks import BackgroundTasks
 
 REFRESH_S = 1.0
 MAX_LOG_BATCHES = 512

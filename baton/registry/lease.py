@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from registry.redis_store import Registry
+from baton.registry.redis_store import Registry
 
 LEASE_S = 10.0
 RENEW_EVERY_S = 2.0

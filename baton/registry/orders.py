@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from registry.redis_store import Registry
+from baton.registry.redis_store import Registry
 
 _ORDER_TTL_MS = 10_000  # nobody waits for an older one
 _ANSWER_TTL_MS = 60_000

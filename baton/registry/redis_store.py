@@ -42,11 +42,11 @@ from typing import Any, TypeVar
 import msgspec
 from redis.exceptions import RedisError
 
-from registry import event_streams
-from registry.connection import RedisUrlError, open_redis
-from registry.event_streams import BOUND, EventStreams
-from registry.stream_entries import parse_mark, with_log
-from registry.types import (
+from baton.registry import event_streams
+from baton.registry.connection import RedisUrlError, open_redis
+from baton.registry.event_streams import BOUND, EventStreams
+from baton.registry.stream_entries import parse_mark, with_log
+from baton.registry.types import (
     HASH_BYTES,
     INCARNATION_BYTES,
     TIERS,
@@ -87,7 +87,7 @@ class Registry:
     """A connection to the registry of one fleet. Makes no call until it is used.
 
     Args:
-        url: See ``registry/connection.py``.
+        url: See ``baton/registry/connection.py``.
         fleet: The fleet's name.
 
     Raises:

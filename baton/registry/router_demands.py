@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from registry.redis_store import Registry
+from baton.registry.redis_store import Registry
 
 _TTL_MS = 60_000
 

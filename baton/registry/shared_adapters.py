@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from registry.redis_store import Registry
+from baton.registry.redis_store import Registry
 
 _TTL_MS = 24 * 3600 * 1000
 

@@ -17,7 +17,7 @@ of no responses is set to nothing.
 import re
 from dataclasses import dataclass
 
-from registry.redis_store import Registry
+from baton.registry.redis_store import Registry
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

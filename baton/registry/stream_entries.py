@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from registry.types import HASH_BYTES, INCARNATION_BYTES, EventBatch, split_hashes
+from baton.registry.types import HASH_BYTES, INCARNATION_BYTES, EventBatch, split_hashes
 
 
 class StreamMark(msgspec.Struct, frozen=True):

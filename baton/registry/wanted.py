@@ -2,7 +2,7 @@
 
 import msgspec
 
-from registry.redis_store import Registry
+from baton.registry.redis_store import Registry
 
 _TTL_MS = 7 * 24 * 3600 * 1000
 

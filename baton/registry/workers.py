@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from registry.json_file import keep
-from registry.redis_store import Registry, RegistryUnavailableError
-from registry.types import WorkerRecord, WorkerState
-from telemetry.tasks import BackgroundTasks
+from baton.registry.json_file import keep
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.types import WorkerRecord, WorkerState
+from baton.telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 _LAST_HEARTBEAT_S = 1.0

@@ -1,4 +1,4 @@
-"""Grafana's dashboards, made of a table of queries: `python -m telemetry.dashboards`.
+"""Grafana's dashboards, made of a table of queries: `python -m baton.telemetry.dashboards`.
 
 The JSON files in ``deploy/grafana/`` are written from here, so that they differ only in what they
 ask; a test compares them, and runs every query against a real Prometheus.
@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from telemetry.dashboard_panels import DASHBOARDS, PRICE, Panel
+from baton.telemetry.dashboard_panels import DASHBOARDS, PRICE, Panel
 
 FOLDER = Path(__file__).parents[1] / "deploy" / "grafana"
 DEFAULT_PRICE = "1.0"

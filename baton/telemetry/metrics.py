@@ -18,8 +18,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from telemetry.histograms import Histogram
-from telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
+from baton.telemetry.histograms import Histogram
+from baton.telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
 
 MAX_LABEL_SETS = 256  # per metric; further ones are counted under "other"
 _OTHER = "other"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from telemetry.metrics import Metrics
+from baton.telemetry.metrics import Metrics
 
 
 def count_cached(metrics: Metrics, tier_tokens: Mapping[str, int], cached_tokens: int) -> None:

@@ -11,7 +11,7 @@ nothing more. However tokens are grouped into calls, the same text comes out.
 import codecs
 from collections.abc import Iterable, Sequence
 
-from engine.text.tokenizer import TextTokenizer
+from baton.text.tokenizer import TextTokenizer
 
 
 class StopMatcher:

@@ -6,7 +6,7 @@ grammar, which travels with the sampling parameters. Whoever samples compiles it
 model's vocabulary; the compiled state is a function of the grammar and the answer's tokens alone.
 
 Compiling a hostile grammar can take long, and can overflow the stack of the process that does it.
-So nothing is compiled in a process that serves before ``engine/text/grammar_check.py`` has
+So nothing is compiled in a process that serves before ``baton/text/grammar_check.py`` has
 compiled it in a process of its own.
 """
 
@@ -19,9 +19,9 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from engine.core.errors import GrammarError
-from engine.text.json_schema import ready
-from engine.text.tokenizer import TextTokenizer
+from baton.text.json_schema import ready
+from baton.text.tokenizer import TextTokenizer
+from baton.types.errors import GrammarError
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "framed"]
 

@@ -1,6 +1,6 @@
 """Compiles grammars that nobody has seen yet, in a process that may die of it.
 
-    python -m engine.text.grammar_check
+    python -m baton.text.grammar_check
 
 A grammar of a few lines can keep llguidance busy for long, take all memory, or overflow the stack.
 The one who asks kills this process when an answer is late, and takes its death for a refusal; what
@@ -20,8 +20,8 @@ import threading
 
 import msgspec
 
-from engine.core.errors import GrammarError
-from engine.text.grammar import GrammarCompiler, GrammarKind, Vocabulary, translate
+from baton.text.grammar import GrammarCompiler, GrammarKind, Vocabulary, translate
+from baton.types.errors import GrammarError
 
 LENGTH = struct.Struct("<I")
 _STACK_BYTES = 2 << 20

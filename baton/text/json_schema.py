@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from engine.core.errors import GrammarError
+from baton.types.errors import GrammarError
 
 # Between the parts of a JSON text stands what printers of JSON write: nothing, one space, or a new
 # line with its indent. Without a bound a weak model writes white space until max_tokens.

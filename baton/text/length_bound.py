@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Self
 
-from engine.text.tokenizer import TextTokenizer
+from baton.text.tokenizer import TextTokenizer
 
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 _SHRINKS = {"": 1, "NFC": 3, "NFKC": 4}  # bytes of text for one byte that is tokenized, at most

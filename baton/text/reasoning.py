@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from engine.core.errors import InvalidRequestError
-from engine.text.detokenizer import StopMatcher
-from engine.text.tokenizer import TextTokenizer
+from baton.text.detokenizer import StopMatcher
+from baton.text.tokenizer import TextTokenizer
+from baton.types.errors import InvalidRequestError
 
 
 class ReasoningTags(NamedTuple):

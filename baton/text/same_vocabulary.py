@@ -1,7 +1,7 @@
 """Whether two models mean the same by every token id: a draft model must."""
 
-from engine.artifacts.artifact import ModelArtifact, ModelError
-from engine.text.tokenizer import load_tokenizer
+from baton.model.artifact import ModelArtifact, ModelError
+from baton.text.tokenizer import load_tokenizer
 
 
 def check_same_vocabulary(main: ModelArtifact, draft: ModelArtifact) -> None:

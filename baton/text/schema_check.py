@@ -10,7 +10,7 @@ from functools import cache
 from itertools import count
 from typing import Any
 
-from engine.text.json_schema import UNFOLLOWED_KEYWORDS
+from baton.text.json_schema import UNFOLLOWED_KEYWORDS
 
 UNCHECKED = "unchecked"
 _MAX_CHARACTERS = 64 * 1024  # of an answer

@@ -17,7 +17,7 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.core.errors import InvalidRequestError
+from baton.types.errors import InvalidRequestError
 
 _MAX_CHARACTERS = 16 * 1024 * 1024
 _MAX_SECONDS = 2.0

@@ -2,7 +2,7 @@
 
 The `tokenizers` wheel says what is right, and `fastokens` says the same sooner. Ids turn back into
 *bytes*, not text: a token may hold half a character, so whoever shows text decodes the joined bytes
-(``engine/text/detokenizer.py``).
+(``baton/text/detokenizer.py``).
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from typing import Any
 import fastokens
 from tokenizers import Tokenizer, decoders
 
-from engine.text.fast_encoder import REFUSALS, open_fast_encoder
-from engine.text.gguf_tokenizer import build_from_gguf
+from baton.text.fast_encoder import REFUSALS, open_fast_encoder
+from baton.text.gguf_tokenizer import build_from_gguf
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"  # how SentencePiece writes a space

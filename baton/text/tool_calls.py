@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from engine.text.detokenizer import StopMatcher
-from engine.text.tools import CLOSE_TAG, OPEN_TAG
+from baton.text.detokenizer import StopMatcher
+from baton.text.tools import CLOSE_TAG, OPEN_TAG
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
 _TAIL = re.compile(rf"\s*\}}\s*{CLOSE_TAG}")

@@ -6,7 +6,7 @@ A call is always the same text, whoever asked for it:
 
 Qwen, Hermes and their children learned it with line breaks inside the tags, and their chat
 templates list the tools themselves. For every other model Baton writes the list into the system
-message. ``engine/text/tool_calls.py`` reads calls back out of an answer.
+message. ``baton/text/tool_calls.py`` reads calls back out of an answer.
 """
 
 import json
@@ -16,9 +16,9 @@ from typing import Any, Literal, cast
 
 from pydantic_core import from_json
 
-from engine.core.errors import GrammarError
-from engine.text.grammar import MAX_SOURCE_CHARACTERS
-from engine.text.json_schema import lenient, ready, without_annotations
+from baton.text.grammar import MAX_SOURCE_CHARACTERS
+from baton.text.json_schema import lenient, ready, without_annotations
+from baton.types.errors import GrammarError
 
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 MAX_CALLS = 8

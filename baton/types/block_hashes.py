@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from engine.core.geometry import BLOCK_TOKENS
+from baton.types.geometry import BLOCK_TOKENS
 
 HASH_BYTES = 16
 KEY = b"baton block name v1"  # part of every hash: it never changes

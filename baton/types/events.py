@@ -1,11 +1,10 @@
 """What the engine tells the world after each step; plain structs that cross a process border."""
 
 import msgspec
+from baton.types.pool_counts import BlockCounts, TierChange, TierCounts
 
-from engine.core.blocks import BlockCounts
-from engine.core.params import SampledToken
-from engine.core.prompt_outputs import PromptLogprobs
-from engine.core.tiers.tiers import TierChange, TierCounts
+from baton.types.params import SampledToken
+from baton.types.prompt_outputs import PromptLogprobs
 
 ALL_LAYERS = -1
 

@@ -30,8 +30,9 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
     That is the CPU layout: blocks that follow each other in one sequence are one contiguous run of
     tokens. Only the wire order is fixed (see ``kvtransfer/chunk.py``).
 
-    In ``int8`` and ``fp8`` each vector is followed by its own scale (``engine/cpu/kv_codec.py``): a
-    token's KV is a function of that token alone and moves as one run of bytes.
+    In ``int8`` and ``fp8`` each vector is followed by its own scale
+    (``baton/engine/cpu/kv_codec.py``): a token's KV is a function of that token alone and moves as
+    one run of bytes.
     """
 
     num_layers: int

@@ -13,7 +13,7 @@ import hmac
 import struct
 from hashlib import sha256
 
-from wire.fleet_token import FleetToken
+from baton.wire.fleet_token import FleetToken
 
 VALID_S = 3600
 """Beyond the request's deadline: clocks of hosts differ by minutes, and nobody resumes later."""

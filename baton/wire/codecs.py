@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from batonpb import common_pb2 as pb
 from batonpb import prefill_pb2
 
-from engine.core.errors import BatonError, from_code
-from engine.core.events import PromptDone, PromptOutputsReady
-from engine.core.params import AdapterRef, SampledToken, SamplingParams
-from engine.core.prompt_outputs import PromptLogprobs
-from wire.tokens import pack_tokens, unpack_tokens
+from baton.types.errors import BatonError, from_code
+from baton.types.events import PromptDone, PromptOutputsReady
+from baton.types.params import AdapterRef, SampledToken, SamplingParams
+from baton.types.prompt_outputs import PromptLogprobs
+from baton.wire.tokens import pack_tokens, unpack_tokens
 
 _SLICE_BYTES = 256 * 1024  # of one message with log-probabilities of a prompt
 

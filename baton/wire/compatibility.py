@@ -2,8 +2,8 @@
 
 from batonpb import common_pb2 as pb
 
-from engine.core.geometry import SCALED, KvGeometry
-from engine.emulated_timing import timing_in
+from baton.engine.emulated_timing import timing_in
+from baton.types.geometry import SCALED, KvGeometry
 
 WIRE_MIN = 1
 WIRE_MAX = 3
@@ -12,7 +12,7 @@ EMITTED_WIRE = 2
 GATHERED_WIRE = 3
 """The first version whose workers read several frames of a router that travel as one."""
 
-_SUMS = {"tile", "vdp"}  # of a numerics id: ``engine.cpu.native.library``
+_SUMS = {"tile", "vdp"}  # of a numerics id: ``baton.engine.cpu.native.library``
 
 
 def kv_group(geometry: KvGeometry) -> pb.KvGroup:

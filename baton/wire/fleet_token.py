@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from config.secrets import read_tokens
-from config.watched_files import WatchedFiles
+from baton.config.secrets import read_tokens
+from baton.config.watched_files import WatchedFiles
 
 TOKEN_KEY = "x-baton-fleet-token"  # noqa: S105 - the name of the header, not a token
 

@@ -3,9 +3,9 @@
 import grpc
 import grpc.aio
 
-from telemetry.tasks import BackgroundTasks
-from wire.grpc_options import open_channel
-from wire.tls import FleetTls
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.grpc_options import open_channel
+from baton.wire.tls import FleetTls
 
 _RETIRED_S = 600.0  # for what still runs over a channel with an older certificate
 

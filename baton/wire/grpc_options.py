@@ -4,7 +4,7 @@ from typing import Any
 
 import grpc.aio
 
-from wire.tls import FleetTls
+from baton.wire.tls import FleetTls
 
 _MESSAGE_BYTES = 16 << 20
 WORKER_OPTIONS: list[tuple[str, Any]] = [

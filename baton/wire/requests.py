@@ -8,10 +8,10 @@ from batonpb.common_pb2 import WorkerIdentity
 from batonpb.decode_pb2 import PrefillReplacement, PrefillTarget, Submission
 from batonpb.prefill_pb2 import PrefillStart
 
-from engine.core.sequence import Kind, RequestSpec
-from engine.process.messages import Submit
-from wire.codecs import adapter_from_wire, sampling_from_wire
-from wire.tokens import unpack_tokens
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.process.messages import Submit
+from baton.wire.codecs import adapter_from_wire, sampling_from_wire
+from baton.wire.tokens import unpack_tokens
 
 
 def replace_prefix(submission: Submission, replacement: PrefillReplacement) -> None:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import grpc
 
-from config.network import TlsFiles
-from config.watched_files import WatchedFiles
+from baton.config.network import TlsFiles
+from baton.config.watched_files import WatchedFiles
 
 _MEND = "`baton certs DIR --renew` renews what `baton certs DIR` made"
 

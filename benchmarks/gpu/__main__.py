@@ -1,6 +1,6 @@
 """The CUDA path on this machine's GPU: right first, then how near to the hardware's limits.
 
-    PYTHONPATH=. python3 -m loadtest.bench.gpu --out gpu.json     all of it, at most about 8 minutes
+    PYTHONPATH=. python3 -m benchmarks.gpu --out gpu.json     all of it, at most about 8 minutes
     ... --quick        fewer rows
     ... --tune         search for better cuts instead
     ... --smoke        toy shapes in Triton's interpreter
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.smoke and not torch.cuda.is_available():
         print("no GPU here (torch.cuda.is_available() is False); --smoke runs without one")
         return 2
-    from loadtest.bench.gpu.model import LLAMA_3_8B, TOY, Machine
+    from benchmarks.gpu.model import LLAMA_3_8B, TOY, Machine
 
     machine = (
         Machine(torch.device("cpu"), torch.float32, TOY, smoke=True)
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.say(json.dumps(report.record["setup"]))
     torch.set_grad_enabled(False)
     if options.tune:
-        from loadtest.bench.gpu.tune import tune
+        from benchmarks.gpu.tune import tune
 
         tune(machine, report)
         return 0
@@ -154,7 +154,7 @@ def _setup(smoke: bool) -> dict[str, Any]:
 def _correctness(machine: Any, report: Report) -> int:
     from triton.errors import TritonError
 
-    from loadtest.bench.gpu.checks import checks
+    from benchmarks.gpu.checks import checks
 
     failed = 0
     try:
@@ -194,7 +194,7 @@ class Bench:
 
     def run(self, *, peer: bool) -> None:
         """All sections, the most important first."""
-        from loadtest.bench.gpu.model import copy_bandwidth, product_rate
+        from benchmarks.gpu.model import copy_bandwidth, product_rate
 
         self._copy, self._product = copy_bandwidth(self._machine), product_rate(self._machine)
         self._report.add("bound", "copy", f"{self._copy / 1e9:.0f} GB/s", gb_per_s=self._copy / 1e9)
@@ -214,8 +214,8 @@ class Bench:
         self, numerics: str, *, fp8: bool = False, workloads: bool = False
     ) -> dict[str, float]:
         """Decode and prefill in one numerics; returns seconds of the workloads."""
-        from loadtest.bench.gpu.decode_loop import DecodeLoop
-        from loadtest.bench.gpu.model import BLOCK, random_decoder, workload_s
+        from benchmarks.gpu.decode_loop import DecodeLoop
+        from benchmarks.gpu.model import BLOCK, random_decoder, workload_s
 
         machine, report = self._machine, self._report
         name = f"{numerics} fp8" if fp8 else numerics
@@ -255,7 +255,7 @@ class Bench:
     def _decode_row(
         self, decoder: Any, loop: Any, batch: int, context: int
     ) -> Callable[[], dict[str, Any]]:
-        from loadtest.bench.gpu.model import decode_bytes, decode_step_s
+        from benchmarks.gpu.model import decode_bytes, decode_step_s
 
         def measure() -> dict[str, Any]:
             seconds = decode_step_s(self._machine, decoder, loop, batch, context)
@@ -270,7 +270,7 @@ class Bench:
         return measure
 
     def _prefill_row(self, decoder: Any, tokens: int) -> Callable[[], dict[str, Any]]:
-        from loadtest.bench.gpu.model import prefill_operations, prefill_s
+        from benchmarks.gpu.model import prefill_operations, prefill_s
 
         def measure() -> dict[str, Any]:
             seconds = prefill_s(self._machine, decoder, tokens)
@@ -308,8 +308,8 @@ class Bench:
 def run_peer(
     requests: int, prompt: int, new: int, *, smoke: bool, timeout_s: float
 ) -> dict[str, Any]:
-    """Seconds of one workload in ``loadtest.bench.gpu.peer``, or why there are none."""
-    command = [sys.executable, "-m", "loadtest.bench.gpu.peer"]
+    """Seconds of one workload in ``benchmarks.gpu.peer``, or why there are none."""
+    command = [sys.executable, "-m", "benchmarks.gpu.peer"]
     command += [str(requests), str(prompt), str(new)] + (["--smoke"] if smoke else [])
     try:
         done = subprocess.run(

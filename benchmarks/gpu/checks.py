@@ -6,14 +6,14 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.cuda.decode_graphs import DecodeRow
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
-from engine.cuda.kernels.configs import AttentionConfig, attention_config
-from engine.cuda.kernels.products import Products, to_fp8
-from engine.cuda.kernels.rows import add_norm, cuts, gate_mul, rope_write, sample_tokens
-from loadtest.bench.gpu.decode_loop import DecodeLoop
-from loadtest.bench.gpu.model import Machine, random_decoder, scattered_tables
+from baton.engine.cuda.decode_graphs import DecodeRow
+from baton.engine.cuda.decoder import CudaDecoder
+from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from baton.engine.cuda.kernels.configs import AttentionConfig, attention_config
+from baton.engine.cuda.kernels.products import Products, to_fp8
+from baton.engine.cuda.kernels.rows import add_norm, cuts, gate_mul, rope_write, sample_tokens
+from benchmarks.gpu.decode_loop import DecodeLoop
+from benchmarks.gpu.model import Machine, random_decoder, scattered_tables
 
 Result = tuple[str, str | None]
 

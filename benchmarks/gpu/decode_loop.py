@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.cuda.decode_graphs import DecodeRow, DecodeSteps
-from engine.cuda.decoder import CudaDecoder
+from baton.engine.cuda.decode_graphs import DecodeRow, DecodeSteps
+from baton.engine.cuda.decoder import CudaDecoder
 
 
 class DecodeLoop:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.cuda.decode_graphs import DecodeRow
-from engine.cuda.decoder import CudaDecoder, DecoderShape
-from engine.cuda.kernels.attention import Span
-from loadtest.bench.gpu.decode_loop import DecodeLoop
+from baton.engine.cuda.decode_graphs import DecodeRow
+from baton.engine.cuda.decoder import CudaDecoder, DecoderShape
+from baton.engine.cuda.kernels.attention import Span
+from benchmarks.gpu.decode_loop import DecodeLoop
 
 LLAMA_3_8B = DecoderShape(
     num_layers=32,

@@ -1,6 +1,6 @@
 """One workload in ``transformers`` continuous batching; prints seconds as one line of JSON.
 
-python3 -m loadtest.bench.gpu.peer REQUESTS PROMPT NEW [--smoke]
+python3 -m benchmarks.gpu.peer REQUESTS PROMPT NEW [--smoke]
 """
 
 import json
@@ -21,7 +21,7 @@ def main() -> None:
         return
     import torch
 
-    from loadtest.bench.gpu.model import LLAMA_3_8B, TOY
+    from benchmarks.gpu.model import LLAMA_3_8B, TOY
 
     smoke = "--smoke" in sys.argv
     s = TOY if smoke else LLAMA_3_8B

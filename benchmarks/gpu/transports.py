@@ -1,6 +1,6 @@
 """What a GPU machine can show of KV by NCCL and by CUDA IPC, without a fleet.
 
-    PYTHONPATH=. python3 -m loadtest.bench.gpu.transports [--mib 256] [--out transports.json]
+    PYTHONPATH=. python3 -m benchmarks.gpu.transports [--mib 256] [--out transports.json]
     ... --device cpu       the same with gloo and shared memory in their places
 
 Needs python3 with torch, nothing else. Two ranks on one GPU may be refused by NCCL: then the row
@@ -43,7 +43,7 @@ class WrongBytesError(Exception):
 
 
 class PairEnd:
-    """One rank of a pair: ``engine.process.pair``, as ``kvtransfer/pair`` starts it.
+    """One rank of a pair: ``baton.engine.process.pair``, as ``kvtransfer/pair`` starts it.
 
     Args:
         rank: ``SENDER`` or ``RECEIVER``.
@@ -60,7 +60,7 @@ class PairEnd:
         with theirs:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "engine.process.pair", str(rank)),
+                    *(sys.executable, "-m", "baton.engine.process.pair", str(rank)),
                     *(f"127.0.0.1:{store_port}", "127.0.0.1", device),
                     *(str(theirs.fileno()), str(staging_fd)),
                 ],
@@ -177,7 +177,7 @@ def _settled(device: str) -> None:
 def lent_memory(device: str, size_bytes: int) -> dict[str, Any]:
     """Another process's memory, copied into ours; what a late reader sees; its owner killed."""
     with tempfile.TemporaryDirectory(prefix="baton-probe-") as folder:
-        command = [sys.executable, "-m", "loadtest.bench.gpu.transports", "--lend", folder]
+        command = [sys.executable, "-m", "benchmarks.gpu.transports", "--lend", folder]
         owner = subprocess.Popen(
             [*command, "--device", device, "--mib", str(size_bytes >> 20)],
             stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Search for better cuts, and print them as rows for ``engine/cuda/kernels/configs.py``."""
+"""Search for better cuts, and print them as rows for ``baton/engine/cuda/kernels/configs.py``."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
-from engine.cuda.kernels.configs import AttentionConfig, LinearConfig, attention_config
-from engine.cuda.kernels.products import fixed_linear
-from loadtest.bench.gpu.model import BLOCK, Machine
+from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from baton.engine.cuda.kernels.configs import AttentionConfig, LinearConfig, attention_config
+from baton.engine.cuda.kernels.products import fixed_linear
+from benchmarks.gpu.model import BLOCK, Machine
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 MARGIN = 0.97  # a cut replaces cuBLAS only when it takes less than this of its time

@@ -1,6 +1,6 @@
 """What running streams lose while a burst of KV arrives at their worker, paced and not paced.
 
-    python -m loadtest.bench.kv.burst [--rounds 3] [--streams 4] [--prompts 8] [--tokens 1024]
+    python -m benchmarks.kv.burst [--rounds 3] [--streams 4] [--prompts 8] [--tokens 1024]
                                       [--transport grpc] [--shares 0 0.025]
                                       [--decode-cores 0 --other-cores 1]
 
@@ -27,7 +27,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from loadtest.bench.kv.workers import (
+from benchmarks.kv.workers import (
     BLOCK_TOKENS,
     BenchWorker,
     Mark,

@@ -1,6 +1,6 @@
 """First tokens of a real fleet whose prompts share long prefixes, with pulls and without.
 
-    python -m loadtest.bench.kv.fleet_pulls [--rounds 3] [--requests 40] [--rate 0.5]
+    python -m benchmarks.kv.fleet_pulls [--rounds 3] [--requests 40] [--rate 0.5]
                                             [--workers 2] [--groups 8] [--prefix-tokens 1536]
 
 One router and some workers that do both parts, with the real engine (SmolLM2). Each request has the
@@ -32,7 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.bench.layouts import SLO, bench_fleet
+from benchmarks.layouts import SLO, bench_fleet
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import Server
 from loadtest.results.files import Results

@@ -1,6 +1,6 @@
 """What int8 chunks cost: CPU time at both ends, and what they change in SmolLM2's answers.
 
-    python -m loadtest.bench.kv.int8_chunks [--rounds 7] [--tokens 1024] [--answer 48]
+    python -m benchmarks.kv.int8_chunks [--rounds 7] [--tokens 1024] [--answer 48]
 
 The first counts the thread's own CPU time for KV of an 8B model. The second computes prompts, puts
 the whole pool through int8 and back, as a hand-off would, and answers from the blocks in it; and
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from batonpb.common_pb2 import INT8, PLAIN, ChunkEncoding
 
-from engine.llm import LLM, Output
+from baton.engine.llm import LLM, Output
+from benchmarks.handoff import geometry, page_table, rectangles
 from kvtransfer import chunk
 from kvtransfer.grpc_transport import GrpcTransport
 from kvtransfer.int8_chunks import decode_int8, encode_int8
 from kvtransfer.kv_slice import KvSlice, cut
-from loadtest.bench.handoff import geometry, page_table, rectangles
 
 BOUND = chunk.binding("r", 1, 1, b"i" * 16)
 PROMPTS = (

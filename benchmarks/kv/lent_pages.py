@@ -1,8 +1,8 @@
 """CPU time that a reader of lent pages takes, beside a bare memcpy, in one thread of one process.
 
-    python -m loadtest.bench.kv.lent_pages [--rounds 7] [--tokens 1024]
+    python -m benchmarks.kv.lent_pages [--rounds 7] [--tokens 1024]
 
-``loadtest.bench.handoff`` times whole hand-offs between processes and needs a quiet machine. This
+``benchmarks.handoff`` times whole hand-offs between processes and needs a quiet machine. This
 one counts the thread's own CPU time, so that other work disturbs it by the memory only.
 """
 
@@ -16,16 +16,16 @@ from collections.abc import Callable
 import numpy as np
 from batonpb import prefill_pb2 as pb
 
-from kvtransfer import chunk, lent_pages
-from kvtransfer.kv_slice import KvSlice, cut
-from kvtransfer.shared_memory import FRAME_BYTES
-from loadtest.bench.handoff import (
+from benchmarks.handoff import (
     geometry,
     memory_file,
     page_table,
     rectangles,
     without_digests,
 )
+from kvtransfer import chunk, lent_pages
+from kvtransfer.kv_slice import KvSlice, cut
+from kvtransfer.shared_memory import FRAME_BYTES
 
 CLAIM = ("r", 1, 1, b"i" * 16)
 

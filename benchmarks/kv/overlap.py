@@ -1,9 +1,9 @@
 """How much of a hand-off's transfer hides behind prefill's compute, by each transport.
 
-    python -m loadtest.bench.kv.overlap [--tokens 1024] [--rounds 3] [--tokens-per-s 1000 4000]
+    python -m benchmarks.kv.overlap [--tokens 1024] [--rounds 3] [--tokens-per-s 1000 4000]
                                         [--svg FILE]
 
-The hand-off is that of ``loadtest.bench.handoff``: two processes, shapes of an 8B model, the puller
+The hand-off is that of ``benchmarks.handoff``: two processes, shapes of an 8B model, the puller
 and the machine of a decode worker. Prefill's compute is a clock: a group of layers is published
 whenever a prefill of that rate would have it. Nothing computes, so this is the hand-off's own
 share; what compute and transfer take from each other on one machine is not in it.
@@ -24,15 +24,11 @@ from typing import Any, cast
 
 from batonpb.decode_pb2 import Submission
 
-from decode_worker.frame_puller import FramePuller
-from decode_worker.parts import WorkerParts
-from engine.core.geometry import BLOCK_TOKENS
-from kvtransfer.chunk import PoolView
-from kvtransfer.kv_slice import KvSlice
-from kvtransfer.receiver import Action, HandoffReceiver, Pull
-from kvtransfer.transport import Peer, Transport
-from kvtransfer.transports import connect_all
-from loadtest.bench.handoff import (
+from baton.types.geometry import BLOCK_TOKENS
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
+from baton.wire.message_memory import keep_message_memory
+from benchmarks.handoff import (
     CHUNK_TOKENS,
     TOKEN,
     OnePeer,
@@ -43,10 +39,14 @@ from loadtest.bench.handoff import (
     sender_process,
     stands,
 )
-from loadtest.bench.kv.timeline import Group, draw
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
-from wire.message_memory import keep_message_memory
+from benchmarks.kv.timeline import Group, draw
+from decode_worker.frame_puller import FramePuller
+from decode_worker.parts import WorkerParts
+from kvtransfer.chunk import PoolView
+from kvtransfer.kv_slice import KvSlice
+from kvtransfer.receiver import Action, HandoffReceiver, Pull
+from kvtransfer.transport import Peer, Transport
+from kvtransfer.transports import connect_all
 
 TRANSFER_GOAL = 0.10
 

@@ -1,9 +1,9 @@
 """Other transfer engines on the same blocks: NIXL (UCX) and Mooncake (TCP), memory to memory.
 
-    python -m loadtest.bench.kv.peers --build       once: each in an environment of its own
-    python -m loadtest.bench.kv.peers [--rounds 7] [--tokens 1024]
+    python -m benchmarks.kv.peers --build       once: each in an environment of its own
+    python -m benchmarks.kv.peers [--rounds 7] [--tokens 1024]
 
-As in ``loadtest.bench.handoff`` one process reads a prompt's KV of an 8B model out of another's
+As in ``benchmarks.handoff`` one process reads a prompt's KV of an 8B model out of another's
 memory, here by what the engine offers: one READ of all runs, prepared before. A run is what lies
 together: the blocks of one chunk, of one layer, keys or values (1 MiB), and once more block by
 block (32 KiB). Neither verifies what it moved, nor waits for what is not computed yet.
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadtest.bench.handoff import CHUNK_TOKENS, geometry
+from benchmarks.handoff import CHUNK_TOKENS, geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _python(engine: Engine) -> Path:
 def _end(engine: Engine, role: str, size_bytes: int, run_bytes: int) -> Iterator["_End"]:
     """One process of an engine."""
     if not _python(engine).exists():
-        raise PeerError("not built: python -m loadtest.bench.kv.peers --build")
+        raise PeerError("not built: python -m benchmarks.kv.peers --build")
     libraries = [folder() / engine.package / "debs" / at for at in ("usr/lib", "lib")]
     paths = [f"{path}/x86_64-linux-gnu" for path in libraries]
     script = Path(__file__).parent / engine.script

@@ -1,6 +1,6 @@
 """Whole hand-offs over a real slow link, plain and as int8.
 
-    python -m loadtest.bench.kv.slow_link [--mbit 50 200 500] [--rounds 5] [--tokens 1024]
+    python -m benchmarks.kv.slow_link [--mbit 50 200 500] [--rounds 5] [--tokens 1024]
 
 Needs root: this process and the decode workers are in a network namespace of their own, and a
 prefill worker in a second one, behind a cable that lets so many Mbit/s out of it (`tc … tbf`). All
@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from loadtest.bench.kv.workers import (
+from benchmarks.kv.workers import (
     BLOCK_TOKENS,
     BenchWorker,
     Stream,
@@ -164,7 +164,7 @@ def main() -> None:
         if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip", "tc"))):
             sys.exit("this needs root, unshare, nsenter, ip and tc")
         os.environ[_INSIDE] = "1"
-        command = [sys.executable, "-m", "loadtest.bench.kv.slow_link", *sys.argv[1:]]
+        command = [sys.executable, "-m", "benchmarks.kv.slow_link", *sys.argv[1:]]
         os.execvp("unshare", ["unshare", "--net", *command])
     with Cable.plugged() as cable:
         asyncio.run(measure(options, cable))

@@ -1,6 +1,6 @@
 """What saving KV to the tiers costs running streams: no tier, memory, memory and disk.
 
-    python -m loadtest.bench.kv.tier_writes [--rounds 3] [--streams 4] [--seconds 15] [--disk DIR]
+    python -m benchmarks.kv.tier_writes [--rounds 3] [--streams 4] [--seconds 15] [--disk DIR]
 
 A worker with the real engine (SmolLM2, one thread) writes answers; beside them a prompt of 384
 tokens comes every second, and none is asked for twice. So the pool is full, and each prompt's
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtest.bench.kv.workers import BLOCK_TOKENS, Stream, bench_worker, cpu_s, p99, prompts
+from benchmarks.kv.workers import BLOCK_TOKENS, Stream, bench_worker, cpu_s, p99, prompts
 
 PROMPT_TOKENS = 384
 POOL_BLOCKS = 640

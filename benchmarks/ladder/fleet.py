@@ -11,8 +11,8 @@ import httpx
 import psutil
 import yaml
 
-from loadtest.bench.kv.workers import TOKEN, BenchWorker, bench_worker
-from loadtest.bench.router.processes import BenchError, free_port, redis, running, wait_for
+from benchmarks.kv.workers import TOKEN, BenchWorker, bench_worker
+from benchmarks.router.processes import BenchError, free_port, redis, running, wait_for
 
 FLEET = "ladder"
 _MIB = 1 << 20

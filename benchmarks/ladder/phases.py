@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 from batonpb.decode_pb2 import Submission
 
-from engine.core.params import SamplingParams
-from loadtest.bench.placement import fleet, placer_of
-from router.api.bodies.chat import ChatBody
-from router.api.bodies.parse import parse
-from router.api.bodies.rendering import rendering_of
-from router.api.structured_output import requested_grammar
-from router.api.tools import messages_of, offered
-from router.placement.booked_load import LoadBook
-from router.placement.native.library import load
-from router.placement.prompt_hashes import native_hashes
+from baton.types.params import SamplingParams
+from baton.wire.tokens import pack_tokens
+from benchmarks.placement import fleet, placer_of
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.parse import parse
+from router.frontend.api.bodies.rendering import rendering_of
+from router.frontend.api.structured_output import requested_grammar
+from router.frontend.api.tools import messages_of, offered
 from router.request import GenerationRequest
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.native.library import load
+from router.routing.placement.prompt_hashes import native_hashes
 from router.served_model import ServedModel
-from wire.tokens import pack_tokens
 
 _SEED = bytes(16)
 

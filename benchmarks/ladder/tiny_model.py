@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.artifacts.artifact import ModelArtifact
-from engine.text.tokenizer import load_tokenizer
+from baton.model.artifact import ModelArtifact
+from baton.text.tokenizer import load_tokenizer
 
 _HIDDEN = 64
 _FEED = 64

@@ -1,7 +1,7 @@
 """What a router delivers for each second of CPU time, beside NVIDIA Dynamo's frontend.
 
-    python -m loadtest.bench.router --build        once: Dynamo, in an environment of its own
-    python -m loadtest.bench.router [--beside TREE] [--rounds 3] [--json FILE]
+    python -m benchmarks.router --build        once: Dynamo, in an environment of its own
+    python -m benchmarks.router [--beside TREE] [--rounds 3] [--json FILE]
 
 Three processes: emulated workers that answer one frame for each step, the router (with a real Redis
 and real gRPC), and clients. Sides take turns: Dynamo with its own emulated workers, where it is
@@ -27,10 +27,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from config.fleet_file import DEFAULT_MODEL
-from loadtest.bench.router import dynamo
-from loadtest.bench.router.load import Result
-from loadtest.bench.router.processes import (
+from baton.config.fleet_file import DEFAULT_MODEL
+from benchmarks.router import dynamo
+from benchmarks.router.load import Result
+from benchmarks.router.processes import (
     MODEL_NAME,
     BenchError,
     cpu_s,
@@ -110,7 +110,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float) -> Figures:
     """One load on one side."""
     before_bytes = rss_bytes(side.router_pid)
-    command = [sys.executable, "-m", "loadtest.bench.router.load", "--port", str(side.port)]
+    command = [sys.executable, "-m", "benchmarks.router.load", "--port", str(side.port)]
     asked: dict[str, object] = {
         "words": shape.words,
         "answer-tokens": shape.answer_tokens,

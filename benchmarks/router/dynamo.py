@@ -1,7 +1,7 @@
 """The peer: NVIDIA Dynamo's frontend with its own emulated workers, in an environment of its own.
 
 It lives below ``$BATON_CACHE`` or ``~/.cache/baton``, and is built by
-``python -m loadtest.bench.router --build``.
+``python -m benchmarks.router --build``.
 """
 
 import json
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.artifacts.artifact import resolve_model
-from engine.text.tokenizer import load_tokenizer
+from baton.model.artifact import resolve_model
+from baton.text.tokenizer import load_tokenizer
 
 VERSION = "1.6.1"
 _RUNTIME = f"ai-dynamo-runtime=={VERSION}"
@@ -97,7 +97,7 @@ class Dynamo:
     def __init__(self, folder: Path, name: str, port: int, workers: int) -> None:
         python = folder / "venv" / "bin" / "python"
         if not python.exists() or not (folder / "model" / "config.json").exists():
-            raise PeerError("not built: python -m loadtest.bench.router --build")
+            raise PeerError("not built: python -m benchmarks.router --build")
         self.port = port
         self._state = tempfile.mkdtemp(prefix="bench-dynamo-")
         environment = {**os.environ, "DYN_FILE_KV": self._state, "HF_HUB_OFFLINE": "1"}

@@ -1,6 +1,6 @@
 """What workers that have nothing to do cost a router.
 
-    python -m loadtest.bench.router.idle --workers 300,1000
+    python -m benchmarks.router.idle --workers 300,1000
 
 Emulated workers in one process, a real Redis, and a router of its own: CPU seconds of that router,
 while nobody asks anything. A worker at rest is sent a heartbeat every 37 to 50 s: measure for twice
@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from loadtest.bench.router.processes import cpu_s, redis, router, wait_for, workers
+from benchmarks.router.processes import cpu_s, redis, router, wait_for, workers
 
 _TREE = Path(__file__).resolve().parents[3]
 _MOST_OF_A_POOL = 512  # that the fleet file may name; the router takes whoever is there

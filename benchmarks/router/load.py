@@ -1,6 +1,6 @@
 """Clients of the bench in one process: each asks, reads the stream to its end, and asks again.
 
-    python -m loadtest.bench.router.load --port 8000 --model smollm2 --clients 64 …
+    python -m benchmarks.router.load --port 8000 --model smollm2 --clients 64 …
 
 With ``--rate`` requests come at random moments of their own, however slow the answers are, and wait
 from then on: sides under the same rate are under the same load.

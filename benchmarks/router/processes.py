@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from loadtest.bench.router.workers import FLEET
+from benchmarks.router.workers import FLEET
 
 MODEL_NAME = "smollm2"
 _START_LIMIT_S = 60.0
@@ -78,7 +78,7 @@ def redis(port: int | None = None) -> Iterator[str]:
 @contextlib.contextmanager
 def workers(redis_url: str, count: int, step_s: float) -> Iterator[int]:
     """Emulated workers; their process."""
-    module = [sys.executable, "-m", "loadtest.bench.router.workers"]
+    module = [sys.executable, "-m", "benchmarks.router.workers"]
     options = ["--redis", redis_url, "--count", str(count), "--step-s", str(step_s)]
     with running([*module, *options], stdout=subprocess.PIPE) as process:
         if process.stdout is None or process.stdout.readline() != b"ready\n":

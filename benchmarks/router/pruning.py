@@ -1,6 +1,6 @@
 """What a placement costs for having looked at few pairs: beside the full product, on a trace.
 
-    python -m loadtest.bench.router.pruning loadtest/traces/mooncake_conversation.jsonl
+    python -m benchmarks.router.pruning loadtest/traces/mooncake_conversation.jsonl
 
 The simulator takes a trace through a fleet, and the router's own placer places each request. Of
 every so many, all workers alone and all pairs of them are priced as well, by the same model and in
@@ -18,9 +18,9 @@ import typer
 
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.workloads.traces import read_trace
-from router.placement.cost import Candidate, WorkerLoad, price
-from router.placement.placer import Placer
-from router.placement.worker_load import Known
+from router.routing.placement.cost import Candidate, WorkerLoad, price
+from router.routing.placement.placer import Placer
+from router.routing.placement.worker_load import Known
 
 Found = tuple[Candidate, Sequence[Candidate]] | None
 

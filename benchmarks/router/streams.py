@@ -1,6 +1,6 @@
 """What open streams hold of a router's memory.
 
-    python -m loadtest.bench.router.streams --clients 800
+    python -m benchmarks.router.streams --clients 800
 
 Emulated workers with slow steps, a real Redis, and a router of its own; clients that all read an
 answer at the same time: first half as many, then one and a half times as many. Told is how much
@@ -19,8 +19,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from loadtest.bench.router.load import Result
-from loadtest.bench.router.processes import (
+from benchmarks.router.load import Result
+from benchmarks.router.processes import (
     MODEL_NAME,
     BenchError,
     redis,
@@ -83,7 +83,7 @@ def _clients(
         "seconds": answer_s,
     }
     named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "loadtest.bench.router.load", *named]
+    command = [sys.executable, "-m", "benchmarks.router.load", *named]
     return running(command, stdout=subprocess.PIPE)
 
 

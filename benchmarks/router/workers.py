@@ -1,6 +1,6 @@
 """Emulated workers for the bench: one process, and for each step one frame to each router.
 
-    python -m loadtest.bench.router.workers --redis URL --count 4 --step-s 0.006
+    python -m benchmarks.router.workers --redis URL --count 4 --step-s 0.006
 
 A prompt costs nothing, and every request gets a token a step. As with real workers
 (``decode_worker/session.py``), a frame grows while the router has not taken the last one.
@@ -22,11 +22,11 @@ from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 from batonpb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 
-from registry.redis_store import Registry
-from registry.types import Snapshot, WorkerRecord
-from telemetry.tasks import BackgroundTasks
-from wire.compatibility import own_wire
-from wire.router_frames import scatter
+from baton.registry.redis_store import Registry
+from baton.registry.types import Snapshot, WorkerRecord
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.compatibility import own_wire
+from baton.wire.router_frames import scatter
 
 FLEET = "bench"
 _STATUS_S = 0.25

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from config.fleet_file import DEFAULT_MODEL
+from baton.config.fleet_file import DEFAULT_MODEL
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -47,9 +47,9 @@ def capacity(
 
     Example: `baton capacity --context 4096 --concurrency 16 --weights int8 --kv int8`.
     """
-    from engine.artifacts.artifact import resolve_model
-    from engine.artifacts.model_config import ModelError
-    from engine.loading.memory import free_memory_bytes
+    from baton.engine.loading.memory import free_memory_bytes
+    from baton.model.artifact import resolve_model
+    from baton.model.model_config import ModelError
     from fleet.capacity import plan_capacity
 
     free = free_memory_bytes() if memory is None else int(memory * _GIB)

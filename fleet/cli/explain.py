@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fleet.cli.common import FleetOption, get_json, running_fleet
-from router.placement.cost import Terms
+from router.routing.placement.cost import Terms
 
 _BAR = 30
 _SHOWN_CANDIDATES = 8

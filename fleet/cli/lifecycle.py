@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
+from baton.registry.redis_store import RegistryUnavailableError
 from fleet.cli.common import (
     FileArgument,
     emulated_note,
@@ -34,7 +35,6 @@ from fleet.local.state import FleetState
 from fleet.local.supervisor import FleetError, RayLostError, Supervisor
 from fleet.pools.cluster_call import ClusterCall
 from fleet.pools.nodes import CapacityError
-from registry.redis_store import RegistryUnavailableError
 
 _DOWN_LIMIT_S = 16.0
 _KILLED_LIMIT_S = 2.0

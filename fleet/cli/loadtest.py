@@ -5,11 +5,11 @@ import asyncio
 import psutil
 import typer
 
+from baton.registry.orders import Orders
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.cli.common import known_fleet
 from fleet.local.state import FleetState
 from loadtest.commands.options import LocalFleet
-from registry.orders import Orders
-from registry.redis_store import Registry, RegistryUnavailableError
 
 
 def give_local_fleet(ctx: typer.Context) -> None:

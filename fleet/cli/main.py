@@ -15,7 +15,6 @@ from fleet.cli.chat import chat
 from fleet.cli.common import fail
 from fleet.cli.doctor.command import doctor
 from fleet.cli.explain import explain
-from fleet.cli.hosts import hosts
 from fleet.cli.inspection import config_check, logs, status
 from fleet.cli.lifecycle import down, up
 from fleet.cli.loadtest import give_local_fleet, local_fleet
@@ -25,6 +24,7 @@ from fleet.cli.top import top
 from loadtest.cli import app as loadtest_app
 from loadtest.lab.cli import lab
 from loadtest.simulator.cli import simulate
+from tests.hosts.rig.__main__ import hosts
 
 app = typer.Typer(
     help="Baton serves a large language model from a fleet: prefill workers read prompts, decode "

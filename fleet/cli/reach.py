@@ -9,11 +9,11 @@ import httpx
 import msgspec
 import typer
 
+from baton.registry.orders import Answer, Orders
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.cli.common import bearer, fail, running_fleet
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
-from registry.orders import Answer, Orders
-from registry.redis_store import Registry, RegistryUnavailableError
 
 UrlOption = Annotated[
     str | None,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.cli.common import NOT_RUNNING, fail
 from fleet.local import state as fleet_state
 from fleet.local.changes import Changes, changes, keys_digest

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from config.fleet_file import EMBEDDED, FleetConfig
-from config.secrets import SecretError
+from baton.config.fleet_file import EMBEDDED, FleetConfig
+from baton.config.secrets import SecretError
 from fleet.cli.common import FileArgument, fail, load_fleet_file
 from fleet.local import state as fleet_state
 from fleet.local.fleet_token import FILE_VARIABLE, TOKEN_VARIABLE, given_token

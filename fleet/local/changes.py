@@ -8,9 +8,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
+from baton.registry.types import Role
 from fleet.pools.resources import bundles, settings_digest, worker_environment, worker_settings
-from registry.types import Role
 
 # Why each of them needs a stop and a start.
 _FIXED = {

@@ -25,17 +25,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
+from baton.registry.lease import LEASE_S, RENEW_EVERY_S, FleetLease, LeaseHolder
+from baton.registry.orders import Orders
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.telemetry.tasks import BackgroundTasks
 from fleet.local.subprocesses import die_with_parent
 from fleet.pools.cluster_call import REFUSED, ClusterCall, ClusterReply
 from fleet.pools.nodes import CapacityError
 from fleet.pools.resources import ControllerSpec
 from fleet.private_logs import open_log
 from fleet.process_key import ProcessKey
-from registry.lease import LEASE_S, RENEW_EVERY_S, FleetLease, LeaseHolder
-from registry.orders import Orders
-from registry.redis_store import Registry, RegistryUnavailableError
-from telemetry.tasks import BackgroundTasks
 
 _T = TypeVar("_T")
 

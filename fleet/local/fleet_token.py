@@ -13,8 +13,8 @@ import os
 import secrets
 from typing import NamedTuple
 
-from config.fleet_file import FleetConfig
-from config.secrets import SecretError, read_tokens, tokens_in
+from baton.config.fleet_file import FleetConfig
+from baton.config.secrets import SecretError, read_tokens, tokens_in
 from fleet.local.state import state_folder, write_whole
 
 TOKEN_VARIABLE = "BATON_FLEET_TOKEN"  # noqa: S105 - its name, not it

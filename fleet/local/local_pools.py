@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.pools.ray_health import RayHealth
 from fleet.pools.resources import ControllerSpec
 

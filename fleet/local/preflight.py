@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import psutil
 
-from config.fleet_file import FleetConfig
-from config.network import is_loopback
+from baton.config.fleet_file import FleetConfig
+from baton.config.network import is_loopback
 from fleet.local.redis_server import RedisError, server_binary
 from fleet.pools.resources import engine_settings
 
@@ -147,10 +147,10 @@ def describe_model(config: FleetConfig) -> ModelFinding:
     Raises:
         ValueError: It, its draft or an adapter cannot be found or is not supported.
     """
-    from engine.artifacts.artifact import resolve_model
-    from engine.artifacts.lora_artifact import read_adapter
-    from engine.models.split import splits_of
-    from engine.text.same_vocabulary import check_same_vocabulary
+    from baton.engine.models.split import splits_of
+    from baton.model.artifact import resolve_model
+    from baton.model.lora_artifact import read_adapter
+    from baton.text.same_vocabulary import check_same_vocabulary
 
     artifact = resolve_model(config.model)
     if config.speculation.draft:
@@ -197,8 +197,8 @@ def _redis() -> str:
 def _speed(config: FleetConfig) -> str:
     if config.pools.engine.emulated is not None:
         return "not measured: the engine is emulated"
-    from engine.cpu.native.library import choose_native, description
-    from loadtest.bench.quick import NoPeerError, measure
+    from baton.engine.cpu.native.library import choose_native, description
+    from baton.engine.selfcheck.quick import NoPeerError, measure
 
     choose_native(config.numerics.native)
     try:

@@ -9,8 +9,8 @@ import redis.asyncio
 from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import AuthenticationError, NoPermissionError, ReadOnlyError
 
+from baton.registry.connection import RedisTarget, RedisUrlError, open_redis, parse_redis_url
 from fleet.local.redis_server import RedisError
-from registry.connection import RedisTarget, RedisUrlError, open_redis, parse_redis_url
 
 MINIMUM_VERSION = (6, 2)
 _LIMIT_S = 5.0
@@ -30,7 +30,7 @@ async def check_external(url: str, fleet: str = "check") -> str:
     """Try an operator's Redis with the commands that a fleet sends.
 
     Args:
-        url: See ``registry/connection.py``.
+        url: See ``baton/registry/connection.py``.
         fleet: Under whose keys it is tried.
 
     Returns:

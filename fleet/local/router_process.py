@@ -2,7 +2,7 @@
 
     port ─┬─ socket 0 ── router 0 ─┐   each holds all sockets, accepts from its own,
           ├─ socket 1 ── router 1 ─┤   and from that of a router that is not there
-          └─ socket 2 ── router 2 ─┘   (`router.group.siblings`)
+          └─ socket 2 ── router 2 ─┘   (`router.routing.group.siblings`)
 
 The supervisor binds the port and holds it: while a router that died is started again, connections
 wait in a socket's backlog, or are taken by the other routers, instead of being refused.
@@ -22,7 +22,7 @@ import psutil
 from fleet.local.preflight import BACKLOG, claim_socket
 from fleet.local.subprocesses import die_with_parent
 from fleet.private_logs import open_log
-from router.group.member import alive_path
+from router.routing.group.member import alive_path
 
 _HEALTHY_S = 60.0
 _FAILURES = 5  # in a row, of one router

@@ -24,9 +24,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from config.fleet_file import FleetConfig
-from config.network import TlsFiles
-from config.secrets import SecretError, read_tokens
+from baton.config.fleet_file import FleetConfig
+from baton.config.network import TlsFiles
+from baton.config.secrets import SecretError, read_tokens
 from fleet.local.subprocesses import end_processes
 from fleet.process_key import ProcessKey
 

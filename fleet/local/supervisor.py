@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from config.fleet_file import EMBEDDED, FleetConfig
+from baton.config.fleet_file import EMBEDDED, FleetConfig
 from fleet.local import state as fleet_state
 from fleet.local.changes import Changes, changes, keys_digest
 from fleet.local.cluster_pools import ClusterPools

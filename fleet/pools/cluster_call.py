@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from config.fleet_file import FleetConfig
-from engine.parent import die_with_parent
+from baton.config.fleet_file import FleetConfig
+from baton.engine.parent import die_with_parent
 from fleet.pools.checkup.findings import Checkup
 from fleet.pools.nodes import CapacityError, plan
 from fleet.pools.resources import ControllerSpec

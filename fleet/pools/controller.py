@@ -14,7 +14,7 @@ take. Actions about a life carry its epoch, so that an answer about an earlier o
 import enum
 from dataclasses import dataclass
 
-from registry.types import Role, WorkerState
+from baton.registry.types import Role, WorkerState
 
 SECOND_NS = 1_000_000_000
 

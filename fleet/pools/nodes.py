@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from config.fleet_file import FleetConfig
-from registry.types import Role
+from baton.config.fleet_file import FleetConfig
+from baton.registry.types import Role
 
 ROLE_RESOURCE = "baton_{role}"
 _ROLES: tuple[Role, ...] = get_args(Role)

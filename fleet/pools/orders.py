@@ -25,14 +25,14 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
+from baton.registry import wanted
+from baton.registry.orders import Answer, Order
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.types import Role
 from fleet.pools.controller import Action, FleetController
 from fleet.pools.nodes import CapacityError, Node, check_nodes
 from fleet.pools.placement import Placements
-from registry import wanted
-from registry.orders import Answer, Order
-from registry.redis_store import Registry, RegistryUnavailableError
-from registry.types import Role
 
 Apply = Callable[[list[Action]], None]
 MAX_LINES = 2000

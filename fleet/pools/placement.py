@@ -23,11 +23,11 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
+from baton.registry.types import Role
+from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools.nodes import Node, choose
 from fleet.pools.resources import bundles
-from registry.types import Role
-from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger("fleet.pools.placement")
 

@@ -18,7 +18,12 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
+from baton.registry import wanted
+from baton.registry.orders import Answer, Order, Orders
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.types import Role, WorkerRecord
+from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools.controller import (
     Action,
     Drain,
@@ -45,11 +50,6 @@ from fleet.pools.resources import (
     worker_settings,
 )
 from fleet.pools.sealing import SECRET_FIELDS, seal, unseal
-from registry import wanted
-from registry.orders import Answer, Order, Orders
-from registry.redis_store import Registry, RegistryUnavailableError
-from registry.types import Role, WorkerRecord
-from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger("fleet.pools.controller")
 

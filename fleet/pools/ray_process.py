@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from baton.telemetry.logs import LogFormat, set_up_logs
 from fleet.private_logs import open_log
-from telemetry.logs import LogFormat, set_up_logs
 
 _LOG_LIMIT_BYTES = 16 * 2**20  # looked at when a life begins; one older file is kept
 

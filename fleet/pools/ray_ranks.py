@@ -19,11 +19,11 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from baton.telemetry.logs import LogFormat
+from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools.ray_process import log_to, on_this_node
 from fleet.pools.sealing import unseal
 from fleet.rank import RankSettings, running
-from telemetry.logs import LogFormat
-from telemetry.tasks import BackgroundTasks
 
 _START_LIMIT_S = 60.0  # for a process of Ray's, on the node of a bundle
 _SAME = ("host", "ports", "fleet_token", "fleet_token_file", "insecure")

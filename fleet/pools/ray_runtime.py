@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from config.fleet_file import EMBEDDED, FleetConfig
+from baton.config.fleet_file import EMBEDDED, FleetConfig
 from fleet.pools.nodes import CapacityError, check_nodes
 from fleet.pools.ray_health import RayHealth
 from fleet.pools.resources import (

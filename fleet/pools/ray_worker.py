@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from baton.registry.types import WorkerRecord
+from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools.liveness import ShellProcess, StandstillGuard
 from fleet.pools.ray_process import log_to, on_this_node
 from fleet.pools.ray_ranks import RankActors
 from fleet.pools.resources import settings_digest
 from fleet.pools.sealing import unsealed
-from registry.types import WorkerRecord
-from telemetry.tasks import BackgroundTasks
 
 _CLOSING_LIMIT_S = 3.0  # for what is left of a life, before the next one begins
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from config.fleet_file import FleetConfig
-from engine.artifacts.artifact import resolve_model
-from engine.artifacts.model_config import ModelConfig
-from engine.core.speculative.proposers import SpeculationSettings
-from engine.settings import EmulatedModel, EngineSettings, KvTierSettings
+from baton.config.fleet_file import FleetConfig
+from baton.engine.core.speculative.proposers import SpeculationSettings
+from baton.engine.settings import EmulatedModel, EngineSettings, KvTierSettings
+from baton.model.artifact import resolve_model
+from baton.model.model_config import ModelConfig
+from baton.registry.types import Role
 from fleet.pools.controller import HEALTHY_AFTER_NS
-from registry.types import Role
 
 NAMESPACE = "baton"
 WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from config.secrets import SecretError
+from baton.config.secrets import SecretError
 
 SECRET_FIELDS = ("redis_url", "fleet_token")
 _MARK = "sealed:"

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from telemetry.tasks import BackgroundTasks
+from baton.telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 

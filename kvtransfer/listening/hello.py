@@ -18,7 +18,7 @@ import struct
 from dataclasses import dataclass
 from hashlib import sha256
 
-from wire.fleet_token import FleetToken
+from baton.wire.fleet_token import FleetToken
 
 VERSION = 2
 """Part of what a worker offers, so that workers with different hellos do not try to connect."""

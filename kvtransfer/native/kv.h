@@ -11,7 +11,7 @@
 
 namespace kv {
 
-// As engine/core/geometry.py lays it out: [layer, k|v, block, token, head, bytes of a vector]. The
+// As baton/types/geometry.py lays it out: [layer, k|v, block, token, head, bytes of a vector]. The
 // pool may have some of the model's heads only, from first_head on; slices name them as the model does.
 struct Pool {
   uint8_t* bytes;

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from engine.compiled import Functions, compiled, cpu_flags, declared
+from baton.engine.compiled import Functions, compiled, cpu_flags, declared
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-w")
 _SOURCES = ("kv.h", "frames.cpp", "lent.cpp")

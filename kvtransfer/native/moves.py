@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.core.geometry import KvGeometry
+from baton.types.geometry import KvGeometry
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.native import library
 

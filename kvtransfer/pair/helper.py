@@ -1,4 +1,4 @@
-"""A helper process (``engine.process.pair``): started, given orders, killed.
+"""A helper process (``baton.engine.process.pair``): started, given orders, killed.
 
 Frames pass through staging memory that both processes map, one slot for each.
 """
@@ -11,8 +11,8 @@ import socket
 import sys
 from collections import deque
 
+from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.transport import TransportError
-from telemetry.tasks import BackgroundTasks
 
 SENDER, RECEIVER = 0, 1
 SLOTS = 6
@@ -57,7 +57,7 @@ class Helper:
                         sys.executable,
                         "-P",
                         "-m",
-                        "engine.process.pair",
+                        "baton.engine.process.pair",
                         str(rank),
                         store,
                         host,

@@ -15,14 +15,14 @@ import grpc
 import grpc.aio
 from batonpb import prefill_pb2 as pb
 
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
 from kvtransfer.chunk import ByteFrame, PoolView
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.pair.helper import RECEIVER, SLOT_BYTES, SLOTS, START_S, Helper
 from kvtransfer.pair.sending import CONTROL, NAME
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
-from telemetry.tasks import BackgroundTasks
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
 
 RECEIVE_S = 2.0  # of one frame whose send was posted
 _Posted = tuple[pb.PairReply, int, "asyncio.Future[None] | None"]

@@ -13,9 +13,9 @@ import grpc.aio
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 
+from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.pair.helper import SENDER, SLOT_BYTES, Helper
 from kvtransfer.transport import FrameSource, ServingSide, TransportError
-from telemetry.tasks import BackgroundTasks
 
 NAME = "pair"
 SERVICE = "baton.v1.KvPair"

@@ -20,9 +20,9 @@ import grpc.aio
 from batonpb import prefill_pb2 as pb
 from batonpb import rank_pb2, rank_pb2_grpc
 
-from telemetry.alive_clock import ALIVE
-from telemetry.tasks import BackgroundTasks
-from wire.fleet_token import FleetToken
+from baton.telemetry.alive_clock import ALIVE
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.fleet_token import FleetToken
 
 _BEGIN_S = 60.0
 _SILENT_S = 5.0  # a rank speaks every half second

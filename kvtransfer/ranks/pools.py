@@ -12,8 +12,8 @@ to these ranks (``link.py``).
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.core.geometry import KvGeometry
-from engine.core.split import owned_heads, rank_geometries
+from baton.engine.core.split import owned_heads, rank_geometries
+from baton.types.geometry import KvGeometry
 from kvtransfer.chunk import PoolView
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.ranks.link import RankLink

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 from batonpb import prefill_pb2 as pb
 
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
 from kvtransfer.chunk import ByteFrame, PoolView
 from kvtransfer.kv_slice import MOST_FRAME_BYTES, KvSlice
 from kvtransfer.listening.hello import prove_to_worker, receive
@@ -25,9 +28,6 @@ from kvtransfer.tcp.frames import (
     receive_length,
 )
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
-from telemetry.tasks import BackgroundTasks
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
 
 CONNECT_S = 2.0
 _KEPT_LINKS = 32  # idle ones, to all peers

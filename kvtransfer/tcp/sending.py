@@ -10,6 +10,7 @@ from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 from google.protobuf.message import DecodeError
 
+from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.listening.gate import Gate
 from kvtransfer.listening.hello import prove_to_reader
 from kvtransfer.tcp.frames import (
@@ -24,7 +25,6 @@ from kvtransfer.tcp.frames import (
     receive_message,
 )
 from kvtransfer.transport import FrameSource, ServingSide
-from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 _KEPT_BUFFERS = 4

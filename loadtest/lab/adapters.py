@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.artifacts.lora_artifact import TARGETS, read_adapter, target_shapes
-from engine.artifacts.model_config import ModelConfig
-from engine.core.params import AdapterRef
-from engine.llm import LLM
+from baton.engine.llm import LLM
+from baton.model.lora_artifact import TARGETS, read_adapter, target_shapes
+from baton.model.model_config import ModelConfig
+from baton.types.params import AdapterRef
 from loadtest.lab.driver import Driver, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.llm import LLM
+from baton.engine.llm import LLM
 from loadtest.lab.driver import Driver, warm
 from loadtest.lab.results import Findings, Plot, Series
 from loadtest.lab.table import LabContext

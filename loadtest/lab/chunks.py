@@ -2,7 +2,7 @@
 
 import statistics
 
-from engine.llm import LLM
+from baton.engine.llm import LLM
 from loadtest.lab.driver import Driver, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series, shown
 from loadtest.lab.table import LabContext

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from config.fleet_file import DEFAULT_MODEL
+from baton.config.fleet_file import DEFAULT_MODEL
 from loadtest.client.server import Server, ServerError
 from loadtest.commands.options import FindFleet, fail
 from loadtest.lab.places import PlaceError, fleet_of, in_own_process, machine

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.core import events as ev
-from engine.core.core import EngineCore
-from engine.core.errors import BatonError
-from engine.core.params import AdapterRef, SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.llm import LLM
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.llm import LLM
+from baton.types import events as ev
+from baton.types.errors import BatonError
+from baton.types.params import AdapterRef, SamplingParams
 
 
 @dataclass(slots=True)

@@ -5,10 +5,10 @@ import statistics
 
 import numpy as np
 
-from engine.llm import LLM
-from engine.loading.memory import footprint
-from loadtest.bench.quality import TEXT
+from baton.engine.llm import LLM
+from baton.engine.loading.memory import footprint
 from loadtest.lab.driver import Driver, warm
+from loadtest.lab.quantisation import TEXT
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext
 
@@ -56,7 +56,7 @@ def run(context: LabContext) -> Findings:
         f"{float(str(fastest[4])):.1f} ms for {float(str(plain[4])):.1f}, weights of "
         f"{float(str(fastest[1])):.0f} MiB for {float(str(plain[1])):.0f}, perplexity "
         f"{float(str(fastest[3])):.2f} for {float(str(plain[3])):.2f}.",
-        notes=["`python -m loadtest.bench.quality` also examines long contexts and grammars."],
+        notes=["`python -m benchmarks.quality` also examines long contexts and grammars."],
     )
 
 

@@ -1,9 +1,9 @@
 """N-gram speculation on and off, on texts that differ in how well they can be guessed."""
 
-from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.llm import LLM
-from loadtest.bench.speculation import CASES, Figure, measure
+from baton.engine.core.speculative.proposers import NgramProposer, Speculation
+from baton.engine.llm import LLM
 from loadtest.lab.results import Findings, Plot, Series
+from loadtest.lab.speculation import CASES, Figure, measure
 from loadtest.lab.table import LabContext
 
 QUICK = ["JSON lines, greedy", "a story, temperature 1"]

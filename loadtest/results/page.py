@@ -26,7 +26,7 @@ def rendered(
         loader=jinja2.FileSystemLoader(folder), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.filters.update(filters)
-    vendor = files("router") / "page" / "vendor"
+    vendor = files("router.frontend") / "page" / "vendor"
     parts: dict[str, Any] = {
         "uplot_js": (vendor / "uPlot.iife.min.js").read_text(encoding="utf-8"),
         "uplot_css": (vendor / "uPlot.min.css").read_text(encoding="utf-8"),

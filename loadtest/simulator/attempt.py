@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from engine.core import events as ev
-from engine.core.geometry import BLOCK_TOKENS, KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.scheduler import Scheduler
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.types import events as ev
+from baton.types.geometry import BLOCK_TOKENS, KvGeometry
+from baton.types.params import SamplingParams
 from kvtransfer import receiver, sender
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState

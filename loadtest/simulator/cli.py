@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from engine.emulated_timing import H100_70B, TIMINGS
+from baton.engine.emulated_timing import H100_70B, TIMINGS
 from loadtest.simulator.network import LINKS
 from loadtest.simulator.policies import FLEET, POLICIES
 from loadtest.simulator.report import Figures, Slo, as_json, figures, table

@@ -6,7 +6,7 @@ Each sees what the fleet's sees: the last reports, what was booked since, and th
 import random
 from collections.abc import Callable, Sequence
 
-from router.placement.cost import WorkerLoad
+from router.routing.placement.cost import WorkerLoad
 
 Policy = Callable[[Sequence[WorkerLoad], int, int, random.Random], WorkerLoad]
 """(workers that compute prompts, prompt tokens, number of the request, draws) to one of them."""

@@ -8,10 +8,10 @@ next worker that has more.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from engine.core import events as ev
-from engine.core.params import SamplingParams
-from engine.core.scheduler import Scheduler
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.types import events as ev
+from baton.types.params import SamplingParams
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import CONTROL_NS, Network
 from loadtest.simulator.records import HASH_SEED, Record

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engine.core.block_hashes import hash_seed
+from baton.types.block_hashes import hash_seed
 from router.request import GenerationRequest
 
 HASH_SEED = hash_seed(b"simulated", "simulated", "simulated")

@@ -1,7 +1,8 @@
 """The simulated router: the real queue, index, bookings and placement, and no event loop around.
 
-What ``router.requests.gateway`` does on frames and timers is done here on the clock, by the same
-machines and policies: ``Admission``, ``Tickets``, ``Placer``, ``LoadBook``, ``recovery_policy``.
+What ``router.routing.requests.gateway`` does on frames and timers is done here on the clock, by the
+same machines and policies: ``Admission``, ``Tickets``, ``Placer``, ``LoadBook``,
+``recovery_policy``.
 """
 
 import random
@@ -12,9 +13,10 @@ from typing import NamedTuple
 
 from batonpb.common_pb2 import WorkerStatus
 
-from engine.core import events as ev
-from engine.core.errors import BatonError, QueueFullError, UnavailableError
-from engine.core.geometry import context_tokens
+from baton.registry.types import TIERS, EventBatch, tier_incarnation
+from baton.types import events as ev
+from baton.types.errors import BatonError, QueueFullError, UnavailableError
+from baton.types.geometry import context_tokens
 from loadtest.simulator.attempt import Attempt
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import CONTROL_NS, Network
@@ -22,20 +24,19 @@ from loadtest.simulator.policies import Policy
 from loadtest.simulator.records import Record
 from loadtest.simulator.table import SimulatedTable
 from loadtest.simulator.worker import SimulatedWorker, WorkerListener
-from registry.types import TIERS, EventBatch, tier_incarnation
-from router.placement.booked_load import LoadBook
-from router.placement.chain import Giver
-from router.placement.cost import WorkerLoad
-from router.placement.placer import Placer
-from router.placement.prefix_index import PrefixIndex
-from router.placement.worker_load import Reports, load_of, loads_of
 from router.request import GenerationRequest
-from router.requests.admission import Admission
-from router.requests.fair_queue import Waiting
-from router.requests.recovery_policy import after_prefill_failure, after_worker_death
-from router.requests.tickets import Tickets
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.chain import Giver
+from router.routing.placement.cost import WorkerLoad
+from router.routing.placement.placer import Placer
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.worker_load import Reports, load_of, loads_of
+from router.routing.requests.admission import Admission
+from router.routing.requests.fair_queue import Waiting
+from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
+from router.routing.requests.tickets import Tickets
+from router.routing.workers.table import Slot
 from router.settings import RouterSettings
-from router.workers.table import Slot
 
 _REGRET_OF_EVERY = 16  # requests: reading all queues takes long
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
-from engine.core.geometry import KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.emulated_timing import H100_70B, WorkerTiming
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.emulated_timing import H100_70B, WorkerTiming
+from baton.types.geometry import KvGeometry
+from baton.types.params import SamplingParams
 from loadtest.simulator.attempt import DETECT_NS
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import LINKS, Link, Network

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from batonpb.common_pb2 import Capabilities, KvGroup
 from batonpb.decode_pb2 import Hello, Submission, WorkerFrame
 
+from baton.registry.types import Role, WorkerRecord
+from baton.wire.compatibility import own_wire
 from loadtest.simulator.worker import SimulatedWorker
-from registry.types import Role, WorkerRecord
-from router.workers.link import WorkerLink
-from router.workers.table import Slot
-from wire.compatibility import own_wire
+from router.routing.workers.link import WorkerLink
+from router.routing.workers.table import Slot
 
 
 class NeverCalled:
@@ -52,7 +52,7 @@ def capabilities(block_tokens: int, kv_bytes_per_token: int) -> Capabilities:
 
 
 class SimulatedTable:
-    """``router.placement.placer.Workers``, kept by hand.
+    """``router.routing.placement.placer.Workers``, kept by hand.
 
     Args:
         said: Capabilities of every worker.

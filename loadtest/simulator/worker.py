@@ -13,23 +13,23 @@ from hashlib import blake2b
 from batonpb.common_pb2 import BlockCounts, KvTier, WorkerIdentity, WorkerStatus
 from batonpb.common_pb2 import EdgeRate as EdgeRateMessage
 
-from engine.core import events as ev
-from engine.core.core import EngineCore, Publication
-from engine.core.errors import BatonError
-from engine.core.geometry import KvGeometry
-from engine.core.model_runner import GrammarStore, RunnerCapabilities
-from engine.core.params import SampledToken
-from engine.core.plan import SampleSpec, StepPlan
-from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.sequence import EngineRequest, TokenSequence
-from engine.core.tiers.places import TierPlaces
-from engine.core.tiers.tiers import POOL, Copied, Copy
-from engine.emulated import EmulatedAdapters
-from engine.emulated_timing import WorkerTiming
-from engine.process.step_rates import StepRates
+from baton.engine.core.core import EngineCore, Publication
+from baton.engine.core.model_runner import GrammarStore, RunnerCapabilities
+from baton.engine.core.plan import SampleSpec, StepPlan
+from baton.engine.core.scheduler import Scheduler, SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, TokenSequence
+from baton.engine.core.tiers.places import TierPlaces
+from baton.engine.core.tiers.tiers import POOL, Copied, Copy
+from baton.engine.emulated import EmulatedAdapters
+from baton.engine.emulated_timing import WorkerTiming
+from baton.engine.process.step_rates import StepRates
+from baton.registry.types import TIERS
+from baton.types import events as ev
+from baton.types.errors import BatonError
+from baton.types.geometry import KvGeometry
+from baton.types.params import SampledToken
 from kvtransfer.edge import EdgeRate
 from loadtest.simulator.clock import VirtualClock
-from registry.types import TIERS
 
 Handler = Callable[[ev.Event], None]
 Command = Callable[[Scheduler], object]

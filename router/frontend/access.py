@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from hmac import compare_digest
 from typing import NamedTuple
 
-from config.clients import ApiKeyConfig
-from engine.core.errors import ForbiddenError, InvalidRequestError, UnauthorizedError
+from baton.config.clients import ApiKeyConfig
+from baton.types.errors import ForbiddenError, InvalidRequestError, UnauthorizedError
 from router.settings import RouterSettings
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

@@ -7,7 +7,7 @@ at the connection, where every answer passes: whole, streamed, or an error.
 - header: begun or not, it must be complete after ``header_timeout_s``, and within
   `MAX_HEADER_BYTES`. So must be all that a body has around it: sizes of chunks, and trailers.
 - body: complete after ``body_timeout_s``. Handlers refuse earlier, with an answer that says so
-  (``router.api.parts.read_body``); this ends what no handler reads.
+  (``router.frontend.api.parts.read_body``); this ends what no handler reads.
 - write: what waits must become less within ``write_timeout_s``, and go at ``_SLOWEST`` at least.
 """
 
@@ -20,17 +20,17 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from config.clients import ClientLimitsConfig
-from engine.core.errors import (
+from baton.config.clients import ClientLimitsConfig
+from baton.telemetry.metrics import Metrics
+from baton.types.errors import (
     BatonError,
     InvalidRequestError,
     PayloadTooLargeError,
     SlowRequestError,
     UnavailableError,
 )
-from router.http.connection import Follower, lend
-from router.http.intake import Intake
-from telemetry.metrics import Metrics
+from router.frontend.http.connection import Follower, lend
+from router.frontend.http.intake import Intake
 
 MAX_HEADER_BYTES = 64 * 1024
 """More than 40 times what clients send; the parser itself has no limit."""
@@ -223,21 +223,21 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def writable(self) -> bool:
-        """See ``router.http.connection.Connection``."""
+        """See ``router.frontend.http.connection.Connection``."""
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def write_piece(self, body: bytes) -> None:
-        """See ``router.http.connection.Connection``."""
+        """See ``router.frontend.http.connection.Connection``."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def follow(self, follower: Follower) -> None:
-        """See ``router.http.connection.Connection``."""
+        """See ``router.frontend.http.connection.Connection``."""
         self._follower = follower
         if self._lost:  # not merely closing: that is followed by the loss, which uvicorn waits for
             follower.on_lost()
 
     def unfollow(self, follower: Follower) -> None:
-        """See ``router.http.connection.Connection``."""
+        """See ``router.frontend.http.connection.Connection``."""
         if self._follower is follower:
             self._follower = None
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 from batonpb.common_pb2 import TokenLogprob
 from batonpb.decode_pb2 import TokenRun
 
-from engine.text.detokenizer import Detokenizer
-from engine.text.reasoning import ReasoningParser
-from engine.text.schema_check import violations
-from engine.text.tokenizer import TextTokenizer
-from engine.text.tool_calls import CallDelta, ToolCallParser
+from baton.text.detokenizer import Detokenizer
+from baton.text.reasoning import ReasoningParser
+from baton.text.schema_check import violations
+from baton.text.tokenizer import TextTokenizer
+from baton.text.tool_calls import CallDelta, ToolCallParser
+from baton.wire.tokens import TOKEN_BYTES, unpack_tokens
 from router.request import GenerationRequest
-from wire.tokens import TOKEN_BYTES, unpack_tokens
 
 
 class ShownLogprob(NamedTuple):

@@ -10,20 +10,20 @@ from collections.abc import AsyncIterator
 
 import uvicorn
 
-from config.clients import ApiKeyConfig, ClientLimitsConfig
-from config.fleet_file import DEFAULT_MODEL
-from engine.artifacts.artifact import resolve_model
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.model.artifact import resolve_model
+from baton.registry.redis_store import Registry
+from baton.registry.stored_responses import StoredResponses, StoreLimits
+from baton.wire.fleet_token import FleetToken
 from fleet.local.redis_server import EmbeddedRedis
-from registry.redis_store import Registry
-from registry.stored_responses import StoredResponses, StoreLimits
 from router.app import Router
-from router.http_server import server_config
+from router.frontend.http_server import server_config
+from router.routing.workers.directory import StaticDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
-from router.workers.directory import StaticDirectory
 from tests.clients.shaped_worker import ShapedWorker
 from tests.router.conftest import record_of, until
-from wire.fleet_token import FleetToken
 
 MODEL = "default"
 KEY = "sk-of-the-clients"

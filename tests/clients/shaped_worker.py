@@ -10,7 +10,7 @@ import struct
 
 import numpy as np
 
-from engine.text.grammar import GrammarCompiler
+from baton.text.grammar import GrammarCompiler
 from router.served_model import ServedModel
 from tests.router.emulated_worker import EmulatedWorker, Job, Script
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from config.fleet_file import ConfigError, FleetConfig, load_config
-from config.logs import LogsConfig
+from baton.config.fleet_file import ConfigError, FleetConfig, load_config
+from baton.config.logs import LogsConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from config.fleet_file import ConfigError, FleetConfig, load_config
-from config.network import is_loopback
+from baton.config.fleet_file import ConfigError, FleetConfig, load_config
+from baton.config.network import is_loopback
 
 TLS = "tls: {certificate: /c.pem, key: /c.key%s}"
 

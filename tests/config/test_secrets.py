@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from config.secrets import ApiKeysFile, SecretError, read_tokens
-from config.watched_files import WatchedFiles
+from baton.config.secrets import ApiKeysFile, SecretError, read_tokens
+from baton.config.watched_files import WatchedFiles
 
 OLD, NEW = "the-old-token-of-the-fleet", "the-new-token-of-the-fleet"
 KEYS = "key-of-one-tenant: one\nkey-of-operators: {role: operator}\n"

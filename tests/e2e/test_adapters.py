@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.artifacts.artifact import resolve_model
-from engine.llm import LLM
+from baton.engine.llm import LLM
+from baton.model.artifact import resolve_model
 from tests.e2e.fleet_processes import MODEL, NAME, fleet, soon
 from tests.engine.lora_files import write_adapter
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 import pytest
 
-from engine.llm import LLM
+from baton.engine.llm import LLM
 from tests.e2e.fleet_processes import Fleet, chat, events, fleet, free_port, soon
 
 pytestmark = pytest.mark.slow

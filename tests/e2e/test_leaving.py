@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from engine.core.core import LONE_CHUNK_TIME_NS
+from baton.engine.core.core import LONE_CHUNK_TIME_NS
 from tests.e2e.fleet_processes import (
     Fleet,
     chat,

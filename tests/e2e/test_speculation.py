@@ -4,7 +4,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from engine.core.speculative.proposers import SpeculationSettings
+from baton.engine.core.speculative.proposers import SpeculationSettings
 from tests.e2e.fleet_processes import MODEL, NAME, fleet
 
 LIST = "name: Ada, city: London\nname: Alan, city: London\nname: Ada, city: London\nname:"

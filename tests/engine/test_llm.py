@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.errors import GrammarError, InvalidRequestError, PromptTooLongError
-from engine.core.params import SamplingParams
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.llm import LLM
-from engine.text.grammar import Framed, translate
-from engine.text.reasoning import ReasoningSyntax, ReasoningTags
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.llm import LLM
+from baton.text.grammar import Framed, translate
+from baton.text.reasoning import ReasoningSyntax, ReasoningTags
+from baton.types.errors import GrammarError, InvalidRequestError, PromptTooLongError
+from baton.types.params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,8 @@ def test_bad_prompts_are_refused(llm: LLM) -> None:
 
 
 def test_the_dense_yardstick_computes_the_same_model(llm: LLM) -> None:
-    from engine.loading.open import load_weights
-    from loadtest.bench.dense import DenseLlama
+    from baton.engine.loading.open import load_weights
+    from baton.engine.selfcheck.dense import DenseLlama
 
     prompt = llm.tokenizer.encode("The capital of France is")
     with torch.inference_mode():

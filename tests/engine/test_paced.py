@@ -5,16 +5,16 @@ import sys
 
 import pytest
 
-from config.engine import EngineConfig
-from engine.core.core import EngineCore
-from engine.core.errors import GrammarError, InvalidRequestError
-from engine.core.events import Tokens
-from engine.core.params import AdapterRef, SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.emulated_timing import EPYC_135M, TIMINGS
-from engine.paced import PacedRunner, paced_geometry
-from engine.settings import EmulatedModel
+from baton.config.engine import EngineConfig
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.emulated_timing import EPYC_135M, TIMINGS
+from baton.engine.paced import PacedRunner, paced_geometry
+from baton.engine.settings import EmulatedModel
+from baton.types.errors import GrammarError, InvalidRequestError
+from baton.types.events import Tokens
+from baton.types.params import AdapterRef, SamplingParams
 
 MODEL = EmulatedModel(
     timing="epyc-135m", vocab_size=49152, eos_token_ids=(2,), max_context_tokens=8192
@@ -180,7 +180,7 @@ def test_the_fleet_file_knows_all_timing_models() -> None:
 
 def test_no_torch_is_loaded() -> None:
     code = (
-        "import sys, fleet.worker, engine.process.step_loop, engine.paced; "
+        "import sys, fleet.worker, baton.engine.process.step_loop, baton.engine.paced; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

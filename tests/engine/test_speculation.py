@@ -10,28 +10,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.artifacts.artifact import ModelArtifact, resolve_model
-from engine.core import events as ev
-from engine.core.core import EngineCore
-from engine.core.params import AdapterRef, SampledToken, SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.core.speculative.draft_proposer import DraftProposer
-from engine.core.speculative.proposers import (
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.core.speculative.draft_proposer import DraftProposer
+from baton.engine.core.speculative.proposers import (
     NgramProposer,
     Proposer,
     Speculation,
     SpeculationSettings,
 )
-from engine.cpu.build_draft import build_draft
-from engine.cpu.decoder import Decoder
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import attention_tiling
-from engine.loading.memory import kv_geometry
-from engine.sampling.grammars import open_grammars
-from engine.settings import EngineSettings
-from engine.text.grammar import translate
-from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from baton.engine.cpu.build_draft import build_draft
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.sampling.grammars import open_grammars
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import ModelArtifact, resolve_model
+from baton.text.grammar import translate
+from baton.text.tokenizer import TextTokenizer, load_tokenizer
+from baton.types import events as ev
+from baton.types.params import AdapterRef, SampledToken, SamplingParams
 from tests.engine.conftest import MODEL
 from tests.engine.core.draft_tokens import FreeDraftTokens, oracle
 from tests.engine.core.test_scheduler import answers, run

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import ray
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools.ray_runtime import Controller, start_local
 from fleet.pools.resources import ControllerSpec

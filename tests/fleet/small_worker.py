@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from baton.registry.redis_store import Registry
+from baton.registry.types import Role, WorkerRecord
+from baton.registry.workers import Presence
 from fleet.local.subprocesses import die_with_parent
-from registry.redis_store import Registry
-from registry.types import Role, WorkerRecord
-from registry.workers import Presence
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,21 +11,21 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
-from engine.artifacts.artifact import ModelError, resolve_model
-from engine.artifacts.model_config import ModelConfig
-from engine.core import events as ev
-from engine.core.params import SamplingParams
-from engine.core.sequence import Kind, RequestSpec
-from engine.core.speculative.proposers import SpeculationSettings
-from engine.loading.memory import automatic_blocks, footprint, pool_geometry
-from engine.process import messages
-from engine.process.handle import EngineHandle
-from engine.settings import EngineSettings
+from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.core.speculative.proposers import SpeculationSettings
+from baton.engine.loading.memory import automatic_blocks, footprint, pool_geometry
+from baton.engine.process import messages
+from baton.engine.process.handle import EngineHandle
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import ModelError, resolve_model
+from baton.model.model_config import ModelConfig
+from baton.types import events as ev
+from baton.types.params import SamplingParams
+from baton.wire.tokens import pack_tokens
 from fleet.capacity import Capacity, plan_capacity
 from fleet.cli.main import app
 from fleet.pools.resources import engine_settings
-from wire.tokens import pack_tokens
 
 GIB = 1 << 30
 PLAIN = {"dtype": "bf16", "weights": "none", "kv": "none", "numerics": "exact"}
@@ -111,7 +111,7 @@ def test_auto_reaches_the_engine_and_a_number_stays_a_number(
         return pool_geometry(engine_settings(fleet, "decode"), config).num_blocks
 
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("engine.loading.memory.free_memory_bytes", lambda: 6 * GIB)
+    monkeypatch.setattr("baton.engine.loading.memory.free_memory_bytes", lambda: 6 * GIB)
     assert kv_blocks(FleetConfig(kv_blocks_per_worker=200)) == 200
     pair = kv_blocks(FleetConfig())
     many = kv_blocks(FleetConfig(pools=PoolsConfig(prefill=4, decode=4)))

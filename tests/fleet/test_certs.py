@@ -5,10 +5,10 @@ from pathlib import Path
 import yaml
 from typer.testing import CliRunner
 
-from config.fleet_file import load_config
+from baton.config.fleet_file import load_config
+from baton.wire.tls import FleetTls
 from fleet.cli.main import app
-from router.http.certificate import LiveCertificate
-from wire.tls import FleetTls
+from router.frontend.http.certificate import LiveCertificate
 
 
 def baton(*words: object) -> tuple[int, str]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from config.clients import ApiKeyConfig
-from config.fleet_file import FleetConfig
+from baton.config.clients import ApiKeyConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.local.changes import Changes, changes, keys_digest
 
 POOLS = {"prefill": 1, "decode": 2, "engine": "emulated"}

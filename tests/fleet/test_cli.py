@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
-from engine.artifacts.artifact import resolve_model
+from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
+from baton.model.artifact import resolve_model
 from fleet.cli.lifecycle import _announce
 from fleet.cli.main import app, main
 from fleet.local.preflight import PortTakenError, claim_port, describe_model
@@ -96,7 +96,7 @@ def test_adapters_are_checked_with_the_model(tmp_path: Path) -> None:
 def test_experts_are_served_by_one_rank_and_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = resolve_model(DEFAULT_MODEL)
     mixed = replace(plain, config=replace(plain.config, num_experts=4))
-    monkeypatch.setattr("engine.artifacts.artifact.resolve_model", lambda reference: mixed)
+    monkeypatch.setattr("baton.model.artifact.resolve_model", lambda reference: mixed)
     assert "llama" in describe_model(FleetConfig()).text
     with pytest.raises(ValueError, match="tensor_parallel = 2: a mixture of experts is not split"):
         describe_model(FleetConfig(pools=PoolsConfig.model_validate({"tensor_parallel": 2})))
@@ -107,7 +107,7 @@ def test_the_first_request_that_is_shown_is_one_that_the_model_takes(
 ) -> None:
     base = replace(resolve_model(DEFAULT_MODEL), chat_template=None)
     assert describe_model(FleetConfig()).chats
-    monkeypatch.setattr("engine.artifacts.artifact.resolve_model", lambda reference: base)
+    monkeypatch.setattr("baton.model.artifact.resolve_model", lambda reference: base)
     assert not describe_model(FleetConfig()).chats
     assert describe_model(FleetConfig(chat_template="mine.jinja")).chats
     for chats, path, field in (

@@ -2,9 +2,9 @@
 
 import pytest
 
+from baton.registry.redis_store import Registry
 from fleet.cli.doctor.edges import EdgeFigure, measure_edges
 from fleet.local.redis_server import EmbeddedRedis
-from registry.redis_store import Registry
 from tests.workers.harness import TOKEN, workers
 
 

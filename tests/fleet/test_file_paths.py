@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.cli.main import app
 from fleet.cli.reconcile import reconcile_running
 from fleet.local import state as fleet_state

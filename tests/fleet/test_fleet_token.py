@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.local.fleet_token import TokenError, fleet_token, given_token
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.cli.reconcile import reconcile_running
 from fleet.local import state as fleet_state
 from fleet.local.changes import changes

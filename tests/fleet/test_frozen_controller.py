@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.local.local_pools import LocalPools
 
 

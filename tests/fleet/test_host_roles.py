@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet import host_roles
 from fleet.host_roles import MOST_WAIT_S, Measured, known, measure, settled
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from config.network import fleet_host_name
+from baton.config.network import fleet_host_name
 from fleet.cli.certs import authority
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.router_process import RouterProcesses

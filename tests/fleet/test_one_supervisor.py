@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.cli.lifecycle import _bring_down
 from fleet.local import state as fleet_state
 from fleet.local.state import FleetLock

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from baton.config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools import placement
 from fleet.pools.nodes import Node
 from fleet.pools.placement import Placements
-from telemetry.tasks import BackgroundTasks
 
 CONFIG = FleetConfig(fleet="f", pools=PoolsConfig(prefill=1, decode=2), cpus_per_rank=1)
 

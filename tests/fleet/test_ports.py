@@ -5,13 +5,13 @@ import socket
 
 import pytest
 
-from config.fleet_file import FleetConfig
-from engine.core.errors import InternalError
+from baton.config.fleet_file import FleetConfig
+from baton.types.errors import InternalError
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
 from fleet.ports import free_port, kv_listener
 from fleet.rank import RankSettings, running
 from kvtransfer.ranks.link import RankLink
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
 
 
 def test_without_a_range_the_kernel_chooses() -> None:

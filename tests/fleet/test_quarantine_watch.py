@@ -1,7 +1,8 @@
 """Which quarantine ends a worker: one that never ends, and not many that follow each other."""
 
-from engine.core.blocks import BlockCounts
-from engine.core.events import StepDone
+from baton.types.pool_counts import BlockCounts
+
+from baton.types.events import StepDone
 from fleet.quarantine_watch import LONG_NS, MANY_NS, QuarantineWatch
 
 LOOK_NS = 500_000_000

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from engine.cpu.parallel.rank_sockets import Hello, RankAddress, connect, greet
-from engine.ipc import LENGTH
-from engine.settings import EngineSettings
+from baton.engine.cpu.parallel.rank_sockets import Hello, RankAddress, connect, greet
+from baton.engine.ipc import LENGTH
+from baton.engine.settings import EngineSettings
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
 from fleet import rank
 from kvtransfer.ranks.link import RankLink
 from tests.kvtransfer.test_transports import until
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
 
 STORE = "tcp://127.0.0.1:1"
 

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
-from registry.redis_store import Registry
-from registry.types import WorkerRecord
+from baton.config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from baton.registry.redis_store import Registry
+from baton.registry.types import WorkerRecord
 from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, RayFleet, ray_fleet
 from tests.workers.harness import TOKEN, WorkerProcess
 from tests.workers.test_tensor_parallel import SMOLLM2, both_ways

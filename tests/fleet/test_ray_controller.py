@@ -17,7 +17,12 @@ import msgspec
 import pytest
 from ray.exceptions import ActorUnschedulableError, NodeDiedError
 
-from config.fleet_file import FleetConfig, PoolsConfig
+from baton.config.fleet_file import FleetConfig, PoolsConfig
+from baton.registry import wanted
+from baton.registry.orders import Order
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.types import WorkerRecord
+from baton.telemetry.tasks import BackgroundTasks
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import liveness, placement, ray_controller
 from fleet.pools.controller import Phase
@@ -25,11 +30,6 @@ from fleet.pools.liveness import ShellProcess, StandstillGuard
 from fleet.pools.ray_controller import ControllerActor
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
-from registry import wanted
-from registry.orders import Order
-from registry.redis_store import Registry, RegistryUnavailableError
-from registry.types import WorkerRecord
-from telemetry.tasks import BackgroundTasks
 
 
 class Method:

@@ -17,7 +17,10 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from baton.config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from baton.registry.orders import Answer, Orders
+from baton.registry.redis_store import Registry
+from baton.registry.types import WorkerRecord
 from fleet.local.local_pools import LocalPools
 from fleet.local.supervisor import _CONTROLLER_LOST_S, _CONTROLLER_POLL_S
 from fleet.pools.liveness import FROZEN_AFTER_S
@@ -31,9 +34,6 @@ from fleet.pools.resources import (
     worker_settings,
 )
 from fleet.process_key import ProcessKey
-from registry.orders import Answer, Orders
-from registry.redis_store import Registry
-from registry.types import WorkerRecord
 from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, RayFleet, ray_fleet
 
 pytestmark = [pytest.mark.fleet, *RAYS_OWN_WARNINGS]

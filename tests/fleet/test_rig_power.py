@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from fleet.hosts.rig import Host
+from tests.hosts.rig.namespaces import Host
 
 
 def test_a_host_that_has_ended_by_itself_ends_nobody_else() -> None:

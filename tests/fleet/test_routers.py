@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from config.fleet_file import DEFAULT_MODEL
-from engine.artifacts.artifact import resolve_model
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.model.artifact import resolve_model
 from fleet.local.preflight import PortTakenError, claim_socket
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.router_process import RouterProcesses, listening_sockets
@@ -284,7 +284,7 @@ class Group:
 
 @pytest.fixture
 def group(start: Start, redis_server: EmbeddedRedis, tmp_path: Path) -> Iterator[Group]:
-    command = [sys.executable, "-m", "loadtest.bench.router.workers", "--count", "1"]
+    command = [sys.executable, "-m", "benchmarks.router.workers", "--count", "1"]
     options = ["--redis", redis_server.url, "--step-s", "0.02"]
     workers = subprocess.Popen([*command, *options], stdout=subprocess.PIPE)
     assert workers.stdout is not None

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from config.secrets import SecretError
+from baton.config.secrets import SecretError
 from fleet.pools.ray_runtime import packed
 from fleet.pools.resources import ControllerSpec
 from fleet.pools.sealing import seal, unseal, unsealed

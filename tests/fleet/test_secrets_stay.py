@@ -16,7 +16,7 @@ import psutil
 import pytest
 import redis
 
-from config.network import fleet_host_name, is_loopback
+from baton.config.network import fleet_host_name, is_loopback
 from fleet.cli.certs import authority as certificates
 from fleet.local import state as fleet_state
 from tests.fleet.test_up import Served

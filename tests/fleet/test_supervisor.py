@@ -19,7 +19,7 @@ import pytest
 from ray.exceptions import GetTimeoutError
 from typer.testing import CliRunner
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.cli.main import app
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import LastingConsole, OwnOutput, rotate, terminal
@@ -253,7 +253,7 @@ def test_a_controller_that_does_not_start_is_an_error_and_no_traceback(
 IMPORTS = """
 import sys
 from pathlib import Path
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.local.local_pools import LocalPools
 from fleet.pools import ray_runtime
 from fleet.pools.nodes import CapacityError

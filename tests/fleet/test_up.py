@@ -16,9 +16,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from config.fleet_file import DEFAULT_MODEL
-from engine.artifacts.locate import locate
-from engine.cpu.cores import cores_file
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.engine.cpu.cores import cores_file
+from baton.model.locate import locate
 from fleet.local import state as fleet_state
 from fleet.process_key import ProcessKey
 

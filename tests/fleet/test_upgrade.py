@@ -19,13 +19,13 @@ import httpx
 import msgspec
 import pytest
 
-from engine.settings import EmulatedModel
+from baton.engine.settings import EmulatedModel
+from baton.registry.types import WorkerRecord
+from baton.wire.compatibility import WIRE_MAX
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.subprocesses import die_with_parent
-from registry.types import WorkerRecord
 from tests.e2e.fleet_processes import free_port
 from tests.workers.harness import worker_settings
-from wire.compatibility import WIRE_MAX
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -9,14 +9,14 @@ import msgspec
 import psutil
 import pytest
 
-from engine.settings import EngineSettings
+from baton.engine.settings import EngineSettings
+from baton.registry.redis_store import Registry
+from baton.registry.types import WorkerRecord
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import ray_worker
 from fleet.pools.liveness import ShellProcess
 from fleet.pools.ray_worker import WorkerActor
 from fleet.worker import WorkerSettings, serve
-from registry.redis_store import Registry
-from registry.types import WorkerRecord
 
 SETTINGS = WorkerSettings(
     worker_id="decode-0",

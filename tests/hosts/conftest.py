@@ -2,7 +2,7 @@
 
 import pytest
 
-from fleet.hosts.rig import unavailable
+from tests.hosts.rig.namespaces import unavailable
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from config.fleet_file import FleetConfig
-from fleet.hosts.cluster import start_ray
-from fleet.hosts.rig import HOME, Host, Rig
+from baton.config.fleet_file import FleetConfig
 from fleet.pools.resources import worker_settings
+from tests.hosts.rig.cluster import start_ray
+from tests.hosts.rig.namespaces import HOME, Host, Rig
 
 FLEET = """
 fleet: rig

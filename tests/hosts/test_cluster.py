@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleet.hosts.cluster import ROOT, baton, share_program, share_ray_token, start_redis
-from fleet.hosts.rig import HOME, Rig
 from tests.hosts.harness import FLEET, GCS_PORT, KEY, NODES, Cluster, wait_for
+from tests.hosts.rig.cluster import ROOT, baton, share_program, share_ray_token, start_redis
+from tests.hosts.rig.namespaces import HOME, Rig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

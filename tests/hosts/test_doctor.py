@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from engine.artifacts.locate import locate
-from fleet.hosts.cluster import ROOT, baton, share_program, share_ray_token, start_ray, start_redis
-from fleet.hosts.rig import HOME, Rig
+from baton.model.locate import locate
 from tests.hosts.harness import FLEET, shifted_clock
+from tests.hosts.rig.cluster import (
+    ROOT,
+    baton,
+    share_program,
+    share_ray_token,
+    start_ray,
+    start_redis,
+)
+from tests.hosts.rig.namespaces import HOME, Rig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -50,7 +57,7 @@ def test_a_cluster_in_order_and_then_one_that_is_not(rig: Rig, tmp_path: Path) -
     tree = tmp_path / "tree"
     for package in (*PACKAGES, *MORE_PACKAGES):
         shutil.copytree(ROOT / package, tree / package)
-    changed = tree / "wire" / "tokens.py"
+    changed = tree / "baton" / "wire" / "tokens.py"
     changed.write_text(changed.read_text() + "# another version\n")
     packed = shutil.make_archive(str(tmp_path / "tree"), "tar", tree)
     unpack = n1.start("mkdir -p /opt/tree && tar x -C /opt/tree", stdin=-1)

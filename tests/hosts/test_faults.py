@@ -10,15 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fleet.hosts.cluster import (
-    ROOT,
-    baton,
-    run_unit,
-    share_program,
-    share_ray_token,
-    start_redis,
-)
-from fleet.hosts.rig import HOME, Rig
 from tests.hosts.harness import (
     FLEET,
     GCS_PORT,
@@ -28,6 +19,15 @@ from tests.hosts.harness import (
     shifted_clock,
     wait_for,
 )
+from tests.hosts.rig.cluster import (
+    ROOT,
+    baton,
+    run_unit,
+    share_program,
+    share_ray_token,
+    start_redis,
+)
+from tests.hosts.rig.namespaces import HOME, Rig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

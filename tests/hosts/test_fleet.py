@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from config.fleet_file import load_config
-from fleet.hosts.cluster import ROOT, share_program, start_redis
-from fleet.hosts.rig import HOME, Rig, unavailable
+from baton.config.fleet_file import load_config
 from tests.hosts.harness import FLEET, TOKEN, Cluster, start_worker, wait_for
+from tests.hosts.rig.cluster import ROOT, share_program, start_redis
+from tests.hosts.rig.namespaces import HOME, Rig, unavailable
 
 pytestmark = [
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "it is possible"),

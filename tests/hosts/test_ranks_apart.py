@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fleet.hosts.rig import Host, Rig
 from fleet.rank import RankSettings
+from tests.hosts.rig.namespaces import Host, Rig
 from tests.hosts.test_real_engine import WARM
 from tests.workers.harness import TOKEN
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fleet.hosts.cluster import ROOT, baton, share_program, share_ray_token, start_ray
-from fleet.hosts.rig import HOME, Rig
 from fleet.pools.controller import HEALTHY_AFTER_NS
 from tests.hosts.harness import KEY, Cluster, wait_for
+from tests.hosts.rig.cluster import ROOT, baton, share_program, share_ray_token, start_ray
+from tests.hosts.rig.namespaces import HOME, Rig
 from tests.hosts.test_faults import joins, made_cluster
 from tests.hosts.test_real_engine import REAL, WARM
 
@@ -97,4 +97,4 @@ def test_ranks_on_two_hosts_answer_as_one_and_their_replica_outlives_a_host(
     wait_for(lambda: decode_of(cluster)["state"] == "dead", 60)
     for name in (leader, "n4"):
         left = cluster.host(name).output("ps -ef")
-        assert "RankActor" not in left and "engine.cpu.parallel" not in left, left
+        assert "RankActor" not in left and "baton.engine.cpu.parallel" not in left, left

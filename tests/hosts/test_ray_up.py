@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from fleet.hosts.cluster import ROOT, install_base, open_ssh, start_redis
-from fleet.hosts.rig import HOME, Host, Rig, RigError
 from tests.hosts.harness import wait_for
+from tests.hosts.rig.cluster import ROOT, install_base, open_ssh, start_redis
+from tests.hosts.rig.namespaces import HOME, Host, Rig, RigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fleet.hosts.cluster import ROOT, baton, share_program, share_ray_token
-from fleet.hosts.rig import HOME, Rig
 from tests.hosts.harness import FLEET, KEY, Cluster, wait_for
+from tests.hosts.rig.cluster import ROOT, baton, share_program, share_ray_token
+from tests.hosts.rig.namespaces import HOME, Rig
 from tests.hosts.test_faults import made_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fleet.hosts.rig import HOME, Rig, RigError
+from tests.hosts.rig.namespaces import HOME, Rig, RigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,7 +79,7 @@ def test_killing_all_of_a_host_ends_its_processes_alone(rig: Rig) -> None:
 
 def test_a_rig_that_is_killed_leaves_nothing() -> None:
     script = (
-        "from fleet.hosts.rig import Rig\n"
+        "from tests.hosts.rig.namespaces import Rig\n"
         "with Rig() as rig:\n"
         "    (host,) = rig.add('lonely')\n"
         "    host.start(['sleep', '600'])\n"

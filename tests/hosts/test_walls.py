@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from config.fleet_file import load_config
+from baton.config.fleet_file import load_config
+from baton.wire.tokens import pack_tokens
 from fleet.cli.certs import authority
-from fleet.hosts.cluster import (
+from tests.hosts.harness import start_worker
+from tests.hosts.rig.cluster import (
     REDIS_PORT,
     ROOT,
     baton,
@@ -28,9 +30,7 @@ from fleet.hosts.cluster import (
     start_ray,
     start_redis,
 )
-from fleet.hosts.rig import HOME, Host, Rig
-from tests.hosts.harness import start_worker
-from wire.tokens import pack_tokens
+from tests.hosts.rig.namespaces import HOME, Host, Rig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

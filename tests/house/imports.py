@@ -1,6 +1,6 @@
 """The product's modules and who imports whom, read from the source: lazy imports count too.
 
-rooms        packages as they stand in the tree: ``engine/cpu``, ``router/api``, ``wire``
+rooms        packages as they stand in the tree: ``baton/engine/cpu``, ``router/frontend/api``
 an arrow     some module of one room imports some module of another one
 """
 

@@ -3,9 +3,9 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.core import events as ev
-from engine.core.sequence import EngineRequest, Kind
-from engine.core.speculative.proposers import Speculation
+from baton.engine.core.sequence import EngineRequest, Kind
+from baton.engine.core.speculative.proposers import Speculation
+from baton.types import events as ev
 from kvtransfer import chunk, receiver, sender
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState

@@ -22,18 +22,18 @@ from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 from google.protobuf import json_format
 
-from engine.core.events import Published
-from engine.core.geometry import KvGeometry
+from baton.types.events import Published
+from baton.types.geometry import KvGeometry
+from baton.wire.compatibility import kv_group
+from baton.wire.fleet_token import FleetToken, TokenInterceptor
+from baton.wire.grpc_channels import Channels
+from baton.wire.grpc_options import WORKER_OPTIONS
 from kvtransfer import chunk, sender
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import KvSlice, cut
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
 from kvtransfer.transport import Frame, Peer, ServingSide, Transport
 from kvtransfer.transports import TRANSPORTS, servers
-from wire.compatibility import kv_group
-from wire.fleet_token import FleetToken, TokenInterceptor
-from wire.grpc_channels import Channels
-from wire.grpc_options import WORKER_OPTIONS
 
 TOKEN = "token"
 KEY = ("request", 1, 7)

@@ -1,13 +1,13 @@
 """An engine core with a pool of its own, stepped by hand."""
 
-from engine.core import events as ev
-from engine.core.core import EngineCore
-from engine.core.geometry import KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.core.speculative.proposers import Speculation
-from engine.emulated import EmulatedRunner
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.core.speculative.proposers import Speculation
+from baton.engine.emulated import EmulatedRunner
+from baton.types import events as ev
+from baton.types.geometry import KvGeometry
+from baton.types.params import SamplingParams
 from kvtransfer import chunk
 
 SEED = b"s" * 16

@@ -7,10 +7,10 @@ from batonpb import prefill_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.geometry import KvGeometry
+from baton.types.geometry import KvGeometry
+from baton.wire.compatibility import disagreement, kv_group, own_wire
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice, cut
-from wire.compatibility import disagreement, kv_group, own_wire
 
 GEOMETRY = KvGeometry(num_layers=5, num_kv_heads=3, head_dim=8, num_blocks=24, dtype="bf16")
 BOUND = chunk.binding("request", 1, 7, b"i" * 16)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from batonpb import prefill_pb2 as pb
 
-from engine.core.geometry import KvGeometry
+from baton.types.geometry import KvGeometry
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice, cut
 from kvtransfer.lent_pages import LentFrame, page_digest

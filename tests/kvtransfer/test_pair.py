@@ -21,7 +21,7 @@ def helpers() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "engine.process.pair" in child.cmdline()
+        if child.status() != psutil.STATUS_ZOMBIE and "baton.engine.process.pair" in child.cmdline()
     ]
 
 

@@ -10,9 +10,9 @@ from batonpb import prefill_pb2 as pb
 from batonpb import rank_pb2
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
+from baton.types.geometry import KvGeometry
 from decode_worker.frame_puller import FramePuller
 from decode_worker.pacing import ReceivePacer
-from engine.core.geometry import KvGeometry
 from kvtransfer.chunk import PoolView
 from kvtransfer.edge import Edge
 from kvtransfer.kv_slice import KvSlice

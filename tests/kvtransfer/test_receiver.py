@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.core.events import Published
-from engine.core.geometry import KvGeometry
+from baton.types.events import Published
+from baton.types.geometry import KvGeometry
 from kvtransfer.kv_slice import KvSlice, cut
 from kvtransfer.receiver import MAX_REOPENS, AskForPeer, HandoffReceiver, Pull, ReceiverState
 from kvtransfer.sender import HandoffSender

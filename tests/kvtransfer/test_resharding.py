@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from batonpb import prefill_pb2 as pb
 
-from engine.core.events import PromptDone, Published
-from engine.core.geometry import KvGeometry
-from engine.core.split import owned_heads, rank_geometries
+from baton.engine.core.split import owned_heads, rank_geometries
+from baton.types.events import PromptDone, Published
+from baton.types.geometry import KvGeometry
 from kvtransfer import chunk, receiver, sender
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.ranks.pools import RankPools

@@ -14,6 +14,8 @@ import pytest
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.fleet_token import FleetToken
 from kvtransfer.listening.gate import Gate
 from kvtransfer.listening.hello import (
     GREETING,
@@ -31,7 +33,6 @@ from kvtransfer.shared_memory import (
     this_place,
 )
 from kvtransfer.transport import Peer, TransportError
-from telemetry.tasks import BackgroundTasks
 from tests.kvtransfer.edge_ends import (
     TOKEN,
     ReadingEnd,
@@ -42,7 +43,6 @@ from tests.kvtransfer.edge_ends import (
     slices,
 )
 from tests.kvtransfer.test_transports import until
-from wire.fleet_token import FleetToken
 
 
 def maps_of_pools() -> list[str]:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from batonpb import prefill_pb2 as pb
 
-from engine.cpu.parallel.rank_sockets import Hello, RankAddress, greet
-from engine.ipc import LENGTH
+from baton.engine.cpu.parallel.rank_sockets import Hello, RankAddress, greet
+from baton.engine.ipc import LENGTH
 from fleet import rank
 from kvtransfer import shared_memory
 from kvtransfer.listening.hello import NONCE_BYTES, PROOF_BYTES

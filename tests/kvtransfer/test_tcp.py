@@ -12,6 +12,9 @@ import pytest
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_channels import Channels
 from kvtransfer.kv_slice import MOST_FRAME_BYTES
 from kvtransfer.listening.gate import Gate
 from kvtransfer.listening.hello import GREETING, NONCE_BYTES, PROOF_BYTES, prove_to_reader
@@ -26,7 +29,6 @@ from kvtransfer.tcp.frames import (
 from kvtransfer.tcp.pulling import TcpTransport
 from kvtransfer.tcp.sending import TcpServer
 from kvtransfer.transport import Peer, ServingSide, TransportError
-from telemetry.tasks import BackgroundTasks
 from tests.kvtransfer.edge_ends import (
     TOKEN,
     ReadingEnd,
@@ -37,8 +39,6 @@ from tests.kvtransfer.edge_ends import (
     slices,
 )
 from tests.kvtransfer.test_transports import until
-from wire.fleet_token import FleetToken
-from wire.grpc_channels import Channels
 
 GREETING_BYTES = len(GREETING) + NONCE_BYTES
 

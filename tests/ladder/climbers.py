@@ -7,8 +7,8 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core.geometry import BLOCK_TOKENS
-from engine.settings import KvTierSettings
+from baton.engine.settings import KvTierSettings
+from baton.types.geometry import BLOCK_TOKENS
 from tests.ladder.rungs import CONTEXT_TOKENS, SIZES, Answer, LadderFleet
 from tests.router.conftest import until
 

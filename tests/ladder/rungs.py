@@ -10,18 +10,18 @@ from pathlib import Path
 import httpx
 import psutil
 
-from config.fleet_file import DEFAULT_MODEL
-from registry.event_feed import EventFeed
-from registry.redis_store import Registry
-from registry.workers import RegistryWatcher
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.registry.event_feed import EventFeed
+from baton.registry.redis_store import Registry
+from baton.registry.workers import RegistryWatcher
+from baton.wire.fleet_token import FleetToken
 from router.app import Router
-from router.http_server import server_config
+from router.frontend.http_server import server_config
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.router.conftest import until
 from tests.router.quick_server import QuickServer
 from tests.workers.harness import TOKEN, WorkerProcess
-from wire.fleet_token import FleetToken
 
 SIZES = (1024, 8192, 17_408, 33_792, 66_560, 131_072)
 KV_BLOCKS = 40_000

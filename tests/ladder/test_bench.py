@@ -2,9 +2,9 @@
 
 import json
 
-from loadtest.bench.ladder.__main__ import Row, Seen, growth, prompts, table
-from loadtest.bench.ladder.bodies import MANY_TOOLS, MESSAGES, SCHEMA_BYTES, TOOLS_BYTES, bodies
-from loadtest.bench.ladder.phases import medians, phases_of
+from benchmarks.ladder.__main__ import Row, Seen, growth, prompts, table
+from benchmarks.ladder.bodies import MANY_TOOLS, MESSAGES, SCHEMA_BYTES, TOOLS_BYTES, bodies
+from benchmarks.ladder.phases import medians, phases_of
 from router.served_model import ServedModel
 from tests.ladder.rungs import CONTEXT_TOKENS
 from tests.ladder.test_prompt_sizes import artifact

@@ -15,8 +15,8 @@ import httpx
 import jsonschema
 import pytest
 
-from loadtest.bench.ladder import bodies as ladder
-from router.api.bodies.fields import MAX_TOOLS
+from benchmarks.ladder import bodies as ladder
+from router.frontend.api.bodies.fields import MAX_TOOLS
 from router.memory import collect_rarely, give_back
 from tests.ladder.rungs import (
     CONTEXT_TOKENS,

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from config.fleet_file import DEFAULT_MODEL
-from engine.artifacts.artifact import resolve_model
-from loadtest.bench.ladder.tiny_model import write_tiny_model
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.model.artifact import resolve_model
+from benchmarks.ladder.tiny_model import write_tiny_model
 from router.memory import collect_rarely
 from tests.ladder.climbers import FIRST, Climber, climbers
 from tests.ladder.rungs import (

@@ -7,9 +7,9 @@ from importlib import util
 
 import pytest
 
-from engine.artifacts.artifact import resolve_model
-from engine.core.geometry import BLOCK_TOKENS
-from engine.settings import KvTierSettings
+from baton.engine.settings import KvTierSettings
+from baton.model.artifact import resolve_model
+from baton.types.geometry import BLOCK_TOKENS
 from tests.ladder.climbers import (
     BroughtBack,
     Climber,

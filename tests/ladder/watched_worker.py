@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from baton.telemetry.alive_clock import ALIVE, AliveClock
 from fleet import worker
-from telemetry.alive_clock import ALIVE, AliveClock
 
 
 class LoopHolds:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadtest.bench.gpu import __main__ as gpu
-from loadtest.bench.gpu import transports
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import transports
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def smoke(*options: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "loadtest.bench.gpu", "--smoke", *options],
+        [sys.executable, "-m", "benchmarks.gpu", "--smoke", *options],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -43,8 +43,8 @@ class OnlyTheseAreThere:
             raise ImportError(name)
 MISSING = "msgspec ray grpc typer rich transformers safetensors gguf redis xxhash fastapi".split()
 sys.meta_path.insert(0, OnlyTheseAreThere())
-import loadtest.bench.gpu.__main__, loadtest.bench.gpu.checks, loadtest.bench.gpu.tune
-import loadtest.bench.gpu.peer, loadtest.bench.gpu.transports, engine.process.pair
+import benchmarks.gpu.__main__, benchmarks.gpu.checks, benchmarks.gpu.tune
+import benchmarks.gpu.peer, benchmarks.gpu.transports, baton.engine.process.pair
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)

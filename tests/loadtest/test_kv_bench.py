@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.kv import peers
+from benchmarks.kv.overlap import Timeline
+from benchmarks.kv.timeline import Group, draw
 from kvtransfer.kv_slice import KvSlice
-from loadtest.bench.kv import peers
-from loadtest.bench.kv.overlap import Timeline
-from loadtest.bench.kv.timeline import Group, draw
 
 
 def test_exposed_is_from_the_last_group_computed_to_the_last_one_placed() -> None:
@@ -44,7 +44,7 @@ def test_a_hand_off_goes_by_each_transport() -> None:
     """The bench stands where a worker's `Peers` does, and must know what a puller asks them."""
     asked = ["--rounds", "1", "--tokens", "512"]
     done = subprocess.run(
-        [sys.executable, "-m", "loadtest.bench.handoff", *asked],
+        [sys.executable, "-m", "benchmarks.handoff", *asked],
         capture_output=True,
         text=True,
         timeout=120,

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from config.fleet_file import DEFAULT_MODEL
-from loadtest.bench import quick
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.engine.selfcheck import quick
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from loadtest.bench.router.__main__ import Demand, Figures, Shape, baton, measure, median
-from loadtest.bench.router.load import Client, Load, run
+from benchmarks.router.__main__ import Demand, Figures, Shape, baton, measure, median
+from benchmarks.router.load import Client, Load, run
 from tests.house.imports import ROOT
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

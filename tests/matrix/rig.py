@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.artifacts.artifact import resolve_model
-from engine.artifacts.lora_artifact import read_adapter
-from engine.build import build_runner
-from engine.core import events as ev
-from engine.core.block_hashes import hash_seed
-from engine.core.core import EngineCore
-from engine.core.params import AdapterRef, SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.core.speculative.draft_proposer import DraftProposer
-from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.cpu.parallel.rank_processes import RankProcesses
-from engine.cpu.runner import CpuRunner
-from engine.ipc import map_pool
-from engine.settings import EngineSettings
+from baton.engine.build import build_runner
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.core.speculative.draft_proposer import DraftProposer
+from baton.engine.core.speculative.proposers import NgramProposer, Speculation
+from baton.engine.cpu.parallel.rank_processes import RankProcesses
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.ipc import map_pool
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import resolve_model
+from baton.model.lora_artifact import read_adapter
+from baton.types import events as ev
+from baton.types.block_hashes import hash_seed
+from baton.types.params import AdapterRef, SamplingParams
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice
 from tests.engine.core.draft_tokens import FreeDraftTokens

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.artifacts.artifact import resolve_model
-from engine.text.grammar import translate
-from engine.text.tokenizer import load_tokenizer
+from baton.model.artifact import resolve_model
+from baton.text.grammar import translate
+from baton.text.tokenizer import load_tokenizer
 from tests.engine.conftest import MODEL
 from tests.engine.lora_files import write_adapter
 from tests.matrix import table

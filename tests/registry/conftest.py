@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
+from baton.registry.event_feed import EventFeed
+from baton.registry.redis_store import Registry
+from baton.registry.types import EventBatch, Forget, Heartbeat, Refreshed, Snapshot
 from fleet.local.redis_server import EmbeddedRedis
-from registry.event_feed import EventFeed
-from registry.redis_store import Registry
-from registry.types import EventBatch, Forget, Heartbeat, Refreshed, Snapshot
 
 
 @pytest.fixture

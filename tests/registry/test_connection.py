@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.registry.connection import RedisUrlError, parse_redis_url
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.local.redis_check import check_external
 from fleet.local.redis_server import EmbeddedRedis, RedisError
-from registry.connection import RedisUrlError, parse_redis_url
-from registry.redis_store import Registry, RegistryUnavailableError
 from tests.registry.redis_servers import Server, by_tls, certificates, free_ports
 
 ENOUGH = "~baton:* +@all -@admin -@dangerous +info"

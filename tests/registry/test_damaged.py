@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from registry.kv_events import KvEventPublisher
-from registry.redis_store import Registry
-from registry.router_demands import RouterDemand, RouterDemands
-from registry.shared_adapters import SharedAdapters
-from registry.types import WorkerRecord
-from registry.workers import RegistryWatcher
+from baton.registry.kv_events import KvEventPublisher
+from baton.registry.redis_store import Registry
+from baton.registry.router_demands import RouterDemand, RouterDemands
+from baton.registry.shared_adapters import SharedAdapters
+from baton.registry.types import WorkerRecord
+from baton.registry.workers import RegistryWatcher
 from tests.registry.conftest import Reader, eventually
 
 FIRST = bytes(16)  # before all others in any order
@@ -54,7 +54,7 @@ async def test_the_feed_goes_on_beside_what_is_damaged(
     registry: Registry, damage, monkeypatch
 ) -> None:
     """One record blinded every router's index for as long as it was there."""
-    monkeypatch.setattr("registry.event_feed.REFRESH_S", 0.1)
+    monkeypatch.setattr("baton.registry.event_feed.REFRESH_S", 0.1)
     incarnation, block_hash = os.urandom(15) + b"\1", os.urandom(16)
     publisher = KvEventPublisher(registry, incarnation)
     publisher.start()

@@ -9,12 +9,12 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.registry.event_feed import FeedMachine
+from baton.registry.event_streams import STREAMS
+from baton.registry.kv_events import HashLedger, KvEventPublisher
+from baton.registry.redis_store import Registry
+from baton.registry.types import EventBatch, Forget, Snapshot, hashes_checksum, split_hashes
 from fleet.local.redis_server import EmbeddedRedis
-from registry.event_feed import FeedMachine
-from registry.event_streams import STREAMS
-from registry.kv_events import HashLedger, KvEventPublisher
-from registry.redis_store import Registry
-from registry.types import EventBatch, Forget, Snapshot, hashes_checksum, split_hashes
 from tests.registry.conftest import Reader, eventually
 
 
@@ -119,7 +119,7 @@ async def test_a_set_that_redis_evicted_is_published_again(
 async def test_a_long_log_is_folded_and_readers_need_not_know(
     redis_server: EmbeddedRedis, publisher: KvEventPublisher, reader: Reader, monkeypatch
 ) -> None:
-    monkeypatch.setattr("registry.kv_events.MAX_LOG_BATCHES", 3)
+    monkeypatch.setattr("baton.registry.kv_events.MAX_LOG_BATCHES", 3)
     held = set()
     for _ in range(12):
         new = hashes(5)
@@ -265,7 +265,7 @@ async def test_a_reader_that_was_away_for_less_than_is_kept_has_missed_nothing(
 async def test_a_reader_that_was_away_for_longer_reads_a_snapshot(
     redis_server: EmbeddedRedis, publisher: KvEventPublisher, reader: Reader, monkeypatch
 ) -> None:
-    monkeypatch.setattr("registry.event_streams.KEEP_S", 1.0)
+    monkeypatch.setattr("baton.registry.event_streams.KEEP_S", 1.0)
     publisher.publish(stored=hashes(10))
     await eventually(lambda: len(reader.hashes) == 1 and bool(*reader.hashes.values()))
     registry = away(reader)
@@ -285,7 +285,7 @@ async def test_a_reader_that_was_away_for_longer_reads_a_snapshot(
 async def test_streams_take_no_more_memory_than_they_may(
     redis_server: EmbeddedRedis, registry: Registry, monkeypatch
 ) -> None:
-    monkeypatch.setattr("registry.event_streams.STREAM_BYTES", 1 << 20)
+    monkeypatch.setattr("baton.registry.event_streams.STREAM_BYTES", 1 << 20)
     incarnation = secrets.token_bytes(16)
     for number in range(1, 401):
         batch = EventBatch(incarnation=incarnation, sequence=number, stored=tuple(hashes(500)))

@@ -2,11 +2,11 @@
 
 import redis.asyncio
 
+from baton.registry.lease import LEASE_S, FleetLease, LeaseHolder
+from baton.registry.orders import Answer, Orders
+from baton.registry.redis_store import Registry
+from baton.registry.wanted import Wanted, forget, read, write
 from fleet.local.redis_server import EmbeddedRedis
-from registry.lease import LEASE_S, FleetLease, LeaseHolder
-from registry.orders import Answer, Orders
-from registry.redis_store import Registry
-from registry.wanted import Wanted, forget, read, write
 
 
 def lease(registry: Registry, life: str) -> FleetLease:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from baton.registry.kv_events import KvEventPublisher
+from baton.registry.lease import FleetLease, LeaseHolder
+from baton.registry.orders import Answer, Orders
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.types import WorkerRecord
+from baton.registry.workers import Presence, RegistryWatcher
 from fleet.local.redis_check import check_external
 from fleet.local.redis_server import RedisError
-from registry.kv_events import KvEventPublisher
-from registry.lease import FleetLease, LeaseHolder
-from registry.orders import Answer, Orders
-from registry.redis_store import Registry, RegistryUnavailableError
-from registry.types import WorkerRecord
-from registry.workers import Presence, RegistryWatcher
 from tests.registry.conftest import Reader
 from tests.registry.redis_servers import Watched, free_ports
 

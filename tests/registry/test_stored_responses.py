@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from registry.redis_store import Registry, RegistryUnavailableError
-from registry.stored_responses import StoredResponses, StoreLimits
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.stored_responses import StoredResponses, StoreLimits
 from tests.registry.conftest import eventually
 
 

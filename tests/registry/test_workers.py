@@ -10,12 +10,11 @@ import msgspec
 import pytest
 import redis
 
-from fleet.local.redis_server import EmbeddedRedis
-from registry import redis_store
-from registry.orders import Orders
-from registry.redis_store import Registry, RegistryUnavailableError
-from registry.types import EventBatch, WorkerRecord
-from registry.workers import (
+from baton.registry import redis_store
+from baton.registry.orders import Orders
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.types import EventBatch, WorkerRecord
+from baton.registry.workers import (
     FORGET_AFTER_S,
     REFILL_S,
     WHOLE_S,
@@ -23,6 +22,7 @@ from registry.workers import (
     RegistryWatcher,
     merged,
 )
+from fleet.local.redis_server import EmbeddedRedis
 from tests.registry.conftest import eventually
 
 
@@ -99,7 +99,7 @@ async def test_an_emptied_redis_takes_nobody_off_the_list_for_a_minute(
 ) -> None:
     """However long a thousand workers need to come back."""
     now_s = [1000.0]
-    monkeypatch.setattr("registry.workers.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("baton.registry.workers.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     watcher = RegistryWatcher(registry)
     await registry.birth()
     await registry.register(worker())
@@ -124,7 +124,7 @@ async def test_a_list_that_nobody_changed_is_not_read_four_times_a_second(
         reads.append(now_s[0])
         return await records()
 
-    monkeypatch.setattr("registry.workers.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("baton.registry.workers.time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(registry, "records", counted)
     watcher, record = RegistryWatcher(registry), worker()
     await registry.register(record)
@@ -140,7 +140,7 @@ async def test_a_list_that_nobody_changed_is_not_read_four_times_a_second(
 async def test_a_silent_worker_leaves_the_list_after_a_while(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("registry.workers.FORGET_AFTER_S", 0.1)
+    monkeypatch.setattr("baton.registry.workers.FORGET_AFTER_S", 0.1)
     watcher = RegistryWatcher(registry)
     await registry.register(worker())
     await watcher.poll()

@@ -14,17 +14,17 @@ import httpx
 import pytest
 import uvicorn
 
-from config.fleet_file import DEFAULT_MODEL
-from engine.artifacts.artifact import resolve_model
-from registry.types import WorkerRecord
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.model.artifact import resolve_model
+from baton.registry.types import WorkerRecord
+from baton.wire.fleet_token import FleetToken
 from router.app import Router
-from router.http_server import server_config
+from router.frontend.http_server import server_config
+from router.routing.workers.directory import StaticDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
-from router.workers.directory import StaticDirectory
 from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.quick_server import QuickServer
-from wire.fleet_token import FleetToken
 
 MODEL = "smollm2"
 

@@ -20,8 +20,8 @@ from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 from batonpb.decode_pb2_grpc import DecodeServicer, add_DecodeServicer_to_server
 
-from wire.grpc_options import listen
-from wire.tls import FleetTls
+from baton.wire.grpc_options import listen
+from baton.wire.tls import FleetTls
 
 KV_GROUP = common.KvGroup(
     id=0,

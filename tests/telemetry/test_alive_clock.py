@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.alive_clock import TOLERANCE_NS, AliveClock, Standstills
+from baton.telemetry.alive_clock import TOLERANCE_NS, AliveClock, Standstills
 
 S = 1_000_000_000
 

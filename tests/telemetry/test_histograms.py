@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as Theirs
 
-from telemetry.histograms import Histogram
+from baton.telemetry.histograms import Histogram
 
 BOUNDS = (0.001, 0.01, 0.5, 1.0, 40.0)
 

@@ -1,6 +1,6 @@
 """One sample a second, bounded in number and in size."""
 
-from telemetry.live_series import MAX_EDGES, LiveSeries
+from baton.telemetry.live_series import MAX_EDGES, LiveSeries
 
 
 def test_a_sample_holds_what_happened_since_the_last() -> None:

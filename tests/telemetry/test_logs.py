@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from config.logs import DEFAULT_REDACT, LogsConfig
-from router.watch.request_log import Redactor
-from telemetry.logs import LogFormat, request_context, set_up_logs, trace_id_of
+from baton.config.logs import DEFAULT_REDACT, LogsConfig
+from baton.telemetry.logs import LogFormat, request_context, set_up_logs, trace_id_of
+from router.routing.watch.request_log import Redactor
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from telemetry.metric_names import METRICS_BY_COMPONENT
+from baton.telemetry.metric_names import METRICS_BY_COMPONENT
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (

@@ -9,9 +9,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.metric_names import METRICS_BY_COMPONENT
-from telemetry.metrics import MAX_LABEL_SETS, Metrics, serve_metrics
-from telemetry.tracing import Tracing, extract, inject
+from baton.telemetry.metric_names import METRICS_BY_COMPONENT
+from baton.telemetry.metrics import MAX_LABEL_SETS, Metrics, serve_metrics
+from baton.telemetry.tracing import Tracing, extract, inject
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

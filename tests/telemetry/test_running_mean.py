@@ -2,7 +2,7 @@
 
 import pytest
 
-from telemetry.running_mean import RunningMean
+from baton.telemetry.running_mean import RunningMean
 
 
 def test_nothing_measured_is_zero_and_the_first_sample_is_taken_as_it_is():

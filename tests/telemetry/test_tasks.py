@@ -8,8 +8,8 @@ import logging
 
 import pytest
 
-from telemetry import tasks as module
-from telemetry.tasks import BackgroundTasks
+from baton.telemetry import tasks as module
+from baton.telemetry.tasks import BackgroundTasks
 from tests.house.imports import ROOT, modules
 
 
@@ -166,7 +166,7 @@ def test_product_code_begins_tasks_in_no_other_way() -> None:
     bare = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in modules().values()
-        if path != ROOT / "telemetry" / "tasks.py"
+        if path != ROOT / "baton" / "telemetry" / "tasks.py"
         for line in bare_tasks(path.read_text(encoding="utf-8"))
     ]
     assert bare == []

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from telemetry.tracing import Tracing
+from baton.telemetry.tracing import Tracing
 from tests.telemetry.otlp_collector import over_grpc, over_http
 
 

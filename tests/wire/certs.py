@@ -3,7 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 
-from config.network import TlsFiles
+from baton.config.network import TlsFiles
 from fleet.cli.certs import authority as certificates
 
 NAME = "test.baton.internal"

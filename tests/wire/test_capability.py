@@ -2,8 +2,8 @@
 
 import pytest
 
-from wire.capability import VALID_S, refusal, sign
-from wire.fleet_token import FleetToken
+from baton.wire.capability import VALID_S, refusal, sign
+from baton.wire.fleet_token import FleetToken
 
 TOKEN = FleetToken("the-token-of-the-fleet")
 NOW_S = 1_000_000.5

@@ -10,12 +10,12 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.wire.grpc_channels import Channels
+from baton.wire.grpc_options import ROUTER_OPTIONS, listen, open_channel
+from baton.wire.tls import CertificateError, FleetTls, distrust
 from fleet.cli.certs import authority as certificates
 from tests.house.imports import PACKAGES
 from tests.wire.certs import DAY, EXPIRED, NAME, files, made
-from wire.grpc_channels import Channels
-from wire.grpc_options import ROUTER_OPTIONS, listen, open_channel
-from wire.tls import CertificateError, FleetTls, distrust
 
 ECHO = "/test.Echo/Stream"
 LIMIT_S = 10
@@ -261,7 +261,7 @@ def test_channels_and_ports_are_made_at_one_place() -> None:
         for file in (root / package).rglob("*.py")
         if re.search(r"secure_channel\(|secure_port\(", file.read_text(encoding="utf-8"))
     }
-    assert elsewhere == {"wire/grpc_options.py", "fleet/pools/ray_health.py"}
+    assert elsewhere == {"baton/wire/grpc_options.py", "fleet/pools/ray_health.py"}
 
 
 def test_a_connection_that_ended_as_it_began_says_nothing_of_trust() -> None:

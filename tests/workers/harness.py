@@ -12,17 +12,17 @@ import msgspec
 from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
-from engine.core.prompt_outputs import PromptLogprobsIntake
-from engine.settings import EngineSettings
+from baton.engine.settings import EngineSettings
+from baton.registry.types import WorkerRecord
+from baton.types.prompt_outputs import PromptLogprobsIntake
+from baton.wire import codecs
+from baton.wire.capability import sign
+from baton.wire.fleet_token import FleetToken, token_metadata
+from baton.wire.grpc_options import open_channel
+from baton.wire.requests import prefix_request_id
+from baton.wire.tls import FleetTls
+from baton.wire.tokens import pack_tokens, unpack_tokens
 from fleet.worker import Worker, WorkerSettings
-from registry.types import WorkerRecord
-from wire import codecs
-from wire.capability import sign
-from wire.fleet_token import FleetToken, token_metadata
-from wire.grpc_options import open_channel
-from wire.requests import prefix_request_id
-from wire.tls import FleetTls
-from wire.tokens import pack_tokens, unpack_tokens
 
 TOKEN = "fleet-token"
 NO_REDIS = "redis://127.0.0.1:1"  # serving must not need it

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from baton.types.events import StepDone
 from decode_worker.credit import SAVED_UP_NS, ReceiveCredit, _Lowest
 from decode_worker.pacing import ReceivePacer
-from engine.core.events import StepDone
 from tests.soak import examples
 
 MIB = 1 << 20

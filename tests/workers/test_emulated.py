@@ -5,8 +5,8 @@ from pathlib import Path
 
 import psutil
 
-from engine.emulated_timing import EPYC_135M
-from engine.settings import EmulatedModel
+from baton.engine.emulated_timing import EPYC_135M
+from baton.engine.settings import EmulatedModel
 from tests.workers.harness import routed, workers
 
 PROMPT = list(range(300, 500))

@@ -15,15 +15,15 @@ from batonpb import decode_pb2_grpc
 from batonpb.common_pb2 import WorkerIdentity
 from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published
 
+from baton.types import events as ev
+from baton.types.geometry import KvGeometry
+from baton.wire.fleet_token import token_metadata
+from baton.wire.grpc_options import open_channel
+from baton.wire.tokens import pack_tokens, unpack_tokens
 from decode_worker.handoff import Handoff
 from decode_worker.pacing import ReceivePacer
-from engine.core import events as ev
-from engine.core.geometry import KvGeometry
 from kvtransfer.kv_slice import FRAME_BYTES
 from tests.workers.harness import TOKEN, MiniRouter, WorkerProcess, routed, workers
-from wire.fleet_token import token_metadata
-from wire.grpc_options import open_channel
-from wire.tokens import pack_tokens, unpack_tokens
 
 PROMPT = list(range(3, 203))
 SLOW = 0.002  # seconds per token: 200 tokens take 0.4 s

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from batonpb.decode_pb2 import PrefillTarget
 
-from registry.types import WorkerRecord
+from baton.registry.types import WorkerRecord
 from tests.workers.harness import MiniRouter, WorkerProcess, routed, workers
 from tests.workers.test_transports import counted
 

@@ -10,14 +10,14 @@ from batonpb import decode_pb2 as pb
 from batonpb.common_pb2 import PLAIN, WorkerIdentity
 from batonpb.prefill_pb2 import PrefillAccepted, PrefillEvent, Published, Renew
 
+from baton.types import events as ev
+from baton.types.geometry import KvGeometry
+from baton.wire.tokens import pack_tokens
 from decode_worker.handoff import Handoff
 from decode_worker.pacing import ReceivePacer
-from engine.core import events as ev
-from engine.core.geometry import KvGeometry
 from kvtransfer.edge import Edge
 from kvtransfer.kv_slice import FRAME_BYTES
 from kvtransfer.transport import TransportError
-from wire.tokens import pack_tokens
 
 GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
 

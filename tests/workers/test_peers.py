@@ -11,8 +11,8 @@ from batonpb import common_pb2, prefill_pb2_grpc
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
+from baton.wire.fleet_token import FleetToken
 from decode_worker.peers import PeerGoneError, PeerRefusedError, Peers
-from wire.fleet_token import FleetToken
 
 
 class Answering(prefill_pb2_grpc.PrefillServicer):

@@ -6,15 +6,15 @@ from unittest.mock import Mock
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.scheduler import Scheduler, SchedulerConfig
+from baton.engine.core.sequence import EngineRequest
+from baton.engine.process import messages
+from baton.engine.process.handle import EngineHandle
+from baton.types.geometry import KvGeometry
+from baton.wire.tokens import pack_tokens, unpack_tokens
 from decode_worker.prefix_pull import PrefixPuller
-from engine.core.blocks import BlockPool
-from engine.core.geometry import KvGeometry
-from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.sequence import EngineRequest
-from engine.process import messages
-from engine.process.handle import EngineHandle
 from kvtransfer.chunk import PoolView
-from wire.tokens import pack_tokens, unpack_tokens
 
 GEOMETRY = KvGeometry(num_layers=2, num_blocks=32, num_kv_heads=2, head_dim=16, dtype="bf16")
 

@@ -9,10 +9,10 @@ import signal
 
 from batonpb import decode_pb2 as pb
 
+from baton.wire.requests import prefix_request_id
 from tests.workers.harness import prefix_source, routed, workers
 from tests.workers.slow_link import behind_slow_link
 from tests.workers.test_prefix_pull import BLOCK_TOKENS, BLOCKS, PROMPT, ask, outcomes, page_of
-from wire.requests import prefix_request_id
 
 
 async def test_a_prefill_worker_that_replaces_another_pulls_with_words_of_its_own() -> None:

@@ -9,12 +9,12 @@ from batonpb import common_pb2
 from batonpb import decode_pb2 as pb
 from batonpb.common_pb2 import SamplingParams, WorkerIdentity
 
+from baton.telemetry.tracing import Tracing
+from baton.types import events as ev
+from baton.types.params import SampledToken
+from baton.wire.tokens import pack_tokens, unpack_tokens
 from decode_worker.request import DecodeRequest
 from decode_worker.session import MAX_FRAME_BYTES, Report, RouterSession, StepCounter
-from engine.core import events as ev
-from engine.core.params import SampledToken
-from telemetry.tracing import Tracing
-from wire.tokens import pack_tokens, unpack_tokens
 
 TOKENS = 100_000
 

@@ -1,6 +1,6 @@
 """KV below the pool, with real processes: it comes back for prompts here and for peers."""
 
-from engine.settings import KvTierSettings
+from baton.engine.settings import KvTierSettings
 from tests.workers.harness import MiniRouter, routed, workers
 from tests.workers.test_prefix_pull import BLOCK_TOKENS, BLOCKS, ask, outcomes, page_of
 

@@ -6,8 +6,8 @@ import signal
 import httpx
 import pytest
 
+from baton.registry.types import WorkerRecord
 from kvtransfer.shared_memory import SharedMemoryTransport
-from registry.types import WorkerRecord
 from tests.workers.harness import MiniRouter, WorkerProcess, routed, worker_here, workers
 
 PROMPT = list(range(3, 203))

@@ -13,13 +13,18 @@ from batonpb import decode_pb2 as pb
 from batonpb import rank_pb2
 from batonpb.prefill_pb2 import PullRequest
 
-from engine.core.errors import InternalError
-from engine.core.geometry import KvGeometry
+from baton.registry.types import WorkerRecord
+from baton.types.errors import InternalError
+from baton.types.geometry import KvGeometry
+from baton.wire.capability import sign
+from baton.wire.compatibility import kv_group
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_options import open_channel
+from baton.wire.tls import CertificateError, FleetTls
 from fleet.rank import RankProgram, RankSettings
 from fleet.rank import serve as serve_rank
 from fleet.worker import Worker
 from kvtransfer.pool_source import key_of
-from registry.types import WorkerRecord
 from tests.wire.certs import files, made
 from tests.workers.harness import (
     TOKEN,
@@ -30,11 +35,6 @@ from tests.workers.harness import (
     workers,
 )
 from tests.workers.test_transports import PROMPT, PROMPT_BYTES, counted, same_tokens
-from wire.capability import sign
-from wire.compatibility import kv_group
-from wire.fleet_token import FleetToken
-from wire.grpc_options import open_channel
-from wire.tls import CertificateError, FleetTls
 
 GRPC_ONLY = {"transports": ("grpc",)}
 

@@ -9,15 +9,15 @@ import bisect
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from engine.core import events as ev
-from engine.core.blocks import BlockPool
-from engine.core.errors import UnavailableError
-from engine.core.geometry import context_tokens
-from engine.core.plan import StepPlan
-from engine.core.reservations import Reservation, Reservations, ReservationState
-from engine.core.sequence import EngineRequest, Kind, TokenSequence
-from engine.core.speculative.acceptance import SpareBlocks
-from engine.core.tiers.tiers import KvTiers
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.plan import StepPlan
+from baton.engine.core.reservations import Reservation, Reservations, ReservationState
+from baton.engine.core.sequence import EngineRequest, Kind, TokenSequence
+from baton.engine.core.speculative.acceptance import SpareBlocks
+from baton.engine.core.tiers.tiers import KvTiers
+from baton.types import events as ev
+from baton.types.errors import UnavailableError
+from baton.types.geometry import context_tokens
 
 _MOST_BRINGS = 4  # requests in the queue whose blocks come back from tiers at once
 

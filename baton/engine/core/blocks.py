@@ -15,7 +15,7 @@ from itertools import islice
 
 import msgspec
 
-from engine.core.geometry import BLOCK_TOKENS
+from baton.types.geometry import BLOCK_TOKENS
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,8 +90,8 @@ class BlockPool:
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
         self.evictions = 0
-        # Where there are tiers below (``engine/core/tiers``): what the first one holds, cached
-        # blocks that it lacks, and blocks that are being copied there.
+        # Where there are tiers below (``baton/engine/core/tiers``): what the first one holds,
+        # cached blocks that it lacks, and blocks that are being copied there.
         self._saved: Container[bytes] | None = None
         self._unsaved: OrderedDict[int, None] = OrderedDict()
         self.guarded: set[int] = set()

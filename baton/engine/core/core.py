@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 
-from engine.core import events as ev
-from engine.core.blocks import BlockPool
-from engine.core.errors import NumericsError, TransferError
-from engine.core.geometry import context_tokens
-from engine.core.model_runner import ModelRunner
-from engine.core.params import SampledToken
-from engine.core.plan import StepPlan
-from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.sequence import Kind
-from engine.core.speculative.proposers import Speculation
-from engine.core.tiers.places import TierPlaces
-from engine.core.tiers.tiers import Copied, Copy, KvTiers
-from telemetry.running_mean import RunningMean
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.model_runner import ModelRunner
+from baton.engine.core.plan import StepPlan
+from baton.engine.core.scheduler import Scheduler, SchedulerConfig
+from baton.engine.core.sequence import Kind
+from baton.engine.core.speculative.proposers import Speculation
+from baton.engine.core.tiers.places import TierPlaces
+from baton.engine.core.tiers.tiers import Copied, Copy, KvTiers
+from baton.telemetry.running_mean import RunningMean
+from baton.types import events as ev
+from baton.types.errors import NumericsError, TransferError
+from baton.types.geometry import context_tokens
+from baton.types.params import SampledToken
 
 CHUNK_TIME_NS = 100_000_000  # a step with decodes in it, or twice the decodes' own time
 _LONGEST_CHUNK_TIME_NS = 250_000_000  # and that no longer than this

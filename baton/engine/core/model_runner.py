@@ -1,8 +1,8 @@
 """What the engine asks of a backend: to execute plans over one KV pool.
 
-``ModelRunner`` is implemented by ``engine/cpu/runner.py``, ``engine/cuda/runner.py`` and
-``engine/emulated.py``. What a request may ask of a runner stands in its ``capabilities``; anything
-else is refused when the request is submitted, before it waits for anything.
+``ModelRunner`` is implemented by ``baton/engine/cpu/runner.py``, ``baton/engine/cuda/runner.py``
+and ``baton/engine/emulated.py``. What a request may ask of a runner stands in its ``capabilities``;
+anything else is refused when the request is submitted, before it waits for anything.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.core.errors import BatonError, GrammarError, InvalidRequestError
-from engine.core.geometry import KvGeometry
-from engine.core.params import AdapterRef, SampledToken
-from engine.core.plan import SampleSpec, StepPlan
-from engine.core.sequence import RequestSpec
+from baton.engine.core.plan import SampleSpec, StepPlan
+from baton.engine.core.sequence import RequestSpec
+from baton.types.errors import BatonError, GrammarError, InvalidRequestError
+from baton.types.geometry import KvGeometry
+from baton.types.params import AdapterRef, SampledToken
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core.params import SamplingParams
-from engine.core.prompt_outputs import PromptOutputs
+from baton.types.params import SamplingParams
+from baton.types.prompt_outputs import PromptOutputs
 
 
 @dataclass(frozen=True, slots=True)

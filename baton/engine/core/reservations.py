@@ -12,9 +12,9 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine.core import events as ev
-from engine.core.blocks import BlockPool
-from engine.core.sequence import EngineRequest, TokenSequence
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.sequence import EngineRequest, TokenSequence
+from baton.types import events as ev
 
 
 class ReservationState(enum.Enum):

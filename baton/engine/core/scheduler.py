@@ -12,17 +12,17 @@ comes back through the queue with all its tokens, behind which only the next one
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.core import events as ev
-from engine.core.batch_state import BatchState
-from engine.core.blocks import BlockPool
-from engine.core.errors import BatonError, CancelledError_, InvalidRequestError
-from engine.core.params import SampledToken, finish_reason
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import PromptOutputs
-from engine.core.reservations import Reservation, ReservationState
-from engine.core.sequence import EngineRequest, Kind, TokenSequence
-from engine.core.speculative.acceptance import accepted_run
-from engine.core.tiers.tiers import KvTiers
+from baton.engine.core.batch_state import BatchState
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.engine.core.reservations import Reservation, ReservationState
+from baton.engine.core.sequence import EngineRequest, Kind, TokenSequence
+from baton.engine.core.speculative.acceptance import accepted_run
+from baton.engine.core.tiers.tiers import KvTiers
+from baton.types import events as ev
+from baton.types.errors import BatonError, CancelledError_, InvalidRequestError
+from baton.types.params import SampledToken, finish_reason
+from baton.types.prompt_outputs import PromptOutputs
 
 
 @dataclass(frozen=True, slots=True)

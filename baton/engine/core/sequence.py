@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.core import events as ev
-from engine.core.block_hashes import block_hash
-from engine.core.errors import InvalidRequestError
-from engine.core.geometry import BLOCK_TOKENS
-from engine.core.params import AdapterRef, SampledToken, SamplingParams
-from engine.core.prompt_outputs import PromptOutputs
+from baton.types import events as ev
+from baton.types.block_hashes import block_hash
+from baton.types.errors import InvalidRequestError
+from baton.types.geometry import BLOCK_TOKENS
+from baton.types.params import AdapterRef, SampledToken, SamplingParams
+from baton.types.prompt_outputs import PromptOutputs
 
 
 class Kind(enum.Enum):
@@ -26,7 +26,7 @@ class Kind(enum.Enum):
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of an engine, beside the prompt.
 
-    The gRPC shell fills it once (``wire.codecs.request_spec_from_wire``), ``messages.Submit``
+    The gRPC shell fills it once (``baton.wire.codecs.request_spec_from_wire``), ``messages.Submit``
     carries it, and ``EngineRequest`` holds it: a new field is added here and where it is used.
     """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.core.geometry import KvGeometry
+from baton.types.geometry import KvGeometry
 
 _COLUMNS = 16  # the width of the kernels' vectors
 

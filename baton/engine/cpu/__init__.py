@@ -1,4 +1,6 @@
-"""The backend for CPUs; ``engine/cuda`` has the same files for GPUs. Neither imports the other.
+"""The backend for CPUs; ``baton/engine/cuda`` has the same files for GPUs.
+
+Neither imports the other.
 
 ``attention.py`` and ``linear.py`` use torch's kernels, ``native/`` our own; ``parallel/`` is about
 the ranks of a tensor-parallel replica.

@@ -33,8 +33,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.core.geometry import KvGeometry
-from engine.cpu.kv_codec import KvCodec
+from baton.engine.cpu.kv_codec import KvCodec
+from baton.types.geometry import KvGeometry
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 

@@ -1,6 +1,6 @@
 """From a model on disk to a proven ``CpuRunner``: load, choose how attention is cut, prove, name.
 
-``exact`` is proved on the loaded model before anybody is served (``engine/cpu/selftest.py``).
+``exact`` is proved on the loaded model before anybody is served (``baton/engine/cpu/selftest.py``).
 """
 
 import logging
@@ -8,25 +8,25 @@ from collections.abc import Callable
 
 import torch
 
-from engine.artifacts.artifact import ModelArtifact, ModelError
-from engine.core.geometry import KvGeometry
-from engine.core.model_runner import ModelInfo
-from engine.cpu.attention import AttentionTiling
-from engine.cpu.cores import SharedCores, cores_file, host_cores
-from engine.cpu.decoder import Decoder
-from engine.cpu.load import load_model
-from engine.cpu.lora import CpuAdapters
-from engine.cpu.native.library import choose_native, description, load
-from engine.cpu.parallel.rank_processes import RankProcesses
-from engine.cpu.parallel.selftest import prepare_ranks
-from engine.cpu.parallel.shard import lead
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
-from engine.loading.memory import give_back_memory, pool_geometry
-from engine.loading.weights import Progress
-from engine.numerics import DTYPES, numerics_of
-from engine.sampling.grammars import Grammars
-from engine.settings import EngineSettings
+from baton.engine.core.model_runner import ModelInfo
+from baton.engine.cpu.attention import AttentionTiling
+from baton.engine.cpu.cores import SharedCores, cores_file, host_cores
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.lora import CpuAdapters
+from baton.engine.cpu.native.library import choose_native, description, load
+from baton.engine.cpu.parallel.rank_processes import RankProcesses
+from baton.engine.cpu.parallel.selftest import prepare_ranks
+from baton.engine.cpu.parallel.shard import lead
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
+from baton.engine.loading.memory import give_back_memory, pool_geometry
+from baton.engine.loading.weights import Progress
+from baton.engine.numerics import DTYPES, numerics_of
+from baton.engine.sampling.grammars import Grammars
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import ModelArtifact, ModelError
+from baton.types.geometry import KvGeometry
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def build_cpu_runner(
     grammars: Grammars,
     ranks: RankProcesses | None = None,
 ) -> tuple[CpuRunner, ModelInfo]:
-    """Load, prove, and wrap (see ``engine.build.build_runner``).
+    """Load, prove, and wrap (see ``baton.engine.build.build_runner``).
 
     Args:
         settings: Dtype, numerics and number of blocks.

@@ -4,17 +4,17 @@ from collections.abc import Callable
 
 import torch
 
-from engine.artifacts.artifact import resolve_model
-from engine.core.model_runner import ModelRunner
-from engine.core.speculative.draft_proposer import DraftProposer
-from engine.core.speculative.proposers import Speculation
-from engine.cpu.load import load_model
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import attention_tiling
-from engine.loading.memory import kv_geometry
-from engine.numerics import numerics_of
-from engine.settings import EngineSettings
-from engine.text.same_vocabulary import check_same_vocabulary
+from baton.engine.core.model_runner import ModelRunner
+from baton.engine.core.speculative.draft_proposer import DraftProposer
+from baton.engine.core.speculative.proposers import Speculation
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.numerics import numerics_of
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import resolve_model
+from baton.text.same_vocabulary import check_same_vocabulary
 
 
 def build_draft(

@@ -26,7 +26,7 @@ from typing import Self
 
 import numpy as np
 
-from engine.cpu.native.library import load
+from baton.engine.cpu.native.library import load
 
 PLACES = 64
 _CLAIM_BYTES = 2

@@ -3,8 +3,9 @@
     T rows of a step, E hidden size, H query heads, K KV heads, D head dim, F feed-forward size,
     L layers, V vocabulary
 
-Which blocks a layer has follows from the weights of its family (``engine/models/family.py``). RoPE
-pairs are adjacent here and in the pool, wherever the weights came from (``engine/models/rope.py``).
+Which blocks a layer has follows from the weights of its family (``baton/engine/models/family.py``).
+RoPE pairs are adjacent here and in the pool, wherever the weights came from
+(``baton/engine/models/rope.py``).
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
@@ -16,17 +17,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.artifacts.artifact import ModelConfig
-from engine.cpu.experts import Experts
-from engine.cpu.linear import Linear, PackFn, plain
-from engine.cpu.native.layers import LayerParts, NativeLayers, native_layers
-from engine.cpu.native.rows import NativeRows, finite_rows, native_rows
-from engine.cpu.parallel.shard import Shard
-from engine.cpu.rows import TorchRows
-from engine.models.families import FAMILIES
-from engine.models.layer import Deltas, LayerVectors, take_vectors
-from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
-from engine.sampling.sample import Logits
+from baton.engine.cpu.experts import Experts
+from baton.engine.cpu.linear import Linear, PackFn, plain
+from baton.engine.cpu.native.layers import LayerParts, NativeLayers, native_layers
+from baton.engine.cpu.native.rows import NativeRows, finite_rows, native_rows
+from baton.engine.cpu.parallel.shard import Shard
+from baton.engine.cpu.rows import TorchRows
+from baton.engine.models.families import FAMILIES
+from baton.engine.models.layer import Deltas, LayerVectors, take_vectors
+from baton.engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
+from baton.engine.sampling.sample import Logits
+from baton.model.artifact import ModelConfig
 
 REFINED = 32  # logits of each row that are computed in fp32
 

@@ -2,8 +2,9 @@
 
 In ``exact`` a token's result must not depend on who shares its batch, though an expert sees just
 those rows of the batch that chose it. Three things make it so: an expert's products are cut into
-the row counts that were probed for its shape, like any other (``engine/cpu/linear.py``); the choice
-is a function of the token's row alone; and a token's results are added in the order of the experts.
+the row counts that were probed for its shape, like any other (``baton/engine/cpu/linear.py``); the
+choice is a function of the token's row alone; and a token's results are added in the order of the
+experts.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.cpu.linear import Linear
+from baton.engine.cpu.linear import Linear
 
 Project = Callable[[Linear, str, torch.Tensor], torch.Tensor]
 """``(linear, name within the layer, rows) -> rows``."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.geometry import SCALE_BYTES, KvGeometry
+from baton.types.geometry import SCALE_BYTES, KvGeometry
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _TINY = 1e-20  # a vector of zeros has a scale too, so that 0 / scale is 0

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from engine.cpu.native.products import (
+from baton.engine.cpu.native.products import (
     NativeInt4Weight,
     NativeInt8Weight,
     NativeWeight,
     native_fits,
 )
-from engine.numerics import NumericsSetupError, cancelling, same_bits
+from baton.engine.numerics import NumericsSetupError, cancelling, same_bits
 
 TILE_ROWS = 16
 

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import torch
 
-from engine.artifacts.artifact import ModelArtifact
-from engine.artifacts.model_config import ModelConfig
-from engine.cpu.decoder import Decoder
-from engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
-from engine.cpu.parallel.shard import Shard
-from engine.cpu.quantised import packer
-from engine.loading.memory import give_back_memory
-from engine.loading.open import open_weights
-from engine.loading.weights import Progress, all_rows, silent
-from engine.numerics import DTYPES, Numerics
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
+from baton.engine.cpu.parallel.shard import Shard
+from baton.engine.cpu.quantised import packer
+from baton.engine.loading.memory import give_back_memory
+from baton.engine.loading.open import open_weights
+from baton.engine.loading.weights import Progress, all_rows, silent
+from baton.engine.numerics import DTYPES, Numerics
+from baton.model.artifact import ModelArtifact
+from baton.model.model_config import ModelConfig
 
 _GIVE_BACK_BYTES = 4 << 20
 

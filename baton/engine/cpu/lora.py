@@ -1,6 +1,6 @@
 """LoRA adapters in memory, and what they add to the products of a step.
 
-``engine/loading/lora_weights.py`` reads them; each product of theirs is a linear layer as the
+``baton/engine/loading/lora_weights.py`` reads them; each product of theirs is a linear layer as the
 model's are. In ``exact`` both products keep to row counts that were found bit-equal, so that a
 row's delta does not depend on who shares its batch or chunk.
 """
@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 
-from engine.artifacts.model_config import ModelConfig
-from engine.core.params import AdapterRef
-from engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
-from engine.cpu.parallel.shard import Shard
-from engine.loading.lora_weights import JoinedWeights, read_lora_weights
-from engine.models.lora import PRODUCTS, Adapter, Delta, Product
-from engine.numerics import Numerics
+from baton.engine.cpu.linear import ANY_ROWS, Linear, RowCounts, probe_row_counts
+from baton.engine.cpu.parallel.shard import Shard
+from baton.engine.loading.lora_weights import JoinedWeights, read_lora_weights
+from baton.engine.models.lora import PRODUCTS, Adapter, Delta, Product
+from baton.engine.numerics import Numerics
+from baton.model.model_config import ModelConfig
+from baton.types.params import AdapterRef
 
 
 class StepDeltas:
@@ -52,7 +52,7 @@ def _selected(numbers: Sequence[int]) -> slice | torch.Tensor:
 
 
 class CpuAdapters:
-    """The adapters of one model; an ``engine.core.model_runner.AdapterStore``.
+    """The adapters of one model; an ``baton.engine.core.model_runner.AdapterStore``.
 
     Args:
         config: Of the base model.

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from engine.artifacts.artifact import ModelError
-from engine.core.errors import InternalError
-from engine.cpu.linear import ANY_ROWS, Linear
-from engine.cpu.native.products import NativeInt4Weight, NativeInt8Weight, int8_fits
-from engine.loading.memory import INT4_GROUP_INPUTS
+from baton.engine.cpu.linear import ANY_ROWS, Linear
+from baton.engine.cpu.native.products import NativeInt4Weight, NativeInt8Weight, int8_fits
+from baton.engine.loading.memory import INT4_GROUP_INPUTS
+from baton.model.artifact import ModelError
+from baton.types.errors import InternalError
 
 _LEVELS = 127.0
 _DIGIT = 254.0  # the second digit counts in 254ths of the first: half of its last place

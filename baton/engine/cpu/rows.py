@@ -1,6 +1,7 @@
 """What a decoder does between its products, row by row: residual sums, norms, RoPE, the gate.
 
-By torch here, in any dtype; ``engine/cpu/native/rows.py`` does the same for bf16 in fewer passes.
+By torch here, in any dtype; ``baton/engine/cpu/native/rows.py`` does the same for bf16 in fewer
+passes.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes

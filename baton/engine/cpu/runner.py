@@ -18,23 +18,23 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.errors import BatonError
-from engine.core.geometry import KvGeometry
-from engine.core.model_runner import RunnerCapabilities
-from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import POOLINGS
-from engine.cpu.attention import Attention, AttentionTiling, PagedAttention, Span, slots_of
-from engine.cpu.decoder import Decoder
-from engine.cpu.kv_codec import kv_codec
-from engine.cpu.lora import CpuAdapters, StepDeltas
-from engine.cpu.native.attention import NativeAttention, NativeCalls, native_library
-from engine.cpu.native.rows import finite_rows
-from engine.models.lora import rows_by_adapter
-from engine.numerics import DTYPES, not_finite_error
-from engine.sampling.grammars import Grammars
-from engine.sampling.prompt_scores import collect_rows
-from engine.sampling.step_sampler import StepSampler
+from baton.engine.core.model_runner import RunnerCapabilities
+from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.engine.cpu.attention import Attention, AttentionTiling, PagedAttention, Span, slots_of
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.kv_codec import kv_codec
+from baton.engine.cpu.lora import CpuAdapters, StepDeltas
+from baton.engine.cpu.native.attention import NativeAttention, NativeCalls, native_library
+from baton.engine.cpu.native.rows import finite_rows
+from baton.engine.models.lora import rows_by_adapter
+from baton.engine.numerics import DTYPES, not_finite_error
+from baton.engine.sampling.grammars import Grammars
+from baton.engine.sampling.prompt_scores import collect_rows
+from baton.engine.sampling.step_sampler import StepSampler
+from baton.types.errors import BatonError
+from baton.types.geometry import KvGeometry
+from baton.types.params import SampledToken
+from baton.types.prompt_outputs import POOLINGS
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Batch:
 
 
 class CpuRunner:
-    """``engine.core.model_runner.ModelRunner`` over torch, on the CPU.
+    """``baton.engine.core.model_runner.ModelRunner`` over torch, on the CPU.
 
     Args:
         model: A loaded model.
@@ -147,7 +147,7 @@ class CpuRunner:
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
-        """See ``engine.core.model_runner.ModelRunner``."""
+        """See ``baton.engine.core.model_runner.ModelRunner``."""
         if plan.copies:
             self.copy_blocks(plan.copies)
         self._sampler.begin_step()
@@ -197,7 +197,7 @@ class CpuRunner:
         return self._sampler.sample(logits, plan.rows)
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """See ``engine.core.model_runner.ModelRunner``."""
+        """See ``baton.engine.core.model_runner.ModelRunner``."""
         return self._sampler.admissible(spec, draft_tokens)
 
     @torch.inference_mode()

@@ -11,17 +11,15 @@ import math
 
 import torch
 
-from engine.artifacts.model_config import ModelConfig
-from engine.core.geometry import BLOCK_TOKENS, KvGeometry
-from engine.core.plan import PlanRow, StepPlan
-from engine.cpu.attention import AttentionTiling, PagedAttention, Span
-from engine.cpu.decoder import Decoder
-from engine.cpu.native.attention import native_library
-from engine.cpu.native.library import sums_name
-from engine.cpu.runner import CpuRunner
-from engine.loading.memory import kv_geometry
-from engine.models.rope import ROPE_ORDER
-from engine.numerics import (
+from baton.engine.core.plan import PlanRow, StepPlan
+from baton.engine.cpu.attention import AttentionTiling, PagedAttention, Span
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.native.attention import native_library
+from baton.engine.cpu.native.library import sums_name
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.models.rope import ROPE_ORDER
+from baton.engine.numerics import (
     DTYPES,
     Numerics,
     NumericsSetupError,
@@ -29,6 +27,8 @@ from engine.numerics import (
     digest,
     same_bits,
 )
+from baton.model.model_config import ModelConfig
+from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 
 UNIT_TOKENS = 64
 _FIXED_TILE = 16

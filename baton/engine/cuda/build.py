@@ -6,27 +6,27 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from engine.artifacts.artifact import ModelArtifact, ModelConfig, ModelError
-from engine.core.geometry import KvGeometry
-from engine.core.model_runner import ModelInfo
-from engine.cuda.decoder import CudaDecoder, DecoderShape
-from engine.cuda.kernels.products import FP8_SIDE
-from engine.cuda.lora import CudaAdapters
-from engine.cuda.runner import CudaRunner
-from engine.cuda.selftest import (
+from baton.engine.core.model_runner import ModelInfo
+from baton.engine.cuda.decoder import CudaDecoder, DecoderShape
+from baton.engine.cuda.kernels.products import FP8_SIDE
+from baton.engine.cuda.lora import CudaAdapters
+from baton.engine.cuda.runner import CudaRunner
+from baton.engine.cuda.selftest import (
     SELFTEST_BLOCKS,
     device_name,
     numerics_id,
     verify_exact,
     verify_steps,
 )
-from engine.loading.memory import footprint, pool_geometry
-from engine.loading.open import load_weights
-from engine.models.families import FAMILIES
-from engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
-from engine.numerics import DTYPES
-from engine.sampling.grammars import Grammars
-from engine.settings import EngineSettings
+from baton.engine.loading.memory import footprint, pool_geometry
+from baton.engine.loading.open import load_weights
+from baton.engine.models.families import FAMILIES
+from baton.engine.models.rope import local_frequencies, rope_frequencies, rope_magnitude
+from baton.engine.numerics import DTYPES
+from baton.engine.sampling.grammars import Grammars
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import ModelArtifact, ModelConfig, ModelError
+from baton.types.geometry import KvGeometry
 
 _FP8_CAPABILITY = (9, 0)
 _USED_SHARE = 0.85  # of the device's free memory; the rest is for activations, splits and graphs
@@ -62,7 +62,7 @@ def make_decoder(
     exact: bool,
     fp8: bool = False,
 ) -> CudaDecoder:
-    """A decoder from loaded weights (``engine.loading.open.load_weights``), which are emptied.
+    """A decoder from the weights of ``baton.engine.loading.open.load_weights``, which are emptied.
 
     Raises:
         ModelError: The kernels cannot take its shape, or weights are left over.
@@ -124,7 +124,7 @@ def build_cuda_runner(
     grammars: Grammars | None = None,
     device: torch.device | None = None,
 ) -> tuple[CudaRunner, ModelInfo]:
-    """Load, prove, and wrap (see ``engine.build.build_runner``).
+    """Load, prove, and wrap (see ``baton.engine.build.build_runner``).
 
     Args:
         settings: Dtype, numerics and number of blocks.

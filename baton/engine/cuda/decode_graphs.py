@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.cuda.decoder import Batch, CudaDecoder
-from engine.cuda.kernels.attention import Tiles
-from engine.cuda.kernels.rows import sample_tokens
+from baton.engine.cuda.decoder import Batch, CudaDecoder
+from baton.engine.cuda.kernels.attention import Tiles
+from baton.engine.cuda.kernels.rows import sample_tokens
 
 _ALIGNED_BYTES = 256  # of each part of the inputs: kernels are compiled by alignment
 

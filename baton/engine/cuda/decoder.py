@@ -4,7 +4,7 @@ T rows of a step, E hidden size, H query heads, K KV heads, D head dim, V vocabu
 S block table rows, N tiles
 
 Needs torch and triton, nothing else. Under ``TRITON_INTERPRET=1`` it runs on the CPU (slowly), so
-that its results can be compared with ``engine/cpu/decoder.py`` without a GPU.
+that its results can be compared with ``baton/engine/cpu/decoder.py`` without a GPU.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
-from engine.cuda.kernels.configs import AttentionConfig, attention_config
-from engine.cuda.kernels.products import Products, Weight, to_fp8
-from engine.cuda.kernels.rows import add_norm, add_to, gate_mul, rope_write
-from engine.models.layer import Deltas, LayerVectors, take_vectors
+from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from baton.engine.cuda.kernels.configs import AttentionConfig, attention_config
+from baton.engine.cuda.kernels.products import Products, Weight, to_fp8
+from baton.engine.cuda.kernels.rows import add_norm, add_to, gate_mul, rope_write
+from baton.engine.models.layer import Deltas, LayerVectors, take_vectors
 
 SPREAD_QUERIES = 8
 """Up to so many queries (decode, verification) a sequence's keys are spread over programs."""
@@ -103,8 +103,8 @@ class CudaDecoder:
 
     Args:
         shape: The model's numbers.
-        weights: By canonical name (``engine.models.families.weight_table``); Q and K with adjacent
-            pairs. Emptied while packing; which parts a layer has follows from them.
+        weights: By canonical name (``baton.engine.models.families.weight_table``); Q and K with
+            adjacent pairs. Emptied while packing; which parts a layer has follows from them.
         ropes: Angle per position of each pair, ``[D / 2]`` fp32, and what rotated pairs are
             multiplied with; a second one is for the layers with a window.
         dtype: Of weights, activations and KV.

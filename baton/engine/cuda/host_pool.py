@@ -1,9 +1,10 @@
 """The pool of the device beside the one in host memory, from which and into which KV is handed off.
 
-The shell of a worker reads and writes pages in shared host memory (``engine/process/client.py``),
-and does not say which. So host memory is the truth between steps: what a step computes is copied
-to it before the step ends, and a sequence that appears with KV that this runner did not just
-compute (a hand-off, a prefix hit, a resumed one) has its pages copied to the device first.
+The shell of a worker reads and writes pages in shared host memory
+(``baton/engine/process/client.py``), and does not say which. So host memory is the truth between
+steps: what a step computes is copied to it before the step ends, and a sequence that appears with
+KV that this runner did not just compute (a hand-off, a prefix hit, a resumed one) has its pages
+copied to the device first.
 """
 
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.plan import PlanRow, StepPlan
+from baton.engine.core.plan import PlanRow, StepPlan
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """LoRA adapters on the device, and what they add to the products of a step.
 
-``engine/loading/lora_weights.py`` reads them; their products are those of the decoder, so in
+``baton/engine/loading/lora_weights.py`` reads them; their products are those of the decoder, so in
 ``exact`` a row's delta does not depend on who shares its step.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engine.artifacts.model_config import ModelConfig
-from engine.core.params import AdapterRef
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.kernels.products import Products
-from engine.loading.lora_weights import read_lora_weights
-from engine.models.lora import Adapter, Delta
+from baton.engine.cuda.decoder import CudaDecoder
+from baton.engine.cuda.kernels.products import Products
+from baton.engine.loading.lora_weights import read_lora_weights
+from baton.engine.models.lora import Adapter, Delta
+from baton.model.model_config import ModelConfig
+from baton.types.params import AdapterRef
 
 
 class StepDeltas:
@@ -61,7 +61,7 @@ class DeviceProduct:
 
 
 class CudaAdapters:
-    """The adapters of one model on the device; an ``engine.core.model_runner.AdapterStore``.
+    """The adapters of one model on the device; an ``baton.engine.core.model_runner.AdapterStore``.
 
     Args:
         config: Of the base model.

@@ -1,11 +1,12 @@
-"""Executes step plans on CUDA: a ``ModelRunner`` over ``engine/cuda/decoder.py``.
+"""Executes step plans on CUDA: a ``ModelRunner`` over ``baton/engine/cuda/decoder.py``.
 
     plan rows      A: chunk of 5      B: decode      C: decode     (as the scheduler wrote them)
     flat rows      A0 A1 A2 A3 A4  B  C                            (the same order)
 
-A plan of decodes alone is one captured step (``engine/cuda/decode_graphs.py``); prefill chunks,
-draft tokens, adapters, and mixtures are launched kernel by kernel. Kernels never read a page beyond
-a sequence's own end, so a neighbour's NaN cannot reach a row, and none is computed twice.
+A plan of decodes alone is one captured step (``baton/engine/cuda/decode_graphs.py``); prefill
+chunks, draft tokens, adapters, and mixtures are launched kernel by kernel. Kernels never read a
+page beyond a sequence's own end, so a neighbour's NaN cannot reach a row, and none is computed
+twice.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
@@ -15,24 +16,24 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.errors import BatonError
-from engine.core.geometry import KvGeometry
-from engine.core.model_runner import RunnerCapabilities
-from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import POOLINGS
-from engine.cuda.decode_graphs import DecodeRow, DecodeSteps
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.host_pool import HostPoolSync
-from engine.cuda.kernels.attention import Span
-from engine.cuda.lora import CudaAdapters, StepDeltas
-from engine.cuda.sampler import SampledRows, Specs, is_filtered, is_on_device, start_sampling
-from engine.models.lora import rows_by_adapter
-from engine.numerics import DTYPES, not_finite_error
-from engine.sampling.grammars import Grammars
-from engine.sampling.prompt_scores import collect_rows
-from engine.sampling.sample import Logits
-from engine.sampling.step_sampler import StepSampler
+from baton.engine.core.model_runner import RunnerCapabilities
+from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.engine.cuda.decode_graphs import DecodeRow, DecodeSteps
+from baton.engine.cuda.decoder import CudaDecoder
+from baton.engine.cuda.host_pool import HostPoolSync
+from baton.engine.cuda.kernels.attention import Span
+from baton.engine.cuda.lora import CudaAdapters, StepDeltas
+from baton.engine.cuda.sampler import SampledRows, Specs, is_filtered, is_on_device, start_sampling
+from baton.engine.models.lora import rows_by_adapter
+from baton.engine.numerics import DTYPES, not_finite_error
+from baton.engine.sampling.grammars import Grammars
+from baton.engine.sampling.prompt_scores import collect_rows
+from baton.engine.sampling.sample import Logits
+from baton.engine.sampling.step_sampler import StepSampler
+from baton.types.errors import BatonError
+from baton.types.geometry import KvGeometry
+from baton.types.params import SampledToken
+from baton.types.prompt_outputs import POOLINGS
 
 _NOTHING_SAMPLED = SampledRows((), {}, {})
 
@@ -68,7 +69,9 @@ class _Computed:
 
 
 class CudaRunner:
-    """``engine.core.model_runner.ModelRunner`` on a GPU (or, in Triton's interpreter, on the CPU).
+    """``baton.engine.core.model_runner.ModelRunner`` on a GPU.
+
+    In Triton's interpreter it runs on the CPU.
 
     Args:
         decoder: Model and pool on the device.
@@ -130,14 +133,14 @@ class CudaRunner:
         return self._sampler.mask_ns
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """See ``engine.core.model_runner.ModelRunner``."""
+        """See ``baton.engine.core.model_runner.ModelRunner``."""
         return self._sampler.admissible(spec, draft_tokens)
 
     @torch.inference_mode()
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
-        """See ``engine.core.model_runner.ModelRunner``.
+        """See ``baton.engine.core.model_runner.ModelRunner``.
 
         KV reaches the pool that others see at the end of the step: all layers are announced then.
         """

@@ -2,8 +2,8 @@
 
 The device takes the largest logit, or the largest logit / temperature + noise, of all tokens or of
 those that ``top_k``, ``top_p`` and ``min_p`` leave. A row with penalties, log-probabilities or a
-grammar has its logits brought to the host, where ``engine/sampling/sample.py`` samples. Which of
-the two it is depends on the row alone, never on what else is in the step.
+grammar has its logits brought to the host, where ``baton/engine/sampling/sample.py`` samples. Which
+of the two it is depends on the row alone, never on what else is in the step.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.params import SampledToken, SamplingParams
-from engine.core.plan import SampleSpec
-from engine.cuda.decode_graphs import signed
-from engine.cuda.kernels.rows import cuts, sample_tokens
-from engine.sampling import sample as sampling
+from baton.engine.core.plan import SampleSpec
+from baton.engine.cuda.decode_graphs import signed
+from baton.engine.cuda.kernels.rows import cuts, sample_tokens
+from baton.engine.sampling import sample as sampling
+from baton.types.params import SampledToken, SamplingParams
 
 Specs = tuple[SampleSpec, ...]
 
@@ -27,7 +27,7 @@ Specs = tuple[SampleSpec, ...]
 class SampledRows:
     """Rows of logits, numbered as ``PlanRow.samples_by_row`` gives them, plan row by plan row.
 
-    An ``engine.sampling.speculative.LogitsRows``.
+    An ``baton.engine.sampling.speculative.LogitsRows``.
 
     Attributes:
         numbers: The rows.
@@ -49,7 +49,7 @@ class SampledRows:
         eos_token_ids: Sequence[int],
         masks: Sequence[Sequence[sampling.Mask | None]] | None = None,
     ) -> list[list[SampledToken]]:
-        """See ``engine.sampling.sample.sample``."""
+        """See ``baton.engine.sampling.sample.sample``."""
         sampled = []
         for index, number in enumerate(self.numbers):
             if number in self.on_device:

@@ -9,14 +9,14 @@ from itertools import pairwise
 
 import torch
 
-from engine.artifacts.model_config import ModelError
-from engine.core.geometry import BLOCK_TOKENS
-from engine.cuda.decode_graphs import DecodeRow, DecodeSteps
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.kernels.attention import Span
-from engine.cuda.kernels.configs import SPLIT_TOKENS
-from engine.models.rope import ROPE_ORDER
-from engine.numerics import NumericsSetupError, digest, same_bits
+from baton.engine.cuda.decode_graphs import DecodeRow, DecodeSteps
+from baton.engine.cuda.decoder import CudaDecoder
+from baton.engine.cuda.kernels.attention import Span
+from baton.engine.cuda.kernels.configs import SPLIT_TOKENS
+from baton.engine.models.rope import ROPE_ORDER
+from baton.engine.numerics import NumericsSetupError, digest, same_bits
+from baton.model.model_config import ModelError
+from baton.types.geometry import BLOCK_TOKENS
 
 _PROBE_TOKENS = 2 * SPLIT_TOKENS + 5 * BLOCK_TOKENS + 3  # three splits, the last page not full
 _STEP_TOKENS = 2 * BLOCK_TOKENS + 3

@@ -1,1 +1,1 @@
-"""From files to tensors, and how much memory an engine takes. No backend: see ``engine/cpu``."""
+"""From files to tensors, and how much memory an engine takes; no backend."""

@@ -18,16 +18,21 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize
 
-from engine.artifacts.artifact import ModelArtifact, ModelError
-from engine.artifacts.gguf_file import GgufTensor, open_gguf
-from engine.artifacts.locate import cache_root
-from engine.loading.memory import give_back_memory
-from engine.loading.safetensors_file import Layout, SafetensorsFile, read_fully, write_safetensors
-from engine.loading.turns import turn
-from engine.loading.weights import Progress, Rows, Weights, check_table, finished, silent
-from engine.models.families import weight_table
-from engine.models.family import ROPE_FACTORS, WeightName
-from engine.numerics import DTYPES
+from baton.engine.loading.memory import give_back_memory
+from baton.engine.loading.safetensors_file import (
+    Layout,
+    SafetensorsFile,
+    read_fully,
+    write_safetensors,
+)
+from baton.engine.loading.turns import turn
+from baton.engine.loading.weights import Progress, Rows, Weights, check_table, finished, silent
+from baton.engine.models.families import weight_table
+from baton.engine.models.family import ROPE_FACTORS, WeightName
+from baton.engine.numerics import DTYPES
+from baton.model.artifact import ModelArtifact, ModelError
+from baton.model.gguf_file import GgufTensor, open_gguf
+from baton.model.locate import cache_root
 
 _CACHE_FORMAT = 3
 _CHUNK_ELEMENTS = 1 << 19  # dequantised at a time: numpy needs some 30 bytes for each

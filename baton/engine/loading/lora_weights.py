@@ -19,18 +19,18 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.artifacts.lora_artifact import (
+from baton.engine.models.lora import PRODUCTS
+from baton.engine.models.rope import pair_rows
+from baton.model.lora_artifact import (
     AdapterArtifact,
     AdapterError,
     LowRank,
     read_adapter,
     target_shapes,
 )
-from engine.artifacts.model_config import ModelConfig
-from engine.core.errors import AdapterLoadError
-from engine.core.params import AdapterRef
-from engine.models.lora import PRODUCTS
-from engine.models.rope import pair_rows
+from baton.model.model_config import ModelConfig
+from baton.types.errors import AdapterLoadError
+from baton.types.params import AdapterRef
 
 _RANK_STEP = 16
 _PAIRED = ("q_proj", "k_proj")  # their rows are stored with adjacent RoPE pairs
@@ -42,7 +42,7 @@ class JoinedWeights:
 
     Attributes:
         layer: Number of the layer.
-        product: One of ``engine.models.lora.PRODUCTS``.
+        product: One of ``baton.engine.models.lora.PRODUCTS``.
         a_RK: Stacked.
         b_NR: On a block diagonal.
         outputs: Rows of each target in ``b_NR``.

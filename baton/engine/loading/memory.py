@@ -1,7 +1,7 @@
 """How much memory a worker's engine takes, from the model's numbers alone; no torch here.
 
     process      Python, torch, the vocabulary, and the kernels that torch generates as it goes
-    weights      as they are packed (``engine/cpu/linear.py``, ``engine/cpu/quantised.py``)
+    weights      as they are packed (``linear.py`` and ``quantised.py`` in ``baton/engine/cpu``)
     workspace    the largest step's activations and logits
     draft        weights and workspace of the draft model
     loading      what loading takes for a while beyond these
@@ -20,13 +20,13 @@ from pathlib import Path
 
 import psutil
 
-from engine.artifacts.artifact import resolve_model
-from engine.artifacts.model_config import ModelConfig, ModelError
-from engine.core.geometry import BLOCK_TOKENS, DTYPE_BYTES, SCALE_BYTES, SCALED, KvGeometry
-from engine.core.split import Split, rank_geometries
-from engine.models.families import weight_table
-from engine.models.split import splits_of
-from engine.settings import EngineSettings
+from baton.engine.core.split import Split, rank_geometries
+from baton.engine.models.families import weight_table
+from baton.engine.models.split import splits_of
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import resolve_model
+from baton.model.model_config import ModelConfig, ModelError
+from baton.types.geometry import BLOCK_TOKENS, DTYPE_BYTES, SCALE_BYTES, SCALED, KvGeometry
 
 INT4_GROUP_INPUTS = 32
 

@@ -11,14 +11,22 @@ from pathlib import Path
 
 import torch
 
-from engine.artifacts.artifact import ModelArtifact, ModelError
-from engine.loading.gguf_weights import open_gguf_weights
-from engine.loading.safetensors_file import DTYPES as STORED_DTYPES
-from engine.loading.safetensors_file import SafetensorsFile, StoredTensor
-from engine.loading.weights import Progress, Rows, Weights, all_rows, check_table, finished, silent
-from engine.models.families import weight_table
-from engine.models.family import WeightName
-from engine.numerics import DTYPES
+from baton.engine.loading.gguf_weights import open_gguf_weights
+from baton.engine.loading.safetensors_file import DTYPES as STORED_DTYPES
+from baton.engine.loading.safetensors_file import SafetensorsFile, StoredTensor
+from baton.engine.loading.weights import (
+    Progress,
+    Rows,
+    Weights,
+    all_rows,
+    check_table,
+    finished,
+    silent,
+)
+from baton.engine.models.families import weight_table
+from baton.engine.models.family import WeightName
+from baton.engine.numerics import DTYPES
+from baton.model.artifact import ModelArtifact, ModelError
 
 
 @contextmanager

@@ -1,16 +1,16 @@
 """The weights of a model, each read from disk when it is asked for, and never kept.
 
 What is packed takes about as much memory as what was read; so the peak while loading is the model
-and one tensor, not two models. ``engine/loading/open.py`` makes these mappings.
+and one tensor, not two models. ``baton/engine/loading/open.py`` makes these mappings.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 
 import torch
 
-from engine.artifacts.artifact import ModelArtifact, ModelError
-from engine.models.family import GLOBAL_NAMES, IGNORED, ROPE_FACTORS, WeightName
-from engine.models.rope import pair_rows
+from baton.engine.models.family import GLOBAL_NAMES, IGNORED, ROPE_FACTORS, WeightName
+from baton.engine.models.rope import pair_rows
+from baton.model.artifact import ModelArtifact, ModelError
 
 Progress = Callable[[str, int, int], None]
 """``(stage, done, total)``; the stages are "probe", "convert", "read"."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from engine.artifacts.model_config import ModelConfig
-from engine.models import gemma3, llama, mistral, qwen2, qwen3, qwen3_moe
-from engine.models.family import Family, WeightName, weights_of
+from baton.engine.models import gemma3, llama, mistral, qwen2, qwen3, qwen3_moe
+from baton.engine.models.family import Family, WeightName, weights_of
+from baton.model.model_config import ModelConfig
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY

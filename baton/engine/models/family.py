@@ -1,7 +1,7 @@
 """What distinguishes one family of decoders from another, and the list of its weights.
 
 A family is data: the names of its weights in GGUF and Hugging Face files, and a few switches. The
-forward pass (``engine/cpu/decoder.py``) follows from which weights there are: a family with
+forward pass (``baton/engine/cpu/decoder.py``) follows from which weights there are: a family with
 ``q_bias`` in its table has biases, one with ``router`` is a mixture of experts.
 
     canonical name      what it is
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.artifacts.model_config import ModelConfig
+from baton.model.model_config import ModelConfig
 
 Names = Mapping[str, tuple[str, str]]
 """Canonical name -> (GGUF name, Hugging Face name); ``{i}`` is the layer, ``{j}`` the expert."""
@@ -60,7 +60,7 @@ class WeightName:
 
     Attributes:
         part: Which row of the artifact's first dimension it is; GGUF keeps all experts in one.
-        pairs: Rows are in halves and have to be put side by side (``engine.models.rope``).
+        pairs: Rows are in halves and have to be put side by side (``baton.engine.models.rope``).
         add_one: The artifact holds ``w``, the model wants ``1 + w``.
     """
 

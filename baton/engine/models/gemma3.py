@@ -11,8 +11,8 @@ What is special:
   1,000,000 and, in the larger models, linear RoPE scaling.
 """
 
-from engine.models import llama, qwen3
-from engine.models.family import Family, Names
+from baton.engine.models import llama, qwen3
+from baton.engine.models.family import Family, Names
 
 LAYER_NAMES: Names = {
     **llama.ATTENTION_NAMES,

@@ -58,7 +58,7 @@ def take_vectors(
     """Take the norms and biases of layer ``index`` out of the model's weights.
 
     Args:
-        weights: By canonical name (``engine/models/family.py``).
+        weights: By canonical name (``baton/engine/models/family.py``).
         index: Of the layer.
         heads: The heads that are computed here.
         place: Makes fp32 of a vector, where it is needed.

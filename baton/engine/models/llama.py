@@ -5,7 +5,7 @@ families are described by what they add. Llama 3.1 scales RoPE (``llama3``): Hug
 in ``rope_scaling``, GGUF stores the divisors as a tensor.
 """
 
-from engine.models.family import Family, Names
+from baton.engine.models.family import Family, Names
 
 ATTENTION_NAMES: Names = {
     "attn_norm": ("blk.{i}.attn_norm.weight", "model.layers.{i}.input_layernorm.weight"),

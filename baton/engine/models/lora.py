@@ -1,7 +1,7 @@
 """LoRA adapters as the decoders see them: what is added to which product, for which rows.
 
 The decoders compute q, k, v in one product and gate, up in another; an adapter's parts are joined
-alike, so that one such product gets one delta (``engine/loading/lora_weights.py``).
+alike, so that one such product gets one delta (``baton/engine/loading/lora_weights.py``).
 """
 
 # ruff: noqa: N803 - suffixes such as x_TK give shapes
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.core.plan import PlanRow
+from baton.engine.core.plan import PlanRow
 
 PRODUCTS = {
     "qkv": ("q_proj", "k_proj", "v_proj"),

@@ -2,10 +2,10 @@
 
 The window comes from ``sliding_window`` of ``config.json``; later versions have none. llama.cpp
 stores Mistral as architecture ``llama`` and knows no window for it: such a file is served by
-``engine/models/llama.py``, as llama.cpp would.
+``baton/engine/models/llama.py``, as llama.cpp would.
 """
 
-from engine.models import llama
-from engine.models.family import Family
+from baton.engine.models import llama
+from baton.engine.models.family import Family
 
 FAMILY = Family(name="mistral", layer_names=llama.LAYER_NAMES, gguf_pairs="adjacent")

@@ -4,8 +4,8 @@ With ``use_sliding_window`` the layers from ``max_window_layers`` on have a wind
 leave it off. Long contexts use RoPE scaling ``yarn``.
 """
 
-from engine.models import llama
-from engine.models.family import Family, Names
+from baton.engine.models import llama
+from baton.engine.models.family import Family, Names
 
 LAYER_NAMES: Names = {
     **llama.LAYER_NAMES,

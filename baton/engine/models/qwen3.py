@@ -3,8 +3,8 @@
 The width of a head is a number of its own: heads times width need not be the hidden size.
 """
 
-from engine.models import llama
-from engine.models.family import Family, Names
+from baton.engine.models import llama
+from baton.engine.models.family import Family, Names
 
 HEAD_NORM_NAMES: Names = {
     "q_norm": ("blk.{i}.attn_q_norm.weight", "model.layers.{i}.self_attn.q_norm.weight"),

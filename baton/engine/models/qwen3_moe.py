@@ -6,8 +6,8 @@ have a weight for each expert, GGUF one tensor for all. Models that mix in dense
 (``mlp_only_layers``, ``decoder_sparse_step``) are refused.
 """
 
-from engine.models import llama, qwen3
-from engine.models.family import Family, Names
+from baton.engine.models import llama, qwen3
+from baton.engine.models.family import Family, Names
 
 EXPERT_NAMES: Names = {
     "mlp_norm": llama.MLP_NAMES["mlp_norm"],

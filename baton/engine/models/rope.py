@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.artifacts.model_config import ModelConfig
+from baton.model.model_config import ModelConfig
 
 ROPE_ORDER = "adjacent"
 

@@ -1,7 +1,7 @@
 """How a model is cut over the ranks of a tensor-parallel replica."""
 
-from engine.artifacts.model_config import ModelConfig, ModelError
-from engine.core.split import Split, splits
+from baton.engine.core.split import Split, splits
+from baton.model.model_config import ModelConfig, ModelError
 
 
 def splits_of(config: ModelConfig, ranks: int) -> list[Split]:

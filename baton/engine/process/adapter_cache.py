@@ -11,7 +11,7 @@ until those that use it have ended. So nobody waits for ever behind adapters tha
 from collections import Counter, OrderedDict
 from typing import Generic, TypeVar
 
-from engine.core.params import AdapterRef
+from baton.types.params import AdapterRef
 
 T = TypeVar("T")
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine.core import events as ev
-from engine.core.errors import AdapterLoadError, BatonError, CancelledError_
-from engine.core.model_runner import AdapterStore
-from engine.core.params import AdapterRef
-from engine.process import messages
-from engine.process.adapter_cache import AdapterCache
+from baton.engine.core.model_runner import AdapterStore
+from baton.engine.process import messages
+from baton.engine.process.adapter_cache import AdapterCache
+from baton.types import events as ev
+from baton.types.errors import AdapterLoadError, BatonError, CancelledError_
+from baton.types.params import AdapterRef
 
 
 class AdapterLoader:

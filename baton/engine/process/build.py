@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.artifacts.artifact import ModelError
-from engine.core.core import EngineCore
-from engine.core.geometry import KvGeometry
-from engine.core.model_runner import ModelInfo, ModelRunner
-from engine.core.scheduler import SchedulerConfig
-from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.core.tiers.places import TierPlaces
-from engine.cpu.parallel.rank_processes import RankProcesses
-from engine.ipc import map_pool
-from engine.process.tier_copier import BlockMover, TierCopier
-from engine.process.tier_shelves import DiskShelf, MemoryShelf, Shelf, ShelfError
-from engine.settings import EmulatedModel, EngineSettings, KvTierSettings
+from baton.engine.core.core import EngineCore
+from baton.engine.core.model_runner import ModelInfo, ModelRunner
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.speculative.proposers import NgramProposer, Speculation
+from baton.engine.core.tiers.places import TierPlaces
+from baton.engine.cpu.parallel.rank_processes import RankProcesses
+from baton.engine.ipc import map_pool
+from baton.engine.process.tier_copier import BlockMover, TierCopier
+from baton.engine.process.tier_shelves import DiskShelf, MemoryShelf, Shelf, ShelfError
+from baton.engine.settings import EmulatedModel, EngineSettings, KvTierSettings
+from baton.model.artifact import ModelError
+from baton.types.geometry import KvGeometry
 
 EMULATED = "emulated"
 
@@ -59,7 +59,7 @@ def build_engine(
     elif settings.model == EMULATED:
         runner, info = build_emulated(settings, pool_fd)
     else:
-        from engine.build import build_runner  # torch is loaded here and nowhere else
+        from baton.engine.build import build_runner  # torch is loaded here and nowhere else
 
         if settings.tensor_parallel > 1:
             ranks = RankProcesses(settings, pool_fd, own_fds)
@@ -123,7 +123,7 @@ def _speculation(
         return None
     if mode == "ngram":
         return Speculation(NgramProposer(), settings.speculation.tokens)
-    from engine.cpu.build_draft import build_draft
+    from baton.engine.cpu.build_draft import build_draft
 
     return build_draft(settings, main, progress)
 
@@ -132,8 +132,8 @@ def _build_paced(
     settings: EngineSettings, model: EmulatedModel, pool_fd: int
 ) -> tuple[ModelRunner, ModelInfo]:
     """An emulated engine of a fleet: no torch, and steps as long as a model's."""
-    from engine.emulated_timing import numerics_id_of
-    from engine.paced import PacedRunner, paced_geometry
+    from baton.engine.emulated_timing import numerics_id_of
+    from baton.engine.paced import PacedRunner, paced_geometry
 
     geometry = paced_geometry(settings.kv_blocks)
     runner = PacedRunner(geometry, map_pool(pool_fd, geometry), model)
@@ -144,7 +144,7 @@ def _build_paced(
 
 def build_emulated(settings: EngineSettings, pool_fd: int) -> tuple[ModelRunner, ModelInfo]:
     """An engine without weights and without torch."""
-    from engine.emulated import EmulatedRunner
+    from baton.engine.emulated import EmulatedRunner
 
     geometry = KvGeometry(
         num_layers=4,

@@ -13,13 +13,13 @@ from typing import IO
 
 import msgspec
 
-from engine.core.errors import InternalError
-from engine.core.split import rank_geometries
-from engine.ipc import map_pool
-from engine.process import messages
-from engine.process.thread import EngineThread
-from engine.settings import EngineSettings
-from telemetry.tasks import BackgroundTasks
+from baton.engine.core.split import rank_geometries
+from baton.engine.ipc import map_pool
+from baton.engine.process import messages
+from baton.engine.process.thread import EngineThread
+from baton.engine.settings import EngineSettings
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.errors import InternalError
 
 _LOG = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ async def _spawn(
     with theirs:
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "engine.process.step_loop"),
+                *(sys.executable, "-P", "-m", "baton.engine.process.step_loop"),
                 str(theirs.fileno()),
                 ",".join(map(str, pool_fds)),
                 msgspec.json.encode(settings).decode(),

@@ -5,14 +5,15 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-from engine.core import events as ev
-from engine.core.blocks import BlockCounts
-from engine.core.params import AdapterRef
-from engine.process import messages
-from engine.process.client import EngineClient
-from engine.process.step_rates import PromptFit, StepRates
-from engine.settings import EngineSettings
-from telemetry.alive_clock import ALIVE
+from baton.types.pool_counts import BlockCounts
+
+from baton.engine.process import messages
+from baton.engine.process.client import EngineClient
+from baton.engine.process.step_rates import PromptFit, StepRates
+from baton.engine.settings import EngineSettings
+from baton.telemetry.alive_clock import ALIVE
+from baton.types import events as ev
+from baton.types.params import AdapterRef
 
 _LOG = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class EngineHandle:
         """Notice a step loop that reports nothing; to be called several times a second.
 
         Args:
-            alive_ns: The time by ``telemetry.alive_clock``.
+            alive_ns: The time by ``baton.telemetry.alive_clock``.
         """
         if not self.silent and alive_ns - self._heard_ns > SILENCE_NS:
             self.silent = True

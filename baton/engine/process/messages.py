@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.core import events as ev
-from engine.core.geometry import KvGeometry
-from engine.core.sequence import RequestSpec
-from engine.ipc import LENGTH, FrameReader
+from baton.engine.core.sequence import RequestSpec
+from baton.engine.ipc import LENGTH, FrameReader
+from baton.types import events as ev
+from baton.types.geometry import KvGeometry
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,4 +1,4 @@
-"""One end of a two-rank group, in a process of its own: ``python -m engine.process.pair``.
+"""One end of a two-rank group, in a process of its own: ``python -m baton.engine.process.pair``.
 
 It moves bytes between shared staging memory and the other rank, in the order in which its parent
 says so, and knows nothing of what they are. A collective that hangs is ended by killing this
@@ -19,7 +19,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroupGloo
 
-from engine.parent import die_with_parent
+from baton.engine.parent import die_with_parent
 
 ORDER = struct.Struct("<QQQ")
 SENDER, RECEIVER = 0, 1

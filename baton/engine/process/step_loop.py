@@ -1,11 +1,11 @@
 """The step loop: a process of its own, so that the network never delays a step.
 
-    python -m engine.process.step_loop CONTROL_FD POOL_FDS SETTINGS_JSON
+    python -m baton.engine.process.step_loop CONTROL_FD POOL_FDS SETTINGS_JSON
 
-``CONTROL_FD`` is one end of a Unix socket pair (see ``engine/process/messages.py``), ``POOL_FDS``
-an empty memory file that becomes the KV pool, or one for each rank, with commas between; the shell
-maps the same files. The process ends when it is told to, when the other end of the socket closes,
-or with exit code 1 and a ``Fatal`` report.
+``CONTROL_FD`` is one end of a Unix socket pair (see ``baton/engine/process/messages.py``),
+``POOL_FDS`` an empty memory file that becomes the KV pool, or one for each rank, with commas
+between; the shell maps the same files. The process ends when it is told to, when the other end of
+the socket closes, or with exit code 1 and a ``Fatal`` report.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from engine.core import events as ev
-from engine.core.errors import (
+from baton.engine.core.plan import StepPlan
+from baton.engine.core.sequence import EngineRequest
+from baton.engine.parent import die_with_parent
+from baton.engine.process import messages
+from baton.engine.process.adapter_loader import AdapterLoader
+from baton.engine.process.build import BuiltEngine, build_engine
+from baton.engine.sampling.grammars import GrammarCompileQueue
+from baton.engine.settings import EngineSettings
+from baton.types import events as ev
+from baton.types.errors import (
     BatonError,
     CancelledError_,
     InvalidRequestError,
     NumericsError,
 )
-from engine.core.plan import StepPlan
-from engine.core.sequence import EngineRequest
-from engine.parent import die_with_parent
-from engine.process import messages
-from engine.process.adapter_loader import AdapterLoader
-from engine.process.build import BuiltEngine, build_engine
-from engine.sampling.grammars import GrammarCompileQueue
-from engine.settings import EngineSettings
 
 _IDLE_S = 1.0
 _ALIVE_S = 0.5  # without another report for so long, the loop says that it runs
@@ -305,7 +305,7 @@ def run(
 
 
 def main() -> None:
-    """Entry of ``python -m engine.process.step_loop``."""
+    """Entry of ``python -m baton.engine.process.step_loop``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     control = socket.socket(fileno=int(sys.argv[1]))

@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from typing import NamedTuple
 
-from engine.core.events import StepDone
+from baton.types.events import StepDone
 
 _KEPT = 0.95  # of earlier prompts' weight at each step: the rate follows within some twenty steps
 _FIT_KEPT = 0.98  # a line needs steps of different contexts

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 
-from engine.settings import EngineSettings
+from baton.engine.settings import EngineSettings
 
 
 class EngineThread:
@@ -42,7 +42,7 @@ class EngineThread:
     def _run(self, settings: EngineSettings, pool_fd: int) -> None:
         code = 1
         try:
-            from engine.process.step_loop import run  # not in shells of processes
+            from baton.engine.process.step_loop import run  # not in shells of processes
 
             code = run(settings, self._control, pool_fd)
         finally:

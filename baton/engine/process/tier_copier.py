@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from engine.core.geometry import KvGeometry
-from engine.core.tiers.tiers import POOL, Copied, Copy
-from engine.process.tier_shelves import Bytes, DamagedError, Shelf
+from baton.engine.core.tiers.tiers import POOL, Copied, Copy
+from baton.engine.process.tier_shelves import Bytes, DamagedError, Shelf
+from baton.types.geometry import KvGeometry
 
 _LOG = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from engine.artifacts.artifact import ModelArtifact
-from engine.core.errors import BatonError, GrammarError
-from engine.core.model_runner import GrammarStore
-from engine.core.plan import SampleSpec
-from engine.text.grammar import GrammarCompiler, Vocabulary, check, vocabulary_of
-from engine.text.tokenizer import load_tokenizer
+from baton.engine.core.model_runner import GrammarStore
+from baton.engine.core.plan import SampleSpec
+from baton.model.artifact import ModelArtifact
+from baton.text.grammar import GrammarCompiler, Vocabulary, check, vocabulary_of
+from baton.text.tokenizer import load_tokenizer
+from baton.types.errors import BatonError, GrammarError
 
 Mask = npt.NDArray[np.bool_]
 

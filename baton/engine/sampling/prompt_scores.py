@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.core.plan import PlanRow
-from engine.core.prompt_outputs import Floats, PromptOutputs, Scores
-from engine.sampling.sample import Logits
+from baton.engine.core.plan import PlanRow
+from baton.engine.sampling.sample import Logits
+from baton.types.prompt_outputs import Floats, PromptOutputs, Scores
 
 SLICE_ROWS = 32
 """Logits of so many rows exist at once: 6 MiB of fp32 at a vocabulary of 49k."""

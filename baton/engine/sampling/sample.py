@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.core.params import SampledToken, SamplingParams
-from engine.core.plan import SampleSpec
+from baton.engine.core.plan import SampleSpec
+from baton.types.params import SampledToken, SamplingParams
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]

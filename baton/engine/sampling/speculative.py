@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
-from engine.core.errors import GrammarError
-from engine.core.params import SampledToken, finish_reason
-from engine.core.plan import PlanRow, SampleSpec
-from engine.sampling.sample import Mask
+from baton.engine.core.plan import PlanRow, SampleSpec
+from baton.engine.sampling.sample import Mask
+from baton.types.errors import GrammarError
+from baton.types.params import SampledToken, finish_reason
 
 MaskFn = Callable[
     [Sequence[Sequence[SampleSpec]]], tuple[list[list[Mask | None]], dict[int, GrammarError]]
@@ -15,7 +15,7 @@ MaskFn = Callable[
 
 
 class LogitsRows(Protocol):
-    """Rows of logits, wherever they are: ``engine.sampling.sample.Logits``, or a device's."""
+    """Rows of logits, wherever they are: ``baton.engine.sampling.sample.Logits``, or a device's."""
 
     def rows(self, indexes: Sequence[int]) -> Self:
         """Some of the rows."""
@@ -26,7 +26,7 @@ class LogitsRows(Protocol):
         eos_token_ids: Sequence[int],
         masks: Sequence[Sequence[Mask | None]] | None = None,
     ) -> list[list[SampledToken]]:
-        """See ``engine.sampling.sample.sample``."""
+        """See ``baton.engine.sampling.sample.sample``."""
 
 
 def sample_rows(

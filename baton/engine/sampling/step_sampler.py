@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from engine.core.errors import GrammarError
-from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, SampleSpec
-from engine.sampling.grammars import Grammars
-from engine.sampling.sample import Mask
-from engine.sampling.speculative import LogitsRows, sample_rows
+from baton.engine.core.plan import PlanRow, SampleSpec
+from baton.engine.sampling.grammars import Grammars
+from baton.engine.sampling.sample import Mask
+from baton.engine.sampling.speculative import LogitsRows, sample_rows
+from baton.types.errors import GrammarError
+from baton.types.params import SampledToken
 
 
 class StepSampler:
@@ -49,7 +49,7 @@ class StepSampler:
         return results
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """See ``engine.core.model_runner.ModelRunner``."""
+        """See ``baton.engine.core.model_runner.ModelRunner``."""
         if self._grammars is None or not spec.params.grammar:
             return len(draft_tokens)
         try:

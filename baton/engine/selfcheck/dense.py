@@ -9,8 +9,8 @@ scheduler, no paging, no promise about bits. It is written for speed, not as a s
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.artifacts.artifact import ModelConfig
-from engine.models.rope import unpair_rows
+from baton.engine.models.rope import unpair_rows
+from baton.model.artifact import ModelConfig
 
 
 class DenseLlama:
@@ -18,7 +18,7 @@ class DenseLlama:
 
     Args:
         config: The model's numbers.
-        weights: From ``engine.loading.open.load_weights``; not changed.
+        weights: From ``baton.engine.loading.open.load_weights``; not changed.
         max_batch: Rows of the cache.
         max_tokens: Length of the cache.
     """

@@ -2,7 +2,7 @@
 
 For `baton doctor` and for `roles: auto`, which runs it in a process of its own:
 
-    python -m loadtest.bench.quick MODEL [--threads N] [--dtype bf16] ...
+    python -m baton.engine.selfcheck.quick MODEL [--threads N] [--dtype bf16] ...
 """
 
 import json
@@ -12,15 +12,15 @@ from typing import Annotated, NamedTuple
 
 import torch
 import typer
+from baton.engine.selfcheck.engine_under_test import WARM_TOKENS, EngineUnderTest
 
-from engine.artifacts.artifact import resolve_model
-from engine.core.geometry import BLOCK_TOKENS
-from engine.cpu.native.library import choose_native
-from engine.llm import DEFAULT_MODEL
-from engine.loading.open import load_weights
-from engine.numerics import Numerics, numerics_of
-from loadtest.bench.dense import DenseLlama
-from loadtest.bench.engine import WARM_TOKENS, EngineUnderTest
+from baton.engine.cpu.native.library import choose_native
+from baton.engine.llm import DEFAULT_MODEL
+from baton.engine.loading.open import load_weights
+from baton.engine.numerics import Numerics, numerics_of
+from baton.engine.selfcheck.dense import DenseLlama
+from baton.model.artifact import resolve_model
+from baton.types.geometry import BLOCK_TOKENS
 
 PROMPT_TOKENS = 128
 BATCH = 4

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from wire.tls import CertificateError
+from baton.wire.tls import CertificateError
 
 CA, FLEET, ROUTER = "ca", "fleet", "router"
 _CA_VALID = timedelta(days=3650)

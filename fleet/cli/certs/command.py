@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from config.network import fleet_host_name
+from baton.config.network import fleet_host_name
 from fleet.cli.common import fail, load_fleet_file
 
 _LINES = """\

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
+from baton.wire.tls import FleetTls
 from fleet.cli.common import FileArgument, FleetOption, fail, load_fleet_file, running_fleet
 from fleet.cli.doctor.edges import measure_edges
 from fleet.local import preflight
@@ -20,7 +21,6 @@ from fleet.local.state import FleetState
 from fleet.pools.checkup.findings import Cell, Checkup
 from fleet.pools.cluster_call import ClusterCall
 from fleet.pools.nodes import CapacityError
-from wire.tls import FleetTls
 
 _LIMIT_S = 300.0
 _SHOWN_NODES = 10  # beyond them only those where something is wrong

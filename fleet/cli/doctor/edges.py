@@ -18,15 +18,15 @@ import grpc.aio
 from batonpb import common_pb2, decode_pb2_grpc
 from batonpb import decode_pb2 as pb
 
+from baton.registry.redis_store import Registry
+from baton.registry.types import WorkerRecord
+from baton.wire.capability import sign
+from baton.wire.compatibility import own_wire
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_options import open_channel
+from baton.wire.tls import FleetTls
+from baton.wire.tokens import pack_tokens
 from kvtransfer.transports import FALLBACK, TRANSPORTS
-from registry.redis_store import Registry
-from registry.types import WorkerRecord
-from wire.capability import sign
-from wire.compatibility import own_wire
-from wire.fleet_token import FleetToken
-from wire.grpc_options import open_channel
-from wire.tls import FleetTls
-from wire.tokens import pack_tokens
 
 PROMPT_TOKENS = 512
 PROBE_S = 30.0

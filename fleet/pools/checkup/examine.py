@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from config.fleet_file import FleetConfig
+from baton.config.fleet_file import FleetConfig
 from fleet.pools.checkup.findings import Cell, Checkup, Clock, Edge, NodeReport, judged, slow_floor
 from fleet.pools.checkup.probe import NodeProbe
 from fleet.pools.nodes import CapacityError, Node, check_nodes

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from config.fleet_file import EMBEDDED, FleetConfig
-from engine.core.errors import BatonError
+from baton.config.fleet_file import EMBEDDED, FleetConfig
+from baton.types.errors import BatonError
 from fleet.pools.checkup.findings import Cell, Edge, NodeReport
 
 ROOT = Path(__file__).parents[3]
@@ -112,19 +112,19 @@ class NodeProbe:
         return ""
 
     def _model(self) -> str:
-        from engine.artifacts.artifact import resolve_model
+        from baton.model.artifact import resolve_model
 
         artifact = resolve_model(self._config.model)
         return artifact.weights_digest.hex()[:12]
 
     def _sums(self) -> str:
-        from engine.cpu.native import library
+        from baton.engine.cpu.native import library
 
         library.choose_native(self._config.numerics.native)
         return "torch" if library.load() is None else library.sums_name()
 
     async def _redis(self) -> str:
-        from registry.redis_store import Registry
+        from baton.registry.redis_store import Registry
 
         if self._config.redis == EMBEDDED:
             raise ValueError("embedded is on one machine: set `redis:` to a server's URL")
@@ -164,7 +164,7 @@ def _in_thread(check: Callable[[], str]) -> Callable[[], Awaitable[str]]:
 
 
 def _wire() -> str:
-    from wire.compatibility import WIRE_MAX, WIRE_MIN
+    from baton.wire.compatibility import WIRE_MAX, WIRE_MIN
 
     return f"{WIRE_MIN}-{WIRE_MAX}"
 
@@ -178,7 +178,7 @@ def _files() -> str:
 
 def _disk() -> str:
     """The fullest of what Ray, the logs and converted weights lie on."""
-    from engine.artifacts.locate import cache_root
+    from baton.model.locate import cache_root
 
     folders = [Path("/tmp"), Path.home(), cache_root()]  # noqa: S108 - Ray's
     there = [next(f for f in (folder, *folder.parents) if f.exists()) for folder in folders]

@@ -5,10 +5,12 @@ status can still say what happened, and the headers can say where the request ra
 nothing to keep a connection alive with before the first token (a comment would fix the status at
 200); after it, silence is broken by comments. A client that reads slowly gets the tokens of
 several steps in one chunk; what waits for it is bounded by its own ``max_tokens``. One that does
-not read at all is dropped by the server (``router/http_server.py``), which here is a disconnect.
+not read at all is dropped by the server (``router/frontend/http_server.py``), which here is a
+disconnect.
 
-Where the server lends its connection (``router/http/connection.py``), the tokens of a stream are
-written from there, without waking the handler: it sleeps from the first token to the end.
+Where the server lends its connection (``router/frontend/http/connection.py``), the tokens of a
+stream are written from there, without waking the handler: it sleeps from the first token to the
+end.
 """
 
 import asyncio
@@ -24,21 +26,21 @@ from opentelemetry.trace import Span
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.core.errors import BatonError
-from router.api.errors import OPENAI_ERRORS, ErrorShape, error_response
-from router.api.formats.answer_format import AnswerFormat, usage
-from router.api.prepare import off_loop
-from router.api.tracing import part_spans
-from router.choice import Delta
-from router.http.connection import Connection, Deliveries, connection_of
+from baton.telemetry.logs import request_context
+from baton.telemetry.tasks import BackgroundTasks
+from baton.telemetry.tracing import Tracing
+from baton.types.errors import BatonError
+from router.frontend.api.errors import OPENAI_ERRORS, ErrorShape, error_response
+from router.frontend.api.formats.answer_format import AnswerFormat, usage
+from router.frontend.api.prepare import off_loop
+from router.frontend.api.tracing import part_spans
+from router.frontend.http.connection import Connection, Deliveries, connection_of
 from router.request import GenerationRequest
-from router.requests.active_request import ActiveRequest
-from router.requests.gateway import Gateway
-from router.requests.observer import Observer
-from router.watch.request_log import RequestLog
-from telemetry.logs import request_context
-from telemetry.tasks import BackgroundTasks
-from telemetry.tracing import Tracing
+from router.routing.choice import Delta
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.gateway import Gateway
+from router.routing.requests.observer import Observer
+from router.routing.watch.request_log import RequestLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +341,7 @@ class Answer(Exchange):
         self._context.deliveries.add(self._deliver)
 
     def on_writable(self) -> None:
-        """See ``router.http.connection.Follower``."""
+        """See ``router.frontend.http.connection.Follower``."""
         self._context.deliveries.add(self._deliver)
 
     def _deliver(self) -> None:

@@ -10,9 +10,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.api.bodies.fields import HEADER, Ignored
-from telemetry.logs import client_context
-from telemetry.metrics import Metrics
+from baton.telemetry.logs import client_context
+from baton.telemetry.metrics import Metrics
+from router.frontend.api.bodies.fields import HEADER, Ignored
 
 # It stands in logs, in traces and in a header: no white space, no quotes, nothing to escape.
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")

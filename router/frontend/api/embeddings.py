@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.errors import QueueFullError
-from router.api.answer import AnswerContext, Exchange
-from router.api.bodies.embedding import EmbeddingBody
-from router.api.formats.answer_format import usage
+from baton.types.errors import QueueFullError
+from router.frontend.api.answer import AnswerContext, Exchange
+from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.formats.answer_format import usage
 from router.request import GenerationRequest
-from router.requests.active_request import ActiveRequest
-from router.requests.gateway import Gateway
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.gateway import Gateway
 
 
 class EmbeddingAnswer(Exchange):

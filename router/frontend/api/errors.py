@@ -11,7 +11,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.core.errors import (
+from baton.telemetry.logs import request_context
+from baton.types.errors import (
     BatonError,
     DeadlineError,
     InternalError,
@@ -19,7 +20,6 @@ from engine.core.errors import (
     SlowRequestError,
     UnavailableError,
 )
-from telemetry.logs import request_context
 
 _LOG = logging.getLogger(__name__)
 

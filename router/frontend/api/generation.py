@@ -9,25 +9,25 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from opentelemetry.trace import Span
 
-from engine.core.errors import BatonError, DeadlineError, InternalError
-from router.api.answer import Answer, AnswerContext
-from router.api.bodies.chat import ChatBody
-from router.api.bodies.common import ModelBody
-from router.api.bodies.completion import CompletionBody
-from router.api.bodies.embedding import EmbeddingBody
-from router.api.bodies.generation import GenerationBody
-from router.api.bodies.parse import parse
-from router.api.call_headers import ignored_of
-from router.api.embeddings import EmbeddingAnswer
-from router.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
-from router.api.formats.answer_format import ChunkFormat, DataEvents
-from router.api.formats.openai import ChatFormat, CompletionFormat
-from router.api.parts import Endpoints, RouterParts, read_body
-from router.api.prepare import Caller, off_loop, read_headers
-from router.api.structured_output import requested_grammar
-from router.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
-from router.http.departure import ended_by_departure
-from router.http.intake import arrived_ns_of
+from baton.types.errors import BatonError, DeadlineError, InternalError
+from router.frontend.api.answer import Answer, AnswerContext
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.common import ModelBody
+from router.frontend.api.bodies.completion import CompletionBody
+from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.bodies.generation import GenerationBody
+from router.frontend.api.bodies.parse import parse
+from router.frontend.api.call_headers import ignored_of
+from router.frontend.api.embeddings import EmbeddingAnswer
+from router.frontend.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
+from router.frontend.api.formats.answer_format import ChunkFormat, DataEvents
+from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
+from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.api.prepare import Caller, off_loop, read_headers
+from router.frontend.api.structured_output import requested_grammar
+from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
+from router.frontend.http.departure import ended_by_departure
+from router.frontend.http.intake import arrived_ns_of
 from router.request import GenerationRequest
 
 _Body = TypeVar("_Body", bound=ModelBody)

@@ -9,17 +9,17 @@ from typing import Any
 import orjson
 from fastapi import Request, Response
 
-from engine.core.errors import InvalidRequestError
-from router.access import access_of, adapter_owner_of
-from router.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
-from router.api.bodies.fields import Ignored
-from router.api.bodies.parse import parse
-from router.api.bodies.rendering import rendering
-from router.api.bodies.tokens import DetokenizeBody, TokenizeBody
-from router.api.call_headers import ignored_of
-from router.api.parts import Endpoints, RouterParts, read_body
-from router.api.prepare import off_loop
-from router.api.tools import messages_of, offered
+from baton.types.errors import InvalidRequestError
+from router.frontend.access import access_of, adapter_owner_of
+from router.frontend.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
+from router.frontend.api.bodies.fields import Ignored
+from router.frontend.api.bodies.parse import parse
+from router.frontend.api.bodies.rendering import rendering
+from router.frontend.api.bodies.tokens import DetokenizeBody, TokenizeBody
+from router.frontend.api.call_headers import ignored_of
+from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.api.prepare import off_loop
+from router.frontend.api.tools import messages_of, offered
 from router.served_model import ServedModel
 
 

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 from fastapi import HTTPException, Query, Request, Response
 
-from engine.core.errors import UnavailableError
-from router.access import access_of, check_operator, is_operator
-from router.api.parts import Endpoints, RouterParts
-from router.watch.rates import rates
-from router.watch.stories import Order, latest, story_of
+from baton.types.errors import UnavailableError
+from router.frontend.access import access_of, check_operator, is_operator
+from router.frontend.api.parts import Endpoints, RouterParts
+from router.routing.watch.rates import rates
+from router.routing.watch.stories import Order, latest, story_of
 
 _ROLES = ("prefill", "decode")
 _WORKER_STATES = ("starting", "ready", "draining", "dead")

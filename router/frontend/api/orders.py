@@ -11,11 +11,11 @@ from typing import Annotated, Any
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from engine.core.errors import InvalidRequestError, UnauthorizedError, UnavailableError
-from registry.orders import Orders
-from registry.redis_store import RegistryUnavailableError
-from router.access import check_operator, has_operator_key
-from router.api.parts import Endpoints, RouterParts, read_body
+from baton.registry.orders import Orders
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.types.errors import InvalidRequestError, UnauthorizedError, UnavailableError
+from router.frontend.access import check_operator, has_operator_key
+from router.frontend.api.parts import Endpoints, RouterParts, read_body
 
 _BY_THE_SUPERVISOR_ALONE = ("stop",)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fastapi import HTTPException, Request, Response
 
-from router.api.parts import Endpoints, RouterParts
+from router.frontend.api.parts import Endpoints, RouterParts
 
 _FILES = {
     "page.css": ("page.css", "text/css"),
@@ -71,7 +71,7 @@ def routes(router: RouterParts) -> Endpoints:
 
 
 def _read(path: str, media_type: str) -> _File:
-    body = files("router").joinpath("page", path).read_bytes()
+    body = files("router.frontend").joinpath("page", path).read_bytes()
     return _File(body, f"{media_type}; charset=utf-8", f'"{hashlib.sha256(body).hexdigest()[:16]}"')
 
 

@@ -15,29 +15,29 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
-from engine.core.errors import (
+from baton.registry.stored_responses import StoredResponses
+from baton.telemetry.metrics import Metrics
+from baton.telemetry.tasks import BackgroundTasks
+from baton.telemetry.tracing import Tracing
+from baton.types.errors import (
     ClientClosedError,
     DeadlineError,
     PayloadTooLargeError,
     SlowRequestError,
 )
-from registry.stored_responses import StoredResponses
-from router.api.prepare import Preparer
-from router.http.connection import Deliveries
-from router.http.encodings import BodyTooLargeError, unfolder_of, utf8_of
-from router.placement.prefix_index import PrefixIndex
-from router.placement.worker_load import fitted_rates
-from router.requests.gateway import Gateway
-from router.requests.grammar_checker import GrammarChecker
-from router.requests.observer import Observer
-from router.requests.readiness import Prober
+from router.frontend.api.prepare import Preparer
+from router.frontend.http.connection import Deliveries
+from router.frontend.http.encodings import BodyTooLargeError, unfolder_of, utf8_of
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.worker_load import fitted_rates
+from router.routing.requests.gateway import Gateway
+from router.routing.requests.grammar_checker import GrammarChecker
+from router.routing.requests.observer import Observer
+from router.routing.requests.readiness import Prober
+from router.routing.watch.request_log import RequestLog
+from router.routing.workers.directory import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
-from router.watch.request_log import RequestLog
-from router.workers.directory import WorkerDirectory
-from telemetry.metrics import Metrics
-from telemetry.tasks import BackgroundTasks
-from telemetry.tracing import Tracing
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 

@@ -7,18 +7,18 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.core.errors import InvalidRequestError, PromptTooLongError
-from engine.core.params import SamplingParams
-from engine.core.prompt_outputs import bytes_per_row
-from router.access import access_of
-from router.api.bodies.chat import ChatBody
-from router.api.bodies.completion import MAX_PROMPTS, CompletionBody
-from router.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
-from router.api.bodies.generation import GenerationBody
-from router.api.bodies.rendering import rendering_of
-from router.api.call_headers import client_id_of
-from router.api.structured_output import checked_schema, checked_tools
-from router.api.tools import messages_of, offered
+from baton.types.errors import InvalidRequestError, PromptTooLongError
+from baton.types.params import SamplingParams
+from baton.types.prompt_outputs import bytes_per_row
+from router.frontend.access import access_of
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.completion import MAX_PROMPTS, CompletionBody
+from router.frontend.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
+from router.frontend.api.bodies.generation import GenerationBody
+from router.frontend.api.bodies.rendering import rendering_of
+from router.frontend.api.call_headers import client_id_of
+from router.frontend.api.structured_output import checked_schema, checked_tools
+from router.frontend.api.tools import messages_of, offered
 from router.memory import LargeWork, OneByOne
 from router.request import GenerationRequest, Mode, Shown, part_id
 from router.served_model import ServedModel

@@ -3,13 +3,13 @@
 import json
 from typing import Any, NamedTuple
 
-from engine.core.errors import GrammarError, InvalidRequestError
-from engine.text.grammar import ANY_OBJECT, Framed, GrammarKind
-from engine.text.json_schema import checked_afterwards, lenient, without_annotations
-from router.api.bodies.chat import ChatBody
-from router.api.bodies.generation import GenerationBody
-from router.api.bodies.rendering import rendering_of
-from router.api.tools import calls_grammar_of, may_be_called, must_call, offered
+from baton.text.grammar import ANY_OBJECT, Framed, GrammarKind
+from baton.text.json_schema import checked_afterwards, lenient, without_annotations
+from baton.types.errors import GrammarError, InvalidRequestError
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.generation import GenerationBody
+from router.frontend.api.bodies.rendering import rendering_of
+from router.frontend.api.tools import calls_grammar_of, may_be_called, must_call, offered
 from router.served_model import ServedModel
 
 _ANY_TEXT = "start: /(.|\\n)*/"

@@ -4,11 +4,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from engine.core.errors import GrammarError, InvalidRequestError
-from engine.text.tools import Tool, calls_grammar
-from router.api.bodies.chat import ChatBody
-from router.api.bodies.messages import CalledFunction, Message
-from router.api.bodies.tools import ToolChoice, ToolNamed, ToolOffered, ToolsAllowed
+from baton.text.tools import Tool, calls_grammar
+from baton.types.errors import GrammarError, InvalidRequestError
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.messages import CalledFunction, Message
+from router.frontend.api.bodies.tools import ToolChoice, ToolNamed, ToolOffered, ToolsAllowed
 
 
 def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = None) -> list[Tool]:
@@ -99,7 +99,7 @@ def calls_grammar_of(body: ChatBody, tools: Sequence[Tool], *, only_calls: bool 
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as ``engine.text.tools.conversation`` takes them.
+    """Messages as ``baton.text.tools.conversation`` takes them.
 
     Raises:
         InvalidRequestError: Content is missing, or calls and results do not match.

@@ -17,13 +17,13 @@ from typing import Any
 
 from opentelemetry.trace import Link, Span, SpanKind, set_span_in_context
 
-from engine.core.errors import BatonError
-from router.api.bodies.chat import ChatBody
-from router.api.bodies.embedding import EmbeddingBody
-from router.api.bodies.generation import GenerationBody
-from router.api.prepare import Caller
-from router.requests.active_request import ActiveRequest
-from telemetry.tracing import Tracing, extract, inject
+from baton.telemetry.tracing import Tracing, extract, inject
+from baton.types.errors import BatonError
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.bodies.generation import GenerationBody
+from router.frontend.api.prepare import Caller
+from router.routing.requests.active_request import ActiveRequest
 
 PLACED = "placed on "
 """How the event of the timeline begins that an attempt begins with."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from engine.core.errors import InvalidRequestError
-from router.api.bodies.chat import ChatBody
-from router.api.bodies.parse import checked
+from baton.types.errors import InvalidRequestError
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.parse import checked
 from router.request import GenerationRequest
 
 _MESSAGE = re.compile(r"messages\[(\d+)\]")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from router.batch.lines import number_of
+from router.frontend.batch.lines import number_of
 
 
 class AnswerFiles:

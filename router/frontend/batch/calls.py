@@ -11,16 +11,16 @@ from fastapi import HTTPException, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import Field, StringConstraints
 
-from engine.core.errors import InvalidRequestError, UnavailableError
-from router.access import tenant_of
-from router.api.bodies.common import Body, NonEmpty
-from router.api.bodies.parse import parse
-from router.api.call_headers import ignored_of
-from router.api.parts import Endpoints, RouterParts, read_body
-from router.batch import parameters
-from router.batch.record import BatchRecord
-from router.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
-from router.batch.uploads import UploadGate, read_upload
+from baton.types.errors import InvalidRequestError, UnavailableError
+from router.frontend.access import tenant_of
+from router.frontend.api.bodies.common import Body, NonEmpty
+from router.frontend.api.bodies.parse import parse
+from router.frontend.api.call_headers import ignored_of
+from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.batch import parameters
+from router.frontend.batch.record import BatchRecord
+from router.frontend.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
+from router.frontend.batch.uploads import UploadGate, read_upload
 from router.settings import RouterSettings
 
 _LONG_S = 10**9  # the store has a limit of its own

@@ -1,6 +1,6 @@
 """The fields of ``POST /v1/batches``; a part of ``docs/parameters.md`` is written of them."""
 
-from router.api.bodies.fields import Fields
+from router.frontend.api.bodies.fields import Fields
 
 BATCH = Fields(
     title="`POST /v1/batches`",

@@ -19,21 +19,21 @@ import httpx
 import orjson
 from starlette.types import ASGIApp
 
-from config.clients import ApiKeyConfig
-from engine.core.errors import BatonError, UnavailableError, WorkerLostError, from_code
-from router.batch.answers import AnswerFiles, lines_of
-from router.batch.lines import (
+from baton.config.clients import ApiKeyConfig
+from baton.telemetry.metrics import Metrics
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.errors import BatonError, UnavailableError, WorkerLostError, from_code
+from router.frontend.batch.answers import AnswerFiles, lines_of
+from router.frontend.batch.lines import (
     LineFault,
     LineRequest,
     answer_line,
     fault_line,
     read_line,
 )
-from router.batch.record import BatchRecord
-from router.batch.store import BatchStore
+from router.frontend.batch.record import BatchRecord
+from router.frontend.batch.store import BatchStore
 from router.settings import RouterSettings
-from telemetry.metrics import Metrics
-from telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 

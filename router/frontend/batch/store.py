@@ -22,9 +22,9 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from config.batch import BatchConfig
-from engine.core.errors import InvalidRequestError, PayloadTooLargeError
-from router.batch.record import BatchRecord
+from baton.config.batch import BatchConfig
+from baton.types.errors import InvalidRequestError, PayloadTooLargeError
+from router.frontend.batch.record import BatchRecord
 
 MAX_FILES = 1000
 """Of one tenant; batches as well."""

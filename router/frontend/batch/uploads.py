@@ -11,8 +11,8 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
-from config.clients import ClientLimitsConfig
-from engine.core.errors import (
+from baton.config.clients import ClientLimitsConfig
+from baton.types.errors import (
     ClientClosedError,
     InvalidRequestError,
     PayloadTooLargeError,

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from telemetry.tasks import BackgroundTasks
+from baton.telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 

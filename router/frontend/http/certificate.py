@@ -3,9 +3,9 @@
 import asyncio
 import ssl
 
-from config.network import HttpsConfig
-from config.watched_files import WatchedFiles
-from wire.tls import check_pair
+from baton.config.network import HttpsConfig
+from baton.config.watched_files import WatchedFiles
+from baton.wire.tls import check_pair
 
 _LOOK_S = 1.0
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-from router.http.pace import Pace
+from router.frontend.http.pace import Pace
 
 _EXTENSION = "baton.connection"
 
@@ -29,7 +29,7 @@ class Follower(Protocol):
 
 
 class Connection(Protocol):
-    """``router.http_server.LimitedProtocol``, as an answer sees it."""
+    """``router.frontend.http_server.LimitedProtocol``, as an answer sees it."""
 
     @property
     def writable(self) -> bool:

@@ -3,7 +3,7 @@
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from config.clients import ClientLimitsConfig
+from baton.config.clients import ClientLimitsConfig
 
 # What a page may read of an answer besides its body and type.
 _SHOWN = (

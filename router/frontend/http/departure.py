@@ -1,6 +1,7 @@
 """A client that leaves while its call is prepared: nothing more is done for it.
 
-Once there is an answer, the answer itself follows the connection (``router/api/answer.py``).
+Once there is an answer, the answer itself follows the connection
+(``router/frontend/api/answer.py``).
 """
 
 import asyncio
@@ -9,8 +10,8 @@ from collections.abc import AsyncIterator
 
 from starlette.types import Scope
 
-from engine.core.errors import ClientClosedError
-from router.http.connection import connection_of
+from baton.types.errors import ClientClosedError
+from router.frontend.http.connection import connection_of
 
 
 class _Departure:
@@ -25,10 +26,10 @@ class _Departure:
         self.happened = False
 
     def on_writable(self) -> None:
-        """See ``router.http.connection.Follower``."""
+        """See ``router.frontend.http.connection.Follower``."""
 
     def on_lost(self) -> None:
-        """See ``router.http.connection.Follower``."""
+        """See ``router.frontend.http.connection.Follower``."""
         if not self.happened:
             self.happened = True
             self._limit.reschedule(asyncio.get_running_loop().time())

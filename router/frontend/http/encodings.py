@@ -9,7 +9,7 @@ from typing import Protocol
 
 import zstandard
 
-from engine.core.errors import InvalidRequestError, UnsupportedMediaError
+from baton.types.errors import InvalidRequestError, UnsupportedMediaError
 
 ENCODINGS = ("gzip", "deflate", "zstd")
 

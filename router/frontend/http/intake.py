@@ -12,7 +12,7 @@ from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from telemetry.metrics import Metrics
+from baton.telemetry.metrics import Metrics
 
 _CALLS_PER_TURN = 32
 _EXTENSION = "baton.arrived_ns"

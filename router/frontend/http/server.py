@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import uvicorn
 
-from router.http.acceptor import Acceptor
+from router.frontend.http.acceptor import Acceptor
 
 _LOOK_EVERY_S = 0.1
 
 
 class Group(Protocol):
-    """The routers that share the port; ``router.group.group.RouterGroup`` is it."""
+    """The routers that share the port; ``router.routing.group.group.RouterGroup`` is it."""
 
     async def join(self, make_connection: Any, tls: object | None) -> None:
         """This one serves."""

@@ -1,7 +1,7 @@
 """What answers hold, for the description. Answers are written elsewhere, as plain dicts.
 
-A test asks a router every example of ``router/openapi/calls.py`` and holds the answer against its
-schema, so that the two do not drift apart. An answer may hold more than stands here.
+A test asks a router every example of ``router/frontend/openapi/calls.py`` and holds the answer
+against its schema, so that the two do not drift apart. An answer may hold more than stands here.
 """
 
 from typing import Any, Literal

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from router.batch.record import State
+from router.frontend.batch.record import State
 
 
 class FileObject(BaseModel):

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from router.openapi import answers, batch_answers, newer_answers
+from router.frontend.openapi import answers, batch_answers, newer_answers
 
 _MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from router.openapi.answers import Error
-from router.openapi.calls import CALLS, Call
+from router.frontend.openapi.answers import Error
+from router.frontend.openapi.calls import CALLS, Call
 
 _REF = "#/components/schemas/{model}"
 _KEYS = {

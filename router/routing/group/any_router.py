@@ -19,10 +19,10 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.group.pages import Pages
-from router.group.past_pages import PastPages
-from router.group.siblings import OWN_ANSWER, Siblings
-from router.group.together import latest_of, load_of, series_of
+from router.routing.group.pages import Pages
+from router.routing.group.past_pages import PastPages
+from router.routing.group.siblings import OWN_ANSWER, Siblings
+from router.routing.group.together import latest_of, load_of, series_of
 
 _PID = b"x-baton-router"
 _FINDS = re.compile(

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp
 
-from router.group.any_router import AnyRouter
-from router.group.member import Member
-from router.group.past_pages import PastPages
-from router.group.siblings import MakeConnection, Siblings
-from telemetry.metrics import Metrics
+from baton.telemetry.metrics import Metrics
+from router.routing.group.any_router import AnyRouter
+from router.routing.group.member import Member
+from router.routing.group.past_pages import PastPages
+from router.routing.group.siblings import MakeConnection, Siblings
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from router.group.pages import Pages
+from router.routing.group.pages import Pages
 
 _ENDING = ".page"
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from telemetry.alive_clock import ALIVE
+from baton.telemetry.alive_clock import ALIVE
 
 BEAT_S = 0.5
 SILENCE_S = 2.5  # a router that says nothing for so long hangs

@@ -9,9 +9,9 @@ from functools import partial
 
 import httpx
 
-from router.group.member import Member
-from router.group.presence import Presence, watch_life
-from telemetry.tasks import BackgroundTasks
+from baton.telemetry.tasks import BackgroundTasks
+from router.routing.group.member import Member
+from router.routing.group.presence import Presence, watch_life
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from router.placement.native.library import load
+from router.routing.placement.native.library import load
 
 HASH_BYTES = 16
 Hashes = bytes | Sequence[bytes]
@@ -185,7 +185,7 @@ class NativeBlockTable:
     """A ``BlockTable`` in C++.
 
     Args:
-        library: From ``router.placement.native.library``.
+        library: From ``router.routing.placement.native.library``.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

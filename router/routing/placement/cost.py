@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.core.geometry import BLOCK_TOKENS, context_tokens
-from router.placement.chain import Chain, Giver, cheapest_chains
+from baton.types.geometry import BLOCK_TOKENS, context_tokens
 from router.request import Mode
+from router.routing.placement.chain import Chain, Giver, cheapest_chains
 
 # Until a worker reports: a small model on a laptop, and loopback.
 PRIOR_PREFILL_TOKENS_PER_S = 1500.0

@@ -5,16 +5,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Set
 from typing import Protocol
 
-from registry.types import FeedItem, Refreshed, Snapshot
-from router.placement.prefix_index import Applied, PrefixIndex
-from telemetry.metrics import Metrics
-from telemetry.tasks import BackgroundTasks
+from baton.registry.types import FeedItem, Refreshed, Snapshot
+from baton.telemetry.metrics import Metrics
+from baton.telemetry.tasks import BackgroundTasks
+from router.routing.placement.prefix_index import Applied, PrefixIndex
 
 _HOLD_S = 0.001  # one more item may come on top: some milliseconds at most
 
 
 class EventSource(Protocol):
-    """KV events of all workers; ``registry.event_feed.EventFeed`` is one. Heals gaps by itself."""
+    """KV events of all workers, gaps healed; ``baton.registry.event_feed.EventFeed`` is one."""
 
     def want(self, incarnation: bytes) -> None:
         """Send a snapshot of the incarnation, though nothing was missed on the way."""

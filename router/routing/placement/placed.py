@@ -6,11 +6,11 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, overload
 
-from router.placement.booked_load import Unreported
-from router.placement.cost import Candidate, WorkerLoad, price
-from router.placement.pricing import Asked
-from router.placement.worker_load import NO_TIERS, Known, Rates, Report
-from router.workers.table import Slot
+from router.routing.placement.booked_load import Unreported
+from router.routing.placement.cost import Candidate, WorkerLoad, price
+from router.routing.placement.pricing import Asked
+from router.routing.placement.worker_load import NO_TIERS, Known, Rates, Report
+from router.routing.workers.table import Slot
 
 _NOTHING = Unreported()
 

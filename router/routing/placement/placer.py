@@ -10,24 +10,30 @@ from typing import NamedTuple, Protocol
 
 from batonpb.common_pb2 import Capabilities
 
-from engine.core.errors import UnavailableError
-from engine.core.geometry import context_tokens
-from registry.types import TIERS, tier_incarnation
-from router.placement.block_table import HASH_BYTES, Hashes, packed
-from router.placement.booked_load import LoadBook
-from router.placement.chain import Giver
-from router.placement.cost import PAIRED_OF_A_ROLE, Candidate, WorkerLoad, candidates, choose
-from router.placement.crowding import Crowding
-from router.placement.placed import Described
-from router.placement.prefix_index import PrefixIndex
-from router.placement.pricing import Asked
-from router.placement.prompt_hashes import HashSeedCache, prompt_hashes
-from router.placement.shortlist import Shortlist
-from router.placement.worker_load import NO_TIERS, Rates, Reports, load_of, loads_of
+from baton.registry.types import TIERS, tier_incarnation
+from baton.telemetry.running_mean import RunningMean
+from baton.types.errors import UnavailableError
+from baton.types.geometry import context_tokens
 from router.request import GenerationRequest
+from router.routing.placement.block_table import HASH_BYTES, Hashes, packed
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.chain import Giver
+from router.routing.placement.cost import (
+    PAIRED_OF_A_ROLE,
+    Candidate,
+    WorkerLoad,
+    candidates,
+    choose,
+)
+from router.routing.placement.crowding import Crowding
+from router.routing.placement.placed import Described
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.pricing import Asked
+from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
+from router.routing.placement.shortlist import Shortlist
+from router.routing.placement.worker_load import NO_TIERS, Rates, Reports, load_of, loads_of
+from router.routing.workers.table import Slot
 from router.settings import RouterSettings
-from router.workers.table import Slot
-from telemetry.running_mean import RunningMean
 
 _INITIAL_ANSWER_TOKENS = 128.0
 _ANSWER_WEIGHT = 0.05  # of one answer in the mean of their lengths
@@ -72,7 +78,7 @@ class _Prompt(NamedTuple):
 
 
 class Workers(Protocol):
-    """The workers of the fleet; ``router.workers.table.WorkerTable`` is it."""
+    """The workers of the fleet; ``router.routing.workers.table.WorkerTable`` is it."""
 
     @property
     def usable(self) -> list[Slot]:

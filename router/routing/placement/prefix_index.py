@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Generator
 from enum import Enum
 
-from registry.types import EventBatch, FeedItem, Forget, Heartbeat, Snapshot
-from router.placement.block_table import (
+from baton.registry.types import EventBatch, FeedItem, Forget, Heartbeat, Snapshot
+from router.routing.placement.block_table import (
     HASH_BYTES,
     PARTS,
     BlockTable,

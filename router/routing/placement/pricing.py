@@ -20,9 +20,10 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from router.placement.booked_load import Unreported
-from router.placement.chain import MAX_GIVERS, PULL_OVERHEAD_S, Giver
-from router.placement.cost import (
+from router.request import Mode
+from router.routing.placement.booked_load import Unreported
+from router.routing.placement.chain import MAX_GIVERS, PULL_OVERHEAD_S, Giver
+from router.routing.placement.cost import (
     COMPARED,
     EDGE_OVERHEAD_S,
     EXPOSED_SHARE,
@@ -30,9 +31,8 @@ from router.placement.cost import (
     PREFILL_OVERHEAD_S,
     STEP_SHARE_PER_STREAM,
 )
-from router.placement.edges import ReportedEdges
-from router.placement.worker_load import Rates, Report
-from router.request import Mode
+from router.routing.placement.edges import ReportedEdges
+from router.routing.placement.worker_load import Rates, Report
 
 _ROW = Struct("14d")
 _ASKED = Struct(f"{12 + MAX_GIVERS}d")
@@ -58,7 +58,7 @@ class Pricing:
     """The rows of some workers.
 
     Args:
-        library: From ``router.placement.native.library``.
+        library: From ``router.routing.placement.native.library``.
         workers: How many.
     """
 

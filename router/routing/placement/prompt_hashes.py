@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from batonpb.common_pb2 import Capabilities
 
-from engine.core.block_hashes import HASH_BYTES, KEY, block_hashes, hash_seed
-from engine.core.geometry import BLOCK_TOKENS
-from router.placement.native.library import load
+from baton.types.block_hashes import HASH_BYTES, KEY, block_hashes, hash_seed
+from baton.types.geometry import BLOCK_TOKENS
+from baton.wire.compatibility import format_id, kv_format
+from baton.wire.tokens import TOKEN_BYTES, pack_tokens
 from router.request import GenerationRequest
-from router.workers.table import Slot
-from wire.compatibility import format_id, kv_format
-from wire.tokens import TOKEN_BYTES, pack_tokens
+from router.routing.placement.native.library import load
+from router.routing.workers.table import Slot
 
 _MAX_SEEDS = 1024
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.placement.cost import Candidate, Terms, WorkerLoad, price
+from router.routing.placement.cost import Candidate, Terms, WorkerLoad, price
 
 REPRICED_CANDIDATES = 12
 """So many of the cheapest are priced again: the event loop pays for it at each request's end."""

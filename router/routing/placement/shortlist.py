@@ -14,16 +14,16 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from registry.types import TIERS, tier_incarnation
-from router.placement.booked_load import LoadBook, Unreported
-from router.placement.chain import MAX_GIVERS, PULL_OVERHEAD_S, Giver
-from router.placement.crowding import Crowding
-from router.placement.native.library import load
-from router.placement.placed import Found, Placements
-from router.placement.pricing import Asked, Pricing
-from router.placement.worker_load import Rates, Report, Reports
+from baton.registry.types import TIERS, tier_incarnation
 from router.request import GenerationRequest
-from router.workers.table import Slot
+from router.routing.placement.booked_load import LoadBook, Unreported
+from router.routing.placement.chain import MAX_GIVERS, PULL_OVERHEAD_S, Giver
+from router.routing.placement.crowding import Crowding
+from router.routing.placement.native.library import load
+from router.routing.placement.placed import Found, Placements
+from router.routing.placement.pricing import Asked, Pricing
+from router.routing.placement.worker_load import Rates, Report, Reports
+from router.routing.workers.table import Slot
 
 _JITTER_S = 1e-9  # among equals, not always the same are looked at
 _CROWDING_EVERY_NS = 20_000_000
@@ -33,7 +33,7 @@ _Indices = npt.NDArray[np.intp]
 
 
 class Slots(Protocol):
-    """The workers; ``router.workers.table.WorkerTable`` is it."""
+    """The workers; ``router.routing.workers.table.WorkerTable`` is it."""
 
     def __iter__(self) -> Iterator[Slot]:
         """All."""

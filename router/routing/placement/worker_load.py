@@ -9,11 +9,12 @@ from typing import NamedTuple
 import msgspec
 from batonpb.common_pb2 import Capabilities, WorkerStatus
 
-from engine.core.geometry import BLOCK_TOKENS, context_tokens, head_bytes
-from router.placement.block_table import Hashes
-from router.placement.booked_load import LoadBook, Unreported
-from router.placement.chain import Giver
-from router.placement.cost import (
+from baton.types.geometry import BLOCK_TOKENS, context_tokens, head_bytes
+from baton.wire.compatibility import format_id
+from router.routing.placement.block_table import Hashes
+from router.routing.placement.booked_load import LoadBook, Unreported
+from router.routing.placement.chain import Giver
+from router.routing.placement.cost import (
     BRING_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_DECODE_STEP_S,
@@ -22,12 +23,11 @@ from router.placement.cost import (
     PRIOR_TIER_BLOCK_S,
     WorkerLoad,
 )
-from router.placement.crowding import Crowding
-from router.placement.edges import Links, ReportedEdges
-from router.placement.prefix_index import PrefixIndex
-from router.placement.regret import FittedRates
-from router.workers.table import Slot
-from wire.compatibility import format_id
+from router.routing.placement.crowding import Crowding
+from router.routing.placement.edges import Links, ReportedEdges
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.regret import FittedRates
+from router.routing.workers.table import Slot
 
 NO_TIERS = (0, 0.0)
 _SAMPLE_PROMPT_TOKENS = 4096

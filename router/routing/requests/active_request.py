@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 from batonpb.decode_pb2 import PrefillReplacement
 
-from engine.core.errors import BatonError, InternalError
-from router.placement.placer import Placement
-from router.placement.regret import Regret
+from baton.types.errors import BatonError, InternalError
 from router.request import GenerationRequest
-from router.requests.gaps import TokenGaps
-from router.requests.record import RequestRecord
+from router.routing.placement.placer import Placement
+from router.routing.placement.regret import Regret
+from router.routing.requests.gaps import TokenGaps
+from router.routing.requests.record import RequestRecord
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,16 +1,16 @@
 """The queue before placement: bounded, and fair between tenants. Sans-IO.
 
 Priorities are strict: lower numbers run first. Among equals tenants take turns
-(``router/requests/fair_queue.py``). A full queue is shared fairly as well: a tenant that has fewer
-requests in it than others takes the newest place of the tenant that has most.
+(``router/routing/requests/fair_queue.py``). A full queue is shared fairly as well: a tenant with
+fewer requests in it than others takes the newest place of the tenant that has most.
 """
 
 from collections import Counter, defaultdict, deque
 from math import ceil
 
-from engine.core.errors import QueueFullError
-from registry.router_demands import TenantDemand
-from router.requests.fair_queue import FairQueue, Waiting
+from baton.registry.router_demands import TenantDemand
+from baton.types.errors import QueueFullError
+from router.routing.requests.fair_queue import FairQueue, Waiting
 
 _RATE_WINDOW_NS = 30_000_000_000
 _MAX_RETRY_AFTER_S = 600.0

@@ -6,18 +6,18 @@ import msgspec
 from batonpb.common_pb2 import PrefixSource
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
-from engine.core.errors import UnavailableError
-from router.placement.placer import Placer
-from router.requests.active_request import ActiveRequest
-from router.requests.observer import Observer
+from baton.types.errors import UnavailableError
+from baton.wire.capability import sign
+from baton.wire.codecs import adapter_to_wire, sampling_to_wire
+from baton.wire.fleet_token import FleetToken
+from baton.wire.requests import prefix_request_id
+from baton.wire.tokens import pack_tokens
+from router.routing.placement.placer import Placer
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.observer import Observer
+from router.routing.workers.link import WorkerLink
+from router.routing.workers.table import WorkerTable
 from router.settings import RouterSettings
-from router.workers.link import WorkerLink
-from router.workers.table import WorkerTable
-from wire.capability import sign
-from wire.codecs import adapter_to_wire, sampling_to_wire
-from wire.fleet_token import FleetToken
-from wire.requests import prefix_request_id
-from wire.tokens import pack_tokens
 
 
 def prefill_target(

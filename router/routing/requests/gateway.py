@@ -23,7 +23,8 @@ from batonpb.decode_pb2 import (
     WorkerFrame,
 )
 
-from engine.core.errors import (
+from baton.text.tokenizer import TextTokenizer
+from baton.types.errors import (
     BatonError,
     CancelledError_,
     DeadlineError,
@@ -31,29 +32,28 @@ from engine.core.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from engine.text.tokenizer import TextTokenizer
-from router.placement.booked_load import LoadBook
-from router.placement.placer import Placer
-from router.placement.prefix_index import PrefixIndex
+from baton.wire.codecs import error_from_wire
+from baton.wire.compatibility import own_wire
 from router.request import GenerationRequest
-from router.requests.active_request import ActiveRequest, Wakeup, as_error
-from router.requests.admission import Admission
-from router.requests.dispatch import Dispatcher
-from router.requests.fair_queue import Waiting
-from router.requests.history import KeptRecords
-from router.requests.observer import Observer
-from router.requests.prefill_recovery import PrefillRecovery
-from router.requests.record import RequestRecord
-from router.requests.recovery_policy import after_worker_death, may_try_again
-from router.requests.stream_repair import StreamRepair
-from router.requests.tickets import Tickets
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.placer import Placer
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.requests.active_request import ActiveRequest, Wakeup, as_error
+from router.routing.requests.admission import Admission
+from router.routing.requests.dispatch import Dispatcher
+from router.routing.requests.fair_queue import Waiting
+from router.routing.requests.history import KeptRecords
+from router.routing.requests.observer import Observer
+from router.routing.requests.prefill_recovery import PrefillRecovery
+from router.routing.requests.record import RequestRecord
+from router.routing.requests.recovery_policy import after_worker_death, may_try_again
+from router.routing.requests.stream_repair import StreamRepair
+from router.routing.requests.tickets import Tickets
+from router.routing.shares.shares import Shares
+from router.routing.workers.directory import WorkerDirectory
+from router.routing.workers.link import WorkerLink
+from router.routing.workers.table import WorkerTable
 from router.settings import RouterSettings
-from router.shares.shares import Shares
-from router.workers.directory import WorkerDirectory
-from router.workers.link import WorkerLink
-from router.workers.table import WorkerTable
-from wire.codecs import error_from_wire
-from wire.compatibility import own_wire
 
 _LOG = logging.getLogger(__name__)
 

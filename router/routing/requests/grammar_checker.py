@@ -15,11 +15,11 @@ from time import monotonic
 
 import msgspec
 
-from engine.core.errors import BatonError, GrammarError, UnavailableError
-from engine.text.grammar import MAX_SOURCE_CHARACTERS, GrammarKind, Vocabulary
-from engine.text.grammar_check import LENGTH, Question, Verdict, frame
-from telemetry.metrics import Metrics
-from telemetry.tasks import BackgroundTasks
+from baton.telemetry.metrics import Metrics
+from baton.telemetry.tasks import BackgroundTasks
+from baton.text.grammar import MAX_SOURCE_CHARACTERS, GrammarKind, Vocabulary
+from baton.text.grammar_check import LENGTH, Question, Verdict, frame
+from baton.types.errors import BatonError, GrammarError, UnavailableError
 
 COMPILE_LIMIT_S = 2.0
 START_LIMIT_S = 60.0
@@ -170,7 +170,7 @@ class GrammarChecker:
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "engine.text.grammar_check"),
+            *(sys.executable, "-P", "-m", "baton.text.grammar_check"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -4,7 +4,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from router.requests.active_request import ActiveRequest
+from router.routing.requests.active_request import ActiveRequest
 
 PARTS_OF_A_CALL = 64
 """Kept of one call, so that a call with thousands of inputs does not push out all others."""

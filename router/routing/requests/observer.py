@@ -7,11 +7,11 @@ left of a request's time is the phase ``unattributed``, so that the phases alway
 from collections.abc import Callable
 from statistics import median
 
-from router.placement.regret import Allowance, FittedRates, Measured, regret
-from router.requests.active_request import ActiveRequest
-from router.requests.record import RequestRecord
-from telemetry.live_series import LiveSeries
-from telemetry.metrics import Metrics
+from baton.telemetry.live_series import LiveSeries
+from baton.telemetry.metrics import Metrics
+from router.routing.placement.regret import Allowance, FittedRates, Measured, regret
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.record import RequestRecord
 
 
 class Observer:

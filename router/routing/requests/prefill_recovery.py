@@ -1,7 +1,7 @@
 """A prefill worker failed a request that a decode worker holds: replaces it, or ends the request.
 
 The decode worker keeps its reservation and asks (``PrefillNeeded``); what is decided stands in
-``router/requests/recovery_policy.py``.
+``router/routing/requests/recovery_policy.py``.
 """
 
 import asyncio
@@ -10,17 +10,17 @@ from time import monotonic_ns
 
 from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 
-from engine.core.errors import BatonError, TransferError
-from engine.core.geometry import context_tokens
-from router.placement.booked_load import LoadBook
-from router.placement.worker_load import load_of
-from router.requests.active_request import ActiveRequest
-from router.requests.dispatch import prefill_target, prefix_sources
-from router.requests.observer import Observer
-from router.requests.recovery_policy import after_prefill_failure
+from baton.types.errors import BatonError, TransferError
+from baton.types.geometry import context_tokens
+from baton.wire.codecs import error_to_wire
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.worker_load import load_of
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.dispatch import prefill_target, prefix_sources
+from router.routing.requests.observer import Observer
+from router.routing.requests.recovery_policy import after_prefill_failure
+from router.routing.workers.table import Slot, WorkerTable
 from router.settings import RouterSettings
-from router.workers.table import Slot, WorkerTable
-from wire.codecs import error_to_wire
 
 
 class PrefillRecovery:

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from time import monotonic, monotonic_ns
 from typing import Any
 
-from engine.core.errors import BatonError, DeadlineError
-from engine.core.params import SamplingParams
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.errors import BatonError, DeadlineError
+from baton.types.params import SamplingParams
 from router.request import GenerationRequest, Pinned
-from router.requests.gateway import Gateway
+from router.routing.requests.gateway import Gateway
 from router.settings import RouterSettings
-from telemetry.tasks import BackgroundTasks
 
 _AT_ONCE = 4
 _PROMPT = (1, 2, 3)

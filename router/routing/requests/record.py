@@ -13,12 +13,12 @@ import msgspec
 from batonpb import common_pb2
 from batonpb.decode_pb2 import Emitted, RequestRoute, RequestTimes, TokenRun
 
-from engine.core.errors import BatonError, InternalError
-from engine.core.prompt_outputs import PromptLogprobs, PromptLogprobsIntake
-from engine.text.tokenizer import TextTokenizer
-from router.choice import ONE_TOKEN, ChoiceRecord, Delta, RunResult
+from baton.text.tokenizer import TextTokenizer
+from baton.types.errors import BatonError, InternalError
+from baton.types.prompt_outputs import PromptLogprobs, PromptLogprobsIntake
+from baton.wire.tokens import pack_tokens
 from router.request import GenerationRequest, Mode
-from wire.tokens import pack_tokens
+from router.routing.choice import ONE_TOKEN, ChoiceRecord, Delta, RunResult
 
 
 class RequestRecord:

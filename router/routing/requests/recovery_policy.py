@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from engine.core.errors import BatonError, PoisonRequestError, TransferError, WorkerLostError
+from baton.types.errors import BatonError, PoisonRequestError, TransferError, WorkerLostError
 from router.request import GenerationRequest
 
 MAX_DEATHS = 2
@@ -17,7 +17,7 @@ MAX_MOVES = 8  # of an answer that goes on: workers may leave one after the othe
 
 
 class FailureRecord(Protocol):
-    """What of a request decides; ``router.requests.record.RequestRecord`` is it."""
+    """What of a request decides; ``router.routing.requests.record.RequestRecord`` is it."""
 
     @property
     def request(self) -> GenerationRequest:

@@ -10,8 +10,8 @@ from time import monotonic_ns
 
 from batonpb.decode_pb2 import Cancel, Resume, RouterFrame
 
-from router.requests.active_request import ActiveRequest
-from router.workers.link import WorkerLink
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.workers.link import WorkerLink
 
 _KEPT_STRANGERS = 4096
 _ASK_AGAIN_NS = 1_000_000_000  # a resume that is answered at all is answered by then

@@ -12,8 +12,8 @@ import secrets
 from collections.abc import Callable
 from typing import Protocol
 
-from registry.redis_store import RegistryUnavailableError
-from telemetry.tasks import BackgroundTasks
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Tickets:
 
 
 class TicketSource(Protocol):
-    """A counter that routers share; ``registry.redis_store.Registry`` is one."""
+    """A counter that routers share; ``baton.registry.redis_store.Registry`` is one."""
 
     async def take_tickets(self, count: int, above: int) -> int:
         """Take ``count`` places, all of them higher than ``above``; returns the first."""

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Protocol
 
-from registry.redis_store import RegistryUnavailableError
-from registry.router_demands import RouterDemand, TenantDemand
-from router.shares.shares import Shares
-from telemetry.tasks import BackgroundTasks
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.router_demands import RouterDemand, TenantDemand
+from baton.telemetry.tasks import BackgroundTasks
+from router.routing.shares.shares import Shares
 
 _LOG = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ TELL_EVERY_S = 0.2
 
 
 class Queue(Protocol):
-    """A router's queue; ``router.requests.admission.Admission`` is it."""
+    """A router's queue; ``router.routing.requests.admission.Admission`` is it."""
 
     max_waiting: int
     limit: int
@@ -34,7 +34,7 @@ class Queue(Protocol):
 
 
 class DemandSource(Protocol):
-    """Where routers tell; ``registry.router_demands.RouterDemands`` is it."""
+    """Where routers tell; ``baton.registry.router_demands.RouterDemands`` is it."""
 
     async def exchange(self, router_id: str, own: RouterDemand) -> dict[str, RouterDemand]:
         """Tell of one router, and hear of all others."""

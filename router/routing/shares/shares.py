@@ -15,7 +15,7 @@ their parts overlap. A router that nobody hears of any more is not counted.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from registry.router_demands import RouterDemand, TenantDemand
+from baton.registry.router_demands import RouterDemand, TenantDemand
 
 SILENT_NS = 2_000_000_000
 GONE_NS = 30_000_000_000

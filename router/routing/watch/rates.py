@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from router.workers.table import Slot
+from router.routing.workers.table import Slot
 
 
 def rates(slots: Iterable[Slot]) -> dict[str, dict[str, Any]]:

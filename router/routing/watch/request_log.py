@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from time import monotonic_ns
 from typing import Any
 
-from config.clients import ApiKeyConfig
-from config.logs import LogsConfig
-from engine.core.errors import BatonError
-from engine.text.tokenizer import TextTokenizer
-from router.requests.active_request import ActiveRequest
-from telemetry.logs import request_context
+from baton.config.clients import ApiKeyConfig
+from baton.config.logs import LogsConfig
+from baton.telemetry.logs import request_context
+from baton.text.tokenizer import TextTokenizer
+from baton.types.errors import BatonError
+from router.routing.requests.active_request import ActiveRequest
 
 _LOG = logging.getLogger("baton.requests")
 

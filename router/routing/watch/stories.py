@@ -6,12 +6,12 @@ from statistics import median
 from time import monotonic_ns
 from typing import Any, Literal
 
-from engine.core.geometry import BLOCK_TOKENS
-from router.placement.cost import WorkerLoad
-from router.requests.active_request import ActiveRequest
-from router.requests.history import KeptRecords
-from router.requests.observer import phases
-from router.watch.why import Facts, why
+from baton.types.geometry import BLOCK_TOKENS
+from router.routing.placement.cost import WorkerLoad
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.history import KeptRecords
+from router.routing.requests.observer import phases
+from router.routing.watch.why import Facts, why
 
 Order = Literal["newest", "slowest"]
 

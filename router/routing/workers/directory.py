@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
-from registry.types import WorkerRecord
-from registry.workers import WorkerChange
+from baton.registry.types import WorkerRecord
+from baton.registry.workers import WorkerChange
 
 
 class WorkerDirectory(Protocol):
     """Says which workers there are, for as long as it is iterated.
 
     It does not say which are alive: that is known from the streams to the workers.
-    ``registry.workers.RegistryWatcher`` is one.
+    ``baton.registry.workers.RegistryWatcher`` is one.
     """
 
     @property

@@ -30,14 +30,14 @@ from batonpb.common_pb2 import WorkerStatus
 from batonpb.decode_pb2 import Heartbeat, Hello, RouterFrame, Submission, WorkerFrame
 from batonpb.decode_pb2_grpc import DecodeStub
 
-from router.workers.silence import Exchange, Rest
-from telemetry.alive_clock import ALIVE
-from telemetry.tasks import BackgroundTasks
-from wire.compatibility import GATHERED_WIRE
-from wire.fleet_token import FleetToken
-from wire.grpc_options import ROUTER_OPTIONS, open_channel
-from wire.router_frames import gather
-from wire.tls import FleetTls, distrust
+from baton.telemetry.alive_clock import ALIVE
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.compatibility import GATHERED_WIRE
+from baton.wire.fleet_token import FleetToken
+from baton.wire.grpc_options import ROUTER_OPTIONS, open_channel
+from baton.wire.router_frames import gather
+from baton.wire.tls import FleetTls, distrust
+from router.routing.workers.silence import Exchange, Rest
 
 _LOG = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Set
 from time import monotonic_ns
 
-from router.workers.link import WorkerLink
-from router.workers.silence import STALE_S
+from router.routing.workers.link import WorkerLink
+from router.routing.workers.silence import STALE_S
 
 _LOOK_S = 1.0
 _AT_ONCE = 16  # are asked, then streams have their turn

@@ -13,7 +13,7 @@ a report from after that frame knows of the work.
     rest ──frame sent, call begun, report of work──▶ work
     work ──report of rest, nothing unanswered, no call under way──▶ rest
 
-All times are of ``telemetry.alive_clock``, which leaves out this process's standstills.
+All times are of ``baton.telemetry.alive_clock``, which leaves out this process's standstills.
 """
 
 import random

@@ -11,15 +11,15 @@ from typing import Any
 from batonpb.common_pb2 import BlockCounts, Capabilities, TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
-from registry.types import WorkerRecord
-from registry.workers import WorkerChange
+from baton.registry.types import WorkerRecord
+from baton.registry.workers import WorkerChange
+from baton.telemetry.tasks import BackgroundTasks
+from baton.wire.compatibility import EMITTED_WIRE, emulation, wire_overlaps
+from router.routing.workers.directory import WorkerDirectory
+from router.routing.workers.link import LinkListener, WorkerLink
+from router.routing.workers.resting import RestingWorkers
+from router.routing.workers.transfer_totals import TransferLedger
 from router.settings import RouterSettings
-from router.workers.directory import WorkerDirectory
-from router.workers.link import LinkListener, WorkerLink
-from router.workers.resting import RestingWorkers
-from router.workers.transfer_totals import TransferLedger
-from telemetry.tasks import BackgroundTasks
-from wire.compatibility import EMITTED_WIRE, emulation, wire_overlaps
 
 _LOG = logging.getLogger(__name__)
 

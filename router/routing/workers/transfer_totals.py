@@ -7,7 +7,7 @@ from time import monotonic_ns
 
 import msgspec
 
-from registry.json_file import keep
+from baton.registry.json_file import keep
 
 _LOG = logging.getLogger(__name__)
 

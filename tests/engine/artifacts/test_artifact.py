@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gguf import GGUFWriter
 
-from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
+from baton.model.artifact import ModelArtifact, ModelError, resolve_model
 from tests.engine.conftest import MODEL
 from tests.engine.loading.test_loading import write_directory, write_gguf
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.artifacts.artifact import ModelConfig
-from engine.artifacts.lora_artifact import TARGETS, AdapterError, read_adapter
+from baton.model.artifact import ModelConfig
+from baton.model.lora_artifact import TARGETS, AdapterError, read_adapter
 from tests.engine.lora_files import PREFIX, write_adapter
 
 CONFIG = ModelConfig(

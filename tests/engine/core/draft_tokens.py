@@ -3,8 +3,8 @@
 import random
 from collections.abc import Mapping, Sequence
 
-from engine.core.sequence import TokenSequence
-from engine.core.speculative.proposers import Candidate, Proposal, Speculation, StepCost
+from baton.engine.core.sequence import TokenSequence
+from baton.engine.core.speculative.proposers import Candidate, Proposal, Speculation, StepCost
 
 
 class FreeDraftTokens(StepCost):

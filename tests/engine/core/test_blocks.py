@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.block_hashes import block_hash, block_hashes, hash_seed
-from engine.core.blocks import BlockPool
-from registry.types import hashes_checksum
+from baton.engine.core.blocks import BlockPool
+from baton.registry.types import hashes_checksum
+from baton.types.block_hashes import block_hash, block_hashes, hash_seed
 
 
 def hashes(count: int, seed: bytes = b"s" * 16) -> list[bytes]:

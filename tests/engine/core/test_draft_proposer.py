@@ -2,11 +2,11 @@
 
 import pytest
 
-from engine.core.errors import NumericsError
-from engine.core.geometry import KvGeometry
-from engine.core.speculative.draft_proposer import DraftProposer
-from engine.core.speculative.proposers import Speculation
-from engine.emulated import EmulatedRunner
+from baton.engine.core.speculative.draft_proposer import DraftProposer
+from baton.engine.core.speculative.proposers import Speculation
+from baton.engine.emulated import EmulatedRunner
+from baton.types.errors import NumericsError
+from baton.types.geometry import KvGeometry
 from tests.engine.core.draft_tokens import FreeDraftTokens
 from tests.engine.core.test_scheduler import answers, golden, request, run
 from tests.engine.core.test_speculation import PROMPT, make_core

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core import events as ev
-from engine.core.prompt_outputs import (
+from baton.engine.core.sequence import Kind
+from baton.types import events as ev
+from baton.types.prompt_outputs import (
     PromptLogprobs,
     PromptLogprobsIntake,
     PromptOutputs,
     bytes_per_row,
 )
-from engine.core.sequence import Kind
 from tests.engine.core.test_scheduler import answers, ends, make_core, request, run
 
 PROMPT = [(7 * i + 3) % 256 for i in range(90)]

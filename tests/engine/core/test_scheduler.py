@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core import events as ev
-from engine.core.core import EngineCore
-from engine.core.errors import InvalidRequestError, NumericsError, UnavailableError
-from engine.core.geometry import KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.emulated import EmulatedRunner
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.emulated import EmulatedRunner
+from baton.types import events as ev
+from baton.types.errors import InvalidRequestError, NumericsError, UnavailableError
+from baton.types.geometry import KvGeometry
+from baton.types.params import SamplingParams
 from tests.soak import examples
 
 SEED = b"s" * 16

@@ -4,23 +4,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core import events as ev
-from engine.core.core import EngineCore
-from engine.core.errors import InvalidRequestError, NumericsError
-from engine.core.geometry import KvGeometry
-from engine.core.params import SampledToken, SamplingParams
-from engine.core.plan import PlanRow, SampleSpec
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec, TokenSequence
-from engine.core.speculative.acceptance import accepted_draft_tokens
-from engine.core.speculative.proposers import (
+from baton.engine.core.core import EngineCore
+from baton.engine.core.plan import PlanRow, SampleSpec
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec, TokenSequence
+from baton.engine.core.speculative.acceptance import accepted_draft_tokens
+from baton.engine.core.speculative.proposers import (
     Candidate,
     NgramProposer,
     Proposal,
     Speculation,
     StepCost,
 )
-from engine.emulated import EmulatedRunner
+from baton.engine.emulated import EmulatedRunner
+from baton.types import events as ev
+from baton.types.errors import InvalidRequestError, NumericsError
+from baton.types.geometry import KvGeometry
+from baton.types.params import SampledToken, SamplingParams
 from tests.engine.core.draft_tokens import FreeDraftTokens, Oracle, oracle
 from tests.engine.core.test_scheduler import SEED, answers, ends, golden, request, run
 from tests.soak import examples

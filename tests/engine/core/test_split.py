@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.split import columns, splits
+from baton.engine.core.split import columns, splits
 
 
 @given(st.integers(1, 12), st.integers(1, 9), st.integers(1, 12), st.integers(1, 700))

@@ -12,18 +12,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine.core import events as ev
-from engine.core.core import EngineCore
-from engine.core.errors import UnavailableError
-from engine.core.geometry import KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.core.tiers.places import TierPlaces
-from engine.core.tiers.tiers import BRING_NS, POOL, REST_NS, Copied
-from engine.emulated import EmulatedRunner
-from engine.process.tier_copier import BlockMover
-from engine.process.tier_shelves import MemoryShelf
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.core.tiers.places import TierPlaces
+from baton.engine.core.tiers.tiers import BRING_NS, POOL, REST_NS, Copied
+from baton.engine.emulated import EmulatedRunner
+from baton.engine.process.tier_copier import BlockMover
+from baton.engine.process.tier_shelves import MemoryShelf
+from baton.types import events as ev
+from baton.types.errors import UnavailableError
+from baton.types.geometry import KvGeometry
+from baton.types.params import SamplingParams
 from tests.soak import examples
 
 SEED = b"s" * 16

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from engine.cpu.quantised import IntegerKernelError, check_integer_kernel
+from baton.engine.cpu.quantised import IntegerKernelError, check_integer_kernel
 
 
 @functools.cache

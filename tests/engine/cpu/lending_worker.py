@@ -10,8 +10,8 @@ import hashlib
 import sys
 from pathlib import Path
 
-from engine.cpu.cores import SharedCores
-from engine.cpu.native.library import load
+from baton.engine.cpu.cores import SharedCores
+from baton.engine.cpu.native.library import load
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
 def _digest(own: int, seed: int) -> str:
     import torch  # takes a second, and most of these workers need none
 
-    from engine.cpu.native.products import NativeWeight
+    from baton.engine.cpu.native.products import NativeWeight
 
     torch.set_num_threads(own)
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
 """Every way to sum that this machine has, whatever it would choose by itself."""
 
-from engine.cpu.native.library import PAIRS, TILES, load, why_no_amx
+from baton.engine.cpu.native.library import PAIRS, TILES, load, why_no_amx
 
 WAYS = {"vdp": PAIRS, "emulate": TILES["emulate"], "software": TILES["software"]}
 if load() is not None and not why_no_amx():

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from engine.core.geometry import KvGeometry
-from engine.cpu import selftest
-from engine.cpu.attention import AttentionTiling, PagedAttention, Span
-from engine.cpu.selftest import (
+from baton.engine.cpu import selftest
+from baton.engine.cpu.attention import AttentionTiling, PagedAttention, Span
+from baton.engine.cpu.selftest import (
     attention_fault,
     candidate_tilings,
     choose_tiling,
     fast_tiling,
     probe_data,
 )
-from engine.numerics import DTYPES, NumericsSetupError, same_bits
+from baton.engine.numerics import DTYPES, NumericsSetupError, same_bits
+from baton.types.geometry import KvGeometry
 
 HEADS, KV_HEADS, DIM = 6, 2, 32
 

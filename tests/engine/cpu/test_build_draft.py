@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
-from engine.core.speculative.proposers import SpeculationSettings
-from engine.cpu.build_draft import build_draft
-from engine.settings import EngineSettings
-from engine.text.same_vocabulary import check_same_vocabulary
-from engine.text.tokenizer import load_tokenizer
+from baton.engine.core.speculative.proposers import SpeculationSettings
+from baton.engine.cpu.build_draft import build_draft
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import ModelArtifact, ModelError, resolve_model
+from baton.text.same_vocabulary import check_same_vocabulary
+from baton.text.tokenizer import load_tokenizer
 from tests.engine.conftest import MODEL
 from tests.engine.core.test_draft_proposer import Draft
 from tests.engine.loading.test_loading import write_directory

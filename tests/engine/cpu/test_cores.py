@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.cpu.cores import PLACES, SharedCores, cores_file
-from engine.cpu.native.library import load
-from engine.llm import DEFAULT_MODEL
-from engine.process.client import EngineClient
-from engine.settings import EngineSettings
+from baton.engine.cpu.cores import PLACES, SharedCores, cores_file
+from baton.engine.cpu.native.library import load
+from baton.engine.llm import DEFAULT_MODEL
+from baton.engine.process.client import EngineClient
+from baton.engine.settings import EngineSettings
 
 pytestmark = pytest.mark.skipif(load() is None, reason="no native kernels")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu import build
-from engine.settings import EngineSettings
+from baton.engine.cpu import build
+from baton.engine.settings import EngineSettings
 
 
 def test_a_table_that_another_user_has_taken_costs_the_loan_of_cores_only(

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.cpu.linear import Linear, OneDnnWeight, RowCounts, probe_row_counts
-from engine.numerics import NumericsSetupError, cancelling, digest, same_bits
+from baton.engine.cpu.linear import Linear, OneDnnWeight, RowCounts, probe_row_counts
+from baton.engine.numerics import NumericsSetupError, cancelling, digest, same_bits
 
 
 def test_a_product_is_the_plain_one() -> None:

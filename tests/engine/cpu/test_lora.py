@@ -10,23 +10,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.artifacts.artifact import ModelArtifact, resolve_model
-from engine.artifacts.lora_artifact import TARGETS, AdapterArtifact, AdapterError, read_adapter
-from engine.core import events as ev
-from engine.core.block_hashes import hash_seed
-from engine.core.core import EngineCore
-from engine.core.errors import AdapterLoadError
-from engine.core.params import AdapterRef, SamplingParams
-from engine.core.plan import PlanRow, StepPlan
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.cpu.load import load_model
-from engine.cpu.lora import CpuAdapters
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import attention_tiling
-from engine.llm import LLM
-from engine.loading.memory import kv_geometry
-from engine.numerics import same_bits
+from baton.engine.core.core import EngineCore
+from baton.engine.core.plan import PlanRow, StepPlan
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.lora import CpuAdapters
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling
+from baton.engine.llm import LLM
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.numerics import same_bits
+from baton.model.artifact import ModelArtifact, resolve_model
+from baton.model.lora_artifact import TARGETS, AdapterArtifact, AdapterError, read_adapter
+from baton.types import events as ev
+from baton.types.block_hashes import hash_seed
+from baton.types.errors import AdapterLoadError
+from baton.types.params import AdapterRef, SamplingParams
 from tests.engine import tiny_models as tiny
 from tests.engine.conftest import MODEL, Driver
 from tests.engine.core.draft_tokens import oracle

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.core.geometry import KvGeometry
-from engine.cpu.attention import AttentionTiling, Span
-from engine.cpu.kv_codec import kv_codec
-from engine.cpu.native import attention as native
-from engine.cpu.native import library
-from engine.cpu.native.attention import NativeAttention, native_library
-from engine.numerics import same_bits
+from baton.engine.cpu.attention import AttentionTiling, Span
+from baton.engine.cpu.kv_codec import kv_codec
+from baton.engine.cpu.native import attention as native
+from baton.engine.cpu.native import library
+from baton.engine.cpu.native.attention import NativeAttention, native_library
+from baton.engine.numerics import same_bits
+from baton.types.geometry import KvGeometry
 from tests.engine.cpu.native_ways import WAYS
 
 BLOCKS = 96

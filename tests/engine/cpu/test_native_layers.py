@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.artifacts.artifact import resolve_model
-from engine.core.plan import PlanRow, StepPlan
-from engine.cpu.load import load_model
-from engine.cpu.native import attention, layers, products
-from engine.cpu.native.library import load
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import attention_tiling
-from engine.loading.memory import kv_geometry
-from engine.numerics import same_bits
+from baton.engine.core.plan import PlanRow, StepPlan
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.native import attention, layers, products
+from baton.engine.cpu.native.library import load
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.numerics import same_bits
+from baton.model.artifact import resolve_model
 from tests.engine.cpu.native_ways import WAYS
 
 pytest.importorskip("transformers")

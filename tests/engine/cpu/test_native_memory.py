@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from engine.cpu.native import memory
+from baton.engine.cpu.native import memory
 
 
 def test_places_are_aligned_and_apart_and_zero() -> None:

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.cpu import quantised
-from engine.cpu.native import products
-from engine.cpu.native.library import load
-from engine.cpu.native.products import NativeInt4Weight, NativeWeight, int8_fits, native_fits
-from engine.cpu.native.rows import NativeRows, finite_rows, native_rows
-from engine.cpu.quantised import Int4Linear, Int8Linear
-from engine.cpu.rows import TorchRows
-from engine.numerics import cancelling, same_bits
+from baton.engine.cpu import quantised
+from baton.engine.cpu.native import products
+from baton.engine.cpu.native.library import load
+from baton.engine.cpu.native.products import NativeInt4Weight, NativeWeight, int8_fits, native_fits
+from baton.engine.cpu.native.rows import NativeRows, finite_rows, native_rows
+from baton.engine.cpu.quantised import Int4Linear, Int8Linear
+from baton.engine.cpu.rows import TorchRows
+from baton.engine.numerics import cancelling, same_bits
 from tests.engine.cpu.native_ways import OF_TILES, WAYS
 
 EPS = 1e-5

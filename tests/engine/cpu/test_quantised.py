@@ -7,18 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.artifacts.artifact import ModelArtifact, ModelError, resolve_model
-from engine.core.errors import NumericsError
-from engine.core.geometry import KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.plan import PlanRow, StepPlan
-from engine.cpu import quantised
-from engine.cpu.attention import AttentionTiling
-from engine.cpu.decoder import Decoder
-from engine.cpu.kv_codec import KvCodec, _widened
-from engine.cpu.linear import Linear
-from engine.cpu.load import load_model
-from engine.cpu.quantised import (
+from baton.engine.core.plan import PlanRow, StepPlan
+from baton.engine.cpu import quantised
+from baton.engine.cpu.attention import AttentionTiling
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.kv_codec import KvCodec, _widened
+from baton.engine.cpu.linear import Linear
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.quantised import (
     Int4Linear,
     Int8Linear,
     IntegerKernelError,
@@ -26,10 +22,14 @@ from engine.cpu.quantised import (
     packer,
     quantise_groups,
 )
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
-from engine.loading.memory import kv_geometry
-from engine.numerics import same_bits
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.numerics import same_bits
+from baton.model.artifact import ModelArtifact, ModelError, resolve_model
+from baton.types.errors import NumericsError
+from baton.types.geometry import KvGeometry
+from baton.types.params import SamplingParams
 from tests.engine.conftest import Driver
 from tests.engine.cpu.integer_kernel import needs_integer_products
 from tests.engine.cpu.test_runner import prompt_of
@@ -92,10 +92,10 @@ def test_a_weight_is_quantised_in_slices_that_do_not_show(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.Tensor], Linear]
 ) -> None:
     weight, x = torch.randn(96, 160).to(BF16), torch.randn(5, 160).to(BF16)
-    monkeypatch.setattr("engine.cpu.quantised._SLICE_VALUES", 96 * 160)
+    monkeypatch.setattr("baton.engine.cpu.quantised._SLICE_VALUES", 96 * 160)
     whole = make(weight)(x)
     for rows in (1, 7, 95):
-        monkeypatch.setattr("engine.cpu.quantised._SLICE_VALUES", rows * 160)
+        monkeypatch.setattr("baton.engine.cpu.quantised._SLICE_VALUES", rows * 160)
         assert same_bits(make(weight)(x), whole)
 
 

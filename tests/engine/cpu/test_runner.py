@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.core.errors import NumericsError
-from engine.core.params import SamplingParams
-from engine.core.plan import PlanRow, StepPlan
-from engine.cpu.decoder import Decoder
-from engine.cpu.selftest import fast_tiling, numerics_id, verify_exact
-from engine.numerics import NumericsSetupError, same_bits
+from baton.engine.core.plan import PlanRow, StepPlan
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.selftest import fast_tiling, numerics_id, verify_exact
+from baton.engine.numerics import NumericsSetupError, same_bits
+from baton.types.errors import NumericsError
+from baton.types.params import SamplingParams
 from tests.engine.conftest import Driver
 
 Make = Callable[..., Driver]

@@ -17,15 +17,11 @@ import msgspec
 import pytest
 import torch
 
-from engine.artifacts.artifact import ModelError, resolve_model
-from engine.artifacts.lora_artifact import read_adapter
-from engine.build import build_runner
-from engine.core.errors import AdapterLoadError, NumericsError
-from engine.core.params import AdapterRef, SamplingParams
-from engine.core.plan import StepPlan
-from engine.core.split import rank_geometries
-from engine.cpu.parallel.rank import AdapterDesk, Rank, orders_of
-from engine.cpu.parallel.rank_processes import (
+from baton.engine.build import build_runner
+from baton.engine.core.plan import StepPlan
+from baton.engine.core.split import rank_geometries
+from baton.engine.cpu.parallel.rank import AdapterDesk, Rank, orders_of
+from baton.engine.cpu.parallel.rank_processes import (
     Adapt,
     Forward,
     Loaded,
@@ -35,13 +31,17 @@ from engine.cpu.parallel.rank_processes import (
     RankProcesses,
     frame,
 )
-from engine.cpu.parallel.selftest import product_split_fault
-from engine.cpu.parallel.shard import lead
-from engine.cpu.selftest import numerics_id
-from engine.ipc import FrameReader, map_pool
-from engine.models.split import splits_of
-from engine.numerics import same_bits
-from engine.settings import EngineSettings
+from baton.engine.cpu.parallel.selftest import product_split_fault
+from baton.engine.cpu.parallel.shard import lead
+from baton.engine.cpu.selftest import numerics_id
+from baton.engine.ipc import FrameReader, map_pool
+from baton.engine.models.split import splits_of
+from baton.engine.numerics import same_bits
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import ModelError, resolve_model
+from baton.model.lora_artifact import read_adapter
+from baton.types.errors import AdapterLoadError, NumericsError
+from baton.types.params import AdapterRef, SamplingParams
 from tests.engine.conftest import MODEL, Driver
 from tests.engine.lora_files import write_adapter
 from tests.engine.tiny_llama import write_llama
@@ -370,7 +370,7 @@ def test_a_product_whose_columns_depend_on_their_number_is_noticed(
             y_MN = x_MK @ self._weight_NK.T
             return y_MN + 1e-3 if len(self._weight_NK) == 32 else y_MN
 
-    monkeypatch.setattr("engine.cpu.linear.OneDnnWeight", Moody)
+    monkeypatch.setattr("baton.engine.cpu.linear.OneDnnWeight", Moody)
     fault = product_split_fault(config, splits_of(config, 2), torch.float32)
     assert fault == "o of rank 0 (32 of 80 columns)"
 
@@ -378,7 +378,9 @@ def test_a_product_whose_columns_depend_on_their_number_is_noticed(
 def test_damage_at_another_rank_is_cleared_and_a_stopped_rank_is_not_waited_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.cpu.parallel.shard.STEP_TIMEOUT_S", 1.0)  # the leader's patience
+    monkeypatch.setattr(
+        "baton.engine.cpu.parallel.shard.STEP_TIMEOUT_S", 1.0
+    )  # the leader's patience
     for name in ("ranks", "leader"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "ranks")  # where the ranks begin, and stay

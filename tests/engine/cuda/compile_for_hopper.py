@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from engine.cuda.kernels import configs, products, rows
-from engine.cuda.kernels.attention import Tiles, Workspace, paged_attention
+from baton.engine.cuda.kernels import configs, products, rows
+from baton.engine.cuda.kernels.attention import Tiles, Workspace, paged_attention
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 BF16 = torch.bfloat16

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
-from engine.cuda.kernels.configs import AttentionConfig
+from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from baton.engine.cuda.kernels.configs import AttentionConfig
 
 Tables = Callable[..., list[list[int]]]
 Reference = Callable[..., torch.Tensor]

@@ -7,17 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine import build
-from engine.artifacts.artifact import ModelError
-from engine.core.geometry import KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.speculative.proposers import SpeculationSettings
-from engine.cpu import build as cpu_build
-from engine.cuda import build as cuda_build
-from engine.cuda.decode_graphs import DecodeSteps
-from engine.cuda.selftest import verify_steps
-from engine.numerics import NumericsSetupError
-from engine.settings import EngineSettings
+from baton.engine import build
+from baton.engine.core.speculative.proposers import SpeculationSettings
+from baton.engine.cpu import build as cpu_build
+from baton.engine.cuda import build as cuda_build
+from baton.engine.cuda.decode_graphs import DecodeSteps
+from baton.engine.cuda.selftest import verify_steps
+from baton.engine.numerics import NumericsSetupError
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import ModelError
+from baton.types.geometry import KvGeometry
+from baton.types.params import SamplingParams
 from tests.engine.cuda import tiny
 
 SHALLOW = tiny.config(layers=1)

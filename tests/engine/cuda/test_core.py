@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from engine.core import events as ev
-from engine.core.core import EngineCore
-from engine.core.params import SamplingParams
-from engine.core.scheduler import SchedulerConfig
-from engine.core.sequence import EngineRequest, Kind, RequestSpec
-from engine.core.speculative.proposers import NgramProposer, Speculation
-from engine.cpu.runner import CpuRunner
-from engine.cuda.runner import CudaRunner
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.core.speculative.proposers import NgramProposer, Speculation
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cuda.runner import CudaRunner
+from baton.types import events as ev
+from baton.types.params import SamplingParams
 from tests.engine.core.draft_tokens import FreeDraftTokens
 from tests.engine.cuda import tiny
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from engine.core.params import SamplingParams
-from engine.cuda.decode_graphs import DecodeRow, rows_bucket, splits_bucket
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.kernels.attention import Span
-from loadtest.bench.gpu.decode_loop import DecodeLoop
+from baton.engine.cuda.decode_graphs import DecodeRow, rows_bucket, splits_bucket
+from baton.engine.cuda.decoder import CudaDecoder
+from baton.engine.cuda.kernels.attention import Span
+from baton.types.params import SamplingParams
+from benchmarks.gpu.decode_loop import DecodeLoop
 from tests.engine.cuda import tiny
 
 PROMPTS = (tiny.tokens(14, 1), tiny.tokens(5, 2), tiny.tokens(18, 3))

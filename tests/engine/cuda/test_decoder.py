@@ -1,16 +1,16 @@
-"""The decoder on CUDA against ``engine/cpu/decoder.py``, and its bits against themselves."""
+"""The decoder on CUDA against ``baton/engine/cpu/decoder.py``, and its bits against themselves."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from engine.artifacts.artifact import ModelError
-from engine.core.plan import StepPlan
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.kernels.attention import Span
-from engine.cuda.selftest import numerics_id, verify_exact
-from engine.numerics import NumericsSetupError, same_bits
+from baton.engine.core.plan import StepPlan
+from baton.engine.cuda.decoder import CudaDecoder
+from baton.engine.cuda.kernels.attention import Span
+from baton.engine.cuda.selftest import numerics_id, verify_exact
+from baton.engine.numerics import NumericsSetupError, same_bits
+from baton.model.artifact import ModelError
 from tests.engine.cuda import tiny
 
 SHALLOW = tiny.config(layers=1)

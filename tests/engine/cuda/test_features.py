@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.artifacts.lora_artifact import TARGETS, read_adapter
-from engine.core.errors import GrammarError
-from engine.core.params import AdapterRef, SampledToken, SamplingParams
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.prompt_outputs import MEAN, PromptOutputs
-from engine.cpu.runner import CpuRunner
-from engine.cuda.runner import CudaRunner
-from engine.numerics import same_bits
-from engine.sampling.grammars import Grammars
+from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cuda.runner import CudaRunner
+from baton.engine.numerics import same_bits
+from baton.engine.sampling.grammars import Grammars
+from baton.model.lora_artifact import TARGETS, read_adapter
+from baton.types.errors import GrammarError
+from baton.types.params import AdapterRef, SampledToken, SamplingParams
+from baton.types.prompt_outputs import MEAN, PromptOutputs
 from tests.engine.cuda import tiny
 from tests.engine.lora_files import write_adapter
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from engine.cuda.kernels import products
-from engine.cuda.kernels.configs import EXACT_ROWS, LinearConfig
-from engine.cuda.kernels.products import Products, fixed_linear, to_fp8
-from engine.numerics import same_bits
+from baton.engine.cuda.kernels import products
+from baton.engine.cuda.kernels.configs import EXACT_ROWS, LinearConfig
+from baton.engine.cuda.kernels.products import Products, fixed_linear, to_fp8
+from baton.engine.numerics import same_bits
 
 SMALL = LinearConfig(16, 16, 16, num_warps=4, num_stages=2)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
-from engine.cuda.kernels.rows import add_norm, add_to, gate_mul, rope_write
-from engine.numerics import same_bits
+from baton.engine.cuda.kernels.rows import add_norm, add_to, gate_mul, rope_write
+from baton.engine.numerics import same_bits
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 

@@ -5,11 +5,11 @@ from itertools import chain
 import pytest
 import torch
 
-from engine.core.errors import NumericsError
-from engine.core.params import SamplingParams
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cuda.host_pool import HostPoolSync
-from engine.cuda.sampler import is_on_device
+from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.engine.cuda.host_pool import HostPoolSync
+from baton.engine.cuda.sampler import is_on_device
+from baton.types.errors import NumericsError
+from baton.types.params import SamplingParams
 from tests.engine.cuda import tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.params import SamplingParams
-from engine.core.plan import SampleSpec
-from engine.cuda.kernels.rows import cuts, sample_tokens
-from engine.sampling import sample as sampling
+from baton.engine.core.plan import SampleSpec
+from baton.engine.cuda.kernels.rows import cuts, sample_tokens
+from baton.engine.sampling import sample as sampling
+from baton.types.params import SamplingParams
 
 
 def on_the_host(row: torch.Tensor, spec: SampleSpec) -> int:

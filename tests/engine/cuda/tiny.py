@@ -4,20 +4,20 @@ import functools
 
 import torch
 
-from engine.artifacts.artifact import ModelConfig
-from engine.core.geometry import KvGeometry
-from engine.core.params import SampledToken, SamplingParams
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.cpu import selftest
-from engine.cpu.decoder import Decoder
-from engine.cpu.runner import CpuRunner
-from engine.cuda.build import make_decoder
-from engine.cuda.decoder import CudaDecoder
-from engine.cuda.lora import CudaAdapters
-from engine.cuda.runner import CudaRunner
-from engine.models.families import weight_table
-from engine.numerics import DTYPES
-from engine.sampling.grammars import Grammars
+from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.engine.cpu import selftest
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cuda.build import make_decoder
+from baton.engine.cuda.decoder import CudaDecoder
+from baton.engine.cuda.lora import CudaAdapters
+from baton.engine.cuda.runner import CudaRunner
+from baton.engine.models.families import weight_table
+from baton.engine.numerics import DTYPES
+from baton.engine.sampling.grammars import Grammars
+from baton.model.artifact import ModelConfig
+from baton.types.geometry import KvGeometry
+from baton.types.params import SampledToken, SamplingParams
 
 BLOCK = 16
 BLOCKS = 24

@@ -14,9 +14,9 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 
-from engine.artifacts.artifact import ModelError, resolve_model
-from engine.cpu.load import load_model
-from engine.loading.open import load_weights, open_weights
+from baton.engine.cpu.load import load_model
+from baton.engine.loading.open import load_weights, open_weights
+from baton.model.artifact import ModelError, resolve_model
 from tests.engine.loading.test_loading import DIM, write_directory, write_gguf
 
 

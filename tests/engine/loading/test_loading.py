@@ -13,12 +13,12 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize
 from safetensors.torch import save_file
 
-from engine.artifacts.artifact import ModelError, resolve_model
-from engine.cpu.load import load_model
-from engine.loading.open import load_weights, open_weights
-from engine.models import llama
-from engine.models.rope import unpair_rows
-from engine.numerics import same_bits
+from baton.engine.cpu.load import load_model
+from baton.engine.loading.open import load_weights, open_weights
+from baton.engine.models import llama
+from baton.engine.models.rope import unpair_rows
+from baton.engine.numerics import same_bits
+from baton.model.artifact import ModelError, resolve_model
 
 HIDDEN, LAYERS, HEADS, KV, DIM, FEED, VOCAB = 256, 2, 4, 2, 64, 512, 320
 SHAPES = {

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.artifacts.artifact import ModelArtifact, resolve_model
-from engine.loading.open import load_weights
-from engine.loading.safetensors_file import write_safetensors
-from engine.models.families import weight_table
+from baton.engine.loading.open import load_weights
+from baton.engine.loading.safetensors_file import write_safetensors
+from baton.engine.models.families import weight_table
+from baton.model.artifact import ModelArtifact, resolve_model
 from tests.engine.conftest import GEMMA, MODEL
 
 LIMIT = 1.3
@@ -18,9 +18,9 @@ PROGRAM = """
 import gc, json, sys
 from pathlib import Path
 import psutil, torch
-from engine.cpu.load import load_model
-from engine.cpu.quantised import packer
-from engine.artifacts.artifact import resolve_model
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.quantised import packer
+from baton.model.artifact import resolve_model
 
 torch.set_num_threads(1)
 artifact = resolve_model(sys.argv[1])

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.loading.turns import turn
+from baton.engine.loading.turns import turn
 from tests.engine.loading.test_loading import write_gguf
 
 LOAD = """
 import sys
 from pathlib import Path
-from engine.artifacts.artifact import resolve_model
-from engine.loading.open import load_weights
+from baton.model.artifact import resolve_model
+from baton.engine.loading.open import load_weights
 stages = set()
 def note(stage, done, total):
     if stage not in stages:

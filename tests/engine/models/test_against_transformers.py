@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from engine.artifacts.artifact import ModelArtifact
-from engine.core.params import SamplingParams
-from engine.core.plan import PlanRow, StepPlan
-from engine.core.prompt_outputs import PromptOutputs
-from engine.cpu.decoder import Decoder
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import fast_tiling
-from engine.loading.memory import kv_geometry
-from engine.loading.open import load_weights
-from engine.models.families import weight_table
-from engine.models.rope import unpair_rows
-from engine.text.tokenizer import load_tokenizer
+from baton.engine.core.plan import PlanRow, StepPlan
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import fast_tiling
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.loading.open import load_weights
+from baton.engine.models.families import weight_table
+from baton.engine.models.rope import unpair_rows
+from baton.model.artifact import ModelArtifact
+from baton.text.tokenizer import load_tokenizer
+from baton.types.params import SamplingParams
+from baton.types.prompt_outputs import PromptOutputs
 from tests.engine.conftest import Driver
 
 MAX_LOGIT_ERROR = 1e-3  # of logits up to about 35; measured: 1.2e-4

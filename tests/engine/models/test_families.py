@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.artifacts.artifact import ModelError, resolve_model
-from engine.core.plan import PlanRow, StepPlan
-from engine.cpu.load import load_model
-from engine.cpu.runner import CpuRunner
-from engine.cpu.selftest import attention_tiling, verify_exact
-from engine.loading.memory import kv_geometry
-from engine.numerics import same_bits
+from baton.engine.core.plan import PlanRow, StepPlan
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling, verify_exact
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.numerics import same_bits
+from baton.model.artifact import ModelError, resolve_model
 
 pytest.importorskip("transformers")
 

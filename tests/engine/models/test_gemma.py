@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.artifacts.artifact import ModelArtifact
-from engine.core.core import EngineCore
-from engine.core.scheduler import SchedulerConfig
-from engine.llm import LLM
-from engine.loading.open import load_weights
-from engine.models.families import weight_table
-from engine.models.rope import unpair_rows
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.llm import LLM
+from baton.engine.loading.open import load_weights
+from baton.engine.models.families import weight_table
+from baton.engine.models.rope import unpair_rows
+from baton.model.artifact import ModelArtifact
 from tests.engine.conftest import GEMMA
 
 STORY = " a little girl named Lily. She was"  # greedy, in bf16 and in fp32

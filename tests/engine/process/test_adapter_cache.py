@@ -2,8 +2,8 @@
 
 import random
 
-from engine.core.params import AdapterRef
-from engine.process.adapter_cache import AdapterCache
+from baton.engine.process.adapter_cache import AdapterCache
+from baton.types.params import AdapterRef
 
 
 def ref(name: str) -> AdapterRef:

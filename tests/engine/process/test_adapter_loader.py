@@ -3,12 +3,12 @@
 import select
 from collections.abc import Callable
 
-from engine.core.errors import AdapterLoadError
-from engine.core.events import Ended
-from engine.core.params import AdapterRef, SamplingParams
-from engine.core.sequence import Kind, RequestSpec
-from engine.process import messages
-from engine.process.adapter_loader import AdapterLoader
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.process import messages
+from baton.engine.process.adapter_loader import AdapterLoader
+from baton.types.errors import AdapterLoadError
+from baton.types.events import Ended
+from baton.types.params import AdapterRef, SamplingParams
 
 
 class Store:

@@ -12,18 +12,18 @@ import msgspec
 import psutil
 import pytest
 
-from engine.core import events as ev
-from engine.core.errors import InternalError
-from engine.core.geometry import KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.sequence import Kind, RequestSpec
-from engine.process import client as module
-from engine.process import messages
-from engine.process.client import EngineClient, ReportInbox
-from engine.process.handle import EngineHandle
-from engine.settings import EmulatedModel, EngineSettings
-from telemetry.alive_clock import Standstills
-from wire.tokens import pack_tokens
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.process import client as module
+from baton.engine.process import messages
+from baton.engine.process.client import EngineClient, ReportInbox
+from baton.engine.process.handle import EngineHandle
+from baton.engine.settings import EmulatedModel, EngineSettings
+from baton.telemetry.alive_clock import Standstills
+from baton.types import events as ev
+from baton.types.errors import InternalError
+from baton.types.geometry import KvGeometry
+from baton.types.params import SamplingParams
+from baton.wire.tokens import pack_tokens
 
 
 async def test_an_engine_that_loads_long_is_waited_for_as_long_as_it_says_something() -> None:

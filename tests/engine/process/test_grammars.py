@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.core import events as ev
-from engine.core.params import SamplingParams
-from engine.core.sequence import Kind, RequestSpec
-from engine.process import build, messages
-from engine.process.step_loop import serve
-from engine.sampling.grammars import Grammars
-from engine.settings import EngineSettings
-from engine.text.grammar import Vocabulary, translate
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.process import build, messages
+from baton.engine.process.step_loop import serve
+from baton.engine.sampling.grammars import Grammars
+from baton.engine.settings import EngineSettings
+from baton.text.grammar import Vocabulary, translate
+from baton.types import events as ev
+from baton.types.params import SamplingParams
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from engine.core.events import StepDone
-from engine.core.geometry import context_tokens
-from engine.process.step_rates import StepRates
+from baton.engine.process.step_rates import StepRates
+from baton.types.events import StepDone
+from baton.types.geometry import context_tokens
 
 
 def step(begin: int, end: int, seconds: float) -> StepDone:

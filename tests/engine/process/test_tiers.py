@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.core import events as ev
-from engine.core.geometry import KvGeometry
-from engine.core.params import SamplingParams
-from engine.core.sequence import Kind, RequestSpec
-from engine.core.tiers.tiers import POOL, Copy
-from engine.process import messages, tier_shelves
-from engine.process.build import _format_key
-from engine.process.client import EngineClient
-from engine.process.tier_copier import TierCopier
-from engine.process.tier_shelves import DamagedError, DiskShelf, MemoryShelf, ShelfError
-from engine.settings import EngineSettings, KvTierSettings
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.core.tiers.tiers import POOL, Copy
+from baton.engine.process import messages, tier_shelves
+from baton.engine.process.build import _format_key
+from baton.engine.process.client import EngineClient
+from baton.engine.process.tier_copier import TierCopier
+from baton.engine.process.tier_shelves import DamagedError, DiskShelf, MemoryShelf, ShelfError
+from baton.engine.settings import EngineSettings, KvTierSettings
+from baton.types import events as ev
+from baton.types.geometry import KvGeometry
+from baton.types.params import SamplingParams
 
 HASH = bytes(range(16))
 OTHER = bytes(range(16, 32))

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.errors import GrammarError
-from engine.core.params import SamplingParams
-from engine.core.plan import SampleSpec
-from engine.sampling.grammars import GrammarCompileQueue, Grammars
-from engine.text.grammar import GrammarCompiler, Vocabulary, translate, vocabulary_of
-from engine.text.tokenizer import load_tokenizer
+from baton.engine.core.plan import SampleSpec
+from baton.engine.sampling.grammars import GrammarCompileQueue, Grammars
+from baton.text.grammar import GrammarCompiler, Vocabulary, translate, vocabulary_of
+from baton.text.tokenizer import load_tokenizer
+from baton.types.errors import GrammarError
+from baton.types.params import SamplingParams
 
 EOS = 2
 PADDED = 49_152 + 32

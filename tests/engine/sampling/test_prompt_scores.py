@@ -5,8 +5,8 @@ That they are right says ``test_against_transformers.py``; more of exactness is 
 
 import pytest
 
-from engine.core.plan import PlanRow, StepPlan
-from engine.core.prompt_outputs import PromptOutputs
+from baton.engine.core.plan import PlanRow, StepPlan
+from baton.types.prompt_outputs import PromptOutputs
 from tests.engine.conftest import BLOCK, Driver
 
 TOKENS = [(7919 * i + 13) % 40_000 for i in range(45)]

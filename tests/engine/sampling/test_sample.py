@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.core.params import SampledToken, SamplingParams
-from engine.core.plan import SampleSpec
-from engine.sampling.sample import Logits, _sample_token, candidates, gumbel, sample
+from baton.engine.core.plan import SampleSpec
+from baton.engine.sampling.sample import Logits, _sample_token, candidates, gumbel, sample
+from baton.types.params import SampledToken, SamplingParams
 
 EOS = (2,)
 

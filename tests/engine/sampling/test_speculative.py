@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.core.errors import GrammarError
-from engine.core.params import SamplingParams
-from engine.core.plan import PlanRow, SampleSpec
-from engine.sampling.sample import Logits, Mask
-from engine.sampling.speculative import sample_rows
+from baton.engine.core.plan import PlanRow, SampleSpec
+from baton.engine.sampling.sample import Logits, Mask
+from baton.engine.sampling.speculative import sample_rows
+from baton.types.errors import GrammarError
+from baton.types.params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 HOT = SamplingParams(max_tokens=9, temperature=1.0, seed=3)

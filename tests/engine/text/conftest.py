@@ -2,9 +2,9 @@
 
 import pytest
 
-from config.fleet_file import DEFAULT_MODEL
-from engine.artifacts.artifact import resolve_model
-from engine.text.tokenizer import load_tokenizer
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.model.artifact import resolve_model
+from baton.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.text.detokenizer import Detokenizer, StopMatcher
-from engine.text.tokenizer import TextTokenizer
+from baton.text.detokenizer import Detokenizer, StopMatcher
+from baton.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="session")

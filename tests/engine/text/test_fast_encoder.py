@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from engine.text.fast_encoder import open_fast_encoder
-from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from baton.text.fast_encoder import open_fast_encoder
+from baton.text.tokenizer import TextTokenizer, load_tokenizer
 
 CUTS = ["smollm", "gpt-2", "llama-bpe", "qwen2", "gpt-4o"]
 HARD = [

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from engine.core.errors import GrammarError
-from engine.text.grammar import (
+from baton.text.grammar import (
     ANY_OBJECT,
     MAX_SOURCE_CHARACTERS,
     GrammarCompiler,
@@ -13,6 +12,7 @@ from engine.text.grammar import (
     translate,
     vocabulary_of,
 )
+from baton.types.errors import GrammarError
 from tests.engine.text.test_tokenizer import sentencepiece
 
 EOS = 2
@@ -99,7 +99,7 @@ def test_ids_beyond_the_text_and_special_ones_are_never_allowed(compiler, smollm
 
 
 def test_sentencepiece_spells_spaces_and_bytes():
-    from engine.text.tokenizer import load_tokenizer
+    from baton.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(sentencepiece())
     vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, (2,))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.errors import GrammarError
-from engine.text.grammar import GrammarCompiler, translate, vocabulary_of
-from engine.text.json_schema import ready, without_annotations
+from baton.text.grammar import GrammarCompiler, translate, vocabulary_of
+from baton.text.json_schema import ready, without_annotations
+from baton.types.errors import GrammarError
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 B = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from engine.core.errors import InvalidRequestError
-from engine.text.grammar import Framed, GrammarCompiler, translate, vocabulary_of
-from engine.text.reasoning import ReasoningParser, ReasoningSyntax, ReasoningTags, Thinking
-from engine.text.tokenizer import TextTokenizer
+from baton.text.grammar import Framed, GrammarCompiler, translate, vocabulary_of
+from baton.text.reasoning import ReasoningParser, ReasoningSyntax, ReasoningTags, Thinking
+from baton.text.tokenizer import TextTokenizer
+from baton.types.errors import InvalidRequestError
 
 TAGS = ReasoningTags("<think>", "</think>")
 SYNTAX = ReasoningSyntax(tags=TAGS)

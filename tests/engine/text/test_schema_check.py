@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine.text.schema_check import violations
+from baton.text.schema_check import violations
 
 
 @pytest.mark.parametrize(

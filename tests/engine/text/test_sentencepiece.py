@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.text.gguf_tokenizer import TokenType
-from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from baton.text.gguf_tokenizer import TokenType
+from baton.text.tokenizer import TextTokenizer, load_tokenizer
 
 PREFIX = "tokenizer.ggml."
 

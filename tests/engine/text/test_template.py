@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from engine.core.errors import InvalidRequestError
-from engine.text.template import ChatTemplate, Rendering, special_tokens_of
+from baton.text.template import ChatTemplate, Rendering, special_tokens_of
+from baton.types.errors import InvalidRequestError
 
 USER = [{"role": "user", "content": "hi <b>"}]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from engine.text.tokenizer import TextTokenizer, byte_alphabet, load_tokenizer
+from baton.text.tokenizer import TextTokenizer, byte_alphabet, load_tokenizer
 
 # Ids of HuggingFaceTB/SmolLM2-135M-Instruct.
 GOLDEN = [

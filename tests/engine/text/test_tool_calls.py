@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.text.tool_calls import ToolCallParser
+from baton.text.tool_calls import ToolCallParser
 
 ONE = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 TWO = '<tool_call>\n{"name": "add", "arguments": {"x": [1, {"y": "}]\\"{"}]}}\n</tool_call>'

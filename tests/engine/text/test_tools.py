@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from engine.text.grammar import GrammarCompiler, translate, vocabulary_of
-from engine.text.template import ChatTemplate
-from engine.text.tools import PROMPTED, TEMPLATE, Tool, calls_grammar, conversation, syntax_of
+from baton.text.grammar import GrammarCompiler, translate, vocabulary_of
+from baton.text.template import ChatTemplate
+from baton.text.tools import PROMPTED, TEMPLATE, Tool, calls_grammar, conversation, syntax_of
 
 WEATHER = Tool(
     name="weather",

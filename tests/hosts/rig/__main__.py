@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from fleet.cli.common import fail
-from fleet.hosts.cluster import ROOT, open_ssh, share_program, share_ray_token
-from fleet.hosts.rig import Rig, RigError
+from tests.hosts.rig.cluster import ROOT, open_ssh, share_program, share_ray_token
+from tests.hosts.rig.namespaces import Rig, RigError
 
 
 def hosts(

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fleet.hosts.rig import HOME, Host, RigError
 from fleet.local.redis_server import server_binary
+from tests.hosts.rig.namespaces import HOME, Host, RigError
 
 ROOT = Path(__file__).parents[2]
 RAY_PORT = 6379

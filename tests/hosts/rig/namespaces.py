@@ -266,7 +266,7 @@ class Rig:
         if why := unavailable():
             raise RigError(why)
         below = [str(folder.resolve()) for folder in shared]
-        self._shared = [folder for folder in below if folder.startswith("/tmp/")]  # noqa: S108
+        self._shared = [folder for folder in below if folder.startswith("/tmp/")]
         self._layer = os.environ.get(_LAYER_VARIABLE, "") if layer is None else layer
         self._environment = dict(environment or {})
         self._switch: subprocess.Popen[bytes] | None = None
@@ -293,7 +293,7 @@ class Rig:
         trace: TracebackType | None,
     ) -> None:
         for host in self.hosts.values():
-            host._power_off()  # noqa: SLF001 - a host's power is its rig's
+            host._power_off()
         if self._switch is not None:
             self._switch.kill()
             self._switch.wait()
@@ -311,9 +311,9 @@ class Rig:
         """Start a host that has no power: with its name and address, and nothing on its disks."""
         host = self.hosts[name]
         known = "".join(f"{h.address} {h.name}\n" for h in self.hosts.values())
-        go = host._power_on(f"127.0.0.1 localhost\n{known}", self._shared, self._layer)  # noqa: SLF001
+        go = host._power_on(f"127.0.0.1 localhost\n{known}", self._shared, self._layer)
         port, number = _port(name), int(host.address.rpartition(".")[2])
-        card = f"eth0 address 02:00:00:00:00:{number:02x} netns {host._first_pid}"  # noqa: SLF001
+        card = f"eth0 address 02:00:00:00:00:{number:02x} netns {host._first_pid}"
         self._in_switch(
             f"ip link delete {port} 2> /dev/null; "  # of an earlier life: the kernel is slow
             f"ip link add {port} type veth peer name {card} && "
@@ -321,14 +321,14 @@ class Rig:
         )
         go.write(b"\n")
         go.flush()
-        host._wait_until_up()  # noqa: SLF001
+        host._wait_until_up()
         return host
 
     def power_off(self, name: str) -> None:
         """End a host as a pulled plug does: nobody on the network hears of it."""
         if self.hosts[name].running:
             self.cut(name)
-            self.hosts[name]._power_off()  # noqa: SLF001
+            self.hosts[name]._power_off()
 
     def cut(self, name: str) -> None:
         """Pull a host's network cable."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.wire.fleet_token import FleetToken
 from kvtransfer.listening.hello import (
     GREETING,
     NONCE_BYTES,
@@ -16,7 +17,6 @@ from kvtransfer.listening.hello import (
     prove_to_reader,
     prove_to_worker,
 )
-from wire.fleet_token import FleetToken
 
 LIFE = b"a life of sixteen"
 Ends = tuple[socket.socket, socket.socket]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from engine.emulated_timing import EPYC_135M
+from baton.engine.emulated_timing import EPYC_135M
 from fleet.cli.main import app
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import LINKS, Network
@@ -21,8 +21,8 @@ from loadtest.simulator.policies import FLEET
 from loadtest.simulator.report import Slo, as_json, bound_share, figures
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.workloads.traces import TraceRequest, read_trace
-from router.placement.chain import Giver
-from router.placement.placer import Placer
+from router.routing.placement.chain import Giver
+from router.routing.placement.placer import Placer
 from tests.soak import examples
 
 SAMPLE = Path(__file__).parents[2] / "router" / "placement" / "conversation_sample.jsonl"

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from router.api.bodies.fields import Fields
-from router.api.bodies.parameters import TABLE
-from router.api.messages.parameters import TABLE as MESSAGES_TABLE
-from router.api.pooling.parameters import TABLE as POOLING_TABLE
-from router.api.responses.parameters import TABLE as RESPONSES_TABLE
-from router.batch.parameters import TABLE as BATCH_TABLE
+from router.frontend.api.bodies.fields import Fields
+from router.frontend.api.bodies.parameters import TABLE
+from router.frontend.api.messages.parameters import TABLE as MESSAGES_TABLE
+from router.frontend.api.pooling.parameters import TABLE as POOLING_TABLE
+from router.frontend.api.responses.parameters import TABLE as RESPONSES_TABLE
+from router.frontend.batch.parameters import TABLE as BATCH_TABLE
 
 PAGE = Path(__file__).parents[3] / "docs" / "parameters.md"
 
@@ -15,7 +15,7 @@ HEAD = """\
 # What becomes of each parameter
 
 Written by `python -m tests.router.api.parameters_page` from the table that the router acts by
-(`router/api/bodies/parameters.py`, and files of the same name for the newer APIs); a test
+(`router/frontend/api/bodies/parameters.py`, and files of the same name for the newer APIs); a test
 compares them.
 
 - **honoured**: it acts. A value outside its limits is a 400 that names it.

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from config.clients import ApiKeyConfig
-from engine.core.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
+from baton.config.clients import ApiKeyConfig
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.shared_adapters import SharedAdapters
+from baton.types.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
 from fleet.local.redis_server import EmbeddedRedis
-from registry.redis_store import Registry, RegistryUnavailableError
-from registry.shared_adapters import SharedAdapters
 from router.adapter_table import AdapterEntry, AdapterTable
-from router.placement.prompt_hashes import HashSeedCache
+from router.routing.placement.prompt_hashes import HashSeedCache
 from router.served_model import ServedModel
 from tests.engine.lora_files import write_adapter
 from tests.router.conftest import MODEL, events_of, until

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from config.clients import ApiKeyConfig
-from engine.core.errors import InvalidRequestError
-from router.api.bodies.chat import ChatBody
-from router.api.bodies.completion import CompletionBody
-from router.api.bodies.embedding import EmbeddingBody
-from router.api.bodies.parse import parse
-from router.api.bodies.tokens import DetokenizeBody
+from baton.config.clients import ApiKeyConfig
+from baton.types.errors import InvalidRequestError
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.completion import CompletionBody
+from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.bodies.parse import parse
+from router.frontend.api.bodies.tokens import DetokenizeBody
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 

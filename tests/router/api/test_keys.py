@@ -6,16 +6,16 @@ import hmac
 import pytest
 import typer
 
-from config.clients import ApiKeyConfig
-from engine.core.errors import UnauthorizedError
+from baton.config.clients import ApiKeyConfig
+from baton.types.errors import UnauthorizedError
+from baton.wire import fleet_token
+from baton.wire.fleet_token import FleetToken
 from fleet.cli.common import get_json
 from fleet.local.state import FleetState
 from fleet.process_key import ProcessKey
-from router import access
+from router.frontend import access
 from router.settings import RouterSettings
 from tests.router.emulated_worker import Script
-from wire import fleet_token
-from wire.fleet_token import FleetToken
 
 KEYS = {
     "key-of-one": ApiKeyConfig(tenant="one"),

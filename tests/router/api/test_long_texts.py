@@ -13,9 +13,9 @@ import psutil
 import pytest
 import yaml
 
-from engine.artifacts.artifact import resolve_model
-from engine.text.length_bound import LengthBound
-from engine.text.tokenizer import TextTokenizer, load_tokenizer
+from baton.model.artifact import resolve_model
+from baton.text.length_bound import LengthBound
+from baton.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.router.conftest import MODEL, free_port
 
 SPACES = " " * 3_900_000

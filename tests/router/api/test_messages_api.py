@@ -6,7 +6,7 @@ import json
 import anthropic
 import pytest
 
-from config.clients import ApiKeyConfig, ClientLimitsConfig
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
 from router.served_model import ServedModel
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script, answer_token

@@ -5,9 +5,9 @@ import asyncio
 import openai
 import pytest
 
+from baton.wire.tokens import unpack_tokens
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script, answer_token
-from wire.tokens import unpack_tokens
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

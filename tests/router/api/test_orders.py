@@ -8,14 +8,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from config.clients import ApiKeyConfig
-from registry.orders import Answer, Order, Orders
-from registry.redis_store import Registry
-from router.api import errors, orders
+from baton.config.clients import ApiKeyConfig
+from baton.registry.orders import Answer, Order, Orders
+from baton.registry.redis_store import Registry
+from baton.telemetry.metrics import Metrics
+from baton.wire.fleet_token import FleetToken
+from router.frontend.api import errors, orders
 from router.settings import RouterSettings
-from telemetry.metrics import Metrics
 from tests.registry.conftest import redis_server, registry
-from wire.fleet_token import FleetToken
 
 __all__ = ["redis_server", "registry"]
 

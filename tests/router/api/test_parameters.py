@@ -2,29 +2,29 @@
 
 import pytest
 
-from router.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
-from router.api.bodies.chat import ChatBody
-from router.api.bodies.common import Body
-from router.api.bodies.completion import CompletionBody
-from router.api.bodies.embedding import EmbeddingBody
-from router.api.bodies.generation import (
+from router.frontend.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.common import Body
+from router.frontend.api.bodies.completion import CompletionBody
+from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.bodies.generation import (
     JsonSchemaFormat,
     ResponseFormat,
     StreamOptions,
     StructuredOutputs,
 )
-from router.api.bodies.messages import CalledFunction, CalledTool, Message, Part
-from router.api.bodies.parameters import TABLE
-from router.api.bodies.tokens import DetokenizeBody, TokenizeBody
-from router.api.bodies.tools import FunctionOffered, ToolOffered
-from router.api.messages import body as messages
-from router.api.messages.parameters import TABLE as MESSAGES_TABLE
-from router.api.pooling import bodies as pooling
-from router.api.pooling.parameters import TABLE as POOLING_TABLE
-from router.api.responses import body as responses
-from router.api.responses.parameters import TABLE as RESPONSES_TABLE
-from router.batch.calls import BatchBody
-from router.batch.parameters import TABLE as BATCH_TABLE
+from router.frontend.api.bodies.messages import CalledFunction, CalledTool, Message, Part
+from router.frontend.api.bodies.parameters import TABLE
+from router.frontend.api.bodies.tokens import DetokenizeBody, TokenizeBody
+from router.frontend.api.bodies.tools import FunctionOffered, ToolOffered
+from router.frontend.api.messages import body as messages
+from router.frontend.api.messages.parameters import TABLE as MESSAGES_TABLE
+from router.frontend.api.pooling import bodies as pooling
+from router.frontend.api.pooling.parameters import TABLE as POOLING_TABLE
+from router.frontend.api.responses import body as responses
+from router.frontend.api.responses.parameters import TABLE as RESPONSES_TABLE
+from router.frontend.batch.calls import BatchBody
+from router.frontend.batch.parameters import TABLE as BATCH_TABLE
 from tests.router.api.parameters_page import PAGE, page
 
 KINDS = (

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from config.clients import ApiKeyConfig
+from baton.config.clients import ApiKeyConfig
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 from tests.router.test_operations import samples

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.text.grammar import GrammarCompiler
+from baton.text.grammar import GrammarCompiler
 from router.served_model import ServedModel
 from tests.router.conftest import MODEL, events_of
 from tests.router.emulated_worker import Script

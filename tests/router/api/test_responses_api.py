@@ -7,13 +7,13 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from config.clients import ApiKeyConfig, ClientLimitsConfig, StoredResponsesConfig
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, StoredResponsesConfig
+from baton.registry.redis_store import Registry
+from baton.registry.stored_responses import StoredResponses, StoreLimits
+from baton.telemetry.metrics import Metrics
 from fleet.local.redis_server import EmbeddedRedis
-from registry.redis_store import Registry
-from registry.stored_responses import StoredResponses, StoreLimits
-from router.api.responses import store
+from router.frontend.api.responses import store
 from router.served_model import ServedModel
-from telemetry.metrics import Metrics
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 

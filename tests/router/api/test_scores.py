@@ -8,7 +8,7 @@ import threading
 import openai
 import pytest
 
-from router.api.embeddings import EmbeddingAnswer
+from router.frontend.api.embeddings import EmbeddingAnswer
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script
 
@@ -114,7 +114,7 @@ async def test_each_kind_is_cut_to_its_own_number_of_alternatives(fleet):
 
 
 async def test_more_scores_than_workers_should_hold_are_refused_with_the_limit(fleet, monkeypatch):
-    monkeypatch.setattr("router.api.prepare.MAX_PROMPT_LOGPROBS_BYTES", 1000)
+    monkeypatch.setattr("router.frontend.api.prepare.MAX_PROMPT_LOGPROBS_BYTES", 1000)
     response = await fleet.complete([5] * 100, echo=True, logprobs=4, max_tokens=0)
     assert response.status_code == 400
     assert "at most 25 tokens" in response.json()["error"]["message"]
@@ -204,7 +204,7 @@ async def test_many_vectors_are_written_beside_the_event_loop(make_fleet, monkey
         return whole(self)
 
     monkeypatch.setattr(EmbeddingAnswer, "_whole", written)
-    monkeypatch.setattr("router.api.prepare._LARGE_BYTES", 20)  # a vector here has 16
+    monkeypatch.setattr("router.frontend.api.prepare._LARGE_BYTES", 20)  # a vector here has 16
     fleet = await make_fleet({"decode-0": Script()})
     for inputs in ([[5], [6]], [[5]]):
         assert (await embed(fleet, inputs)).status_code == 200

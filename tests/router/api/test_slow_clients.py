@@ -10,12 +10,12 @@ import httpx
 import pytest
 import uvicorn
 
-from config.clients import ClientLimitsConfig
-from config.fleet_file import DEFAULT_MODEL
+from baton.config.clients import ClientLimitsConfig
+from baton.config.fleet_file import DEFAULT_MODEL
 from router.app import Router
-from router.http_server import server_config
+from router.frontend.http_server import server_config
+from router.routing.workers.directory import StaticDirectory
 from router.settings import RouterSettings
-from router.workers.directory import StaticDirectory
 from tests.router.conftest import MODEL, events_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script, answer_token
 

@@ -9,10 +9,10 @@ import time
 import httpx
 import yaml
 
-from config.fleet_file import DEFAULT_MODEL
+from baton.config.fleet_file import DEFAULT_MODEL
 from router.app import Router
+from router.routing.workers.directory import StaticDirectory
 from router.settings import RouterSettings
-from router.workers.directory import StaticDirectory
 from tests.router.conftest import MODEL, events_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from config.clients import ApiKeyConfig
+from baton.config.clients import ApiKeyConfig
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 

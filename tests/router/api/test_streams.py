@@ -8,13 +8,13 @@ import httpx
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.api.formats.answer_format import DataEvents, TextEvent, data_event, named_event
-from router.api.formats.answer_parts import Part
-from router.api.formats.openai import ChatFormat, CompletionFormat
-from router.api.messages import format as messages_format
-from router.api.responses.format import ResponsesFormat
-from router.choice import Delta
-from router.http.connection import Deliveries
+from router.frontend.api.formats.answer_format import DataEvents, TextEvent, data_event, named_event
+from router.frontend.api.formats.answer_parts import Part
+from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
+from router.frontend.api.messages import format as messages_format
+from router.frontend.api.responses.format import ResponsesFormat
+from router.frontend.http.connection import Deliveries
+from router.routing.choice import Delta
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script, answer_token
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from config.clients import ClientLimitsConfig
+from baton.config.clients import ClientLimitsConfig
 from router.served_model import ServedModel
 from tests.router.conftest import MODEL, events_of
 from tests.router.emulated_worker import Script

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.text.grammar import GrammarCompiler
+from baton.text.grammar import GrammarCompiler
 from router.served_model import ServedModel
 from tests.router.conftest import events_of, until
 from tests.router.emulated_worker import Script

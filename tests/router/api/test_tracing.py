@@ -104,7 +104,11 @@ async def test_without_a_trace_the_clients_context_passes_through(fleet):
 
 
 @pytest.mark.parametrize(
-    "place", ["router.api.prepare.Preparer.chat", "router.api.formats.openai.ChatFormat.whole"]
+    "place",
+    [
+        "router.frontend.api.prepare.Preparer.chat",
+        "router.frontend.api.formats.openai.ChatFormat.whole",
+    ],
 )
 async def test_a_fault_of_ours_is_a_span_and_a_500_in_the_metrics(fleet, spans, monkeypatch, place):
     monkeypatch.setattr(place, lambda *_: 1 / 0)

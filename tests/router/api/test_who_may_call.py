@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from config.clients import ApiKeyConfig
+from baton.config.clients import ApiKeyConfig
 from tests.router.emulated_worker import Script
 
 KEYS = {

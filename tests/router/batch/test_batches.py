@@ -8,11 +8,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from config.batch import BatchConfig
-from config.clients import ApiKeyConfig, ClientLimitsConfig
-from router.batch.lines import LOWEST_PRIORITY
-from router.batch.record import BatchRecord
-from router.batch.store import BatchStore
+from baton.config.batch import BatchConfig
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
+from router.frontend.batch.lines import LOWEST_PRIORITY
+from router.frontend.batch.record import BatchRecord
+from router.frontend.batch.store import BatchStore
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from config.batch import BatchConfig
-from router.batch import runner
-from router.batch.lines import LineFault, read_line
-from router.batch.record import BatchRecord
-from router.batch.store import BatchStore, FileRecord
+from baton.config.batch import BatchConfig
+from router.frontend.batch import runner
+from router.frontend.batch.lines import LineFault, read_line
+from router.frontend.batch.record import BatchRecord
+from router.frontend.batch.store import BatchStore, FileRecord
 from tests.router.batch.test_batches import begin, client_of, ended, line, lines, read, start
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
@@ -67,7 +67,7 @@ async def test_a_fault_at_the_end_of_a_batch_loses_no_answer_and_computes_none_a
 async def test_a_disk_that_is_full_for_a_while_does_not_have_lines_computed_all_the_time(
     start, monkeypatch
 ):
-    from router.batch.answers import AnswerFiles
+    from router.frontend.batch.answers import AnswerFiles
 
     whole, refused = AnswerFiles.write, []
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.batch.lines import (
+from router.frontend.batch.lines import (
     LOWEST_PRIORITY,
     LineFault,
     LineRequest,
@@ -13,7 +13,7 @@ from router.batch.lines import (
     number_of,
     read_line,
 )
-from router.batch.record import BatchRecord
+from router.frontend.batch.record import BatchRecord
 
 CHAT = "/v1/chat/completions"
 BATCH = "batch_" + "a" * 32

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from registry.redis_store import Registry
-from registry.stored_responses import StoredResponses, StoreLimits
-from router.group.any_router import AnyRouter
+from baton.registry.redis_store import Registry
+from baton.registry.stored_responses import StoredResponses, StoreLimits
+from router.routing.group.any_router import AnyRouter
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.group.pages import Pages
-from router.group.past_pages import PastPages
-from router.group.together import latest_of, load_of, series_of
-from telemetry.live_series import LiveSeries
-from telemetry.metrics import Metrics
+from baton.telemetry.live_series import LiveSeries
+from baton.telemetry.metrics import Metrics
+from router.routing.group.pages import Pages
+from router.routing.group.past_pages import PastPages
+from router.routing.group.together import latest_of, load_of, series_of
 
 
 def page(requests: int, waiting: int, workers: int, connected: int = 1) -> tuple[Metrics, bytes]:

@@ -4,7 +4,7 @@ import socket
 
 import uvloop
 
-from router.http.acceptor import Acceptor
+from router.frontend.http.acceptor import Acceptor
 
 CLIENTS = 300
 TURNS = 30

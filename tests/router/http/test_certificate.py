@@ -12,17 +12,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from config.clients import ClientLimitsConfig
-from config.network import HttpsConfig
+from baton.config.clients import ClientLimitsConfig
+from baton.config.network import HttpsConfig
+from baton.telemetry.metrics import Metrics
+from baton.wire.tls import CertificateError
 from fleet.cli.certs import authority as certificates
 from fleet.local.http_trust import trusted
-from router.http.certificate import LiveCertificate
-from router.http_server import server_config
-from telemetry.metrics import Metrics
+from router.frontend.http.certificate import LiveCertificate
+from router.frontend.http_server import server_config
 from tests.e2e.fleet_processes import free_port
 from tests.router.quick_server import QuickServer
 from tests.wire.certs import DAY, made
-from wire.tls import CertificateError
 
 SLOW = 40  # pieces of an answer
 

@@ -9,8 +9,8 @@ import zlib
 import pytest
 import zstandard
 
-from engine.core.errors import InvalidRequestError, UnsupportedMediaError
-from router.http.encodings import BodyTooLargeError, unfolder_of, utf8_of
+from baton.types.errors import InvalidRequestError, UnsupportedMediaError
+from router.frontend.http.encodings import BodyTooLargeError, unfolder_of, utf8_of
 from tests.router.conftest import MODEL
 
 BODY = json.dumps({"prompt": "Hello, world!", "model": MODEL}).encode()

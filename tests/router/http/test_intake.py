@@ -1,8 +1,8 @@
 import asyncio
 import time
 
-from router.http.intake import Intake, arrived_ns_of
-from telemetry.metrics import Metrics
+from baton.telemetry.metrics import Metrics
+from router.frontend.http.intake import Intake, arrived_ns_of
 
 CALLS = 200
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from config.clients import ApiKeyConfig, ClientLimitsConfig
-from config.fleet_file import FleetConfig
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
+from baton.config.fleet_file import FleetConfig
 
 HERE, THERE = "https://chat.example.com", "https://evil.example.com"
 KEYS = {"key-of-one": ApiKeyConfig(tenant="one")}

@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from router.http.connection import Deliveries
-from router.http.pace import LONGEST_NS, Pace
+from router.frontend.http.connection import Deliveries
+from router.frontend.http.pace import LONGEST_NS, Pace
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 

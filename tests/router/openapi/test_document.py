@@ -3,9 +3,9 @@
 import jsonschema
 import pytest
 
-from config.clients import ApiKeyConfig
-from router.openapi import document
-from router.openapi.calls import CALLS
+from baton.config.clients import ApiKeyConfig
+from router.frontend.openapi import document
+from router.frontend.openapi.calls import CALLS
 from tests.router.conftest import MODEL, events_of
 from tests.router.emulated_worker import Script
 from tests.router.page.chromium import CHROMIUM, chromium

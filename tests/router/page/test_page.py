@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from config.clients import ApiKeyConfig
+from baton.config.clients import ApiKeyConfig
 from tests.router.emulated_worker import Script
 from tests.router.page.chromium import CHROMIUM, chromium
 

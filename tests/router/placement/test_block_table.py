@@ -8,14 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.placement.block_table import (
+from router.routing.placement.block_table import (
     PARTS,
     LiveWorkers,
     NativeBlockTable,
     PlainBlockTable,
     block_table,
 )
-from router.placement.native.library import load
+from router.routing.placement.native.library import load
 from tests.soak import examples
 
 LIBRARY = load()
@@ -135,5 +135,5 @@ def test_a_block_that_a_thousand_workers_hold_costs_a_bit_for_each():
 
 
 def test_without_the_library_the_plain_table_is_taken(monkeypatch):
-    monkeypatch.setattr("router.placement.block_table.load", lambda: None)
+    monkeypatch.setattr("router.routing.placement.block_table.load", lambda: None)
     assert isinstance(block_table(), PlainBlockTable)

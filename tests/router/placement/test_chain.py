@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.chain import MAX_GIVERS, MAX_LINKS, PULL_OVERHEAD_S, Giver, cheapest_chains
-from router.placement.cost import WorkerLoad, price
+from router.routing.placement.chain import (
+    MAX_GIVERS,
+    MAX_LINKS,
+    PULL_OVERHEAD_S,
+    Giver,
+    cheapest_chains,
+)
+from router.routing.placement.cost import WorkerLoad, price
 
 BLOCK_BYTES = 368_640
 PROMPT_TOKENS = 2000

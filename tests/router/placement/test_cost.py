@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from registry.types import EventBatch
-from router.placement.booked_load import LoadBook, Unreported
-from router.placement.chain import PULL_OVERHEAD_S, Giver
-from router.placement.cost import (
+from baton.registry.types import EventBatch
+from router.routing.placement.booked_load import LoadBook, Unreported
+from router.routing.placement.chain import PULL_OVERHEAD_S, Giver
+from router.routing.placement.cost import (
     EDGE_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_PREFILL_TOKENS_PER_S,
@@ -24,8 +24,8 @@ from router.placement.cost import (
     candidates,
     choose,
 )
-from router.placement.prefix_index import PrefixIndex
-from router.placement.worker_load import load_of, loads_of
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.worker_load import load_of, loads_of
 
 TRACE = Path(__file__).with_name("conversation_sample.jsonl")
 

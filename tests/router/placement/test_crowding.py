@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.placement.crowding import Crowding
+from router.routing.placement.crowding import Crowding
 
 SECOND = 10**9
 

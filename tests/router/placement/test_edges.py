@@ -5,13 +5,13 @@ import random
 import pytest
 from batonpb.common_pb2 import EdgeRate, WorkerIdentity, WorkerStatus
 
-from loadtest.bench.placement import fleet
-from router.placement.booked_load import LoadBook
-from router.placement.crowding import Crowding
-from router.placement.edges import Links, ReportedEdges
-from router.placement.pricing import Asked
-from router.placement.shortlist import Shortlist
-from router.placement.worker_load import Reports, loads_of
+from benchmarks.placement import fleet
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.crowding import Crowding
+from router.routing.placement.edges import Links, ReportedEdges
+from router.routing.placement.pricing import Asked
+from router.routing.placement.shortlist import Shortlist
+from router.routing.placement.worker_load import Reports, loads_of
 
 FAST, SLOW = 1e9, 6e5  # of which the slow one is a link of 5 Mbit/s
 HOSTS = {"prefill-0": "a", "prefill-1": "b", "decode-0": "c", "decode-1": "c", "decode-2": "d"}

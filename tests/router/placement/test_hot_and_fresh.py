@@ -6,15 +6,15 @@ from collections import Counter
 
 import pytest
 
-from engine.core.block_hashes import block_hashes
-from engine.core.params import SamplingParams
-from loadtest.bench.placement import fleet
-from registry.types import EventBatch
-from router.placement.booked_load import LoadBook
-from router.placement.native.library import load
-from router.placement.placer import Placer
-from router.placement.prefix_index import PrefixIndex
+from baton.registry.types import EventBatch
+from baton.types.block_hashes import block_hashes
+from baton.types.params import SamplingParams
+from benchmarks.placement import fleet
 from router.request import GenerationRequest
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.native.library import load
+from router.routing.placement.placer import Placer
+from router.routing.placement.prefix_index import PrefixIndex
 from router.settings import RouterSettings
 
 CLIENTS, ANSWER, PROMPT = 200, 64, tuple(range(2048))
@@ -52,7 +52,7 @@ class Closed:
         self._asked = 0
         self.report()
 
-    # --- router.placement.placer.Workers
+    # --- router.routing.placement.placer.Workers
 
     @property
     def usable(self):
@@ -130,7 +130,7 @@ class Closed:
 @pytest.fixture(params=["native", pytest.param("plain", marks=pytest.mark.slow)])
 def eight(request, monkeypatch) -> Closed:
     if request.param == "plain":
-        monkeypatch.setattr("router.placement.shortlist.load", lambda: None)
+        monkeypatch.setattr("router.routing.placement.shortlist.load", lambda: None)
     elif load() is None:
         pytest.skip("no compiler")
     return Closed(8)

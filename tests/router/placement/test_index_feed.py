@@ -2,10 +2,10 @@
 
 import asyncio
 
-from registry.types import EventBatch, Snapshot
-from router.placement import index_feed
-from router.placement.prefix_index import PrefixIndex
-from telemetry.metrics import Metrics
+from baton.registry.types import EventBatch, Snapshot
+from baton.telemetry.metrics import Metrics
+from router.routing.placement import index_feed
+from router.routing.placement.prefix_index import PrefixIndex
 from tests.router.conftest import until
 
 SNAPSHOT = Snapshot(incarnation=b"i" * 16, sequence=1, packed=b"h" * 16)

@@ -5,10 +5,10 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.block_hashes import block_hashes, hash_seed
-from registry.types import EventBatch, Forget, Heartbeat, Snapshot, hashes_checksum
-from router.placement.block_table import PlainBlockTable
-from router.placement.prefix_index import Applied, PrefixIndex
+from baton.registry.types import EventBatch, Forget, Heartbeat, Snapshot, hashes_checksum
+from baton.types.block_hashes import block_hashes, hash_seed
+from router.routing.placement.block_table import PlainBlockTable
+from router.routing.placement.prefix_index import Applied, PrefixIndex
 from tests.soak import examples
 
 A, B = b"a" * 16, b"b" * 16

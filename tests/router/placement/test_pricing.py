@@ -6,19 +6,19 @@ import msgspec
 import pytest
 from batonpb.common_pb2 import EdgeRate
 
-from loadtest.bench.placement import fleet
-from registry.types import TIERS, EventBatch, tier_incarnation
-from router.placement import cost
-from router.placement.booked_load import LoadBook
-from router.placement.chain import MAX_GIVERS, MAX_LINKS
-from router.placement.cost import candidates
-from router.placement.crowding import Crowding
-from router.placement.native.library import load
-from router.placement.placed import Described
-from router.placement.prefix_index import PrefixIndex
-from router.placement.pricing import Asked, Pricing
-from router.placement.shortlist import Shortlist
-from router.placement.worker_load import Reports, loads_of
+from baton.registry.types import TIERS, EventBatch, tier_incarnation
+from benchmarks.placement import fleet
+from router.routing.placement import cost
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.chain import MAX_GIVERS, MAX_LINKS
+from router.routing.placement.cost import candidates
+from router.routing.placement.crowding import Crowding
+from router.routing.placement.native.library import load
+from router.routing.placement.placed import Described
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.pricing import Asked, Pricing
+from router.routing.placement.shortlist import Shortlist
+from router.routing.placement.worker_load import Reports, loads_of
 
 pytestmark = pytest.mark.skipif(load() is None, reason="no compiler")
 MODES = ("auto", "disaggregated", "colocated")

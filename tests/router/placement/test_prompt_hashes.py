@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from engine.core.block_hashes import block_hashes
-from router.placement.native.library import load
-from router.placement.prompt_hashes import native_hashes
+from baton.types.block_hashes import block_hashes
+from router.routing.placement.native.library import load
+from router.routing.placement.prompt_hashes import native_hashes
 
 pytestmark = pytest.mark.skipif(load() is None, reason="no compiler")
 

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from config.fleet_file import DEFAULT_MODEL
-from engine.core.block_hashes import block_hashes
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.registry.event_feed import EventFeed
+from baton.registry.kv_events import KvEventPublisher
+from baton.registry.redis_store import Registry
+from baton.registry.workers import Presence, RegistryWatcher
+from baton.types.block_hashes import block_hashes
 from fleet.local.redis_server import EmbeddedRedis
-from registry.event_feed import EventFeed
-from registry.kv_events import KvEventPublisher
-from registry.redis_store import Registry
-from registry.workers import Presence, RegistryWatcher
-from router.api.bodies.completion import CompletionBody
-from router.api.bodies.parse import parse
-from router.api.prepare import Preparer, read_headers
 from router.app import Router
+from router.frontend.api.bodies.completion import CompletionBody
+from router.frontend.api.bodies.parse import parse
+from router.frontend.api.prepare import Preparer, read_headers
 from router.settings import RouterSettings
 from tests.router.conftest import MODEL, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
@@ -122,7 +122,7 @@ async def test_two_routers_follow_the_same_index_and_outlive_redis(redis_server,
 
 def test_a_request_hashes_its_blocks_once_for_all_workers(model):
     """Seeds depend on the scope and the format, and on nothing that differs between workers."""
-    from router.placement.prompt_hashes import HashSeedCache
+    from router.routing.placement.prompt_hashes import HashSeedCache
     from tests.router.emulated_worker import KV_GROUP
 
     cache = HashSeedCache()

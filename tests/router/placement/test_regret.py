@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as with_load
 
-from router.placement.cost import WorkerLoad, candidates
-from router.placement.regret import Allowance, FittedRates, Measured, regret
+from router.routing.placement.cost import WorkerLoad, candidates
+from router.routing.placement.regret import Allowance, FittedRates, Measured, regret
 
 FORMAT = {"format_id": "f", "block_bytes": 1000}
 QUICK = WorkerLoad(worker_id="prefill-0", incarnation=b"0", role="prefill", **FORMAT)

@@ -5,17 +5,17 @@ from statistics import fmean
 
 import pytest
 
-from engine.core.params import SamplingParams
-from loadtest.bench.placement import fleet
-from registry.types import EventBatch
-from router.placement import cost
-from router.placement.booked_load import LoadBook
-from router.placement.cost import candidates
-from router.placement.crowding import Crowding
-from router.placement.prefix_index import PrefixIndex
-from router.placement.shortlist import Shortlist
-from router.placement.worker_load import Report, Reports, loads_of
+from baton.registry.types import EventBatch
+from baton.types.params import SamplingParams
+from benchmarks.placement import fleet
 from router.request import GenerationRequest
+from router.routing.placement import cost
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.cost import candidates
+from router.routing.placement.crowding import Crowding
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.shortlist import Shortlist
+from router.routing.placement.worker_load import Report, Reports, loads_of
 
 KEEP = cost.PAIRED_OF_A_ROLE
 

@@ -6,20 +6,20 @@ from time import monotonic_ns
 from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 
-from config.fleet_file import DEFAULT_MODEL
-from engine.core.params import SamplingParams
-from router.placement.prefix_index import PrefixIndex
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.telemetry.metrics import Metrics
+from baton.types.params import SamplingParams
+from baton.wire.tokens import pack_tokens
 from router.request import GenerationRequest
-from router.requests.gateway import Gateway
-from router.requests.observer import Observer
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.requests.gateway import Gateway
+from router.routing.requests.observer import Observer
+from router.routing.workers.directory import StaticDirectory
+from router.routing.workers.link import WorkerLink
+from router.routing.workers.table import Slot
 from router.settings import RouterSettings
-from router.workers.directory import StaticDirectory
-from router.workers.link import WorkerLink
-from router.workers.table import Slot
-from telemetry.metrics import Metrics
 from tests.router.conftest import record_of
 from tests.router.emulated_worker import EmulatedWorker
-from wire.tokens import pack_tokens
 
 
 class FakeLink(WorkerLink):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.errors import QueueFullError
-from router.requests.admission import Admission
-from router.requests.fair_queue import FairQueue, Waiting
+from baton.types.errors import QueueFullError
+from router.routing.requests.admission import Admission
+from router.routing.requests.fair_queue import FairQueue, Waiting
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 from tests.soak import examples

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from engine.core.errors import GrammarError, UnavailableError
-from engine.text.grammar import MAX_SOURCE_CHARACTERS
-from engine.text.grammar_check import Question, Verdict
-from router.requests.grammar_checker import GrammarChecker
-from telemetry.metrics import Metrics
+from baton.telemetry.metrics import Metrics
+from baton.text.grammar import MAX_SOURCE_CHARACTERS
+from baton.text.grammar_check import Question, Verdict
+from baton.types.errors import GrammarError, UnavailableError
+from router.routing.requests.grammar_checker import GrammarChecker
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 
@@ -266,7 +266,7 @@ async def test_grammars_of_clients_that_have_left_are_not_tried(make_fleet, monk
 async def test_a_client_that_left_before_its_call_is_prepared_starts_nothing(
     make_fleet, monkeypatch
 ):
-    from router.api import generation
+    from router.frontend.api import generation
 
     fleet = await make_fleet({"decode-0": Script()})
     whole, held = generation.off_loop, asyncio.Event()

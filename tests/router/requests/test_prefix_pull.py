@@ -9,13 +9,13 @@ import pytest
 from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 
-from engine.core.block_hashes import block_hashes
-from registry.types import EventBatch
-from router.watch.stories import story_of
+from baton.registry.types import EventBatch
+from baton.types.block_hashes import block_hashes
+from baton.wire.capability import refusal
+from baton.wire.fleet_token import FleetToken
+from baton.wire.requests import prefix_request_id
+from router.routing.watch.stories import story_of
 from tests.router.requests.fake_links import FakeLink, fake_gateway, request, run
-from wire.capability import refusal
-from wire.fleet_token import FleetToken
-from wire.requests import prefix_request_id
 
 PROMPT = tuple(range(1000))
 BLOCKS = len(PROMPT) // 16

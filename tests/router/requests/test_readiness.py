@@ -1,6 +1,6 @@
 """Which pairs a round of probes goes through."""
 
-from router.requests.readiness import pairs_of
+from router.routing.requests.readiness import pairs_of
 
 
 def names(role: str, count: int) -> list[str]:

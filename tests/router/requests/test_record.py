@@ -8,13 +8,13 @@ from batonpb.decode_pb2 import RequestRoute, TokenRun
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.errors import DeadlineError, InternalError
-from engine.core.params import SamplingParams
-from engine.text.reasoning import ReasoningSyntax, ReasoningTags, Thinking
+from baton.text.reasoning import ReasoningSyntax, ReasoningTags, Thinking
+from baton.types.errors import DeadlineError, InternalError
+from baton.types.params import SamplingParams
+from baton.wire.tokens import pack_tokens, unpack_tokens
 from router.request import GenerationRequest, Shown
-from router.requests.record import RequestRecord
-from router.requests.recovery_policy import after_prefill_failure, after_worker_death
-from wire.tokens import pack_tokens, unpack_tokens
+from router.routing.requests.record import RequestRecord
+from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 
 
 def request(n: int = 1, stops=(), mode="auto", **sampling) -> GenerationRequest:

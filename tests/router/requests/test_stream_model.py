@@ -21,11 +21,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from router.requests.active_request import ActiveRequest
+from baton.wire.tokens import unpack_tokens
+from router.routing.requests.active_request import ActiveRequest
 from tests.router.emulated_worker import answer_token
 from tests.router.requests.fake_links import FakeLink, end, fake_gateway, request, run
 from tests.soak import examples
-from wire.tokens import unpack_tokens
 
 LENGTH = 5
 LONG_PROMPT = tuple(range(1, 40))

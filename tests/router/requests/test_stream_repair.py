@@ -8,7 +8,7 @@ import pytest
 from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 
-from router.requests import stream_repair
+from router.routing.requests import stream_repair
 from tests.router.requests.fake_links import FakeLink, end, fake_gateway, request, run
 
 IDS = list(range(1000, 1008))

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.local.redis_server import EmbeddedRedis
-from registry.redis_store import Registry, RegistryUnavailableError
-from router.requests import tickets as module
-from router.requests.tickets import TicketFeed, Tickets
+from router.routing.requests import tickets as module
+from router.routing.requests.tickets import TicketFeed, Tickets
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 
@@ -37,7 +37,7 @@ def clock(monkeypatch):
 
     def step(by_ns: int) -> None:
         monkeypatch.setattr(time, "time_ns", lambda: real() + by_ns)
-        monkeypatch.setattr("router.requests.gateway.time_ns", time.time_ns, raising=False)
+        monkeypatch.setattr("router.routing.requests.gateway.time_ns", time.time_ns, raising=False)
 
     return step
 

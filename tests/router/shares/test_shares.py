@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.errors import QueueFullError
-from loadtest.bench.router.workers import SteppedWorker
-from registry.redis_store import Registry
-from registry.router_demands import RouterDemand, RouterDemands, TenantDemand
-from router.requests.admission import Admission
-from router.requests.fair_queue import Waiting
-from router.shares.shares import SILENT_NS, Shares
+from baton.registry.redis_store import Registry
+from baton.registry.router_demands import RouterDemand, RouterDemands, TenantDemand
+from baton.types.errors import QueueFullError
+from benchmarks.router.workers import SteppedWorker
+from router.routing.requests.admission import Admission
+from router.routing.requests.fair_queue import Waiting
+from router.routing.shares.shares import SILENT_NS, Shares
 from tests.router.conftest import record_of, until
 
 MS = 1_000_000

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
-from config.clients import ApiKeyConfig
-from config.logs import LogsConfig
-from telemetry.logs import add_ids
+from baton.config.clients import ApiKeyConfig
+from baton.config.logs import LogsConfig
+from baton.telemetry.logs import add_ids
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 
@@ -94,7 +94,7 @@ async def test_without_being_asked_for_there_is_none(make_fleet, lines):
 @pytest.fixture
 def capture_ids(caplog):
     """The ids as a handler of the product would have them."""
-    from telemetry import logs
+    from baton.telemetry import logs
 
     caught = []
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.watch.why import Facts, why
+from router.routing.watch.why import Facts, why
 
 QUICK = {"tokenize": 0.002, "queue": 0.001, "prefill": 0.08, "decode": 0.3, "delivery": 0.001}
 

@@ -5,10 +5,10 @@ import contextlib
 import msgspec
 import redis
 
-from config.fleet_file import DEFAULT_MODEL
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.registry.redis_store import Registry
+from baton.registry.workers import Presence, RegistryWatcher
 from fleet.local.redis_server import EmbeddedRedis
-from registry.redis_store import Registry
-from registry.workers import Presence, RegistryWatcher
 from router.app import Router
 from router.settings import RouterSettings
 from tests.router.conftest import record_of, until
@@ -18,9 +18,9 @@ from tests.router.placement.test_registry_and_index import place
 
 async def test_requests_work_after_the_records_expired_in_a_full_redis(model, monkeypatch):
     """Defect 2: ten seconds after Redis was full the router hung up on every healthy worker."""
-    monkeypatch.setattr("registry.redis_store.WORKER_TTL_S", 0.5)
-    monkeypatch.setattr("registry.workers.FORGET_AFTER_S", 0.2)
-    monkeypatch.setattr("registry.workers.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("baton.registry.redis_store.WORKER_TTL_S", 0.5)
+    monkeypatch.setattr("baton.registry.workers.FORGET_AFTER_S", 0.2)
+    monkeypatch.setattr("baton.registry.workers.HEARTBEAT_S", 0.1)
     async with contextlib.AsyncExitStack() as stack:
         server = EmbeddedRedis()
         server.start()

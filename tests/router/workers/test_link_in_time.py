@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from router.workers.silence import REST_BEAT_S
+from router.routing.workers.silence import REST_BEAT_S
 from tests.router.workers.virtual_time import VirtualLoop, fleet
 from tests.soak import examples
 

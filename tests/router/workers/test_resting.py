@@ -8,17 +8,17 @@ import time
 
 import pytest
 
-from config.fleet_file import DEFAULT_MODEL
-from registry.event_feed import EventFeed
-from registry.redis_store import Registry
-from registry.workers import RegistryWatcher
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.registry.event_feed import EventFeed
+from baton.registry.redis_store import Registry
+from baton.registry.workers import RegistryWatcher
+from baton.wire.fleet_token import FleetToken
 from router.app import Router
 from router.settings import RouterSettings
 from tests.registry.conftest import redis_server
 from tests.router.conftest import until
 from tests.router.placement.test_registry_and_index import place
 from tests.workers.harness import TOKEN, WorkerProcess
-from wire.fleet_token import FleetToken
 
 __all__ = ["redis_server"]
 

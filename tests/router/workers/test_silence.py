@@ -1,6 +1,6 @@
 """What a worker's silence means, in made-up time."""
 
-from router.workers.silence import REST_BEAT_S, STALE_S, UNSEEN_BEAT_S, Exchange, Rest
+from router.routing.workers.silence import REST_BEAT_S, STALE_S, UNSEEN_BEAT_S, Exchange, Rest
 
 S = 1_000_000_000
 

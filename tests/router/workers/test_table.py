@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from batonpb.decode_pb2 import Hello
 
-from config.fleet_file import DEFAULT_MODEL
-from registry.types import WorkerRecord
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.registry.types import WorkerRecord
+from baton.wire.compatibility import own_wire
+from router.routing.workers.directory import StaticDirectory
+from router.routing.workers.link import WorkerLink
+from router.routing.workers.table import WorkerTable
 from router.settings import RouterSettings
-from router.workers.directory import StaticDirectory
-from router.workers.link import WorkerLink
-from router.workers.table import WorkerTable
 from tests.router.conftest import record_of, until
 from tests.router.emulated_worker import EmulatedWorker
-from wire.compatibility import own_wire
 
 SETTINGS = RouterSettings(
     model=DEFAULT_MODEL, model_names=("m",), silence_s=0.5, reopen_s=0.2, dead_shown_s=0.5
@@ -163,7 +163,7 @@ async def test_an_older_record_with_another_address_never_hangs_up_a_live_stream
 
 async def test_an_older_record_counts_when_the_later_life_is_dead_for_long(worker, monkeypatch):
     """A controller that lost its memory counts lives from one again: it is not ignored for ever."""
-    monkeypatch.setattr("router.workers.table.BELIEVE_OLDER_S", 0.2)
+    monkeypatch.setattr("router.routing.workers.table.BELIEVE_OLDER_S", 0.2)
     record = msgspec.structs.replace(record_of("decode-0", worker.address), epoch=3)
     directory = StaticDirectory([record])
     async with running(directory) as (table, _):

@@ -1,6 +1,6 @@
 """Transfers never fall: not when a worker dies, not when the router starts again."""
 
-from router.workers.transfer_totals import TransferLedger
+from router.routing.workers.transfer_totals import TransferLedger
 
 ONE, TWO = b"1" * 16, b"2" * 16
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.wire.tls import FleetTls
 from tests.router.conftest import record_of, until
 from tests.router.emulated_worker import EmulatedWorker
 from tests.wire.certs import files, made
-from wire.tls import FleetTls
 
 
 async def shown(fleet) -> dict:

@@ -12,17 +12,17 @@ import grpc
 from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 
+import baton.telemetry.alive_clock
 import decode_worker.service
 import decode_worker.session
-import router.workers.link
-import telemetry.alive_clock
+import router.routing.workers.link
+from baton.wire.compatibility import WIRE_MAX, WIRE_MIN, own_wire
+from baton.wire.router_frames import scatter
 from decode_worker.service import DecodeService
-from router.workers.link import WorkerLink
-from wire.compatibility import WIRE_MAX, WIRE_MIN, own_wire
-from wire.router_frames import scatter
+from router.routing.workers.link import WorkerLink
 
 LEASE_MS = 5000
-MODULES = (router.workers.link, telemetry.alive_clock)
+MODULES = (router.routing.workers.link, baton.telemetry.alive_clock)
 INCARNATION = b"i" * 16
 
 
@@ -168,8 +168,8 @@ class Fleet:
             monkeypatch.setattr(module, "monotonic_ns", loop.now_ns)
         for module in (decode_worker.service, decode_worker.session):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic_ns=loop.now_ns))
-        monkeypatch.setattr(router.workers.link, "open_channel", lambda *_: AsyncMock())
-        monkeypatch.setattr(router.workers.link, "DecodeStub", lambda _: self)
+        monkeypatch.setattr(router.routing.workers.link, "open_channel", lambda *_: AsyncMock())
+        monkeypatch.setattr(router.routing.workers.link, "DecodeStub", lambda _: self)
         self.service = TimedService()
         self.sent: list[pb.RouterFrame] = []  # by the router, on any stream
         self.stream: Stream | None = None

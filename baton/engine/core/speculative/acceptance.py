@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from engine.core.blocks import BlockPool
-from engine.core.params import SampledToken, finish_reason
-from engine.core.plan import PlanRow
-from engine.core.reservations import Reservations
-from engine.core.sequence import TokenSequence
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.plan import PlanRow
+from baton.engine.core.reservations import Reservations
+from baton.engine.core.sequence import TokenSequence
+from baton.types.params import SampledToken, finish_reason
 
 
 def accepted_draft_tokens(row: PlanRow, sampled: Sequence[SampledToken]) -> int:

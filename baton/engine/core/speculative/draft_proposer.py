@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.core.blocks import BlockPool
-from engine.core.errors import NumericsError
-from engine.core.model_runner import ModelRunner
-from engine.core.params import SamplingParams, finish_reason
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.sequence import TokenSequence, blocks_for
-from engine.core.speculative.proposers import MAX_DRAFT_TOKENS, Candidate, Proposal
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.model_runner import ModelRunner
+from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.engine.core.sequence import TokenSequence, blocks_for
+from baton.engine.core.speculative.proposers import MAX_DRAFT_TOKENS, Candidate, Proposal
+from baton.types.errors import NumericsError
+from baton.types.params import SamplingParams, finish_reason
 
 
 @dataclass(slots=True)

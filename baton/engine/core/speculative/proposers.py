@@ -17,11 +17,11 @@ from typing import Protocol
 
 import msgspec
 
-from engine.core.params import SampledToken
-from engine.core.plan import PlanRow, SampleSpec, StepPlan
-from engine.core.sequence import TokenSequence, blocks_for
-from engine.core.speculative.acceptance import accepted_draft_tokens
-from telemetry.running_mean import RunningMean
+from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
+from baton.engine.core.sequence import TokenSequence, blocks_for
+from baton.engine.core.speculative.acceptance import accepted_draft_tokens
+from baton.telemetry.running_mean import RunningMean
+from baton.types.params import SampledToken
 
 MAX_DRAFT_TOKENS = 16
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
 
-from telemetry.running_mean import RunningMean
+from baton.telemetry.running_mean import RunningMean
 
 _COPY_WEIGHT = 0.1  # of one block's copy in the mean of their times
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.core.blocks import BlockPool
-from engine.core.tiers.places import TierPlaces
+from baton.engine.core.blocks import BlockPool
+from baton.engine.core.tiers.places import TierPlaces
 
 POOL = "pool"
 SAVES = 16  # blocks that are being saved at once

@@ -1,1 +1,1 @@
-"""Our own C++ kernels, compiled at install; ``engine/cpu`` also works without them."""
+"""Our own C++ kernels, compiled at install; ``baton/engine/cpu`` also works without them."""

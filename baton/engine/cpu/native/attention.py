@@ -1,4 +1,4 @@
-"""Attention by the native kernel, in place of ``engine.cpu.attention.PagedAttention``.
+"""Attention by the native kernel, in place of ``baton.engine.cpu.attention.PagedAttention``.
 
 Each query row is computed by itself from the pages where its keys lie: no copies of K and V, no
 masks, and bits that depend on nothing but the row's position and keys, with any number of threads.
@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.core.geometry import KvGeometry
-from engine.cpu.attention import AttentionTiling, Span
-from engine.cpu.native.library import load, sums
-from engine.cpu.native.threads import job_threads
+from baton.engine.cpu.attention import AttentionTiling, Span
+from baton.engine.cpu.native.library import load, sums
+from baton.engine.cpu.native.threads import job_threads
+from baton.types.geometry import KvGeometry
 
 BLOCK_TOKENS = 16
 _FORMATS = {"bf16": 0, "int8": 1, "fp8": 2}  # of a pool; the numbers are those of pages.h

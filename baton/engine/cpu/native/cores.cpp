@@ -1,4 +1,4 @@
-// See cores.h; the table and who is alive: ``engine/cpu/cores.py``.
+// See cores.h; the table and who is alive: ``baton/engine/cpu/cores.py``.
 
 #include "cores.h"
 

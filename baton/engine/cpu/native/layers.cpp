@@ -1,4 +1,4 @@
-// A run of decoder layers in one call: the same kernels in the same order as ``engine/cpu/decoder.py``
+// A run of decoder layers in one call: the same kernels in the same order as ``baton/engine/cpu/decoder.py``
 // calls one by one, without the way through Python between them.
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""All layers of a decoder in one native call: the kernels of ``engine/cpu/decoder.py``'s pass.
+"""All layers of a decoder in one native call: the kernels of ``../decoder.py``'s pass.
 
 The pass in Python makes some ten calls a layer, which cost more than the products of a single row.
 Bits are the same. A pass with adapters, ranks or experts goes the other way.
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from engine.cpu.linear import Linear
-from engine.cpu.native.attention import NativeAttention, NativeCalls
-from engine.cpu.native.library import PAIRS, load, sums
-from engine.cpu.native.products import NativeInt4Weight, NativeInt8Weight, NativeWeight
-from engine.models.layer import LayerVectors
+from baton.engine.cpu.linear import Linear
+from baton.engine.cpu.native.attention import NativeAttention, NativeCalls
+from baton.engine.cpu.native.library import PAIRS, load, sums
+from baton.engine.cpu.native.products import NativeInt4Weight, NativeInt8Weight, NativeWeight
+from baton.engine.models.layer import LayerVectors
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 

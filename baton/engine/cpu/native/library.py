@@ -1,6 +1,6 @@
 """Compiles the native kernels once per machine, loads them, and says whose sums they compute.
 
-    python -m engine.cpu.native.library      compile now (``make`` does it at install)
+    python -m baton.engine.cpu.native.library      compile now (``make`` does it at install)
 
 Products of bf16 are summed in one of two orders, and any CPU with AVX-512 can compute both:
 
@@ -26,7 +26,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.compiled import Functions, compiled, cpu_flags, declared
+from baton.engine.compiled import Functions, compiled, cpu_flags, declared
 
 SOURCES = (
     *("team.h", "team.cpp", "cores.h", "cores.cpp"),

@@ -2,7 +2,7 @@
 // are made into operands of products of bf16 pairs.
 //
 //   bf16         D values
-//   int8, fp8    D bytes, and the vector's scale in fp32: see ``engine/cpu/kv_codec.py``, whose
+//   int8, fp8    D bytes, and the vector's scale in fp32: see ``baton/engine/cpu/kv_codec.py``, whose
 //                numbers these are
 
 #pragma once

@@ -11,9 +11,9 @@ import ctypes
 
 import torch
 
-from engine.cpu.native.library import PAIRS, load, sums
-from engine.cpu.native.memory import memory_for
-from engine.cpu.native.threads import job_threads
+from baton.engine.cpu.native.library import PAIRS, load, sums
+from baton.engine.cpu.native.memory import memory_for
+from baton.engine.cpu.native.threads import job_threads
 
 _PANEL = 32  # outputs: scales are padded to whole panels
 

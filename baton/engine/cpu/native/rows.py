@@ -1,4 +1,4 @@
-"""Between a decoder's products, by the native kernels; see ``engine/cpu/rows.py``."""
+"""Between a decoder's products, by the native kernels; see ``baton/engine/cpu/rows.py``."""
 
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from engine.cpu.native.library import load
-from engine.cpu.native.threads import job_threads
-from engine.cpu.rows import Activation, TorchRows
-from engine.sampling import sample
+from baton.engine.cpu.native.library import load
+from baton.engine.cpu.native.threads import job_threads
+from baton.engine.cpu.rows import Activation, TorchRows
+from baton.engine.sampling import sample
 
 LANES = 16
 """Widths must be multiples of this."""

@@ -2,10 +2,10 @@
 
 import torch
 
-from engine.cpu.native.library import load
+from baton.engine.cpu.native.library import load
 
 
 def job_threads() -> int:
-    """Torch's threads, or more where idle cores are borrowed (``engine/cpu/cores.py``)."""
+    """Torch's threads, or more where idle cores are borrowed (``baton/engine/cpu/cores.py``)."""
     library, own = load(), torch.get_num_threads()
     return own if library is None else int(library.baton_threads(own))

@@ -1,9 +1,9 @@
 """One rank of a tensor-parallel replica: it computes its part of every pass, and plans nothing.
 
-    python -m engine.cpu.parallel.rank RANK SOCKET_FD LOADER_FD POOL_FD STORE SETTINGS_JSON
+    python -m baton.engine.cpu.parallel.rank RANK SOCKET_FD LOADER_FD POOL_FD STORE SETTINGS_JSON
 
 ``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs, or of TCP connections, to the leader
-(``engine/cpu/parallel/rank_processes.py``): its orders, and adapters to be read beside them.
+(``baton/engine/cpu/parallel/rank_processes.py``): its orders, and adapters to be read beside them.
 ``POOL_FD`` is the memory file of the KV pool, the replica's or this rank's own, ``STORE`` the file
 in which the ranks find each other, or its address. The process ends when the leader does, when its
 group breaks, and with exit code 1 when it cannot go on.
@@ -19,23 +19,23 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from engine.artifacts.artifact import ModelArtifact, resolve_model
-from engine.core.errors import BatonError
-from engine.core.params import AdapterRef
-from engine.cpu.attention import AttentionTiling
-from engine.cpu.decoder import Decoder
-from engine.cpu.load import load_model
-from engine.cpu.lora import CpuAdapters
-from engine.cpu.native.library import choose_native
-from engine.cpu.parallel import rank_processes as ranks
-from engine.cpu.parallel.shard import Group, Shard
-from engine.cpu.runner import CpuRunner
-from engine.ipc import map_pool
-from engine.loading.memory import give_back_memory
-from engine.models.lora import Adapter
-from engine.numerics import DTYPES, Numerics, numerics_of
-from engine.parent import die_with_parent
-from engine.settings import EngineSettings
+from baton.engine.cpu.attention import AttentionTiling
+from baton.engine.cpu.decoder import Decoder
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.lora import CpuAdapters
+from baton.engine.cpu.native.library import choose_native
+from baton.engine.cpu.parallel import rank_processes as ranks
+from baton.engine.cpu.parallel.shard import Group, Shard
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.ipc import map_pool
+from baton.engine.loading.memory import give_back_memory
+from baton.engine.models.lora import Adapter
+from baton.engine.numerics import DTYPES, Numerics, numerics_of
+from baton.engine.parent import die_with_parent
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import ModelArtifact, resolve_model
+from baton.types.errors import BatonError
+from baton.types.params import AdapterRef
 
 
 class AdapterDesk:
@@ -208,7 +208,7 @@ def _load(
 
 
 def main() -> None:
-    """Entry of ``python -m engine.cpu.parallel.rank``."""
+    """Entry of ``python -m baton.engine.cpu.parallel.rank``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     number, socket_fd, loader_fd, pool_fd, store, encoded = sys.argv[1:]

@@ -3,7 +3,7 @@
     shell ── commands ──▶ leader (rank 0: scheduler, sampling, its part of the model)
                             │  Unix socket to each rank: Load, Open, Adapt, Forward, Copy, ...
                             ▼
-                          rank 1, rank 2, ...   (python -m engine.cpu.parallel.rank)
+                          rank 1, rank 2, ...   (python -m baton.engine.cpu.parallel.rank)
                             ▲
                             └── all ranks: tensors through one collective group (shard.py)
 
@@ -29,13 +29,13 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from engine.core.errors import AdapterLoadError, InternalError
-from engine.core.geometry import KvGeometry
-from engine.core.params import AdapterRef
-from engine.core.plan import PlanRow
-from engine.cpu.parallel.rank_sockets import RankAddress, connect, greet
-from engine.ipc import LENGTH, FrameReader
-from engine.settings import EngineSettings
+from baton.engine.core.plan import PlanRow
+from baton.engine.cpu.parallel.rank_sockets import RankAddress, connect, greet
+from baton.engine.ipc import LENGTH, FrameReader
+from baton.engine.settings import EngineSettings
+from baton.types.errors import AdapterLoadError, InternalError
+from baton.types.geometry import KvGeometry
+from baton.types.params import AdapterRef
 
 STEP_TIMEOUT_S = 10.0
 """A collective that takes longer has met a rank that hangs."""
@@ -59,7 +59,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
     ``geometry`` counts the heads of the whole model; the private ones are for self-tests.
 
-    ``tiling`` holds the fields of ``engine.cpu.attention.AttentionTiling``.
+    ``tiling`` holds the fields of ``baton.engine.cpu.attention.AttentionTiling``.
     """
 
     geometry: KvGeometry
@@ -253,7 +253,8 @@ class RankProcesses:
         encoded = msgspec.json.encode(settings).decode()
         arguments = [*map(str, (rank, *sockets, pool_fd)), self.store, encoded]
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.cpu.parallel.rank", *arguments], pass_fds=keep
+            [sys.executable, "-P", "-m", "baton.engine.cpu.parallel.rank", *arguments],
+            pass_fds=keep,
         )
         theirs.close()
         their_loader.close()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.ipc import LENGTH
+from baton.engine.ipc import LENGTH
 
 _MOST_BYTES = 4096
 _DEAD_MS = 10_000  # unanswered for so long, a connection is broken

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from engine.artifacts.artifact import ModelConfig
-from engine.core.geometry import BLOCK_TOKENS, KvGeometry
-from engine.core.split import Split
-from engine.cpu.attention import AttentionTiling, PagedAttention, Span
-from engine.cpu.linear import TILE_ROWS, Linear
-from engine.cpu.parallel.shard import Shard
-from engine.cpu.quantised import Int8Linear
-from engine.cpu.selftest import attention_fault, candidate_tilings, fast_tiling, probe_data
-from engine.numerics import DTYPES, Numerics, NumericsSetupError, cancelling, same_bits
+from baton.engine.core.split import Split
+from baton.engine.cpu.attention import AttentionTiling, PagedAttention, Span
+from baton.engine.cpu.linear import TILE_ROWS, Linear
+from baton.engine.cpu.parallel.shard import Shard
+from baton.engine.cpu.quantised import Int8Linear
+from baton.engine.cpu.selftest import attention_fault, candidate_tilings, fast_tiling, probe_data
+from baton.engine.numerics import DTYPES, Numerics, NumericsSetupError, cancelling, same_bits
+from baton.model.artifact import ModelConfig
+from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 
 
 @torch.inference_mode()

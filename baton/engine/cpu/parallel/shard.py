@@ -9,9 +9,9 @@
 
 Nothing is ever summed over ranks. So each number is the same dot product, over all of its inputs
 and in the same order, as on one rank: equal bits by construction, as long as a product's columns do
-not depend on how many others are computed with them, which ``engine/cpu/parallel/selftest.py``
-proves at start. Splitting the inputs instead (the usual row-parallel half) would add partial sums
-in another order; it moves as many bytes.
+not depend on how many others are computed with them, which
+``baton/engine/cpu/parallel/selftest.py`` proves at start. Splitting the inputs instead (the usual
+row-parallel half) would add partial sums in another order; it moves as many bytes.
 
 The leader holds the embedding table and broadcasts the rows of a step; ranks need no token ids.
 """
@@ -38,13 +38,10 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from engine.artifacts.artifact import ModelConfig
-from engine.core.geometry import KvGeometry
-from engine.core.params import AdapterRef
-from engine.core.plan import PlanRow
-from engine.cpu.attention import AttentionTiling
-from engine.cpu.linear import Linear
-from engine.cpu.parallel.rank_processes import (
+from baton.engine.core.plan import PlanRow
+from baton.engine.cpu.attention import AttentionTiling
+from baton.engine.cpu.linear import Linear
+from baton.engine.cpu.parallel.rank_processes import (
     LOAD_TIMEOUT_S,
     STEP_TIMEOUT_S,
     Adapt,
@@ -61,7 +58,10 @@ from engine.cpu.parallel.rank_processes import (
     Started,
     rows_of,
 )
-from engine.models.split import splits_of
+from baton.engine.models.split import splits_of
+from baton.model.artifact import ModelConfig
+from baton.types.geometry import KvGeometry
+from baton.types.params import AdapterRef
 
 LEADER = 0
 

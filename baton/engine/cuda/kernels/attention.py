@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from engine.cuda.kernels.configs import AttentionConfig
-from engine.cuda.kernels.device import attention as device
+from baton.engine.cuda.kernels.configs import AttentionConfig
+from baton.engine.cuda.kernels.device import attention as device
 
 _LOG2E = 1.4426950408889634
 _UNROLL = 8  # splits whose loads are in flight together

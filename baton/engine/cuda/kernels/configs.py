@@ -1,4 +1,4 @@
-"""How the kernels are cut, as data. ``python3 -m loadtest.bench.gpu --tune`` prints better rows.
+"""How the kernels are cut, as data. ``python3 -m benchmarks.gpu --tune`` prints better rows.
 
 ``exact`` uses one cut for prefill, decode and verification, so that a query's bits do not depend on
 which of them it came through. ``fast`` chooses by the kind of work.

@@ -41,7 +41,7 @@ def repair() -> None:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         home = self.fn.__module__
-        if not home.startswith("engine.cuda.kernels") and home not in patched:
+        if not home.startswith("baton.engine.cuda.kernels") and home not in patched:
             theirs._patch_lang(self.fn)  # ours are patched by the launch
             patched.add(home)
         return self.rewrite()(*args, **kwargs)

@@ -17,8 +17,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 import triton
 
-from engine.cuda.kernels.configs import EXACT_MANY_ROWS, EXACT_ROWS, LinearConfig, tuned_linear
-from engine.cuda.kernels.device import matmul
+from baton.engine.cuda.kernels.configs import (
+    EXACT_MANY_ROWS,
+    EXACT_ROWS,
+    LinearConfig,
+    tuned_linear,
+)
+from baton.engine.cuda.kernels.device import matmul
 
 FP8 = torch.float8_e4m3fn
 FP8_SIDE = 16

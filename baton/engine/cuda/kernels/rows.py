@@ -9,7 +9,7 @@ V vocabulary, S block table rows
 import torch
 import triton
 
-from engine.cuda.kernels.device import rows, sampling
+from baton.engine.cuda.kernels.device import rows, sampling
 
 _GATE_TILE = 1024
 _CUT_TILE = 2048
@@ -137,7 +137,7 @@ def sample_tokens(
     positions_S: torch.Tensor,
     cuts_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[S]`` int64 tokens, as ``engine.sampling.sample`` gives them without penalties.
+    """``[S]`` int64 tokens, as ``baton.engine.sampling.sample`` gives them without penalties.
 
     Args:
         logits_SV: Any float dtype, contiguous.
@@ -181,7 +181,7 @@ def cuts(
     top_ps_S: torch.Tensor,
     min_ps_S: torch.Tensor,
 ) -> torch.Tensor:
-    """``[S]`` fp32: the least logit that a row's filters leave, as in ``engine.sampling.sample``.
+    """``[S]`` fp32: the least logit that a row's filters leave: ``baton.engine.sampling.sample``.
 
     Args:
         logits_SV: fp32.

@@ -1,7 +1,7 @@
 """LoRA adapters that come and go: vLLM's two calls."""
 
-from router.api.bodies import parameters
-from router.api.bodies.common import Body, NonEmpty
+from router.frontend.api.bodies import parameters
+from router.frontend.api.bodies.common import Body, NonEmpty
 
 
 class LoadAdapterBody(Body):

@@ -4,11 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.api.bodies import parameters
-from router.api.bodies.common import INT32
-from router.api.bodies.generation import GenerationBody
-from router.api.bodies.messages import Messages
-from router.api.bodies.tools import ToolChoice, Tools
+from router.frontend.api.bodies import parameters
+from router.frontend.api.bodies.common import INT32
+from router.frontend.api.bodies.generation import GenerationBody
+from router.frontend.api.bodies.messages import Messages
+from router.frontend.api.bodies.tools import ToolChoice, Tools
 
 _Budget = Annotated[int, Field(ge=0, lt=INT32)]
 

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from router.api.bodies.fields import Fields
+from router.frontend.api.bodies.fields import Fields
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]

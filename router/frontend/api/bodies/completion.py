@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.api.bodies import parameters
-from router.api.bodies.common import INT32, Prompts, each
-from router.api.bodies.generation import GenerationBody
+from router.frontend.api.bodies import parameters
+from router.frontend.api.bodies.common import INT32, Prompts, each
+from router.frontend.api.bodies.generation import GenerationBody
 
 MAX_PROMPTS = 64
 

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from router.api.bodies import parameters
-from router.api.bodies.common import INT32, ModelBody, Prompts, Truncation, each
+from router.frontend.api.bodies import parameters
+from router.frontend.api.bodies.common import INT32, ModelBody, Prompts, Truncation, each
 
 MAX_INPUTS = 2048  # OpenAI's limit for embeddings
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core.errors import InvalidRequestError
+from baton.types.errors import InvalidRequestError
 
 HEADER = "x-baton-ignored"
 MAX_TOOLS = 512  # that one call offers

@@ -4,8 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from router.api.bodies import parameters
-from router.api.bodies.common import INT32, Body, Choices, ModelBody, NonEmpty, TokenId, Truncation
+from router.frontend.api.bodies import parameters
+from router.frontend.api.bodies.common import (
+    INT32,
+    Body,
+    Choices,
+    ModelBody,
+    NonEmpty,
+    TokenId,
+    Truncation,
+)
 
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _BadWord = Annotated[str, StringConstraints(min_length=1, max_length=256)]

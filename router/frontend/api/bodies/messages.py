@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from router.api.bodies import parameters
-from router.api.bodies.common import FIRST_FAULT, Body, NonEmpty
+from router.frontend.api.bodies import parameters
+from router.frontend.api.bodies.common import FIRST_FAULT, Body, NonEmpty
 
 
 class Part(Body):

@@ -1,6 +1,6 @@
 """The table of all fields; ``python -m tests.router.api.parameters_page`` writes the docs of it."""
 
-from router.api.bodies.fields import MAX_TOOLS, Fields, Refused
+from router.frontend.api.bodies.fields import MAX_TOOLS, Fields, Refused
 
 _BEAMS = Refused(
     (None, False),

@@ -6,9 +6,9 @@ from typing import Any, TypeVar, get_args
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from engine.core.errors import InvalidRequestError
-from router.api.bodies.common import Body
-from router.api.bodies.fields import Ignored, refuse
+from baton.types.errors import InvalidRequestError
+from router.frontend.api.bodies.common import Body
+from router.frontend.api.bodies.fields import Ignored, refuse
 
 _MAX_FAULTS = 256  # that are looked at, to name one of them
 _OBJECTS = ("dict_type", "model_type", "model_attributes_type", "dataclass_type")

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from engine.core.errors import InvalidRequestError
-from engine.text.template import ChatTemplate, Rendering
-from router.api.bodies.chat import ChatBody
+from baton.text.template import ChatTemplate, Rendering
+from baton.types.errors import InvalidRequestError
+from router.frontend.api.bodies.chat import ChatBody
 
 _OWN = ("messages", "tools")  # what a template is told in any case
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from router.api.bodies import parameters
-from router.api.bodies.common import Body, Ids, NonEmpty
-from router.api.bodies.messages import Messages
-from router.api.bodies.tools import Tools
+from router.frontend.api.bodies import parameters
+from router.frontend.api.bodies.common import Body, Ids, NonEmpty
+from router.frontend.api.bodies.messages import Messages
+from router.frontend.api.bodies.tools import Tools
 
 
 class TokenizeBody(Body):

@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.api.bodies.common import Body, FunctionName
-from router.api.bodies.fields import MAX_TOOLS
-from router.api.bodies.parameters import FUNCTION, TOOL
+from router.frontend.api.bodies.common import Body, FunctionName
+from router.frontend.api.bodies.fields import MAX_TOOLS
+from router.frontend.api.bodies.parameters import FUNCTION, TOOL
 
 
 class FunctionOffered(Body):

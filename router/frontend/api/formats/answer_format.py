@@ -6,7 +6,8 @@
     silence ──────────────────── keep_alive
     all have ended ───────────── finish, ended      or `failed`, where an error ends them
 
-`Answer` (``router/api/answer.py``) has the events. A format has no clock; only `finish` may wait.
+`Answer` (``router/frontend/api/answer.py``) has the events. A format has no clock; only `finish`
+may wait.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,9 +15,9 @@ from typing import Any, Protocol
 
 import orjson
 
-from engine.core.errors import BatonError
-from router.choice import Delta
-from router.requests.active_request import ActiveRequest
+from baton.types.errors import BatonError
+from router.routing.choice import Delta
+from router.routing.requests.active_request import ActiveRequest
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from router.choice import Delta, ShownLogprob
+from router.routing.choice import Delta, ShownLogprob
 
 Kind = Literal["thinking", "text", "call"]
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine.text.tokenizer import TextTokenizer
-from engine.text.tool_calls import CallDelta
-from router.api.formats.answer_format import usage
-from router.api.formats.prompt_logprobs import PromptView
-from router.choice import Delta, ShownLogprob
-from router.requests.active_request import ActiveRequest
+from baton.text.tokenizer import TextTokenizer
+from baton.text.tool_calls import CallDelta
+from router.frontend.api.formats.answer_format import usage
+from router.frontend.api.formats.prompt_logprobs import PromptView
+from router.routing.choice import Delta, ShownLogprob
+from router.routing.requests.active_request import ActiveRequest
 
 
 class _Format:

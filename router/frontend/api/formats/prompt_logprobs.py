@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.prompt_outputs import PromptLogprobs
-from engine.text.detokenizer import Detokenizer
-from engine.text.tokenizer import TextTokenizer
-from router.requests.active_request import ActiveRequest
+from baton.text.detokenizer import Detokenizer
+from baton.text.tokenizer import TextTokenizer
+from baton.types.prompt_outputs import PromptLogprobs
+from router.routing.requests.active_request import ActiveRequest
 
 
 class PromptView:

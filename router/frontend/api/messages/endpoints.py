@@ -5,15 +5,15 @@ import secrets
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from router.api.answer import Answer
-from router.api.generation import Calls
-from router.api.messages.body import CountTokensBody, MessagesBody
-from router.api.messages.errors import MESSAGES_ERRORS
-from router.api.messages.format import MessagesFormat
-from router.api.messages.translate import chat_of
-from router.api.parts import Endpoints, RouterParts
-from router.api.prepare import Caller, off_loop
-from router.api.translation import as_answer
+from router.frontend.api.answer import Answer
+from router.frontend.api.generation import Calls
+from router.frontend.api.messages.body import CountTokensBody, MessagesBody
+from router.frontend.api.messages.errors import MESSAGES_ERRORS
+from router.frontend.api.messages.format import MessagesFormat
+from router.frontend.api.messages.translate import chat_of
+from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.api.prepare import Caller, off_loop
+from router.frontend.api.translation import as_answer
 
 
 def routes(router: RouterParts) -> Endpoints:

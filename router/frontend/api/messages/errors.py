@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from router.api.errors import ErrorShape, Refusal
+from router.frontend.api.errors import ErrorShape, Refusal
 
 _OVERLOADED = 529
 _KINDS = {

@@ -7,13 +7,21 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from engine.core.errors import BatonError
-from router.api.errors import Refusal
-from router.api.formats.answer_format import TextEvent, named_event, usage
-from router.api.formats.answer_parts import AnswerParts, Begin, End, Event, Kind, More, Part
-from router.api.messages.errors import MESSAGES_ERRORS
-from router.choice import Delta
-from router.requests.active_request import ActiveRequest
+from baton.types.errors import BatonError
+from router.frontend.api.errors import Refusal
+from router.frontend.api.formats.answer_format import TextEvent, named_event, usage
+from router.frontend.api.formats.answer_parts import (
+    AnswerParts,
+    Begin,
+    End,
+    Event,
+    Kind,
+    More,
+    Part,
+)
+from router.frontend.api.messages.errors import MESSAGES_ERRORS
+from router.routing.choice import Delta
+from router.routing.requests.active_request import ActiveRequest
 
 
 class MessagesFormat:

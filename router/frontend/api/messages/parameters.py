@@ -1,6 +1,6 @@
 """The fields of Anthropic's Messages API; a part of ``docs/parameters.md`` is written from them."""
 
-from router.api.bodies.fields import MAX_TOOLS, Fields, Refused
+from router.frontend.api.bodies.fields import MAX_TOOLS, Fields, Refused
 
 _CACHED = "prefixes are found without a mark"
 _HINT = "a hint about speed or place; every request is served alike"

@@ -3,9 +3,14 @@
 import json
 from typing import Any
 
-from engine.core.errors import InvalidRequestError, ThreadsError
-from router.api.messages.body import CountTokensBody, MessagesBlock, MessagesBody, MessagesTool
-from router.api.translation import Conversation, Translation
+from baton.types.errors import InvalidRequestError, ThreadsError
+from router.frontend.api.messages.body import (
+    CountTokensBody,
+    MessagesBlock,
+    MessagesBody,
+    MessagesTool,
+)
+from router.frontend.api.translation import Conversation, Translation
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.api.answer import AnswerContext
-from router.api.bodies.embedding import EmbeddingBody
-from router.api.embeddings import EmbeddingAnswer, written
-from router.api.pooling.bodies import RerankBody
+from router.frontend.api.answer import AnswerContext
+from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.embeddings import EmbeddingAnswer, written
+from router.frontend.api.pooling.bodies import RerankBody
 from router.request import GenerationRequest
 
 Write = Callable[[Sequence[bytes]], dict[str, Any]]

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from engine.core.errors import InvalidRequestError
-from router.api.bodies.common import (
+from baton.types.errors import InvalidRequestError
+from router.frontend.api.bodies.common import (
     FIRST_FAULT,
     INT32,
     Body,
@@ -16,8 +16,8 @@ from router.api.bodies.common import (
     Prompts,
     each,
 )
-from router.api.bodies.embedding import MAX_INPUTS
-from router.api.pooling import parameters
+from router.frontend.api.bodies.embedding import MAX_INPUTS
+from router.frontend.api.pooling import parameters
 
 _Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), FIRST_FAULT]
 _Limit = Annotated[int, Field(ge=-1, lt=INT32)]

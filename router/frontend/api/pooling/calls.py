@@ -5,14 +5,14 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from engine.core.errors import InvalidRequestError, PromptTooLongError
-from router.api.bodies.embedding import EmbeddingBody
-from router.api.generation import Calls
-from router.api.parts import Endpoints, RouterParts
-from router.api.pooling.answers import PooledAnswer, Write, pooled, ranked, scored
-from router.api.pooling.bodies import PooledBody, PoolingBody, RerankBody, ScoreBody
-from router.api.prepare import Caller, off_loop
-from router.api.tracing import embedding_span, ended_on_error, traceparent_of
+from baton.types.errors import InvalidRequestError, PromptTooLongError
+from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.generation import Calls
+from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.api.pooling.answers import PooledAnswer, Write, pooled, ranked, scored
+from router.frontend.api.pooling.bodies import PooledBody, PoolingBody, RerankBody, ScoreBody
+from router.frontend.api.prepare import Caller, off_loop
+from router.frontend.api.tracing import embedding_span, ended_on_error, traceparent_of
 from router.served_model import ServedModel
 
 

@@ -1,7 +1,7 @@
 """The fields of scores, rankings and pooling, as ``docs/parameters.md`` shows them."""
 
-from router.api.bodies.fields import Fields, Refused
-from router.api.bodies.parameters import VECTORS
+from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.parameters import VECTORS
 
 _POOLED = VECTORS | Fields(
     honoured={

@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
-from router.api.bodies.fields import MAX_TOOLS
-from router.api.responses import parameters as table
+from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
+from router.frontend.api.bodies.fields import MAX_TOOLS
+from router.frontend.api.responses import parameters as table
 
 
 class ResponsesPart(Body):

@@ -9,19 +9,19 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from opentelemetry.trace import Span
 
-from engine.core.errors import InvalidRequestError, PromptTooLongError
-from router.access import tenant_of
-from router.api.answer import Answer
-from router.api.generation import Calls
-from router.api.parts import Endpoints, RouterParts
-from router.api.prepare import Caller, off_loop
-from router.api.responses.body import InputTokensBody, ResponsesBody, ResponsesItem
-from router.api.responses.format import ResponsesFormat
-from router.api.responses.head import head_of, kept_input
-from router.api.responses.store import EarlierResponses, ResponseStore
-from router.api.responses.translate import chat_of, input_items
-from router.api.tracing import ended_on_error
-from router.api.translation import Translation, as_answer
+from baton.types.errors import InvalidRequestError, PromptTooLongError
+from router.frontend.access import tenant_of
+from router.frontend.api.answer import Answer
+from router.frontend.api.generation import Calls
+from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.api.prepare import Caller, off_loop
+from router.frontend.api.responses.body import InputTokensBody, ResponsesBody, ResponsesItem
+from router.frontend.api.responses.format import ResponsesFormat
+from router.frontend.api.responses.head import head_of, kept_input
+from router.frontend.api.responses.store import EarlierResponses, ResponseStore
+from router.frontend.api.responses.translate import chat_of, input_items
+from router.frontend.api.tracing import ended_on_error
+from router.frontend.api.translation import Translation, as_answer
 from router.request import GenerationRequest
 
 _PAGE = 20

@@ -5,17 +5,25 @@ from collections.abc import Awaitable, Callable, Sequence
 from time import time
 from typing import Any, NamedTuple
 
-from engine.core.errors import BatonError, CancelledError_
-from engine.text.tokenizer import TextTokenizer
-from router.api.formats.answer_format import (
+from baton.text.tokenizer import TextTokenizer
+from baton.types.errors import BatonError, CancelledError_
+from router.frontend.api.formats.answer_format import (
     KEEP_ALIVE_COMMENT,
     TextEvent,
     named_event,
     usage,
 )
-from router.api.formats.answer_parts import AnswerParts, Begin, End, Event, Kind, More, Part
-from router.choice import Delta, ShownLogprob
-from router.requests.active_request import ActiveRequest
+from router.frontend.api.formats.answer_parts import (
+    AnswerParts,
+    Begin,
+    End,
+    Event,
+    Kind,
+    More,
+    Part,
+)
+from router.routing.choice import Delta, ShownLogprob
+from router.routing.requests.active_request import ActiveRequest
 
 _PREFIXES: dict[Kind, str] = {"thinking": "rs", "text": "msg", "call": "fc"}
 _ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})_(in|out)(\d{1,6})")

@@ -6,9 +6,9 @@ from typing import Any
 
 import orjson
 
-from engine.core.errors import InvalidRequestError
-from router.api.responses.body import ResponsesBody, ResponsesItem, ResponsesPart
-from router.api.responses.format import item_id
+from baton.types.errors import InvalidRequestError
+from router.frontend.api.responses.body import ResponsesBody, ResponsesItem, ResponsesPart
+from router.frontend.api.responses.format import item_id
 from router.request import GenerationRequest
 
 _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

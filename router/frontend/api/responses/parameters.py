@@ -1,6 +1,6 @@
 """The fields of the Responses API; a part of ``docs/parameters.md`` is written from them."""
 
-from router.api.bodies.fields import MAX_TOOLS, Fields, Refused
+from router.frontend.api.bodies.fields import MAX_TOOLS, Fields, Refused
 
 _HINT = "a hint about speed or price; every request is served alike"
 _NO_TEXT = "of images and files, which are refused where they stand"

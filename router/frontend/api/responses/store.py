@@ -1,4 +1,4 @@
-"""Responses that stay for later turns: `registry.stored_responses`, as this API uses it.
+"""Responses that stay for later turns: `baton.registry.stored_responses`, as this API uses it.
 
 Redis may be away: then a response is answered all the same, with ``store: false`` and the reason
 in ``not_stored``. What needs an earlier one is refused with 503: it cannot be answered without.
@@ -13,18 +13,18 @@ from typing import Any
 import msgspec
 import orjson
 
-from engine.core.errors import (
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.stored_responses import StoredResponses
+from baton.telemetry.metrics import Metrics
+from baton.types.errors import (
     InvalidRequestError,
     PreviousResponseError,
     ResponseNotFoundError,
     UnavailableError,
 )
-from registry.redis_store import RegistryUnavailableError
-from registry.stored_responses import StoredResponses
-from router.api.prepare import off_loop
-from router.api.responses.body import ResponsesItem
-from router.api.responses.format import place_of
-from telemetry.metrics import Metrics
+from router.frontend.api.prepare import off_loop
+from router.frontend.api.responses.body import ResponsesItem
+from router.frontend.api.responses.format import place_of
 
 MAX_RESPONSES = 1024
 _CALL_LIMIT_S = 1.0

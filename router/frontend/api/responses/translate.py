@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine.core.errors import InvalidRequestError
-from router.api.responses.body import (
+from baton.types.errors import InvalidRequestError
+from router.frontend.api.responses.body import (
     InputTokensBody,
     ResponsesBody,
     ResponsesFunction,
@@ -12,7 +12,7 @@ from router.api.responses.body import (
     ResponsesPart,
     ResponsesToolChoice,
 )
-from router.api.translation import Conversation, Translation
+from router.frontend.api.translation import Conversation, Translation
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _NAMES = {

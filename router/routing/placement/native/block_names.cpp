@@ -1,4 +1,4 @@
-// Names of a prompt's blocks: keyed BLAKE2b-128 over (parent, tokens), as engine/core/block_hashes.py
+// Names of a prompt's blocks: keyed BLAKE2b-128 over (parent, tokens), as baton/types/block_hashes.py
 // says and hashlib computes. A block of 16 tokens is one compression behind the key's, which is the
 // same for all.
 

@@ -5,7 +5,7 @@ import functools
 import os
 from pathlib import Path
 
-from engine.compiled import Functions, compiled, declared
+from baton.engine.compiled import Functions, compiled, declared
 
 # No contraction: prices are to have the bits that Python's have.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w", "-ffp-contract=off")

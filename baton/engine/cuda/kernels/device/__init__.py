@@ -6,7 +6,7 @@ whole process.
 
 from triton import knobs
 
-from engine.cuda.kernels import interpreter
+from baton.engine.cuda.kernels import interpreter
 
 if knobs.runtime.interpret:
     interpreter.repair()

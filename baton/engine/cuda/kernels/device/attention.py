@@ -1,4 +1,6 @@
-"""Attention over a paged pool, on the device. ``engine/cuda/kernels/attention.py`` launches it.
+"""Attention over a paged pool, on the device.
+
+``baton/engine/cuda/kernels/attention.py`` launches it.
 
 One program has a *tile*: up to ``BLOCK_M // G`` consecutive queries of one sequence, for one KV
 head, with the G query heads that share it packed into the rows of one matrix:

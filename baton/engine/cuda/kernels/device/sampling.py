@@ -1,6 +1,6 @@
 """The token with the largest logit, or with the largest logit / temperature + Gumbel noise.
 
-The noise is that of ``engine/sampling/sample.py``: numpy's Philox4x64-10 with the key (seed,
+The noise is that of ``baton/engine/sampling/sample.py``: numpy's Philox4x64-10 with the key (seed,
 choice) and a counter whose last word is the position, so that a request samples the same tokens on
 either device, up to the last bit of a logarithm.
 """
