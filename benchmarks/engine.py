@@ -23,19 +23,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from baton.engine.core.core import EngineCore
-from baton.engine.core.scheduler import SchedulerConfig
-from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
-from baton.engine.cpu.load import load_model
-from baton.engine.cpu.runner import CpuRunner
-from baton.engine.cpu.selftest import attention_tiling
 from baton.engine.llm import DEFAULT_MODEL
-from baton.engine.loading.memory import kv_geometry
 from baton.engine.loading.open import load_weights
 from baton.engine.numerics import Numerics
 from baton.engine.selfcheck.dense import DenseLlama
+from baton.engine.selfcheck.engine_under_test import EngineUnderTest
 from baton.model.artifact import ModelArtifact, resolve_model
-from baton.types.params import SamplingParams
 
 ENGINES: dict[str, tuple[Numerics, str, str]] = {
     "exact": ("exact", "none", ""),
@@ -52,7 +45,6 @@ PREFILLS = (512, 2048)
 BATCHES = (32, 16, 4, 1)
 CONTEXTS = (128, 1024)
 STEPS = 6
-WARM_TOKENS = 1000  # that a sequence may write while it is measured
 
 
 @dataclass(frozen=True)
@@ -62,74 +54,6 @@ class Figure:
     case: str
     tokens_per_s: dict[str, float]
     ratio: dict[str, float]
-
-
-class EngineUnderTest:
-    """An engine with its scheduler, stepped by hand."""
-
-    def __init__(
-        self,
-        artifact: ModelArtifact,
-        dtype: str,
-        numerics: Numerics,
-        blocks: int,
-        weights: str = "none",
-        kv: str = "",
-    ) -> None:
-        with torch.inference_mode():
-            model = load_model(artifact, dtype, numerics, quantisation=weights)
-            tiling = attention_tiling(artifact.config, dtype, numerics, kv)
-        geometry = kv_geometry(artifact.config, kv or dtype, blocks)
-        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
-        self.core = EngineCore(runner, SchedulerConfig(max_batch_requests=max(BATCHES)))
-        self._vocab = artifact.config.vocab_size
-        self._count = 0
-
-    def submit(self, prompt_tokens: int, max_tokens: int) -> str:
-        """Queue a prompt of random tokens that no cache knows; returns the request's id."""
-        self._count += 1
-        generator = torch.Generator().manual_seed(self._count)
-        prompt = torch.randint(self._vocab, (prompt_tokens,), generator=generator).tolist()
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        name = f"bench-{self._count}"
-        spec = RequestSpec(
-            kind=Kind.FULL, params=params, hash_seed=b"bench", ticket=self._count, cacheable=False
-        )
-        request = EngineRequest(request_id=name, prompt=prompt, spec=spec)
-        self.core.scheduler.submit(request, time.monotonic_ns())
-        return name
-
-    def step(self, unbounded: bool = False) -> int:
-        """One step; returns its tokens.
-
-        The bound on a chunk's time is for fairness; ``unbounded`` hides how long the step took, so
-        that warming up does not cost the bench its time.
-        """
-        began_ns = time.monotonic_ns()
-        plan = self.core.plan(began_ns)
-        results = self.core.runner.execute(plan)
-        now_ns = time.monotonic_ns()
-        self.core.apply(plan, results, now_ns, 1 if unbounded else now_ns - began_ns)
-        return sum(len(row.tokens) for row in plan.rows)
-
-    def prefill(self, tokens: int) -> None:
-        """Compute one prompt and draw one token."""
-        self.submit(tokens, max_tokens=1)
-        while self.core.batch.has_work():
-            self.step()
-
-    def warm(self, batch: int, context: int) -> list[str]:
-        """Bring ``batch`` sequences to decoding."""
-        names = [self.submit(context, max_tokens=WARM_TOKENS) for _ in range(batch)]
-        while self.step(unbounded=True) != batch:
-            pass
-        return names
-
-    def cancel(self, names: list[str]) -> None:
-        """Drop requests."""
-        for name in names:
-            self.core.scheduler.cancel(name)
-        self.core.take_events()
 
 
 def _timed(work: Callable[[], object]) -> float:

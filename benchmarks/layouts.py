@@ -46,7 +46,7 @@ from loadtest.workloads.replay import replay_plan
 from loadtest.workloads.synthetic import OpenLoop, open_loop_plan
 from loadtest.workloads.traces import read_trace
 
-TRACES = Path(__file__).parents[1] / "traces"
+TRACES = Path(__file__).parents[1] / "loadtest" / "traces"
 SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 START_LIMIT_S = 180.0
 FIGURES: dict[str, Callable[[Results], float | None]] = {

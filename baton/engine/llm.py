@@ -1,6 +1,6 @@
 """The engine in a notebook: no Ray, no Redis, no network.
 
-from baton.engine.llm import LLM
+from baton import LLM
 
 llm = LLM()
 print(llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text)

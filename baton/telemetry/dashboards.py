@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.telemetry.dashboard_panels import DASHBOARDS, PRICE, Panel
 
-FOLDER = Path(__file__).parents[1] / "deploy" / "grafana"
+FOLDER = Path(__file__).parents[2] / "deploy" / "grafana"
 DEFAULT_PRICE = "1.0"
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 12, 8

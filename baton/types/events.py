@@ -1,9 +1,9 @@
 """What the engine tells the world after each step; plain structs that cross a process border."""
 
 import msgspec
-from baton.types.pool_counts import BlockCounts, TierChange, TierCounts
 
 from baton.types.params import SampledToken
+from baton.types.pool_counts import BlockCounts, TierChange, TierCounts
 from baton.types.prompt_outputs import PromptLogprobs
 
 ALL_LAYERS = -1

@@ -44,7 +44,7 @@ from benchmarks.router.processes import (
 )
 
 _LIMIT = 0.9  # of a core: then a process is the bottleneck
-_TREE = Path(__file__).parents[3]
+_TREE = Path(__file__).parents[2]
 
 
 class Shape(NamedTuple):

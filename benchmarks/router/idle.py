@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.router.processes import cpu_s, redis, router, wait_for, workers
 
-_TREE = Path(__file__).resolve().parents[3]
+_TREE = Path(__file__).resolve().parents[2]
 _MOST_OF_A_POOL = 512  # that the fleet file may name; the router takes whoever is there
 _START_LIMIT_S = 180.0
 _SETTLE_S = 8.0  # until bookkeeping of the beginning is over

@@ -30,7 +30,7 @@ from benchmarks.router.processes import (
     workers,
 )
 
-_TREE = Path(__file__).resolve().parents[3]
+_TREE = Path(__file__).resolve().parents[2]
 _STEP_S = 0.25
 _ANSWER_TOKENS = 90
 _WORKERS = 4

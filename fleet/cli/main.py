@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +23,6 @@ from fleet.cli.top import top
 from loadtest.cli import app as loadtest_app
 from loadtest.lab.cli import lab
 from loadtest.simulator.cli import simulate
-from tests.hosts.rig.__main__ import hosts
 
 app = typer.Typer(
     help="Baton serves a large language model from a fleet: prefill workers read prompts, decode "
@@ -37,7 +35,7 @@ app = typer.Typer(
 )
 for command in (
     *(capacity, up, down, status, top, explain, doctor, chat, batch, logs, drain, restart),
-    *(scale, nodes, router, certs, hosts, lab, simulate),
+    *(scale, nodes, router, certs, lab, simulate),
 ):
     app.command()(command)
 
@@ -71,8 +69,6 @@ def root(
 
 def main() -> None:
     """Entry point of the `baton` script."""
-    if sys.argv[1:3] == ["lab", "hosts"]:  # another name of it: labs cannot import `fleet`
-        del sys.argv[1]
     app()
 
 

@@ -2,13 +2,13 @@
 
 import math
 import statistics
+from pathlib import Path
 
 import numpy as np
 
 from baton.engine.llm import LLM
 from baton.engine.loading.memory import footprint
 from loadtest.lab.driver import Driver, warm
-from loadtest.lab.quantisation import TEXT
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext
 
@@ -16,6 +16,7 @@ QUICK = (("none", "none"), ("int8", "none"), ("int4", "int8"))
 VARIANTS = (*QUICK, ("none", "int8"), ("int8", "int8"), ("int4", "none"))
 BATCH = 4
 CONTEXT = 64
+TEXT = Path(__file__).parent / "alice.txt"
 
 
 def run(context: LabContext) -> Findings:

@@ -1,12 +1,72 @@
 """N-gram speculation on and off, on texts that differ in how well they can be guessed."""
 
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
 from baton.engine.core.speculative.proposers import NgramProposer, Speculation
 from baton.engine.llm import LLM
 from loadtest.lab.results import Findings, Plot, Series
-from loadtest.lab.speculation import CASES, Figure, measure
 from loadtest.lab.table import LabContext
 
+_PEOPLE = ("Ada", "Alan", "Charles", "Grace", "Mary", "John")
+_ROWS = "".join(f'{{"name": "{n}", "born": {1800 + 9 * i}}}\n' for i, n in enumerate(_PEOPLE * 3))
+_TALE = "Write a long story about a fox who learns to fly."
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "JSON lines, greedy": (_ROWS, {}),
+    "a story, greedy": (_TALE, {}),
+    "a story, temperature 1": (_TALE, {"temperature": 1.0, "seed": 3}),
+    "JSON lines, 16 choices": (_ROWS, {"temperature": 0.7, "seed": 3, "n": 16}),
+}
 QUICK = ["JSON lines, greedy", "a story, temperature 1"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One case: medians in tokens/s, and what became of the guesses."""
+
+    case: str
+    plain_tokens_per_s: float
+    speculating_tokens_per_s: float
+    ratio: float
+    guesses: int
+    accepted: int
+
+
+def measure(case: str, plain: LLM, speculating: LLM, tokens: int, rounds: int) -> Figure:
+    """Both engines in turns.
+
+    Raises:
+        RuntimeError: They do not give the same tokens.
+    """
+    prompt, fields = CASES[case]
+    speculation = speculating.core.speculation
+    if speculation is None:
+        raise RuntimeError("the second engine does not speculate")
+    before = speculation.draft_tokens, speculation.accepted_tokens
+    rates: dict[str, list[float]] = {"plain": [], "speculating": []}
+    for turn in range(rounds + 1):
+        answers = []
+        for name, llm in (("plain", plain), ("speculating", speculating)):
+            began = time.perf_counter()
+            params = {"temperature": 0.0, **fields}
+            outputs = llm.generate([prompt], max_tokens=tokens, ignore_eos=True, **params)
+            seconds = time.perf_counter() - began
+            answers.append([output.token_ids for output in outputs])
+            if turn:  # the first round warms up, and finds the prompt's KV
+                rates[name].append(sum(map(len, answers[-1])) / seconds)
+        if answers[0] != answers[1]:
+            raise RuntimeError(f"{case}: speculation shows in the tokens")
+    slow, fast = statistics.median(rates["plain"]), statistics.median(rates["speculating"])
+    return Figure(
+        case,
+        slow,
+        fast,
+        fast / slow,
+        speculation.draft_tokens - before[0],
+        speculation.accepted_tokens - before[1],
+    )
 
 
 def run(context: LabContext) -> Findings:

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 _STYLE = Path(__file__).parent / "report.css"
+_VENDOR = Path(__file__).parent / "vendor"
 
 
 def rendered(
@@ -26,10 +26,9 @@ def rendered(
         loader=jinja2.FileSystemLoader(folder), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.filters.update(filters)
-    vendor = files("router.frontend") / "page" / "vendor"
     parts: dict[str, Any] = {
-        "uplot_js": (vendor / "uPlot.iife.min.js").read_text(encoding="utf-8"),
-        "uplot_css": (vendor / "uPlot.min.css").read_text(encoding="utf-8"),
+        "uplot_js": (_VENDOR / "uPlot.iife.min.js").read_text(encoding="utf-8"),
+        "uplot_css": (_VENDOR / "uPlot.min.css").read_text(encoding="utf-8"),
         "style": _STYLE.read_text(encoding="utf-8"),
         "report_js": (folder / "report.js").read_text(encoding="utf-8"),
         # Within a script element only `<` could end it.

@@ -1,7 +1,6 @@
 """The `baton` command: what it says, and its exit codes."""
 
 import socket
-import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
 from baton.model.artifact import resolve_model
 from fleet.cli.lifecycle import _announce
-from fleet.cli.main import app, main
+from fleet.cli.main import app
 from fleet.local.preflight import PortTakenError, claim_port, describe_model
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -47,15 +46,6 @@ def test_each_command_explains_itself(command: str) -> None:
 
 def test_the_version_is_the_packages() -> None:
     assert baton("--version") == (0, "baton 0.1.0\n")
-
-
-def test_lab_hosts_is_another_name_of_hosts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["baton", "lab", "hosts", "--help"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "Make hosts of this machine's namespaces" in capsys.readouterr().out
 
 
 def test_a_good_file_is_checked_with_its_model() -> None:

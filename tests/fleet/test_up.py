@@ -169,7 +169,7 @@ def test_the_users_own_modules_do_not_take_the_place_of_batons(
     """In the current folder lie a `config.py` and others; paths in the fleet file are relative."""
     mine = tmp_path / "mine"
     mine.mkdir()
-    for name in ("config", "fleet", "engine", "router", "registry", "wire", "utils", "telemetry"):
+    for name in ("baton", "config", "engine", "fleet", "loadtest", "router", "utils", "wire"):
         (mine / f"{name}.py").write_text(f"raise RuntimeError('this is the {name} of a user')\n")
     (tmp_path / "models").mkdir()
     model, _ = locate(DEFAULT_MODEL)

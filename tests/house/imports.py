@@ -11,17 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
+    "benchmarks",
     "fleet",
     "loadtest",
     "router",
     "prefill_worker",
     "decode_worker",
     "kvtransfer",
-    "wire",
-    "engine",
-    "registry",
-    "telemetry",
-    "config",
+    "baton",
 )
 
 Graph = dict[str, set[str]]

@@ -19,12 +19,15 @@ _STYLE = (
 
 
 def drawing() -> str:
-    """The whole picture: the packages, then the rooms of the engine and of the router."""
+    """The whole picture: the packages, then the rooms of ``baton`` and of the router."""
     graph = imports()
     sheets = [
         ("The packages", rooms(graph)),
-        ("Inside engine/", rooms(graph, "engine")),
+        ("Inside baton/", rooms(graph, "baton")),
+        ("Inside baton/engine/", rooms(graph, "baton.engine")),
         ("Inside router/", rooms(graph, "router")),
+        ("Inside router/frontend/", rooms(graph, "router.frontend")),
+        ("Inside router/routing/", rooms(graph, "router.routing")),
     ]
     parts, top, width = [], _MARGIN, 0
     for title, sheet in sheets:

@@ -30,6 +30,8 @@ def test_every_path_that_is_named_exists() -> None:
 def _there(path: str) -> bool:
     if "*" in path or path in _EXAMPLES:
         return True
+    if path.startswith("baton/v1"):  # a package of protobuf
+        return True
     return (ROOT / path).exists() or Path(f"{ROOT / path}.py").exists()
 
 

@@ -18,7 +18,19 @@ def test_nothing_imports_in_a_circle_lazily_or_not() -> None:
     assert circles(graph) == []
 
 
-@pytest.mark.parametrize("package", ["", "engine", "baton.engine.cuda", "router", "fleet"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        "",
+        "baton",
+        "baton.engine",
+        "baton.engine.cuda",
+        "router",
+        "router.frontend",
+        "router.routing",
+        "fleet",
+    ],
+)
 def test_no_arrow_runs_up_between_rooms(package: str) -> None:
     """Rooms can be put on floors only if no two of them reach each other."""
     assert len(floors(rooms(imports(), package))) > 1

@@ -13,10 +13,7 @@ import pytest
 from baton.telemetry.metric_names import METRICS_BY_COMPONENT
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    *("router", "prefill_worker", "decode_worker", "kvtransfer", "engine", "wire", "registry"),
-    *("telemetry", "config", "fleet"),
-)
+PACKAGES = ("baton", "router", "prefill_worker", "decode_worker", "kvtransfer", "fleet")
 KINDS = {
     "inc": {"counter", "gauge"},
     "count_up": {"counter"},

@@ -13,19 +13,8 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
-import msgspec
-
 from baton.types.geometry import BLOCK_TOKENS
-
-
-class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks by state."""
-
-    total: int = 0
-    free: int = 0
-    cached: int = 0
-    in_use: int = 0
-    quarantined: int = 0
+from baton.types.pool_counts import BlockCounts
 
 
 class _FreeMap:

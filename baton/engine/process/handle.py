@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-from baton.types.pool_counts import BlockCounts
-
 from baton.engine.process import messages
 from baton.engine.process.client import EngineClient
 from baton.engine.process.step_rates import PromptFit, StepRates
@@ -14,6 +12,7 @@ from baton.engine.settings import EngineSettings
 from baton.telemetry.alive_clock import ALIVE
 from baton.types import events as ev
 from baton.types.params import AdapterRef
+from baton.types.pool_counts import BlockCounts
 
 _LOG = logging.getLogger(__name__)
 

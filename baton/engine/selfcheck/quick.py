@@ -12,13 +12,13 @@ from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from baton.engine.selfcheck.engine_under_test import WARM_TOKENS, EngineUnderTest
 
 from baton.engine.cpu.native.library import choose_native
 from baton.engine.llm import DEFAULT_MODEL
 from baton.engine.loading.open import load_weights
 from baton.engine.numerics import Numerics, numerics_of
 from baton.engine.selfcheck.dense import DenseLlama
+from baton.engine.selfcheck.engine_under_test import WARM_TOKENS, EngineUnderTest
 from baton.model.artifact import resolve_model
 from baton.types.geometry import BLOCK_TOKENS
 

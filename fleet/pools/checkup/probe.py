@@ -20,7 +20,7 @@ from baton.types.errors import BatonError
 from fleet.pools.checkup.findings import Cell, Edge, NodeReport
 
 ROOT = Path(__file__).parents[3]
-_PACKAGES = ("baton", "config", "engine", "fleet", "kvtransfer", "registry", "router", "wire")
+_PACKAGES = ("baton", "decode_worker", "fleet", "kvtransfer", "prefill_worker", "router")
 _CONNECT_S = 2.0
 _SEND_S = 0.4  # of each edge
 _CHUNK = bytes(256 * 1024)

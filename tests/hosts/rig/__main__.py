@@ -1,4 +1,4 @@
-"""`baton hosts`: a few hosts on this machine, to try what a cluster does without having one."""
+"""`python -m tests.hosts.rig`: a few hosts on this machine, to try what a cluster does."""
 
 import contextlib
 from pathlib import Path
@@ -26,7 +26,7 @@ def hosts(
     other at 10.77.0.1, 10.77.0.2 …. The first enters the others by ssh. Needs root on Linux. With
     the shell's end all of it is gone.
 
-    Example: `baton hosts --count 3`, then what docs/cluster.md says.
+    Example: `python -m tests.hosts.rig --count 3`, then what docs/cluster.md says.
     """
     names = [f"h{number}" for number in range(1, count + 1)]
     with contextlib.ExitStack() as undo:
@@ -46,3 +46,7 @@ def hosts(
         )
         code = shell.wait()
     raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    typer.run(hosts)

@@ -11,7 +11,7 @@ from pathlib import Path
 from fleet.local.redis_server import server_binary
 from tests.hosts.rig.namespaces import HOME, Host, RigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RAY_PORT = 6379
 REDIS_PORT = 6399
 _SSH_LIMIT_S = 10.0

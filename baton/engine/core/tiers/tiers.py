@@ -19,6 +19,7 @@ import msgspec
 
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.tiers.places import TierPlaces
+from baton.types.pool_counts import TierChange, TierCounts
 
 POOL = "pool"
 SAVES = 16  # blocks that are being saved at once
@@ -44,29 +45,6 @@ class Copied(msgspec.Struct, frozen=True):
     number: int
     outcome: str
     duration_ns: int
-
-
-class TierCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A tier's load; all but the first two since the start, in blocks."""
-
-    name: str
-    places: int
-    held: int
-    saved: int = 0
-    brought: int = 0
-    lost: int = 0  # gave way above before this tier could take them
-    damaged: int = 0
-    failed: int = 0
-    late: int = 0  # prompts that waited no longer
-    block_ns: float = 0.0  # for one to come back
-
-
-class TierChange(msgspec.Struct, frozen=True):
-    """What can be had from a tier or one above it, gained and lost."""
-
-    tier: str
-    stored: tuple[bytes, ...]
-    removed: tuple[bytes, ...]
 
 
 @dataclass(slots=True)

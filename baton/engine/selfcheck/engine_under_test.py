@@ -1,0 +1,87 @@
+"""An engine that a measurement steps by hand."""
+
+import time
+
+import torch
+
+from baton.engine.core.core import EngineCore
+from baton.engine.core.scheduler import SchedulerConfig
+from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
+from baton.engine.cpu.load import load_model
+from baton.engine.cpu.runner import CpuRunner
+from baton.engine.cpu.selftest import attention_tiling
+from baton.engine.loading.memory import kv_geometry
+from baton.engine.numerics import Numerics
+from baton.model.artifact import ModelArtifact
+from baton.types.params import SamplingParams
+
+MAX_BATCH = 32
+WARM_TOKENS = 1000  # that a sequence may write while it is measured
+
+
+class EngineUnderTest:
+    """An engine with its scheduler, stepped by hand."""
+
+    def __init__(
+        self,
+        artifact: ModelArtifact,
+        dtype: str,
+        numerics: Numerics,
+        blocks: int,
+        weights: str = "none",
+        kv: str = "",
+    ) -> None:
+        with torch.inference_mode():
+            model = load_model(artifact, dtype, numerics, quantisation=weights)
+            tiling = attention_tiling(artifact.config, dtype, numerics, kv)
+        geometry = kv_geometry(artifact.config, kv or dtype, blocks)
+        runner = CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)
+        self.core = EngineCore(runner, SchedulerConfig(max_batch_requests=MAX_BATCH))
+        self._vocab = artifact.config.vocab_size
+        self._count = 0
+
+    def submit(self, prompt_tokens: int, max_tokens: int) -> str:
+        """Queue a prompt of random tokens that no cache knows; returns the request's id."""
+        self._count += 1
+        generator = torch.Generator().manual_seed(self._count)
+        prompt = torch.randint(self._vocab, (prompt_tokens,), generator=generator).tolist()
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        name = f"bench-{self._count}"
+        spec = RequestSpec(
+            kind=Kind.FULL, params=params, hash_seed=b"bench", ticket=self._count, cacheable=False
+        )
+        request = EngineRequest(request_id=name, prompt=prompt, spec=spec)
+        self.core.scheduler.submit(request, time.monotonic_ns())
+        return name
+
+    def step(self, unbounded: bool = False) -> int:
+        """One step; returns its tokens.
+
+        The bound on a chunk's time is for fairness; ``unbounded`` hides how long the step took, so
+        that warming up does not cost the bench its time.
+        """
+        began_ns = time.monotonic_ns()
+        plan = self.core.plan(began_ns)
+        results = self.core.runner.execute(plan)
+        now_ns = time.monotonic_ns()
+        self.core.apply(plan, results, now_ns, 1 if unbounded else now_ns - began_ns)
+        return sum(len(row.tokens) for row in plan.rows)
+
+    def prefill(self, tokens: int) -> None:
+        """Compute one prompt and draw one token."""
+        self.submit(tokens, max_tokens=1)
+        while self.core.batch.has_work():
+            self.step()
+
+    def warm(self, batch: int, context: int) -> list[str]:
+        """Bring ``batch`` sequences to decoding."""
+        names = [self.submit(context, max_tokens=WARM_TOKENS) for _ in range(batch)]
+        while self.step(unbounded=True) != batch:
+            pass
+        return names
+
+    def cancel(self, names: list[str]) -> None:
+        """Drop requests."""
+        for name in names:
+            self.core.scheduler.cancel(name)
+        self.core.take_events()

@@ -1,0 +1,1 @@
+"""Types that every part of Baton shares: errors, parameters, events, geometry, block hashes."""
