@@ -1,1 +1,1 @@
-"""Benches, and what measures a fleet from outside."""
+"""Load tests over HTTP, which know nothing of Baton; labs and a simulator, which do."""
