@@ -1,24 +1,24 @@
 """The Prefill service: computes prompts, announces KV as it appears, and serves pulls.
 
 One ``Handoff`` per (request, attempt, generation, reader). The decisions are in
-``kvtransfer.sender.HandoffSender``; this file moves its actions to gRPC and the engine.
+``kvtransfer.sender.HandoffSender``; the ``Announcer`` performs them. This file has the gRPC
+methods, the reports of the engine, and the leases.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
-from batonpb import common_pb2, prefill_pb2_grpc, rank_pb2
+from batonpb import common_pb2, prefill_pb2_grpc
 from batonpb import prefill_pb2 as pb
 
 from baton.engine.core.sequence import Kind
-from baton.engine.process import messages
 from baton.engine.process.handle import EngineHandle
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.metrics import Metrics
@@ -28,80 +28,22 @@ from baton.telemetry.tracing import Tracing, extract
 from baton.types import events as ev
 from baton.types.errors import BatonError, UnavailableError
 from baton.wire.capability import refusal
-from baton.wire.codecs import error_to_wire, first_tokens_to_wire
+from baton.wire.codecs import error_to_wire
 from baton.wire.compatibility import disagreement
 from baton.wire.fleet_token import FleetToken
 from baton.wire.requests import submit_from_wire
 from baton.wire.tokens import unpack_tokens
 from kvtransfer import sender
 from kvtransfer.fault_injection import FrameTamperer
-from kvtransfer.kv_slice import KvSlice
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
-from kvtransfer.ranks.link import RankLink
 from kvtransfer.ranks.pools import KvPools
+from prefill_worker.announcer import Announcer
+from prefill_worker.handoff import Handoff, PrefixPuller
 
 _LOG = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 _REMEMBERED_ATTEMPTS = 4096
-
-
-class PrefixPull(Protocol):
-    """Blocks on their way from other workers' caches into ours."""
-
-    def stop(self) -> None:
-        """Nobody waits for them any more."""
-
-    def close(self) -> None:
-        """Cancel the timers: the worker ends."""
-
-
-class PrefixPuller(Protocol):
-    """Brings blocks from other workers' caches."""
-
-    def begin(self, request: pb.PrefillStart, on_end: Callable[[int], None]) -> PrefixPull | None:
-        """Pull what the request names; None if there is nothing to wait for.
-
-        Args:
-            request: As it came.
-            on_end: Called once with the tokens that came, but never before this returns.
-        """
-
-
-class Handoff:
-    """One prompt's KV on this side: the machine, and the stream that listens at present."""
-
-    def __init__(self, engine_id: str, start: pb.PrefillStart, machine: sender.HandoffSender):
-        self.engine_id = engine_id
-        self.start = start
-        self.machine = machine
-        self.events: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
-        self.prompt_outputs = ev.PromptOutputsReady(engine_id)
-        self.ended = False
-        self.prefix: PrefixPull | None = None  # that its submission to the engine waits for
-        self.at_ranks: list[RankLink] = []  # elsewhere, who were told of it and not of its end
-        self._held_back: deque[tuple[asyncio.Future[None] | None, pb.PrefillEvent]] = deque()
-
-    def begin_again(self) -> None:
-        """Another stream listens: nothing was said to it yet."""
-        self.events = asyncio.Queue()
-        self._held_back.clear()
-
-    def say(self, event: pb.PrefillEvent, known: "asyncio.Future[None] | None" = None) -> None:
-        """Tell decode, in order.
-
-        Args:
-            event: What.
-            known: Done when the rank that decode will ask knows of it, too.
-        """
-        self._held_back.append((known, event))
-        if known is not None:
-            known.add_done_callback(lambda _: self._say_known())
-        self._say_known()
-
-    def _say_known(self) -> None:
-        while self._held_back and (self._held_back[0][0] is None or self._held_back[0][0].done()):
-            self.events.put_nowait(self._held_back.popleft()[1])
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -152,6 +94,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             capabilities.encodings,
         )
         """What decode workers pull from, by whatever transport."""
+        self._announcer = Announcer(engine, pool, metrics)
         self._handoffs: dict[Key, Handoff] = {}
         self._replaced: list[Handoff] = []  # by one with their key, while somebody reads from them
         self._attempts: OrderedDict[str, int] = OrderedDict()
@@ -206,12 +149,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """The hand-off of a stream, and whether it was open already."""
         key = (start.request_id, start.attempt, start.generation, start.decode_incarnation)
         existing = self._handoffs.get(key)
-        if (
-            existing is not None and existing.machine.state is sender.SenderState.OPEN
-        ):  # a broken stream came back
+        if existing is not None and existing.is_open:  # a broken stream came back
             existing.begin_again()
             existing.machine.renew(ALIVE.now_ns())
-            self._perform(existing, existing.machine.replay())
+            self._announcer.perform(existing, existing.machine.replay())
             return existing, True
         self._check(start)
         prompt = unpack_tokens(start.prompt_tokens)
@@ -242,7 +183,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         def submit(pulled_tokens: int) -> None:
             handoff.prefix = None
             handoff_span.set_attribute("baton.pulled_prefix_tokens", pulled_tokens)
-            if machine.state is sender.SenderState.OPEN:
+            if handoff.is_open:
                 kind = Kind.HELD if start.held_only else Kind.PREFILL
                 command = submit_from_wire(start, engine_id, kind, start.skip_blocks)
                 self._engine.submit(command, on_report)
@@ -271,21 +212,20 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 if control.HasField("renew"):
                     handoff.machine.renew(ALIVE.now_ns())
                 elif control.HasField("release"):
-                    self._perform(handoff, handoff.machine.release())
+                    self._announcer.perform(handoff, handoff.machine.release())
                 elif control.HasField("cancel"):
-                    self._perform(handoff, handoff.machine.cancel())
+                    self._announcer.perform(handoff, handoff.machine.cancel())
 
     def _on_report(self, key: Key, handoff: Handoff, report: Any, *, span: Any) -> None:
         match report:
             case ev.Admitted():
-                handoff.machine.admitted(report.blocks)
-                self._hold_at_ranks(handoff)
+                self._announcer.admitted(handoff, report.blocks)
             case ev.Published():
-                self._perform(handoff, handoff.machine.published(report))
+                self._announcer.perform(handoff, handoff.machine.published(report))
             case ev.PromptOutputsReady():
                 handoff.prompt_outputs = report
             case ev.PromptDone():
-                self._perform(handoff, handoff.machine.prompt_done(report))
+                self._announcer.perform(handoff, handoff.machine.prompt_done(report))
                 span.set_attribute("baton.cached_tokens", report.cached_tokens)
                 span.end()
                 if not (handoff.start.probe or handoff.start.held_only):
@@ -302,7 +242,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         handoff = self._handoffs.get(key)
         if handoff is None:
             return None
-        return HeldKv(handoff.machine, partial(self._perform, handoff))
+        return HeldKv(handoff.machine, partial(self._announcer.perform, handoff))
 
     def _refusal(self, request: pb.PullRequest) -> str:
         """Why a reader may not have KV, in a word; "" if it may."""
@@ -323,78 +263,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if report.error_code and report.error_code != "cancelled":
             error = common_pb2.Error(code=report.error_code, message=report.error_message)
             handoff.events.put_nowait(pb.PrefillEvent(failed=error))
-        handoff.ended = True
-        handoff.machine.state = sender.SenderState.CLOSED  # a frame being read is not sent
-        self._revoke_at_ranks(handoff)
+        self._announcer.ended(handoff)
         handoff.events.put_nowait(pb.PrefillEvent(heartbeat=pb.Renew()))  # wakes the stream
         if self._handoffs.get(key) is handoff:
             del self._handoffs[key]
-
-    # ---------------------------------------------------------------- ranks elsewhere
-
-    def _hold_at_ranks(self, handoff: Handoff) -> None:
-        """Each reads its own pages for decode; until it is done with them, they are being read."""
-        start = handoff.start
-        handoff.at_ranks = list(self._pool.links)
-        for link in handoff.at_ranks:
-            handoff.machine.read_begins()
-            hold = rank_pb2.RankHold(
-                name=handoff.engine_id,
-                request_id=start.request_id,
-                attempt=start.attempt,
-                generation=start.generation,
-                prompt_tokens=handoff.machine.prompt_tokens,
-                pages=handoff.machine.blocks,
-                decode_incarnation=start.decode_incarnation,
-            )
-            link.hold(hold, lambda: self._perform(handoff, handoff.machine.read_ended()))
-        if handoff.machine.state is not sender.SenderState.OPEN:
-            self._revoke_at_ranks(handoff)
-
-    def _publish_at_rank(
-        self, handoff: Handoff, kv_slice: KvSlice
-    ) -> "asyncio.Future[None] | None":
-        """Tell whom decode will ask; None: decode will ask here."""
-        if self._pool.holding(kv_slice):
-            return None
-        link = self._pool.elsewhere(kv_slice)[0]
-        return link.publish(handoff.engine_id, kv_slice.to_wire())
-
-    def _revoke_at_ranks(self, handoff: Handoff) -> None:
-        links, handoff.at_ranks = handoff.at_ranks, []
-        for link in links:
-            link.revoke(handoff.engine_id)
-
-    def _perform(self, handoff: Handoff, actions: list[sender.Action]) -> None:
-        if handoff.machine.state is not sender.SenderState.OPEN:
-            self._revoke_at_ranks(handoff)
-        for action in actions:
-            match action:
-                case sender.Announce():
-                    heads = self._pool.geometry.num_kv_heads
-                    published = action.kv_slice.to_published(heads)
-                    known = self._publish_at_rank(handoff, action.kv_slice)
-                    handoff.say(pb.PrefillEvent(published=published), known)
-                case sender.AnnounceFirst():
-                    for message in first_tokens_to_wire(action.done, handoff.prompt_outputs):
-                        handoff.say(pb.PrefillEvent(first_tokens=message))
-                case sender.AnnounceCommit():
-                    record = pb.CommitRecord(
-                        rectangles=action.rectangles,
-                        payload_bytes=action.payload_bytes,
-                        valid_tokens=action.valid_tokens,
-                        manifest_digest=action.manifest,
-                    )
-                    handoff.say(pb.PrefillEvent(commit=record))
-                case sender.GiveBack():
-                    if action.overdue:
-                        self._metrics.inc("baton_loans_overdue", action.overdue)
-                    if handoff.prefix is not None:
-                        handoff.prefix.stop()
-                    elif action.cancel:
-                        self._engine.client.send(messages.Cancel(handoff.engine_id))
-                    else:
-                        self._engine.client.send(messages.Release(handoff.engine_id))
 
     # ---------------------------------------------------------------- time
 
@@ -407,9 +279,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 old for old in self._replaced if old.machine.state is not sender.SenderState.CLOSED
             ]
             for handoff in [*self._handoffs.values(), *self._replaced]:
-                was_open = handoff.machine.state is sender.SenderState.OPEN
-                self._perform(handoff, handoff.machine.tick(now_ns))
-                if was_open and handoff.machine.state is not sender.SenderState.OPEN:
+                was_open = handoff.is_open
+                self._announcer.perform(handoff, handoff.machine.tick(now_ns))
+                if was_open and not handoff.is_open:
                     self._metrics.inc("baton_orphans")
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from kvtransfer.kv_slice import KvSlice
 from kvtransfer.ranks.link import RankGoneError
 from kvtransfer.ranks.rank_side import RankHandoffs
 from kvtransfer.receiver import Action, CloseStream, HandoffReceiver, Pull
-from prefill_worker.service import Handoff
+from prefill_worker.handoff import Handoff
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim=4, num_blocks=8, dtype="bf16")
 WHOLE = KvSlice(0, 2, 0, 1, 0, 3, 40)

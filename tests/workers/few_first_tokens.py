@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import fleet.worker
-import prefill_worker.service as service
+import prefill_worker.announcer as announcer
 
 
 def too_few(*arguments: Any) -> Iterator[Any]:
@@ -16,6 +16,6 @@ def too_few(*arguments: Any) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    _all = service.first_tokens_to_wire
-    service.first_tokens_to_wire = too_few
+    _all = announcer.first_tokens_to_wire
+    announcer.first_tokens_to_wire = too_few
     fleet.worker.main()

@@ -1,0 +1,78 @@
+"""Performs what a hand-off's machine decides: events to decode, commands to the engine."""
+
+from collections.abc import Iterable
+
+from batonpb import prefill_pb2 as pb
+
+from baton.engine.process import messages
+from baton.engine.process.handle import EngineHandle
+from baton.telemetry.metrics import Metrics
+from baton.wire.codecs import first_tokens_to_wire
+from kvtransfer import sender
+from kvtransfer.ranks.pools import KvPools
+from prefill_worker.handoff import Handoff
+from prefill_worker.rank_pools import RankPools
+
+
+class Announcer:
+    """Announces KV, first tokens and the commit record, and gives blocks back.
+
+    Args:
+        engine: The engine that computes the prompts.
+        pool: Its KV pool, or those of its ranks.
+        metrics: The metrics of this worker.
+    """
+
+    def __init__(self, engine: EngineHandle, pool: KvPools, metrics: Metrics) -> None:
+        self._engine = engine
+        self._heads = pool.geometry.num_kv_heads
+        self._ranks = RankPools(pool)
+        self._metrics = metrics
+
+    def admitted(self, handoff: Handoff, blocks: tuple[int, ...]) -> None:
+        """Note the pages that the engine gave a hand-off; ranks elsewhere may serve theirs."""
+        handoff.machine.admitted(blocks)
+        self._ranks.hold(handoff, lambda: self.perform(handoff, handoff.machine.read_ended()))
+
+    def ended(self, handoff: Handoff) -> None:
+        """Close a hand-off whose request the engine has ended."""
+        handoff.ended = True
+        handoff.machine.state = sender.SenderState.CLOSED  # a frame being read is not sent
+        self._ranks.revoke(handoff)
+
+    def perform(self, handoff: Handoff, actions: Iterable[sender.Action]) -> None:
+        """Perform the actions of a hand-off's machine, in order."""
+        if not handoff.is_open:
+            self._ranks.revoke(handoff)
+        for action in actions:
+            match action:
+                case sender.Announce():
+                    self._announce(handoff, action)
+                case sender.AnnounceFirst():
+                    for message in first_tokens_to_wire(action.done, handoff.prompt_outputs):
+                        handoff.say(pb.PrefillEvent(first_tokens=message))
+                case sender.AnnounceCommit():
+                    record = pb.CommitRecord(
+                        rectangles=action.rectangles,
+                        payload_bytes=action.payload_bytes,
+                        valid_tokens=action.valid_tokens,
+                        manifest_digest=action.manifest,
+                    )
+                    handoff.say(pb.PrefillEvent(commit=record))
+                case sender.GiveBack():
+                    self._give_back(handoff, action)
+
+    def _announce(self, handoff: Handoff, action: sender.Announce) -> None:
+        published = action.kv_slice.to_published(self._heads)
+        known = self._ranks.publish(handoff, action.kv_slice)
+        handoff.say(pb.PrefillEvent(published=published), known)
+
+    def _give_back(self, handoff: Handoff, action: sender.GiveBack) -> None:
+        if action.overdue:
+            self._metrics.inc("baton_loans_overdue", action.overdue)
+        if handoff.prefix is not None:
+            handoff.prefix.stop()
+        elif action.cancel:
+            self._engine.client.send(messages.Cancel(handoff.engine_id))
+        else:
+            self._engine.client.send(messages.Release(handoff.engine_id))
