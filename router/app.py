@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from pydantic import BaseModel
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from baton.registry.orders import Orders
@@ -25,6 +25,7 @@ from router.frontend.api.responses import endpoints as responses
 from router.frontend.batch import calls as batch
 from router.frontend.batch.runner import BatchRunner
 from router.frontend.http.cors import allow_origins
+from router.frontend.http.direct import DirectFastAPI
 from router.frontend.http.methods import HeadAndOptions
 from router.frontend.openapi.document import describe
 from router.routing.placement.index_feed import EventSource, IndexFeeder
@@ -156,7 +157,7 @@ class Router:
 
     def app(self) -> FastAPI:
         """The ASGI application."""
-        app = FastAPI(
+        app = DirectFastAPI(
             title="Baton router",
             summary="OpenAI's API over a disaggregated fleet",
             lifespan=self.running,
@@ -169,7 +170,7 @@ class Router:
         app.add_middleware(CallHeaders, metrics=self.parts.metrics, strict=strict)
         bodies: list[type[BaseModel]] = []
         served: list[BaseRoute] = []
-        direct: list[BaseRoute] = []
+        direct: list[Route] = []
         made = [routes(self.parts) for routes in _ENDPOINTS]
         if self._orders is not None:
             made.append(orders.routes(self.parts, self._orders))
@@ -178,7 +179,7 @@ class Router:
             bodies += endpoints.bodies
             served += endpoints.routes
             direct += endpoints.direct
-        app.router.routes[:0] = direct
+        app.direct = direct
         app.add_middleware(HeadAndOptions, routes=[*app.routes, *served])
         allow_origins(app, self.parts.settings.clients)
         has_keys = self.parts.settings.api_keys is not None

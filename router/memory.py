@@ -25,7 +25,7 @@ _ARENAS = 2
 _OWN_FILES = 256  # files and sockets that are not clients
 _TRIM_BYTES = 256 * 1024
 _TRIM_AFTER_S = 1.0
-_COLLECT_AFTER = 20_000  # objects more than before; Python's 700 are half a request's
+_COLLECT_AFTER = 100_000  # objects more than before: 2,048 requests that end together are fewer
 _THREADS = max(2, min(4, os.cpu_count() or 2))
 
 

@@ -30,6 +30,7 @@ from baton.types.errors import (
     UnavailableError,
 )
 from router.frontend.http.connection import Follower, lend
+from router.frontend.http.head_writer import HeadWriter
 from router.frontend.http.intake import Intake
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -94,6 +95,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or say that there are too many."""
         super().connection_made(transport)
+        self._writer = HeadWriter(transport, self.loop)
         if len(self.connections) > self._limits.max_connections:
             self._metrics.inc("baton_connections_refused")
             self._refuse(
@@ -184,7 +186,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_timer = None
         self._await_body()
         super().on_headers_complete()
-        if self._leaves and self.cycle is not None:
+        if self.cycle is None:
+            return
+        self.cycle.transport = self._writer  # type: ignore[assignment]
+        if self._leaves:
             self.cycle.keep_alive = False
 
     # --- body ------------------------------------------------------------------------------------
@@ -228,7 +233,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def write_piece(self, body: bytes) -> None:
         """See ``router.frontend.http.connection.Connection``."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._writer.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def follow(self, follower: Follower) -> None:
         """See ``router.frontend.http.connection.Connection``."""
@@ -301,6 +306,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, error: BatonError) -> None:
         body = orjson.dumps(error.body())
         retry = b"retry-after: 1\r\n" if error.retryable else b""
+        self._writer.flush()
         self.transport.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n%sconnection: close\r\n"
             b"content-length: %d\r\n\r\n%s"
