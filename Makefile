@@ -92,19 +92,11 @@ check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
 bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.llamacpp
-	$(BIN)/python -m benchmarks.mix
-	$(BIN)/python -m benchmarks.speculation
 	$(BIN)/python -m benchmarks.quality
-	$(BIN)/python -m benchmarks.handoff_machines
 	$(BIN)/python -m benchmarks.fleet --out bench-results/fleet
 	$(BIN)/python -m benchmarks.router
 	$(BIN)/python -m benchmarks.ladder
 	$(BIN)/python -m benchmarks.handoff
-	$(BIN)/python -m benchmarks.kv.lent_pages
-	$(BIN)/python -m benchmarks.kv.overlap
-	$(BIN)/python -m benchmarks.kv.burst
-	$(BIN)/python -m benchmarks.kv.tier_writes
-	$(BIN)/python -m benchmarks.kv.peers
 
 bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --out bench-gpu.json

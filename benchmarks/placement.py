@@ -1,6 +1,6 @@
 """What a placement and the prefix index cost as the fleet grows, on one core.
 
-    python -m benchmarks.placement [--json FILE] [--plot FILE.svg]
+    python -m benchmarks.placement [--json FILE]
 
 Nothing is asked of a network: the workers are reports, the blocks are random hashes. CPU time is
 counted. Beside each figure that has a goal stands how many times better it is.
@@ -25,7 +25,6 @@ from rich.table import Table
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.registry.types import EventBatch, Role, WorkerRecord
 from baton.types.params import SamplingParams
-from benchmarks.router.scale_plot import Panel, draw
 from loadtest.simulator.table import NeverCalled
 from router.request import GenerationRequest
 from router.routing.placement.block_table import PlainBlockTable
@@ -216,13 +215,11 @@ def _resident_bytes() -> int:
 def main(
     json: Annotated[Path | None, typer.Option(help="Write figures here.")] = None,
     blocks: Annotated[int, typer.Option(help="Of the largest index.")] = 10_000_000,
-    plot: Annotated[Path | None, typer.Option(help="Draw time and memory by size here.")] = None,
 ) -> None:
     """Measure placements and the prefix index by size."""
-    figures, times_us, memory_mib = [], [], []
+    figures = []
     for size in (5, 50, 200, 500):
         value_us = placement_us(size, size)
-        times_us.append((2 * size, value_us))
         bound_us = PLACEMENT_BOUND_US.get(size)
         figures.append(
             Figure(
@@ -233,9 +230,7 @@ def main(
             )
         )
     for workers, held in ((10, blocks // 100), (100, blocks // 10), (1000, blocks)):
-        of_size = index_figures(workers, held)
-        memory_mib.append((held, of_size[0].value))
-        figures += of_size
+        figures += index_figures(workers, held)
     figures += index_figures(100, blocks // 10, plain=True)
     table = Table("figure", "value", "", "times the goal")
     for one in figures:
@@ -244,13 +239,6 @@ def main(
     Console().print(table)
     if json is not None:
         json.write_bytes(msgspec.json.encode(figures))
-    if plot is not None:
-        goals_us = [(2 * size, bound_us) for size, bound_us in PLACEMENT_BOUND_US.items()]
-        panels = [
-            Panel("a placement, µs of CPU time", "workers", times_us, goals_us),
-            Panel("the index, MiB", "blocks", memory_mib, [(10_000_000, 1024.0)]),
-        ]
-        plot.write_text(draw(panels, "measured by benchmarks.placement"), encoding="utf-8")
 
 
 if __name__ == "__main__":

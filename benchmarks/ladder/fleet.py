@@ -11,8 +11,8 @@ import httpx
 import psutil
 import yaml
 
-from benchmarks.kv.workers import TOKEN, BenchWorker, bench_worker
 from benchmarks.router.processes import BenchError, free_port, redis, running, wait_for
+from benchmarks.worker import TOKEN, BenchWorker, bench_worker
 
 FLEET = "ladder"
 _MIB = 1 << 20

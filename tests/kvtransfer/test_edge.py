@@ -89,7 +89,7 @@ def test_int8_pays_where_the_wire_is_slower_than_what_of_coding_is_seen(
     bytes_per_s: float, of_many_frames: bool, of_one: bool
 ) -> None:
     """Vectors of 64 values: 128 bytes plain, 68 in int8. 5 Mbit/s to gRPC on the loopback; at 0.05
-    to 1.5 Gbit/s whole hand-offs were measured (`benchmarks.kv.slow_link`)."""
+    to 1.5 Gbit/s whole hand-offs were measured."""
     assert int8_pays(32 * MIB, 17 * MIB, bytes_per_s, 4 * MIB) == of_many_frames
     assert int8_pays(4 * MIB, 17 * MIB // 8, bytes_per_s, 4 * MIB) == of_one
 

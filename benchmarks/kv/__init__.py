@@ -1,1 +1,0 @@
-"""The hand-off beside prefill's compute, and beside other transfer engines."""
