@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from baton.telemetry.dashboard_panels import DASHBOARDS
-from baton.telemetry.dashboards import FOLDER, text_of
 from baton.telemetry.metric_names import METRICS_BY_COMPONENT
 from baton.telemetry.metrics import Metrics
+from deploy.grafana.dashboard_panels import DASHBOARDS
+from deploy.grafana.dashboards import FOLDER, text_of
 
 DEPLOY = FOLDER.parent
 PROMTOOL = shutil.which("promtool")
@@ -58,7 +58,7 @@ def test_every_alert_is_tried() -> None:
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_the_files_are_written_from_the_table(name: str) -> None:
     written = (FOLDER / f"{name}.json").read_text()
-    assert written == text_of(name), "run: python -m baton.telemetry.dashboards"
+    assert written == text_of(name), "run: python -m deploy.grafana.dashboards"
     assert json.loads(written)["uid"] == f"baton-{name}"
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton.telemetry.dashboard_panels import PRICE
-from baton.telemetry.dashboards import DEFAULT_PRICE, FOLDER
+from deploy.grafana.dashboard_panels import PRICE
+from deploy.grafana.dashboards import DEFAULT_PRICE, FOLDER
 from tests.e2e.fleet_processes import Fleet, chat, free_port, slowed
 
 PROMETHEUS = shutil.which("prometheus")

@@ -1,4 +1,4 @@
-"""Grafana's dashboards, made of a table of queries: `python -m baton.telemetry.dashboards`.
+"""Grafana's dashboards, made of a table of queries: `python -m deploy.grafana.dashboards`.
 
 The JSON files in ``deploy/grafana/`` are written from here, so that they differ only in what they
 ask; a test compares them, and runs every query against a real Prometheus.
@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from baton.telemetry.dashboard_panels import DASHBOARDS, PRICE, Panel
+from deploy.grafana.dashboard_panels import DASHBOARDS, PRICE, Panel
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "grafana"
+FOLDER = Path(__file__).parent
 DEFAULT_PRICE = "1.0"
 
 _PANEL_WIDTH, _PANEL_HEIGHT = 12, 8
