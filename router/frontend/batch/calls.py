@@ -14,10 +14,10 @@ from pydantic import Field, StringConstraints
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.access import tenant_of
 from router.frontend.api.bodies.common import Body, NonEmpty
+from router.frontend.api.bodies.fields import Fields
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import ignored_of
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
-from router.frontend.batch import parameters
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
 from router.frontend.batch.uploads import UploadGate, read_upload
@@ -62,11 +62,17 @@ class BatchBody(Body):
     """``POST /v1/batches``. Each line of the file is a request to ``endpoint``."""
 
     input_file_id: NonEmpty
+    """a file that was sent with purpose batch"""
     endpoint: Endpoint
+    """where each line goes"""
     completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,2}h$")] = "24h"
+    """1h to 999h; left out: 24h"""
     metadata: Annotated[dict[str, _Label], Field(max_length=16)] | None = None
+    """up to 16 texts, told again with the batch"""
 
-    others = parameters.BATCH
+    others = Fields(
+        accepted={"output_expires_after": "files of answers stay for clients.batch.keep_days"},
+    )
 
     @property
     def window_s(self) -> int:

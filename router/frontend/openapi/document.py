@@ -1,20 +1,29 @@
-"""Completes what FastAPI generates: bodies, answers, examples, keys."""
+"""Completes what FastAPI generates: bodies, answers, examples, keys.
+
+Answers and examples stand in ``answers.yaml``, the bodies of requests in their classes.
+"""
 
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import yaml
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from router.frontend.openapi.answers import Error
-from router.frontend.openapi.calls import CALLS, Call
-
+_ANSWERS = Path(__file__).with_name("answers.yaml")
 _REF = "#/components/schemas/{model}"
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "A key of `api_keys`."},
     "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
+
+
+def described() -> dict[str, Any]:
+    """Return what ``answers.yaml`` holds: ``schemas`` by name, ``calls`` by method and path."""
+    document: dict[str, Any] = yaml.safe_load(_ANSWERS.read_text(encoding="utf-8"))
+    return document
 
 
 def describe(
@@ -32,56 +41,50 @@ def describe(
         has_keys: Whether the fleet has API keys; without, a key may be sent and is not looked at.
     """
     generate = app.openapi
-    kinds: list[type[BaseModel]] = [*bodies, Error]
+    kinds = list(bodies)
 
     @cache
     def openapi() -> dict[str, Any]:
+        answers = described()
         document = generate()
         components = document.setdefault("components", {})
         schemas = components.setdefault("schemas", {})
         components["securitySchemes"] = _KEYS
         document["security"] = [{name: []} for name in _KEYS] + ([] if has_keys else [{}])
+        schemas.update(answers["schemas"])
         for kind in kinds:
-            _add(schemas, kind)
+            schema = kind.model_json_schema(ref_template=_REF)
+            schemas.update(schema.pop("$defs", {}))
+            schemas[kind.__name__] = schema
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
-                _complete(operation, CALLS.get((method, path)), schemas, model_name)
+                _complete(operation, answers["calls"].get(f"{method} {path}"), model_name)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add(schemas: dict[str, Any], kind: type[BaseModel]) -> dict[str, str]:
-    """Add a schema and those that it names; returns the reference to it."""
-    schema = kind.model_json_schema(ref_template=_REF)
-    schemas.update(schema.pop("$defs", {}))
-    schemas[kind.__name__] = schema
-    return {"$ref": _REF.format(model=kind.__name__)}
-
-
-def _complete(
-    operation: dict[str, Any], call: Call | None, schemas: dict[str, Any], model_name: str
-) -> None:
-    kind = Error if call is None else call.error
-    error = {"description": "What went wrong", "content": _content(_add(schemas, kind))}
-    operation["responses"].setdefault("default", error)
+def _complete(operation: dict[str, Any], call: dict[str, Any] | None, model_name: str) -> None:
+    error = _content("Error" if call is None else call.get("error", "Error"))
+    operation["responses"].setdefault("default", {"description": "What went wrong"} | error)
     if call is None:
         return
     found = operation["responses"]["200"]
-    if call.answer is not None:
-        found["content"] = {call.kind: {"schema": _add(schemas, call.answer)}}
-        if call.event is not None:
-            found["content"]["text/event-stream"] = {"schema": _add(schemas, call.event)}
-            found["description"] = "With `stream: true` a row of events, their data as shown."
-    elif call.kind != "application/json":
+    kind = call.get("kind", "application/json")
+    if "answer" in call:
+        found |= _content(call["answer"], kind)
+    elif kind != "application/json":
         found.pop("content", None)
-        if call.kind:
-            found["content"] = {call.kind: {"schema": {"type": "string"}}}
-    if call.open:
+        if kind:
+            found["content"] = {kind: {"schema": {"type": "string"}}}
+    if "event" in call:
+        found["content"] |= _content(call["event"], "text/event-stream")["content"]
+        found["description"] = "With `stream: true` a row of events, their data as shown."
+    if call.get("open"):
         operation["security"] = []
     body = operation.get("requestBody", {}).get("content", {}).get("application/json")
-    if body is not None and call.example is not None:
-        body["example"] = example_for(call.example, model_name)
+    if body is not None and "example" in call:
+        body["example"] = example_for(call["example"], model_name)
 
 
 def example_for(example: dict[str, Any], model_name: str) -> dict[str, Any]:
@@ -91,5 +94,5 @@ def example_for(example: dict[str, Any], model_name: str) -> dict[str, Any]:
     return example
 
 
-def _content(schema: dict[str, str]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
+def _content(name: str, kind: str = "application/json") -> dict[str, Any]:
+    return {"content": {kind: {"schema": {"$ref": _REF.format(model=name)}}}}

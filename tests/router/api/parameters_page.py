@@ -2,21 +2,77 @@
 
 from pathlib import Path
 
-from router.frontend.api.bodies.fields import Fields
-from router.frontend.api.bodies.parameters import TABLE
-from router.frontend.api.messages.parameters import TABLE as MESSAGES_TABLE
-from router.frontend.api.pooling.parameters import TABLE as POOLING_TABLE
-from router.frontend.api.responses.parameters import TABLE as RESPONSES_TABLE
-from router.frontend.batch.parameters import TABLE as BATCH_TABLE
+from router.frontend.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
+from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.common import Body
+from router.frontend.api.bodies.completion import CompletionBody
+from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.bodies.generation import (
+    JsonSchemaFormat,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+)
+from router.frontend.api.bodies.messages import CalledFunction, CalledTool, Message, Part
+from router.frontend.api.bodies.tokens import DetokenizeBody, TokenizeBody
+from router.frontend.api.bodies.tools import FunctionOffered, ToolOffered
+from router.frontend.api.messages import body as messages
+from router.frontend.api.pooling import bodies as pooling
+from router.frontend.api.responses import body as responses
+from router.frontend.batch.calls import BatchBody
+
+KINDS: dict[type[Body], str] = {
+    ChatBody: "`POST /v1/chat/completions`",
+    CompletionBody: "`POST /v1/completions`",
+    StreamOptions: "`stream_options`",
+    Message: "a message",
+    Part: "a part of a message's content",
+    CalledTool: "a replayed call, `tool_calls[]`",
+    CalledFunction: "the function of a replayed call",
+    ToolOffered: "a tool, `tools[]`",
+    FunctionOffered: "a function that is offered",
+    ResponseFormat: "`response_format`",
+    JsonSchemaFormat: "`response_format.json_schema`",
+    StructuredOutputs: "`structured_outputs`",
+    EmbeddingBody: "`POST /v1/embeddings`",
+    TokenizeBody: "`POST /tokenize`",
+    DetokenizeBody: "`POST /detokenize`",
+    LoadAdapterBody: "`POST /v1/load_lora_adapter`",
+    UnloadAdapterBody: "`POST /v1/unload_lora_adapter`",
+    responses.ResponsesBody: "`POST /v1/responses`",
+    responses.InputTokensBody: "`POST /v1/responses/input_tokens`",
+    responses.ResponsesItem: "an item of `input`",
+    responses.ResponsesPart: "a part of an item's content",
+    responses.ResponsesFunction: "a tool of `/v1/responses`",
+    responses.ResponsesToolChoice: "`tool_choice` of `/v1/responses`, where it is an object",
+    responses.ResponsesFunctionName: "a tool of `allowed_tools`",
+    responses.ResponsesText: "`text`",
+    responses.ResponsesTextFormat: "`text.format`",
+    responses.ResponsesReasoning: "`reasoning`",
+    messages.MessagesBody: "`POST /v1/messages`",
+    messages.CountTokensBody: "`POST /v1/messages/count_tokens`",
+    messages.MessagesTurn: "a message of `/v1/messages`",
+    messages.MessagesBlock: "a content block",
+    messages.MessagesTool: "a tool of `/v1/messages`",
+    messages.MessagesToolChoice: "`tool_choice` of `/v1/messages`",
+    messages.MessagesMetadata: "`metadata` of `/v1/messages`",
+    messages.MessagesOutputConfig: "`output_config`",
+    messages.MessagesOutputFormat: "`output_config.format`",
+    messages.MessagesThinking: "`thinking`",
+    pooling.ScoreBody: "`POST /v1/score`, `/score`",
+    pooling.RerankBody: "`POST /v1/rerank`, `/v2/rerank`, `/rerank`",
+    pooling.Document: "`documents[]` of a ranking",
+    pooling.PoolingBody: "`POST /pooling`",
+    BatchBody: "`POST /v1/batches`",
+}
 
 PAGE = Path(__file__).parents[3] / "docs" / "parameters.md"
 
 HEAD = """\
 # What becomes of each parameter
 
-Written by `python -m tests.router.api.parameters_page` from the table that the router acts by
-(`router/frontend/api/bodies/parameters.py`, and files of the same name for the newer APIs); a test
-compares them.
+Written by `python -m tests.router.api.parameters_page` from the classes of bodies that the router
+acts by (`router/frontend/api/bodies/`, and `body.py` of the newer APIs); a test compares them.
 
 - **honoured**: it acts. A value outside its limits is a 400 that names it.
 - **accepted**: taken and left aside, because here it changes nothing.
@@ -37,19 +93,19 @@ the request by it. Any other value is left aside, and the answer carries our own
 
 def page() -> str:
     """The whole page."""
-    tables = TABLE + RESPONSES_TABLE + MESSAGES_TABLE + POOLING_TABLE + BATCH_TABLE
-    return "\n".join([HEAD, *map(_section, tables)])
+    return "\n".join([HEAD, *(_section(*row) for row in KINDS.items())])
 
 
-def _section(fields: Fields) -> str:
+def _section(kind: type[Body], title: str) -> str:
     rows = [("field", "", "")]
-    rows += [(f"`{name}`", "honoured", note) for name, note in fields.honoured.items()]
-    rows += [(f"`{name}`", "accepted", note) for name, note in fields.accepted.items()]
-    rows += [(f"`{name}`", "refused", rule.instead) for name, rule in fields.refused.items()]
+    for name, field in kind.model_fields.items():
+        if field.description is not None:
+            rows.append((f"`{field.alias or name}`", "honoured", field.description))
+    rows += [(f"`{name}`", "accepted", note) for name, note in kind.others.accepted.items()]
+    rows += [(f"`{name}`", "refused", rule.instead) for name, rule in kind.others.refused.items()]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---|---|---|")
-    title = fields.title[0].upper() + fields.title[1:]
-    return "\n".join([f"## {title}", "", *lines, ""])
+    return "\n".join([f"## {title[0].upper()}{title[1:]}", "", *lines, ""])
 
 
 if __name__ == "__main__":

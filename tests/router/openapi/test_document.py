@@ -5,14 +5,16 @@ import pytest
 
 from baton.config.clients import ApiKeyConfig
 from router.frontend.openapi import document
-from router.frontend.openapi.calls import CALLS
 from tests.router.conftest import MODEL, events_of
 from tests.router.emulated_worker import Script
 from tests.router.page.chromium import CHROMIUM, chromium
 
+CALLS = document.described()["calls"]
 _NEED_FILES = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/batches"
 EXAMPLES = [
-    (path, call) for (_, path), call in CALLS.items() if call.example and path not in _NEED_FILES
+    (name.split()[1], call)
+    for name, call in CALLS.items()
+    if "example" in call and name.split()[1] not in _NEED_FILES
 ]
 
 
@@ -34,12 +36,12 @@ async def test_every_call_is_described(fleet):
     document = await document_of(fleet)
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            call = CALLS[method, path]
+            call = CALLS[f"{method} {path}"]
             assert operation["responses"]["default"]["content"], (method, path)
             answer = operation["responses"]["200"].get("content", {})
-            if call.answer is not None:
-                schema = answer[call.kind]["schema"]
-                assert schema["$ref"].endswith(f"/{call.answer.__name__}")
+            if "answer" in call:
+                schema = answer["application/json"]["schema"]
+                assert schema["$ref"].endswith(f"/{call['answer']}")
             body = operation.get("requestBody", {}).get("content", {})
             if "application/json" in body:
                 assert body["application/json"]["example"]
@@ -77,7 +79,7 @@ async def test_the_example_works_and_its_answer_is_as_described(fleet, path, cal
     assert answer.status_code == 200, answer.text
     content = operation["responses"]["200"]["content"]
     check(answer.json(), content["application/json"]["schema"], document)
-    if call.event is None:
+    if "event" not in call:
         return
     streamed = await fleet.http.post(path, json={**body, "stream": True})
     events = [event for event in events_of(streamed.text) if event != "[DONE]"]
@@ -126,12 +128,13 @@ async def test_keys_are_described_as_they_are_asked_for(make_fleet):
     document = await document_of(with_keys)  # itself needs none
     assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
     assert {} not in document["security"]
-    for (method, path), call in CALLS.items():
+    for name, call in CALLS.items():
+        method, path = name.split()
         if method != "get" or "{" in path or path not in document["paths"]:
             continue
         answer = await with_keys.http.get(path)  # a folder for files comes after the key
         is_open = document["paths"][path]["get"].get("security") == []
-        assert is_open == call.open == (answer.status_code != 401), path
+        assert is_open == call.get("open", False) == (answer.status_code != 401), path
     without = await document_of(await make_fleet({}))
     assert {} in without["security"]
 
@@ -150,13 +153,13 @@ async def test_the_page_shows_the_calls_and_asks_no_other_host(fleet, tmp_path):
 
 async def test_the_document_is_made_once(fleet, monkeypatch):
     """It was made anew for each call, and held the event loop for 90 ms: of any stranger, too."""
-    whole, added = document._add, []
+    whole, added = document._complete, []
 
-    def add(schemas, kind):
-        added.append(kind)
-        return whole(schemas, kind)
+    def complete(operation, *rest):
+        added.append(operation)
+        whole(operation, *rest)
 
-    monkeypatch.setattr(document, "_add", add)
+    monkeypatch.setattr(document, "_complete", complete)
     first = await document_of(fleet)
     made_of = len(added)
     assert made_of > 20

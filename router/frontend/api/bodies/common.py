@@ -1,6 +1,6 @@
 """What all bodies share: the base class, and types with their limits."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -27,15 +27,44 @@ class Body(BaseModel):
     ``others`` by ``parse``.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     others: ClassVar[Fields] = Fields()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Add the ``others`` of the class that this one extends."""
+        if "others" in cls.__dict__:
+            cls.others = cast("type[Body]", cls.__base__).others | cls.others
 
 
 class ModelBody(Body):
     """A body that says which model answers."""
 
     model: NonEmpty
+    """left out: the model that the fleet serves"""
+
+
+class VectorsBody(ModelBody):
+    """A body that is answered with vectors, or with what is computed from them."""
+
+    pooling: Literal["mean", "last"] = "mean"
+    """mean or last"""
+    user: Annotated[str, StringConstraints(max_length=512)] | None = None
+    """stands in traces and in the request's story"""
+    priority: Annotated[int, Field(ge=-INT32, lt=INT32)] | None = None
+    """lower goes first"""
+
+    others = Fields(
+        accepted={
+            "request_id": "the header X-Request-Id names a call",
+            "additional_data": "nothing is kept under it",
+            "metadata": "nothing is kept under it",
+            "mm_processor_kwargs": "of images, which are not taken",
+        },
+    )
 
 
 def each(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -1,6 +1,6 @@
-"""What becomes of a field: one row for each, of which ``parameters.py`` makes the table.
+"""What becomes of a field of a body.
 
-honoured   it acts
+honoured   it acts: a field of the body's class, whose text below it says how
 accepted   taken and left aside, because here it changes nothing
 refused    ignoring it would change the answer: a 400 says what to do instead
 unknown    not in the table: left aside and named in the header ``x-baton-ignored``
@@ -44,25 +44,19 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """The fields of one kind of JSON object.
+    """The fields of one kind of JSON object that its class does not have.
 
     Attributes:
-        title: What the object is, for the docs.
-        honoured: Name to what it does.
         accepted: Name to why it changes nothing.
         refused: Name to what to do instead.
     """
 
-    title: str = ""
-    honoured: Mapping[str, str] = field(default_factory=dict)
     accepted: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, Refused] = field(default_factory=dict)
 
     def __or__(self, other: "Fields") -> "Fields":
-        """The fields of both; the title is the right one's."""
+        """Return the fields of both."""
         return Fields(
-            title=other.title,
-            honoured={**self.honoured, **other.honoured},
             accepted={**self.accepted, **other.accepted},
             refused={**self.refused, **other.refused},
         )

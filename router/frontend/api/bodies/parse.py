@@ -54,7 +54,7 @@ def checked(
 
 
 class _Sieve:
-    """Takes out of a body what is no field of its class, by the table of ``parameters.py``."""
+    """Takes out of a body what is no field of its class."""
 
     def __init__(self, ignored: Ignored) -> None:
         self._ignored = ignored

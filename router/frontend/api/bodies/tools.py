@@ -5,28 +5,37 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from router.frontend.api.bodies.common import Body, FunctionName
-from router.frontend.api.bodies.fields import MAX_TOOLS
-from router.frontend.api.bodies.parameters import FUNCTION, TOOL
+from router.frontend.api.bodies.fields import MAX_TOOLS, Fields
 
 
 class FunctionOffered(Body):
     """A function that may be called; ``parameters`` is always kept to, ``strict`` or not."""
 
     name: FunctionName
+    """letters, digits and `_-.:/`"""
     description: str | None = None
+    """shown to the model"""
     parameters: dict[str, Any] | None = None
+    """JSON schema of an object; calls keep to it"""
     strict: bool | None = None
+    """false: keywords that cannot be enforced are checked afterwards"""
 
-    others = FUNCTION
+    others = Fields(
+        accepted={"cache_control": "prefixes are found without a mark"},
+    )
 
 
 class ToolOffered(Body):
     """A tool that may be called."""
 
     type: Literal["function"]
+    """function"""
     function: FunctionOffered
+    """what may be called"""
 
-    others = TOOL
+    others = Fields(
+        accepted={"cache_control": "prefixes are found without a mark"},
+    )
 
 
 class FunctionNamed(Body):

@@ -5,31 +5,36 @@ A text may be cut to ``truncate_prompt_tokens``: its first so many tokens stay.
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.common import (
     FIRST_FAULT,
     INT32,
     Body,
-    ModelBody,
     Prompts,
+    VectorsBody,
     each,
 )
 from router.frontend.api.bodies.embedding import MAX_INPUTS
-from router.frontend.api.pooling import parameters
+from router.frontend.api.bodies.fields import Fields, Refused
 
 _Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), FIRST_FAULT]
 _Limit = Annotated[int, Field(ge=-1, lt=INT32)]
 
 
-class PooledBody(ModelBody):
+class PooledBody(VectorsBody):
     """What the three have in common; ``pooling`` is Baton's own."""
 
-    pooling: Literal["mean", "last"] = "mean"
     truncate_prompt_tokens: _Limit | None = None
-    user: Annotated[str, StringConstraints(max_length=512)] | None = None
-    priority: Annotated[int, Field(ge=-INT32, lt=INT32)] | None = None
+    """keep the first so many tokens of each text; -1: what fits"""
+
+    others = Fields(
+        refused={
+            name: Refused((None, True), "scores are cosines; there is no head to leave it out of")
+            for name in ("activation", "softmax", "use_activation")
+        },
+    )
 
     @property
     def most_tokens(self) -> int | None:
@@ -44,11 +49,13 @@ class ScoreBody(PooledBody):
     """
 
     text_1: _Texts | None = None
+    """one text, or as many as text_2"""
     text_2: _Texts | None = None
+    """a text, or several"""
     queries: _Texts | None = None
+    """as text_1"""
     documents: _Texts | None = None
-
-    others = parameters.SCORE
+    """as text_2"""
 
     def sides(self) -> tuple[list[str], list[str]]:
         """The texts on the left and on the right.
@@ -85,8 +92,14 @@ class Document(Body):
     """A document as an object."""
 
     text: str
+    """the document"""
 
-    others = parameters.DOCUMENT
+    others = Fields(
+        refused={
+            name: Refused((None,), "send text; images are not read")
+            for name in ("image", "multi_modal", "content")
+        },
+    )
 
 
 _Documents = Annotated[
@@ -98,12 +111,22 @@ class RerankBody(PooledBody):
     """``POST /v1/rerank``: documents by their nearness to a query."""
 
     query: str
+    """a text"""
     documents: _Documents
+    """up to 2047"""
     top_n: Annotated[int, Field(ge=0, lt=INT32)] | None = None
+    """only the nearest; 0: all"""
     return_documents: bool = True
+    """with their texts, unless false"""
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=INT32)] | None = None
+    """keep the first so many tokens of each text"""
 
-    others = parameters.RERANK
+    others = Fields(
+        refused={
+            "max_chunks_per_doc": Refused((None, 1), "cut documents before they are sent"),
+            "rank_fields": Refused((None, ["text"]), "send documents as texts"),
+        },
+    )
 
     @property
     def most_tokens(self) -> int | None:
@@ -122,11 +145,24 @@ class PoolingBody(PooledBody):
     """``POST /pooling``: the pooled vector of each input."""
 
     input: Prompts
+    """a text or token ids, or up to 2048 of them"""
     encoding_format: Literal["float", "base64"] = "float"
+    """float or base64"""
     dimensions: Annotated[int, Field(ge=1, lt=INT32)] | None = None
+    """cut the vector to so many"""
     normalize: bool = True
+    """to length 1"""
 
-    others = parameters.POOLING
+    others = Fields(
+        refused={
+            "task": Refused(
+                (None, "embed"), "there is one vector for each input, and no other task"
+            ),
+            "messages": Refused((None,), "send input"),
+            "embed_dtype": Refused((None, "float32"), "vectors are float32"),
+            "add_special_tokens": Refused((None, True), "send token ids"),
+        },
+    )
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs of the request, each as text or as token ids."""
