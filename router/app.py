@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from pydantic import BaseModel
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from baton.registry.orders import Orders
@@ -26,7 +26,6 @@ from router.frontend.batch import calls as batch
 from router.frontend.batch.runner import BatchRunner
 from router.frontend.http.cors import allow_origins
 from router.frontend.http.direct import DirectFastAPI
-from router.frontend.http.methods import HeadAndOptions
 from router.frontend.openapi.document import describe
 from router.routing.placement.index_feed import EventSource, IndexFeeder
 from router.routing.requests.tickets import TicketFeed, TicketSource
@@ -169,7 +168,6 @@ class Router:
         strict = self.parts.settings.clients.strict
         app.add_middleware(CallHeaders, metrics=self.parts.metrics, strict=strict)
         bodies: list[type[BaseModel]] = []
-        served: list[BaseRoute] = []
         direct: list[Route] = []
         made = [routes(self.parts) for routes in _ENDPOINTS]
         if self._orders is not None:
@@ -177,10 +175,8 @@ class Router:
         for endpoints in made:
             app.include_router(endpoints)
             bodies += endpoints.bodies
-            served += endpoints.routes
             direct += endpoints.direct
         app.direct = direct
-        app.add_middleware(HeadAndOptions, routes=[*app.routes, *served])
         allow_origins(app, self.parts.settings.clients)
         has_keys = self.parts.settings.api_keys is not None
         describe(app, bodies, self.parts.model.names[0], has_keys=has_keys)

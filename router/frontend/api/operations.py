@@ -28,11 +28,13 @@ def routes(router: RouterParts) -> Endpoints:
     api = Endpoints()
     version = importlib.metadata.version("baton-serve")
 
+    @api.head("/health", include_in_schema=False)
     @api.get("/health")
     async def health() -> Response:
         """A worker is there to answer. Costs nothing; ``/health/ready`` tries it."""
         return _healthy(router)
 
+    @api.head("/ping", include_in_schema=False)
     @api.get("/ping")
     @api.post("/ping")
     async def ping() -> Response:
@@ -50,11 +52,13 @@ def routes(router: RouterParts) -> Endpoints:
         check_operator(request.headers, router.settings)
         return {"server_load": router.gateway.in_flight}
 
+    @api.head("/health/live", include_in_schema=False)
     @api.get("/health/live")
     async def live() -> dict[str, str]:
         """This process answers."""
         return {"status": "live"}
 
+    @api.head("/health/ready", include_in_schema=False)
     @api.get("/health/ready")
     async def ready(request: Request, response: Response) -> dict[str, Any]:
         """A real short request went through every live pair of workers, not long ago."""

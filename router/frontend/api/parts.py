@@ -27,7 +27,7 @@ from baton.types.errors import (
 )
 from router.frontend.api.prepare import Preparer
 from router.frontend.http.connection import Deliveries
-from router.frontend.http.encodings import BodyTooLargeError, unfolder_of, utf8_of
+from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import fitted_rates
 from router.routing.requests.gateway import Gateway
@@ -158,7 +158,7 @@ async def read_body(request: Request, router: RouterParts, *, deadline_s: float 
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
-    unfolder = unfolder_of(request.headers.get("content-encoding", ""))
+    unfolder = Gunzip.of(request.headers.get("content-encoding", ""))
     body, received_bytes = bytearray(), 0
     try:
         async with asyncio.timeout(min(own_s, deadline_s) if deadline_s else own_s):

@@ -1,1 +1,1 @@
-"""What HTTP brings beside bodies and answers: methods, origins, encodings."""
+"""What HTTP brings beside bodies and answers: origins, encodings, connections."""

@@ -28,9 +28,9 @@ REFUSED = (401, 403)
 
 def paths_of(app) -> Iterator[str]:
     """Every path that the application serves."""
-    routes = next(
-        layer.kwargs["routes"] for layer in app.user_middleware if "routes" in layer.kwargs
-    )
+    routes = list(app.routes)
+    for included in app.routes:  # FastAPI keeps what was included as one route
+        routes += getattr(getattr(included, "original_router", None), "routes", [])
     yield from sorted({route.path for route in routes if hasattr(route, "path")})
 
 

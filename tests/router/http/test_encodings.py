@@ -4,31 +4,15 @@ import gzip
 import json
 import time
 import tracemalloc
-import zlib
 
 import pytest
-import zstandard
 
 from baton.types.errors import InvalidRequestError, UnsupportedMediaError
-from router.frontend.http.encodings import BodyTooLargeError, unfolder_of, utf8_of
+from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
 from tests.router.conftest import MODEL
 
 BODY = json.dumps({"prompt": "Hello, world!", "model": MODEL}).encode()
 LIMIT = 64 * 1024
-
-
-def bare_deflate(data: bytes) -> bytes:
-    squeeze = zlib.compressobj(wbits=-zlib.MAX_WBITS)
-    return squeeze.compress(data) + squeeze.flush()
-
-
-def zstd(data: bytes) -> bytes:
-    return zstandard.compress(data)
-
-
-def zstd_without_size(data: bytes) -> bytes:
-    squeeze = zstandard.ZstdCompressor().compressobj()
-    return squeeze.compress(data) + squeeze.flush()
 
 
 PACKED = [
@@ -36,11 +20,6 @@ PACKED = [
     ("x-gzip", gzip.compress),
     ("GZIP", gzip.compress),
     ("gzip", lambda data: gzip.compress(data[:9]) + gzip.compress(data[9:])),
-    ("deflate", zlib.compress),
-    ("deflate", bare_deflate),
-    ("zstd", zstd),
-    ("zstd", zstd_without_size),
-    ("zstd", lambda data: zstd(data[:9]) + zstd(data[9:])),
     ("identity", bytes),
     ("", bytes),
 ]
@@ -67,20 +46,20 @@ async def test_a_packed_body_is_read_as_the_plain_one(fleet, encoding, pack):
 def test_a_packed_body_may_come_in_any_pieces(encoding, pack):
     packed = pack(BODY)
     for size in (1, 2, 7, len(packed)):
-        unfolder, found = unfolder_of(encoding), b""
+        unfolder, found = Gunzip.of(encoding), b""
         for begin in range(0, len(packed), size):
             found += unfolder.feed(packed[begin : begin + size], LIMIT - len(found))
         unfolder.end()
         assert found == BODY
 
 
-@pytest.mark.parametrize(("encoding", "pack"), [PACKED[0], PACKED[4], PACKED[5], *PACKED[6:8]])
+@pytest.mark.parametrize(("encoding", "pack"), [PACKED[0]])
 async def test_what_unfolds_beyond_the_limit_is_413_and_costs_little(fleet, encoding, pack):
     whole = json.dumps({"prompt": "a" * (LIMIT - 14)}).encode()
     assert len(whole) == LIMIT
     assert (await post(fleet, pack(whole), encoding)).status_code == 200
     assert (await post(fleet, pack(whole + b" "), encoding)).status_code == 413
-    bomb = pack(b" " * 30_000_000)  # 30 KB of gzip, 3 KB of zstd
+    bomb = pack(b" " * 30_000_000)  # 30 KB of gzip
     assert len(bomb) < LIMIT
     began_s = time.process_time()
     tracemalloc.start()
@@ -94,18 +73,16 @@ async def test_what_unfolds_beyond_the_limit_is_413_and_costs_little(fleet, enco
     assert time.process_time() - began_s < 1.0
 
 
-@pytest.mark.parametrize(
-    ("encoding", "pack"), [("gzip", gzip.compress), ("zstd", zstd), ("deflate", zlib.compress)]
-)
+@pytest.mark.parametrize(("encoding", "pack"), [PACKED[0]])
 def test_what_unfolds_to_nothing_for_ever_ends(encoding, pack):
     many = pack(b"") * 5000
     with pytest.raises(InvalidRequestError, match=f"not valid {encoding}"):
-        unfolder_of(encoding).feed(many, LIMIT)
+        Gunzip.of(encoding).feed(many, LIMIT)
     with pytest.raises(BodyTooLargeError):
-        unfolder_of(encoding).feed(pack(b"abc"), 2)
+        Gunzip.of(encoding).feed(pack(b"abc"), 2)
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "zstd"])
+@pytest.mark.parametrize("encoding", ["gzip"])
 @pytest.mark.parametrize(
     "damage",
     [
@@ -115,33 +92,28 @@ def test_what_unfolds_to_nothing_for_ever_ends(encoding, pack):
     ],
 )
 async def test_a_damaged_body_is_400_and_names_the_encoding(fleet, encoding, damage):
-    pack = {"gzip": gzip.compress, "deflate": zlib.compress, "zstd": zstd}[encoding]
-    refused = await post(fleet, damage(pack(BODY * 20)), encoding)
+    refused = await post(fleet, damage(gzip.compress(BODY * 20)), encoding)
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert encoding in error["message"] or "JSON" in error["message"]
 
 
 async def test_garbage_behind_the_end_is_refused(fleet):
-    for encoding, packed in (
-        ("gzip", gzip.compress(BODY) + b"garbage"),
-        ("deflate", zlib.compress(BODY) + b"garbage"),
-        ("zstd", zstd(BODY) + b"garbage"),
-    ):
+    for encoding, packed in (("gzip", gzip.compress(BODY) + b"garbage"),):
         refused = await post(fleet, packed, encoding)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "content-encoding")
 
 
-@pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "compress", "x" * 500])
+@pytest.mark.parametrize("encoding", ["br", "zstd", "deflate", "gzip, gzip", "compress", "x" * 500])
 async def test_other_encodings_are_415_and_the_answer_lists_ours(fleet, encoding):
     refused = await post(fleet, BODY, encoding)
     assert refused.status_code == 415
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("unsupported_media_type", "content-encoding")
-    assert "gzip, deflate, zstd" in error["message"]
+    assert "send gzip" in error["message"]
     assert len(error["message"]) < 200
     with pytest.raises(UnsupportedMediaError):
-        unfolder_of(encoding)
+        Gunzip.of(encoding)
 
 
 async def test_a_byte_order_mark_of_utf8_is_read_over(fleet):
@@ -158,19 +130,3 @@ async def test_utf16_is_refused_and_the_message_says_what_to_send(fleet, spelled
     refused = await post(fleet, BODY.decode().encode(spelled), "")
     assert refused.status_code == 400
     assert "send it as UTF-8" in refused.json()["error"]["message"]
-
-
-def test_a_large_piece_of_zstd_takes_no_longer_than_small_ones():
-    """Each 64 bytes copied all that was left: 3.9 MB in one piece held the loop for 3.5 s."""
-    rows = [(number * 2_654_435_761 % 2**32).to_bytes(4, "little") for number in range(900_000)]
-    packed = zstandard.ZstdCompressor(level=-5).compress(b"".join(rows))
-    assert len(packed) > 3_000_000
-    took_s = {}
-    for size in (16_384, len(packed)):
-        unfolder, begun_s = unfolder_of("zstd"), time.process_time()
-        pieces = (packed[at : at + size] for at in range(0, len(packed), size))
-        unfolded = sum(len(unfolder.feed(piece, 2**22)) for piece in pieces)
-        unfolder.end()
-        assert unfolded == 3_600_000
-        took_s[size] = time.process_time() - begun_s
-    assert took_s[len(packed)] < 8 * took_s[16_384] + 0.1
