@@ -1,27 +1,41 @@
 """`baton loadtest compare`: two result files, or two servers in turn on equal load."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from loadtest.commands import options as o
+from loadtest.commands.loads import Arrivals, Recording
 from loadtest.commands.running import INTERRUPTED, leave, run
 from loadtest.comparison import compare as rows_of
 from loadtest.comparison import unlike
 from loadtest.results.files import Results, ResultsError, read_results
 from loadtest.results.tables import comparison_table
-from loadtest.workloads.lengths import LengthsError, parse_lengths
-from loadtest.workloads.plan import Plan
-from loadtest.workloads.replay import replay_plan
-from loadtest.workloads.synthetic import OpenLoop, open_loop_plan
-from loadtest.workloads.traces import TraceError, read_trace
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Recording(Recording):
+    limit: Annotated[int | None, typer.Option(min=1, help="Of the trace.")] = None
+    speed: Annotated[float, typer.Option(help="Of the trace.")] = 1.0
+    shrink: Annotated[float, typer.Option(help="Of the trace.")] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arrivals(Arrivals):
+    requests: Annotated[int, typer.Option(min=1, help="In one run.")] = 100
+
+
+@o.with_options(
+    "url", "model", "tenant_keys", "token_ids", "ignore_eos", "headers", "timeout_s", "cv"
+)
 def compare(
+    recording: _Recording,
+    arrivals: _Arrivals,
+    choices: o.Choices,
     files: Annotated[
         list[Path] | None, typer.Argument(metavar="[A B]", help="Result files or their folders.")
     ] = None,
@@ -33,25 +47,12 @@ def compare(
     trace: Annotated[
         Path | None, typer.Option(help="With --url: play this instead of Poisson arrivals.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Of the trace.")] = None,
-    speed: Annotated[float, typer.Option(help="Of the trace.")] = 1.0,
-    shrink: Annotated[float, typer.Option(help="Of the trace.")] = 1.0,
-    rate: Annotated[float, typer.Option(help="Requests per second.")] = 1.0,
-    requests: Annotated[int, typer.Option(min=1, help="In one run.")] = 100,
-    prompt_tokens: o.PromptTokens = "lognormal:128,0.8,1024",
-    answer_tokens: o.AnswerTokens = "lognormal:32,0.6,256",
     header_a: Annotated[
         list[str], typer.Option(metavar="NAME: VALUE", help="Sent to A only.")
     ] = [],  # noqa: B006 - typer copies it
     header_b: Annotated[
         list[str], typer.Option(metavar="NAME: VALUE", help="Sent to B only.")
     ] = [],  # noqa: B006 - typer copies it
-    api_key: o.ApiKey = "",
-    endpoint: o.Endpoint = "chat",
-    clients: o.Clients = 1,
-    slo: o.SloText = o.DEFAULT_SLO,
-    quantile: o.Quantile = 0.9,
-    warmup_s: o.Warmup = 0.0,
 ) -> None:
     """Put B beside A: latencies, rates, goodput, and how sure the quotients are.
 
@@ -73,25 +74,16 @@ def compare(
         o.fail("--url needs --out DIR for the results")
     sides = []
     for address, headers in zip(url, (header_a, header_b), strict=True):
-        choices = o.Choices(
-            url=address,
-            api_key=api_key,
-            endpoint=endpoint,
-            headers=headers,
-            clients=clients,
-            slo=slo,
-            quantile=quantile,
-            warmup_s=warmup_s,
-        )
-        sides.append(o.run_options(choices, None))
+        own = replace(choices, url=address, headers=headers)
+        sides.append(o.run_options(own, None))
     runs: tuple[list[Results], list[Results]] = ([], [])
     for seed in range(seeds):
         try:
             if trace is not None:
-                plan = _trace_plan(trace, limit, speed, shrink, seed)
+                plan = recording.plan(trace, seed)
             else:
-                plan = _poisson_plan(rate, requests, prompt_tokens, answer_tokens, seed)
-        except (TraceError, LengthsError, ValueError, OSError) as error:
+                plan = arrivals.plan("poisson", seed)
+        except (ValueError, OSError) as error:
             o.fail(str(error))
         for side in (0, 1) if seed % 2 == 0 else (1, 0):
             name = f"{'ab'[side]}-seed-{seed}"
@@ -109,24 +101,6 @@ def _names(url: list[str], header_a: list[str], header_b: list[str]) -> tuple[st
         " ".join([address, *own]) for address, own in zip(url, (header_a, header_b), strict=True)
     )
     return a, b
-
-
-def _poisson_plan(rate: float, requests: int, prompts: str, answers: str, seed: int) -> Plan:
-    load = OpenLoop(
-        requests=requests,
-        rate=rate,
-        prompt_tokens=parse_lengths(prompts),
-        answer_tokens=parse_lengths(answers),
-    )
-    parameters: dict[str, str | int | float] = {"rate": rate, "requests": requests}
-    parameters |= {"prompt_tokens": prompts, "answer_tokens": answers}
-    plan = open_loop_plan(load, name="poisson", seed=seed)
-    return msgspec.structs.replace(plan, parameters=parameters)
-
-
-def _trace_plan(trace: Path, limit: int | None, speed: float, shrink: float, seed: int) -> Plan:
-    requests = read_trace(trace, limit)
-    return replay_plan(requests, name=trace.name, speed=speed, shrink=shrink, seed=seed)
 
 
 def _show(a: list[Results], b: list[Results], names: tuple[str, str]) -> None:

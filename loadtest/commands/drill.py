@@ -54,7 +54,7 @@ def drill(
     choices = o.Choices(
         url=local.url,
         api_key=api_key,
-        headers=(f"x-baton-mode: {mode}",),
+        headers=[f"x-baton-mode: {mode}"],
         timeout_s=timeout_s,
     )
     server = o.run_options(choices, None).server

@@ -1,11 +1,13 @@
 """Options that the commands of ``baton loadtest`` share, and what is made of them."""
 
+import functools
+import inspect
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_type_hints
 
 import msgspec
 import typer
@@ -20,6 +22,7 @@ from loadtest.run import RunOptions
 _SECRETS = ("--api-key", "--tenant-key", "--header")
 _SERVER = "The server"
 _RUN = "The run"
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
 class LocalFleet(NamedTuple):
@@ -111,21 +114,64 @@ DEFAULT_SLO = "ttft_s=2,tpot_s=0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What was chosen on the command line."""
+    """Options of every command that sends requests."""
 
-    url: str = ""
-    model: str = ""
-    api_key: str = ""
-    tenant_keys: Sequence[str] = ()
-    endpoint: Literal["chat", "completions"] = "chat"
-    token_ids: bool = False
-    ignore_eos: bool = True
-    headers: Sequence[str] = ()
-    timeout_s: float = 600.0
-    clients: int = 1
-    slo: str = DEFAULT_SLO
-    quantile: float = 0.9
-    warmup_s: float = 0.0
+    url: Url = ""
+    model: Model = ""
+    api_key: ApiKey = ""
+    tenant_keys: TenantKeys = field(default_factory=list)
+    endpoint: Endpoint = "chat"
+    token_ids: TokenIds = False
+    ignore_eos: IgnoreEos = True
+    headers: Headers = field(default_factory=list)
+    timeout_s: Timeout = 600.0
+    clients: Clients = 1
+    slo: SloText = DEFAULT_SLO
+    quantile: Quantile = 0.9
+    warmup_s: Warmup = 0.0
+
+
+def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function: each field of a dataclass that it takes becomes an option.
+
+    Args:
+        without: Fields that are no options of this command and keep their defaults.
+    """
+
+    def made(function: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(function, include_extras=True)
+        groups: dict[str, list[inspect.Parameter]] = {}
+        shown: list[inspect.Parameter] = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            if is_dataclass(hints[name]):
+                groups[name] = [one for one in _options(hints[name]) if one.name not in without]
+                shown += groups[name]
+            else:
+                shown.append(parameter.replace(kind=_BY_NAME, annotation=hints[name]))
+
+        @functools.wraps(function)
+        def command(**given: Any) -> None:
+            for name, options in groups.items():
+                given[name] = hints[name](**{one.name: given.pop(one.name) for one in options})
+            function(**given)
+
+        command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in shown}
+        return command
+
+    return made
+
+
+def _options(kind: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    found = []
+    for one in fields(kind):
+        default = inspect.Parameter.empty if one.default is MISSING else one.default
+        if one.default_factory is not MISSING:
+            default = one.default_factory()
+        annotation = hints[one.name]
+        found.append(inspect.Parameter(one.name, _BY_NAME, default=default, annotation=annotation))
+    return found
 
 
 def run_options(choices: Choices, find_fleet: FindFleet | None) -> RunOptions:

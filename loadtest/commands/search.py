@@ -1,6 +1,6 @@
 """`baton loadtest search`: the highest rate that meets an objective."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -8,74 +8,47 @@ import typer
 from rich.console import Console
 
 from loadtest.commands import options as o
+from loadtest.commands.loads import Arrivals
 from loadtest.commands.running import INTERRUPTED, leave, run
 from loadtest.rate_search import RateSearch
 from loadtest.results.files import Results, SearchPoint
 from loadtest.results.tables import search_table
-from loadtest.workloads.lengths import LengthsError, parse_lengths
-from loadtest.workloads.synthetic import OpenLoop, open_loop_plan
+from loadtest.workloads.lengths import parse_lengths
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Arrivals(Arrivals):
+    rate: Annotated[float, typer.Option(help="Requests per second to begin with.")] = 1.0
+    requests: Annotated[int, typer.Option(min=20, help="For each rate.")] = 200
+
+
+@o.with_options("tenant_keys", "ignore_eos", "warmup_s")
 def search(
     ctx: typer.Context,
     out: o.Out,
-    slo: o.SloText = o.DEFAULT_SLO,
-    quantile: o.Quantile = 0.9,
-    rate: Annotated[float, typer.Option(help="Requests per second to begin with.")] = 1.0,
-    requests: Annotated[int, typer.Option(min=20, help="For each rate.")] = 200,
+    arrivals: _Arrivals,
+    choices: o.Choices,
     precision: Annotated[float, typer.Option(min=0.01, help="Stop this close.")] = 0.1,
-    cv: Annotated[float, typer.Option(min=0, help="Burstiness of gaps.")] = 1.0,
-    prompt_tokens: o.PromptTokens = "lognormal:128,0.8,1024",
-    answer_tokens: o.AnswerTokens = "lognormal:32,0.6,256",
     warmup_share: Annotated[
         float, typer.Option(min=0, max=0.9, help="Of each rate's time, left out.")
     ] = 0.1,
     seed: o.Seed = 0,
-    url: o.Url = "",
-    model: o.Model = "",
-    api_key: o.ApiKey = "",
-    endpoint: o.Endpoint = "chat",
-    token_ids: o.TokenIds = False,
-    header: o.Headers = [],  # noqa: B006 - typer copies it
-    timeout_s: o.Timeout = 600.0,
-    clients: o.Clients = 1,
 ) -> None:
     """Find the highest Poisson rate that meets the objective; every rate gets new prompts.
 
     With `--requests 2000` and three seeds a figure can be published; the default is a first look.
     """
-    choices = o.Choices(
-        url=url,
-        model=model,
-        api_key=api_key,
-        endpoint=endpoint,
-        token_ids=token_ids,
-        headers=header,
-        timeout_s=timeout_s,
-        clients=clients,
-        slo=slo,
-        quantile=quantile,
-    )
     try:
-        found = RateSearch(rate, precision=precision)
-        lengths = parse_lengths(prompt_tokens), parse_lengths(answer_tokens)
-    except (LengthsError, ValueError) as error:
+        found = RateSearch(arrivals.rate, precision=precision)
+        parse_lengths(arrivals.prompt_tokens)
+        parse_lengths(arrivals.answer_tokens)
+    except ValueError as error:
         o.fail(str(error))
     run_options = o.run_options(choices, ctx.obj)
     runs: list[Results] = []
     interrupted = False
     while (tried := found.next_rate()) is not None:
-        load = OpenLoop(
-            requests=requests,
-            rate=tried,
-            cv=cv,
-            prompt_tokens=lengths[0],
-            answer_tokens=lengths[1],
-        )
-        plan = open_loop_plan(load, name="search", seed=1000 * seed + len(runs))
-        parameters: dict[str, str | int | float] = {"rate": tried, "cv": cv, "requests": requests}
-        parameters |= {"prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens}
-        plan = msgspec.structs.replace(plan, parameters=parameters)
+        plan = replace(arrivals, rate=tried).plan("search", 1000 * seed + len(runs))
         warmup_s = warmup_share * max(c.start_s for c in plan.conversations)
         at_rate = replace(run_options, warmup_s=warmup_s)
         results = run(plan, at_rate, None, label=f"{tried:.2f}/s")
