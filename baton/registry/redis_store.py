@@ -163,14 +163,6 @@ class Registry:
             puts = (put for record in records for put in self._put("slot", record, ttl_s))
             await self.send(*puts, *self._changed())
 
-    async def remove_slot(self, worker_id: str) -> None:
-        """Forget a slot that no longer exists."""
-        await self.send(
-            ("DEL", self.key("slot", worker_id), self.key("worker", worker_id)),
-            ("SREM", self.key("slots"), worker_id),
-            *self._changed(),
-        )
-
     async def records(self) -> tuple[dict[str, WorkerRecord], dict[str, WorkerRecord]]:
         """All records by worker id: the controller's, and the workers' own.
 

@@ -41,11 +41,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     rank_hosts: tuple[str, ...] = ()  # of each of them; none: all are on ``host``
     reason: str = ""  # why it is dead or draining
 
-    @property
-    def incarnation_hex(self) -> str:
-        """The incarnation as text, as ``/fleet`` and logs show it."""
-        return self.incarnation.hex()
-
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Hashes of the blocks that one worker stored and removed since its last batch.

@@ -21,7 +21,6 @@ from typing import get_args
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role
 
-ROLE_RESOURCE = "baton_{role}"
 _ROLES: tuple[Role, ...] = get_args(Role)
 _ROUNDING = 1e-9  # fractions such as 0.1 do not add up exactly
 

@@ -17,7 +17,7 @@ from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 from baton.types.params import SamplingParams
 from kvtransfer import receiver, sender
 from kvtransfer.kv_slice import KvSlice
-from kvtransfer.receiver import HandoffReceiver, ReceiverState
+from kvtransfer.receiver import HandoffReceiver
 from kvtransfer.sender import HandoffSender
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import CONTROL_NS, Network
@@ -433,8 +433,3 @@ class Attempt:
             return
         self.record.transfer_bytes += payload_bytes
         self._perform(self._receiver.frame_stored(kv_slice, epoch, self._clock.now_ns))
-
-    @property
-    def waits_for_prefill(self) -> bool:
-        """Whether the router is to say who goes on."""
-        return not self.over and self._receiver.state is ReceiverState.NO_PEER

@@ -19,11 +19,11 @@ from baton.wire.fleet_token import FleetToken
 from fleet.local.redis_server import EmbeddedRedis
 from router.app import Router
 from router.frontend.http_server import server_config
-from router.routing.workers.directory import StaticDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.clients.shaped_worker import ShapedWorker
 from tests.router.conftest import record_of, until
+from tests.router.static_directory import StaticDirectory
 
 MODEL = "default"
 KEY = "sk-of-the-clients"

@@ -144,7 +144,7 @@ async def test_a_silent_worker_leaves_the_list_after_a_while(
     watcher = RegistryWatcher(registry)
     await registry.register(worker())
     await watcher.poll()
-    await registry.remove_slot("decode-0")
+    await registry.deregister(worker())
     assert await watcher.poll() == []
     await asyncio.sleep(0.15)
     (change,) = await watcher.poll()

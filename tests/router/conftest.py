@@ -20,11 +20,11 @@ from baton.registry.types import WorkerRecord
 from baton.wire.fleet_token import FleetToken
 from router.app import Router
 from router.frontend.http_server import server_config
-from router.routing.workers.directory import StaticDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.quick_server import QuickServer
+from tests.router.static_directory import StaticDirectory
 
 MODEL = "smollm2"
 

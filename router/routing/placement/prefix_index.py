@@ -301,11 +301,6 @@ class PrefixIndex:
         entry = self._held.get(incarnation)
         return frozenset(self._table.hashes_of(entry.number) if entry is not None else ())
 
-    def waits_for_snapshot(self, incarnation: bytes) -> bool:
-        """Whether a hole was found and not healed yet."""
-        entry = self._held.get(incarnation)
-        return entry is not None and entry.waiting
-
     @property
     def total_hashes(self) -> int:
         """Hashes over all incarnations."""

@@ -14,10 +14,10 @@ from baton.config.clients import ClientLimitsConfig
 from baton.config.fleet_file import DEFAULT_MODEL
 from router.app import Router
 from router.frontend.http_server import server_config
-from router.routing.workers.directory import StaticDirectory
 from router.settings import RouterSettings
 from tests.router.conftest import MODEL, events_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script, answer_token
+from tests.router.static_directory import StaticDirectory
 
 LONG_TOKEN = 9225  # a line end and 48 spaces
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"

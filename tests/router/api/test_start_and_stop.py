@@ -11,10 +11,10 @@ import yaml
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from router.app import Router
-from router.routing.workers.directory import StaticDirectory
 from router.settings import RouterSettings
 from tests.router.conftest import MODEL, events_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script
+from tests.router.static_directory import StaticDirectory
 
 
 async def test_a_router_listens_when_it_has_met_its_workers(model):

@@ -49,10 +49,9 @@ def test_a_hole_asks_for_a_snapshot_and_what_came_meanwhile_is_not_lost():
     prefix_index.apply(batch(1, stored=[1]))
     assert prefix_index.apply(batch(3, stored=[3])) is Applied.SNAPSHOT_NEEDED
     assert prefix_index.apply(batch(4, stored=[4])) is Applied.SNAPSHOT_NEEDED
-    assert prefix_index.waits_for_snapshot(A)
     assert prefix_index.apply(snapshot(3, [1, 2, 3])) is Applied.DONE
     assert prefix_index.hashes_of(A) == {name(1), name(2), name(3), name(4)}
-    assert not prefix_index.waits_for_snapshot(A)
+    assert prefix_index.apply(batch(5, stored=[5])) is Applied.DONE
 
 
 def test_a_lost_tail_is_noticed_by_the_heartbeat():

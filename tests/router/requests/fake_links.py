@@ -14,12 +14,12 @@ from router.request import GenerationRequest
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.observer import Observer
-from router.routing.workers.directory import StaticDirectory
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import Slot
 from router.settings import RouterSettings
 from tests.router.conftest import record_of
 from tests.router.emulated_worker import EmulatedWorker
+from tests.router.static_directory import StaticDirectory
 
 
 class FakeLink(WorkerLink):

@@ -12,12 +12,12 @@ from batonpb.decode_pb2 import Hello
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.registry.types import WorkerRecord
 from baton.wire.compatibility import own_wire
-from router.routing.workers.directory import StaticDirectory
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import WorkerTable
 from router.settings import RouterSettings
 from tests.router.conftest import record_of, until
 from tests.router.emulated_worker import EmulatedWorker
+from tests.router.static_directory import StaticDirectory
 
 SETTINGS = RouterSettings(
     model=DEFAULT_MODEL, model_names=("m",), silence_s=0.5, reopen_s=0.2, dead_shown_s=0.5
