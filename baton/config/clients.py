@@ -35,7 +35,7 @@ class ApiKeyConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    tenant: Tenant = "default"
+    tenant: Tenant = "default"  # owner of the requests, for fairness and caches
     role: Literal["user", "operator"] = "user"
     adapters: Literal["shared", "own"] = "shared"
     min_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0

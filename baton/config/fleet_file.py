@@ -47,7 +47,7 @@ class ConfigError(ValueError):
 
 
 class QuantisationConfig(BaseModel):
-    """What is kept in fewer bits; what that costs and loses: ``docs/quantisation.md``."""
+    """What is kept in fewer bits; what that costs and loses: ``docs/guide/configuration.md``."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -63,7 +63,7 @@ class AdaptersConfig(BaseModel):
     load: Mapping[ModelName, str] = {}  # name that clients say -> directory
     folder: str | None = None  # that holds those which are loaded at run time; None: none are
     max_loaded: Annotated[int, Field(ge=0, le=1024)] = 8  # in one worker's memory; 0: none
-    max_rank: Annotated[int, Field(ge=1, le=512)] = 64
+    max_rank: Annotated[int, Field(ge=1, le=512)] = 64  # largest rank of an adapter
 
 
 class SpeculationConfig(BaseModel):
@@ -71,7 +71,8 @@ class SpeculationConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    ngram: bool = False
+    ngram: bool = False  # draft tokens from prompt and response
+    # reference of a smaller model that proposes draft tokens
     draft: Annotated[str, StringConstraints(min_length=1)] | None = None
     tokens: Annotated[int, Field(ge=1, le=16)] = 4  # draft tokens per step and sequence, at most
 
@@ -105,6 +106,7 @@ class FleetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
 
     fleet: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")] = "local"
+    # package:PACKAGE/FILE, a GGUF file, a Hugging Face directory, or hub:ORG/NAME@REVISION
     model: Annotated[str, StringConstraints(min_length=1)] = DEFAULT_MODEL
     served_model_name: tuple[ModelName, ...] = ()  # in YAML a name, or a list: name, aliases...
     chat_template: str | None = None  # a jinja2 file that replaces the model's own template
@@ -129,7 +131,7 @@ class FleetConfig(BaseModel):
     clients: Clients = ClientLimitsConfig()
     host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
-    share_cache_between_tenants: bool = False
+    share_cache_between_tenants: bool = False  # cached prefixes serve every tenant
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     default_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
 

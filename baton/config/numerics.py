@@ -11,9 +11,9 @@ class NumericsConfig(BaseModel):
     Attributes:
         mode: ``exact``: the same request gives the same tokens on every path; ``fast`` promises
             nothing.
-        native: The order in which the kernels for CPUs sum (``docs/cpu.md``): workers pair in
-            ``exact`` only if they have one. ``auto`` is what is fastest on each host, so a fleet
-            of mixed CPUs says ``tile`` or ``vdp``; ``off`` leaves all work to torch.
+        native: The order in which the kernels for CPUs sum (``docs/design/engine.md``): workers
+            pair in ``exact`` only if their order is the same. ``auto`` is the fastest order of each
+            host, so a fleet of mixed CPUs sets ``tile`` or ``vdp``; ``off`` leaves it to torch.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")

@@ -25,13 +25,13 @@ class TensorParallelConfig(BaseModel):
         memory: Of KV: ``shared`` is one pool for all ranks of a replica, ``own`` a pool for each,
             with its heads only.
         nodes: Of a cluster, that a replica's ranks may be on: ``one``, or ``several`` where one has
-            no room for all. ``docs/tensor-parallelism.md``.
+            no room for all. ``docs/design/engine.md``.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    prefill: Annotated[int, Field(ge=1, le=64)] = 1
-    decode: Annotated[int, Field(ge=1, le=64)] = 1
+    prefill: Annotated[int, Field(ge=1, le=64)] = 1  # ranks of a prefill worker
+    decode: Annotated[int, Field(ge=1, le=64)] = 1  # ranks of a decode worker
     memory: Literal["shared", "own"] = "shared"
     nodes: Literal["one", "several"] = "one"
 
@@ -72,7 +72,7 @@ class PoolsConfig(BaseModel):
     Attributes:
         roles: ``auto`` chooses ``prefill`` and ``decode`` for one host, by what was measured on it
             (``fleet/host_roles.py``); until then they are a pair.
-        kv_tiers: Below each worker's pool: ``docs/kv-tiers.md``.
+        kv_tiers: Below each worker's pool: ``docs/design/kv-tiers.md``.
         ports: ``FIRST-LAST`` that workers listen on, for firewalls; None: the kernel chooses.
         tls: Certificates of all routers and workers. Without, they speak plain text.
         insecure: Says that plain text between hosts is meant.
@@ -83,9 +83,9 @@ class PoolsConfig(BaseModel):
         int8_chunks: In ``numerics: fast``, KV may travel as int8 over links so slow that it pays.
         pull_prefixes: Workers may have leading blocks of a prompt from each other's caches.
         receive_cpu_share: Of a core, what KV that comes in may take of it while the worker writes
-            answers; 0: no limit. ``docs/handoff.md``.
+            answers; 0: no limit. ``docs/design/handoff.md``.
         routers: Processes that share the port; ``auto`` is one for every `CORES_OF_A_ROUTER` cores
-            of the host. What each of them holds, and what they share: ``docs/operations.md``.
+            of the host. What each of them holds, and what they share: ``docs/guide/operate.md``.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")

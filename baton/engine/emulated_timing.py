@@ -70,8 +70,8 @@ H100_70B = WorkerTiming(
 # tok/s at 512 and 2,048 tokens; decode at batch 1 to 32 with contexts of 128 and 1,024 tokens.
 EPYC_135M = WorkerTiming(
     name="epyc-135m",
-    source="fitted to make bench (docs/benchmarks.md, 2026-11-21): SmolLM2-135M in bf16 on two "
-    "cores of an AMD EPYC with avx512_bf16",
+    source="fitted to make bench (docs/measurements/2026-11.md, 2026-11-21): SmolLM2-135M in bf16 "
+    "on two cores of an AMD EPYC with avx512_bf16",
     step_s=9.37e-3,
     prompt_token_s=2.84e-4,
     prompt_context_s=1.66e-7,

@@ -6,7 +6,7 @@
 
 A proof is an HMAC of the token over the transport, the worker's incarnation and both nonces, so the
 token is never sent, and a proof fits one side of one connection. All is of a fixed size: a stranger
-names no length. What follows on the connection is not protected by it (``docs/threats.md``).
+names no length. What follows on the connection is not protected by it (``docs/guide/security.md``).
 """
 
 import asyncio

@@ -3,8 +3,8 @@
 Every request opens a connection and closes it: the time to connect is part of what a client
 sees, load balancers can spread requests, and none can fail because the server closed an idle
 connection at that moment. The protocol below stands directly on asyncio: httpx spends four to
-five times as much on each chunk (``docs/loadtest.md`` has the measurement), and what the client
-computes is missing from what it measures.
+five times as much on each chunk (``docs/measurements/2026-11.md``), and what the client computes is
+missing from what it measures.
 """
 
 import asyncio

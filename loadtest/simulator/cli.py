@@ -50,8 +50,8 @@ def simulate(
 ) -> None:
     """Simulate a fleet under a trace: real routing, queues, schedulers and hand-offs, no model.
 
-    Worker times are a linear model (docs/simulator.md says which, and what they are based on). The
-    same arguments give the same bytes of JSON.
+    Worker times are a linear model, described in docs/design/simulator.md. The same arguments give
+    the same bytes of JSON.
     """
     modes: dict[str, Mode] = {
         "disaggregated": "disaggregated",

@@ -1,4 +1,4 @@
-"""`python -m tests.clients.table` runs every client and writes the table into docs/clients.md."""
+"""Run every client, write the table in ``docs``: ``python -m tests.clients.table``."""
 
 import asyncio
 import sys
@@ -9,7 +9,7 @@ from tests.clients.environments import CLIENTS, Client, NoEnvironmentError, vers
 from tests.clients.run import Result, run
 from tests.clients.server import serving
 
-PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+PAGE = Path(__file__).parents[2] / "docs" / "measurements" / "2026-11.md"
 BEGIN, END = "<!-- table: python -m tests.clients.table -->", "<!-- end of the table -->"
 
 

@@ -1,4 +1,4 @@
-"""Each symptom of the runbook (docs/operations.md), planted, and found as the runbook says."""
+"""Each symptom of docs/guide/troubleshooting.md, planted, and found as the page says."""
 
 import contextlib
 import multiprocessing

@@ -1,4 +1,4 @@
-"""The fault table of docs/cluster.md, second half: each under load, each answer compared.
+"""The second fault table of docs/measurements/2026-11.md: each under load, each answer compared.
 
 The engines are emulated but for the last case; an emulated answer depends on every KV byte.
 """

@@ -1,4 +1,4 @@
-"""`docs/cluster.md` as an operator does it: `make wheel`, `ray up`, `baton up`, `ray down`, by ssh.
+"""`docs/guide/cluster.md` as an operator does it: `ray up`, `baton up`, `ray down`, by ssh.
 
 The hosts' addresses are those that stand in ``deploy/ray-cluster-local.yaml`` and in
 ``deploy/cluster.yaml``: both run as they are, but for the model, which is emulated.

@@ -1,4 +1,4 @@
-"""The house stays as ``docs/architecture.md`` says: rooms of a size, no circles, a true picture."""
+"""Structure of the tree, as ``docs/design/architecture.md`` describes it."""
 
 import ast
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Writes ``docs/exactness.md``: which ways, which cases, and what is refused."""
+"""Write ``docs/design/exactness.md``: the ways, the cases, and what is refused."""
 
 # ruff: noqa: E501 - rows of tables
 
@@ -7,57 +7,74 @@ from pathlib import Path
 
 from tests.matrix.cases import REQUEST, WAYS, Case, every_pair, sample
 
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "exactness.md"
+
 MEANING = {
-    "path": "where the prompt is computed: by the decoding worker, or by another that hands over",
-    "prefix": "whether the prompt is in the cache already",
-    "chunk": "tokens of a step at most",
-    "preempted": "whether another request takes its blocks away in the middle",
-    "moved": "whether the answer began at another worker, which is gone, and goes on here",
-    "speculation": "where draft tokens come from (the draft model here: the same model without adapters)",
-    "ranks": "width of the decoding worker's tensor parallelism (prefill has one rank)",
+    "path": "the prompt is computed by the decode worker, or by a prefill worker that transfers its KV",
+    "prefix": "the prompt is in the prefix cache or not",
+    "chunk": "most tokens of one step",
+    "preempted": "another request takes its blocks in the middle",
+    "moved": "the response started on another worker, which is gone, and resumes here",
+    "speculation": "source of draft tokens (the draft model here: the same model without adapters)",
+    "ranks": "tensor parallelism of the decode worker (prefill has one rank)",
     "grammar": "a regular expression",
     "adapter": "a LoRA adapter on all seven targets",
     "sampling": "greedy; or temperature 1, top_p, a penalty and a seed",
-    "kv": "how K and V are stored",
+    "kv": "storage of K and V",
 }
 
-HEAD = """# What is exact, and how that is known
+HEAD = """# Exactness
 
-In `numerics: exact` the same request gives the same tokens, whichever way it takes. These are the
-ways, and the values that are crossed in `tests/matrix`:
+In `numerics: exact` the same request gives the same tokens on every path. `tests/matrix` crosses
+these ways. `python -m tests.matrix.table` generates this page.
 
 """
 
 MIDDLE = """
-What of it belongs to the request may show in the tokens: {request}. Nothing else may: each case
-below must give the tokens of the same request taken alone, whole, cold, on one rank and without
-draft tokens. On a tiny random model all cases of the covering set run in `make test`, and on
-SmolLM2-135M those on one rank; `make test-all` runs those on two ranks too, and on the tiny model {sampled} cases spread over the full product of {product:,} (all of it takes more than an hour).
+Only properties of the request may change the tokens: {request}. Nothing else may: each case
+below must give the tokens of the same request taken alone, in one chunk, uncached, on one rank
+and without draft tokens.
 
-Blocks are recounted after every step. The hand-off takes the bytes in wire order, with digests;
-what streams, losses and deaths may do to it is tested in `tests/kvtransfer` and `tests/workers`,
-and the same requests over HTTP in `tests/e2e`.
+| test command | cases |
+|---|---|
+| `make test` | the covering set on a tiny random model; its cases of one rank on SmolLM2-135M |
+| `make test-all` | also the cases of two ranks on SmolLM2-135M, and {sampled} of the {product:,} combinations on the tiny model |
 
-## The covering set
+Blocks are recounted after every step. `tests/kvtransfer` and `tests/workers` test losses and
+deaths, and `tests/e2e` sends the same requests over HTTP.
+
+## How it works
+
+- **Products.** On CPUs with AVX-512, each output of a bf16 product is summed in one fixed order,
+  whatever the batch, the chunk and the threads. Elsewhere torch computes, and only with row counts
+  that are bit-equal on this machine.
+- **Attention.** A query visits its keys in steps of 64 from position 0, so splits depend on
+  positions only.
+- **Sampling.** Noise is a function of (seed, choice, position). An emitted token is never sampled
+  again.
+- **Proof.** Each worker verifies this at start, and refuses `exact` where it does not hold. Its
+  numerics id, a digest of computed bits, is part of the handshake and of every block hash.
+
+## Covering set
 
 Every pair of values of two different ways is in at least one of these {count} cases.
 
 """
 
 TAIL = """
-## What is refused by name instead
+## What is refused instead
 
-| pair | where | why |
+| combination | refused at | reason |
 |---|---|---|
-| `tensor_parallel` and a mixture of experts | start of the worker | experts are not split |
-| `tensor_parallel` and int4 weights | start of the worker | the 4-bit kernel is not proved by columns |
-| `tensor_parallel` and a width at which the proof fails | start of the worker | bits would differ |
-| int4 weights and `dtype: fp32` | start of the worker | the kernel takes bf16 |
-| `numerics: exact` on a machine whose kernels fail the self-test | start of the worker | |
-| workers with different KV formats, numerics or weights | handshake, before routing | |
-| a worker with the native kernels and one without (no compiler, `BATON_NATIVE=0`) | handshake | their bits differ |
-| a worker whose kernels sum as AMX does and one whose sum as VDPBF16PS ([cpu.md](cpu.md)) | handshake | their bits differ; `numerics: {native: tile}` makes them one |
-| CUDA with a mixture of experts, int8 or int4 weights, a quantised KV cache, a draft model, several ranks | start of the worker | not built yet |
+| `tensor_parallel` and a mixture of experts | worker start | experts are not split |
+| `tensor_parallel` and int4 weights | worker start | the 4-bit kernel is not proven by columns |
+| `tensor_parallel` and a width whose proof fails | worker start | bits would differ |
+| int4 weights and `dtype: fp32` | worker start | the kernel needs bf16 |
+| `numerics: exact` and kernels that fail the self-test | worker start | bits would differ |
+| workers with different KV formats, numerics or weights | handshake, before routing | bits would differ |
+| one worker with native kernels, one without (no compiler, `BATON_NATIVE=0`) | handshake | bits would differ |
+| one worker that sums as AMX, one as VDPBF16PS | handshake | set `numerics: {native: tile}` on both |
+| CUDA with a mixture of experts, int8 or int4 weights, a quantised KV cache, a draft model or several ranks | worker start | not implemented |
 
 `numerics: fast` promises none of this; with speculation, tokens may differ there.
 """
@@ -86,5 +103,4 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    target = Path(__file__).parents[2] / "docs" / "exactness.md"
-    target.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

@@ -11,7 +11,7 @@ activations: our own kernel makes two digits of them too, torch's multiplies the
 GGUF's Q4_1 and Q4_0 have the same groups, so their levels are found again.
 
 The LM head is int8 under both, with one digit: the best logits of each row are computed from the
-plain embedding anyway. What this loses, in figures: ``docs/quantisation.md``.
+plain embedding anyway. What this loses, in figures: ``docs/measurements/2026-11.md``.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
@@ -184,7 +184,9 @@ def packer(quantisation: str, dtype: str) -> Callable[[str, torch.Tensor], Linea
     if quantisation == "none":
         return lambda name, weight: None
     if quantisation == "fp8":
-        raise ModelError("quantisation.weights fp8 needs CUDA (docs/gpu.md); on a CPU: int8, int4")
+        raise ModelError(
+            "quantisation.weights fp8 needs CUDA (docs/design/gpu.md); on a CPU: int8, int4"
+        )
     if quantisation not in ("int8", "int4"):
         raise ModelError(f"weights in {quantisation!r} are not supported (int8, int4)")
     if quantisation == "int4" and dtype != "bf16":

@@ -236,7 +236,7 @@ def test_policies_differ_as_they_must():
 
 
 def test_a_worker_fitted_to_a_bench_takes_as_long_as_the_bench():
-    """`docs/benchmarks.md`, "Beside llama.cpp": the engine's column."""
+    """`docs/measurements/2026-11.md`, "Beside llama.cpp": the engine column."""
     for tokens, rate in ((512, 3062), (2048, 2201)):
         assert EPYC_135M.prompt_s(tokens) == pytest.approx(tokens / rate, rel=0.05)
     for context, rates in ((128, (101, 359, 863, 1214)), (1024, (97, 264, 475, 541))):

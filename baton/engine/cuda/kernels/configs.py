@@ -45,7 +45,7 @@ SPLIT_TOKENS = 256
 EXACT = AttentionConfig(block_m=64, kv_tile=32, split=SPLIT_TOKENS, num_warps=4, num_stages=4)
 """64 rows: the smallest tile of Hopper's wide matrix instructions, which prefill needs."""
 
-# (kind, head dim up to) -> cut; not tuned on any machine yet, see docs/gpu.md
+# (kind, head dim up to) -> cut; not tuned on any machine yet, see docs/design/gpu.md
 FAST: dict[tuple[Kind, int], AttentionConfig] = {
     ("decode", 64): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=4),
     ("decode", 128): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=4),
