@@ -18,7 +18,8 @@ MEETING = timedelta(seconds=30)
 
 def main() -> None:
     """Move messages until standard input closes."""
-    rank, port = int(sys.argv[1]), int(sys.argv[2])
+    rank = int(sys.argv[1])
+    port = int(sys.argv[2])
     torch.set_num_threads(1)
     store = TCPStore(
         "127.0.0.1",

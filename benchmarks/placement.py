@@ -107,7 +107,9 @@ def _slot(name: str, status: WorkerStatus) -> Slot:
     role: Role = "prefill" if name.startswith("prefill") else "decode"
     slot = Slot(WorkerRecord(worker_id=name, role=role, state="ready", epoch=1))
     link = WorkerLink(name, "", NeverCalled(), Hello())
-    link.status, link.incarnation, link.live = status, name.encode().rjust(16), True
+    link.status = status
+    link.incarnation = name.encode().rjust(16)
+    link.live = True
     link.capabilities = Capabilities(
         wire=WireRange(min=1, max=2),
         numerics_id="exact/bench",
@@ -164,7 +166,9 @@ def index_figures(workers: int, blocks: int, *, plain: bool = False) -> list[Fig
     per_worker = blocks // workers
     hot = [draw.randbytes(16) for _ in range(_LOOKUP_BLOCKS)]
     prompt = b"".join(hot)  # as `prompt_hashes` makes them
-    spent_s, longest_s, operations = 0.0, 0.0, 0
+    spent_s = 0.0
+    longest_s = 0.0
+    operations = 0
     for number in range(workers):
         incarnation = f"worker-{number}".encode().rjust(16)
         for sequence, begin in enumerate(range(0, per_worker, _BATCH), start=1):
@@ -173,7 +177,8 @@ def index_figures(workers: int, blocks: int, *, plain: bool = False) -> list[Fig
             stored = tuple(packed[16 * i : 16 * i + 16] for i in range(size))
             batch = EventBatch(incarnation=incarnation, sequence=sequence, stored=stored)
             took_s = _took_s(partial(index.apply, batch))
-            spent_s, longest_s = spent_s + took_s, max(longest_s, took_s)
+            spent_s = spent_s + took_s
+            longest_s = max(longest_s, took_s)
             operations += size
     memory_bytes = _resident_bytes() - before_bytes
     for number in range(0, workers, 20):
@@ -182,7 +187,8 @@ def index_figures(workers: int, blocks: int, *, plain: bool = False) -> list[Fig
         stored = tuple(hot[: draw.randrange(_LOOKUP_BLOCKS // 2, _LOOKUP_BLOCKS)])
         index.apply(EventBatch(incarnation=incarnation, sequence=sequence, stored=stored))
     lookups_us = [_took_s(partial(index.prefixes, prompt)) * 1e6 for _ in range(200)]
-    lookup_us, rate = statistics.median(lookups_us), operations / spent_s
+    lookup_us = statistics.median(lookups_us)
+    rate = operations / spent_s
     name = f"{blocks:,} blocks of {workers:,} workers{', plain table' if plain else ''}"
     return [
         Figure(

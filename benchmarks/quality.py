@@ -175,7 +175,8 @@ def _scores(llm: LLM, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
 def _secret(llm: LLM, text: Sequence[int]) -> float:
     """Log-likelihood of the number at the end of a long prompt."""
     encode = llm.tokenizer.encode
-    head, question = encode(f"{SECRET}\n\n"), encode("\n\nThe number of the house is")
+    head = encode(f"{SECRET}\n\n")
+    question = encode("\n\nThe number of the house is")
     number = encode(" 7 4 1 9 3")
     prompt = [*head, *(list(text) * COPIES), *question, *number]
     logprobs, _ = _scores(llm, prompt)
@@ -185,7 +186,8 @@ def _secret(llm: LLM, text: Sequence[int]) -> float:
 def _people(llm: LLM) -> tuple[list[str], int]:
     """Objects under a schema, and how many were complete before the limit."""
     grammar = translate("json", json.dumps(SCHEMA))
-    answers, ended = [], 0
+    answers = []
+    ended = 0
     for person in PEOPLE:
         question = f"Invent {person}. Answer with a JSON object with name, age and city."
         messages = [{"role": "user", "content": question}]

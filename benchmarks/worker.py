@@ -44,7 +44,10 @@ async def bench_worker(
         "engine": {"model": MODEL, "threads": 1, **engine},
     }
     process = await asyncio.create_subprocess_exec(
-        *(*launcher, sys.executable, "-m", "fleet.worker"),
+        *launcher,
+        sys.executable,
+        "-m",
+        "fleet.worker",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -94,7 +94,8 @@ class _Ratio:
 
     def add(self, taken: float, given: float) -> None:
         kept = max(0.0, 1 - given / self.remembered)
-        self.taken, self.given = self.taken * kept + taken, self.given * kept + given
+        self.taken = self.taken * kept + taken
+        self.given = self.given * kept + given
 
     @property
     def value(self) -> float:

@@ -86,11 +86,12 @@ class FramePuller:
         while left and self._machine.pulls(pull.epoch):
             sizes = [kv_slice.payload_bytes(self._pool.geometry) for kv_slice in left]
             began_s = time.monotonic()
-            room = await self._pacer.take(*(self._owner, target.worker_id, sizes), self.waited_s)
+            room = await self._pacer.take(self._owner, target.worker_id, sizes, self.waited_s)
             waited_s = time.monotonic() - began_s
             self.waited_s += waited_s
             self._metrics.observe("baton_credit_wait_seconds", waited_s)
-            part, left = left[: room.frames], left[room.frames :]
+            part = left[: room.frames]
+            left = left[room.frames :]
             came_bytes = 0
             try:
                 came_bytes = await self._pull_part(part, pull.epoch, target, generation)
@@ -162,7 +163,8 @@ class FramePuller:
         They may write from now on until they say what became of it. One that never says is gone,
         and so is its replica: until then the pages stay in quarantine.
         """
-        machine, epoch = self._machine, attempt.epoch
+        machine = self._machine
+        epoch = attempt.epoch
         wanted = [one for one in kv_slices if machine.frame_arrived(one, epoch)]
         if not wanted:
             return 0
@@ -213,7 +215,8 @@ class FramePuller:
         loop = asyncio.get_running_loop()
         edge = self._peers.edge(attempt.target.worker_id)
         size, int8_size = (self._size(missing, one) for one in _ENCODINGS)
-        target, way = attempt.target, attempt.way
+        target = attempt.target
+        way = attempt.way
         encoding = self._peers.encoding(target, way, size, int8_size)
         attempt = replace(attempt, encoding=encoding)
         budget_s = _BUDGET_TIMES * size / edge.rate(way).bytes_per_s + _BUDGET_S
@@ -229,12 +232,14 @@ class FramePuller:
             finally:
                 frames.close()
         except TimeoutError:
-            kind, reason = "late", f"outlasted its budget of {budget_s:.1f} s"
+            kind = "late"
+            reason = f"outlasted its budget of {budget_s:.1f} s"
             asked = self._size(kv_slices, encoding)
             came = asked - self._size(list(missing)[1:], encoding)  # less: the next one was due
             edge.note_late(way, asked, came, loop.time() - began_s)
         except TransportError as error:
-            kind, reason = "broke", f"broke: {error}"
+            kind = "broke"
+            reason = f"broke: {error}"
         else:
             if not wanted:
                 return ""
@@ -243,7 +248,8 @@ class FramePuller:
                 elapsed_s = loop.time() - began_s
                 edge.note(way, size, elapsed_s, int8=encoding == common_pb2.INT8)
                 return ""
-            kind, reason = "short", "brought fewer frames than were asked for"
+            kind = "short"
+            reason = "brought fewer frames than were asked for"
         self._note_failure(attempt, kind)
         return f"a pull from {peer} by {attempt.way} {reason}"
 
@@ -286,7 +292,8 @@ class FramePuller:
 
     async def _store(self, frames: list[tuple[Frame, KvSlice]], attempt: _Attempt) -> bool:
         """Verify and store frames; False ends the pull."""
-        machine, epoch = self._machine, attempt.epoch
+        machine = self._machine
+        epoch = attempt.epoch
         wanted = [
             (frame, kv_slice)
             for frame, kv_slice in frames

@@ -260,7 +260,8 @@ class Handoff:
         self._tasks.vital(stream.run(), "prefill stream", stream.broke)
 
     def _close_stream(self, last_word: pb.PrefillControl | None) -> None:
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
         if stream is None:
             return
         stream.close()
@@ -333,7 +334,8 @@ class Handoff:
             self._perform(self._machine.prefill_failed(reason))
             return
         self._first = first_tokens_from_wire(message)
-        logprobs, outputs = self._prompt_logprobs.complete, None
+        logprobs = self._prompt_logprobs.complete
+        outputs = None
         if message.embedding or logprobs is not None:
             outputs = ev.PromptOutputsReady(self._engine_id, logprobs, message.embedding)
         self._listener.on_first_tokens(

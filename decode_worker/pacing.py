@@ -25,7 +25,8 @@ class ReceivePacer:
     """
 
     def __init__(self, cpu_share: float) -> None:
-        now_ns, cpu_ns = time.monotonic_ns(), time.process_time_ns()
+        now_ns = time.monotonic_ns()
+        cpu_ns = time.process_time_ns()
         self._credit = ReceiveCredit(cpu_share, now_ns=now_ns, cpu_ns=cpu_ns)
         self._waiting: dict[int, asyncio.Future[int]] = {}
         self._due: asyncio.TimerHandle | None = None
@@ -73,7 +74,8 @@ class ReceivePacer:
 
     def _end(self, claim: int, received_bytes: int) -> None:
         self._waiting.pop(claim, None)
-        now_ns, cpu_ns = time.monotonic_ns(), time.process_time_ns()
+        now_ns = time.monotonic_ns()
+        cpu_ns = time.process_time_ns()
         self._credit.give_back(claim, received_bytes, now_ns, cpu_ns)
         self._give_out()
 

@@ -318,7 +318,8 @@ class DecodeRequest:
         span.end(self._committed_ns)
 
     def _note_times(self, report: ev.Ended) -> None:
-        times, parts = self._times, self._parts
+        times = self._times
+        parts = self._parts
         if self._first_ns:
             times.decode_ns = self.ended_ns - self._first_ns
         times.preemptions = report.preemptions

@@ -129,7 +129,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def drain(self) -> None:
         """Take no new requests any more; no router can change that."""
-        self.state, self._leaving = "draining", True
+        self.state = "draining"
+        self._leaving = True
 
     def _handle(self, frame: pb.RouterFrame, session: RouterSession) -> None:
         match frame.WhichOneof("frame"):
@@ -257,7 +258,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def _report(self) -> Report:
         """The load as it is to be told now; what a canary does to it is nobody's business."""
-        status, engine = self.status(), self._parts.engine
+        status = self.status()
+        engine = self._parts.engine
         at_rest = not (engine.has_work or self.live_requests) and status.state == "ready"
         if at_rest and engine.has_canary and self._rest is not None:
             return self._rest
@@ -276,7 +278,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def status(self, with_capabilities: bool = False) -> common_pb2.WorkerStatus:
         """This worker's load and health."""
-        engine, load = self._parts.engine, self._parts.engine.load
+        engine = self._parts.engine
+        load = self._parts.engine.load
         fit = engine.prompt_fit
         edges = [
             common_pb2.EdgeRate(prefill_worker_id=worker_id, bytes_per_s=edge.bytes_per_s)

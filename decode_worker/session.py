@@ -70,10 +70,14 @@ class RouterSession:
         """
         self.connected_ns = ALIVE.now_ns()
         self.renewed_ns = self.connected_ns
-        self._frame, self._frame_bytes, self._unread_bytes = pb.WorkerFrame(), 0, 0
+        self._frame = pb.WorkerFrame()
+        self._frame_bytes = 0
+        self._unread_bytes = 0
         self._full.clear()
         self._reported = self._content = b""
-        self._may_rest, self._heard, self._answered = may_rest, 1, 0
+        self._may_rest = may_rest
+        self._heard = 1
+        self._answered = 0
         self._stream += 1
         return self._stream
 
@@ -106,10 +110,13 @@ class RouterSession:
                 frame = self._full.popleft()
                 self._dirty.set()
             else:
-                frame, self._frame, self._frame_bytes = self._frame, pb.WorkerFrame(), 0
+                frame = self._frame
+                self._frame = pb.WorkerFrame()
+                self._frame_bytes = 0
             frame.step = step.value
             frame.heard = self._answered = self._heard
-            self._unread_bytes, self._taken_ns = 0, time.monotonic_ns()
+            self._unread_bytes = 0
+            self._taken_ns = time.monotonic_ns()
             yield frame
             if self._unread_bytes > MAX_PENDING_BYTES:
                 return  # the router does not read: it will reconnect and resume
@@ -165,7 +172,8 @@ class RouterSession:
             if begin + _RUN_TOKENS >= len(tokens):
                 run.finish_reason = finish_reason
                 if stop_token is not None:
-                    run.has_stop_token, run.stop_token_id = True, stop_token
+                    run.has_stop_token = True
+                    run.stop_token_id = stop_token
             size_bytes += self._add(run)
         return size_bytes
 
@@ -226,7 +234,8 @@ class RouterSession:
         news = report.at_rest if resting else report.content
         asked = resting and self._heard > self._answered
         if news != self._reported or (asked and report.content != self._content):
-            self._reported, self._content = news, report.content
+            self._reported = news
+            self._content = report.content
             self.status(report.status)
             self._frame.status.resting = resting
         elif asked or (not resting and now_ns - self._taken_ns >= BEAT_S * 1e9):
@@ -241,7 +250,8 @@ class RouterSession:
         """Begin another frame if this one would become too large."""
         if self._frame_bytes and self._frame_bytes + size_bytes > MAX_FRAME_BYTES:
             self._full.append(self._frame)
-            self._frame, self._frame_bytes = pb.WorkerFrame(), 0
+            self._frame = pb.WorkerFrame()
+            self._frame_bytes = 0
         self._frame_bytes += size_bytes
         self._dirty.set()
 

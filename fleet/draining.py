@@ -25,7 +25,8 @@ async def drained(
     until_s = loop.time() + timeout_s
     idle_from_s = loop.time()
     while True:
-        left, now_s = busy(), loop.time()
+        left = busy()
+        now_s = loop.time()
         if now_s >= until_s or (hurried is not None and hurried.is_set()):
             return not left
         if left:

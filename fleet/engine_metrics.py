@@ -2,11 +2,10 @@
 
 import time
 
-from baton.types.pool_counts import TierCounts
-
 from baton.engine.process.handle import EngineHandle
 from baton.telemetry.metrics import Metrics
 from baton.types import events as ev
+from baton.types.pool_counts import TierCounts
 
 
 class EngineMetrics:
@@ -83,7 +82,8 @@ class EngineMetrics:
         if step.tiers == self._tiers:
             return
         self._tiers = step.tiers
-        metrics, block_bytes = self._metrics, self._engine.client.ready.geometry.block_bytes
+        metrics = self._metrics
+        block_bytes = self._engine.client.ready.geometry.block_bytes
         for tier in step.tiers:
             name = tier.name
             metrics.set("baton_kv_tier_blocks", tier.places, tier=name, state="total")

@@ -180,8 +180,14 @@ class RankProgram(rank_pb2_grpc.RankServicer):
             settings = settings.on(len(os.sched_getaffinity(0)))
             threads = str(settings.threads)
             self._engine = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "baton.engine.cpu.parallel.rank", str(begin.rank)),
-                *(*map(str, fds), store, msgspec.json.encode(settings).decode()),
+                sys.executable,
+                "-P",
+                "-m",
+                "baton.engine.cpu.parallel.rank",
+                str(begin.rank),
+                *map(str, fds),
+                store,
+                msgspec.json.encode(settings).decode(),
                 pass_fds=fds,
                 env={
                     **os.environ,
@@ -221,7 +227,8 @@ class RankProgram(rank_pb2_grpc.RankServicer):
         """As at the leader: a router's word for this request, from who asked for it."""
         if not self._token.accepted or self._handoffs is None:
             return ""
-        reader, holder = request.reader_incarnation, self._serve.incarnation
+        reader = request.reader_incarnation
+        holder = self._serve.incarnation
         why = refusal(
             request.capability, self._token, request.request_id, holder, reader, time.time()
         )

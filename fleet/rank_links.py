@@ -28,7 +28,8 @@ async def open_links(
     Raises:
         InternalError: One does not answer, or the settings name too few or too many.
     """
-    addresses, engine = settings.rank_addresses, settings.engine
+    addresses = settings.rank_addresses
+    engine = settings.engine
     if not (addresses or settings.ranks_apart):
         return [], engine
     if not engine.own_pools or len(addresses) != engine.tensor_parallel - 1:

@@ -126,7 +126,8 @@ class Worker:
             SecretError, CertificateError: A file of its settings cannot be used.
         """
         keep_message_memory()
-        token, tls = settings.token(), settings.credentials()
+        token = settings.token()
+        tls = settings.credentials()
         async with AsyncExitStack() as undo:
             stderr = _open_log(settings)
             if stderr is not None:
@@ -164,7 +165,10 @@ class Worker:
             await serve_links(links, engine.client.ready, identity.incarnation, unsigned)
             pool = RankPools(engine.client.pools, engine.client.ready.geometry, links)
             side = ServingSide(
-                *(server, token, identity.incarnation, engine.client.pool_fd),
+                server,
+                token,
+                identity.incarnation,
+                engine.client.pool_fd,
                 _kv_listener(settings, undo),
             )
             senders = servers(side, settings.transports)
@@ -252,7 +256,8 @@ class Worker:
 
         What is left then is ended.
         """
-        decode, prefill = self._parts.decode, self._parts.prefill
+        decode = self._parts.decode
+        prefill = self._parts.prefill
         decode.drain()
         prefill.draining = True
         self._parts.presence.update("draining")
@@ -297,7 +302,8 @@ class Worker:
         await self._fail(client.fatal or f"the engine process ended with code {code}", code or 1)
 
     def _show_registry(self) -> None:
-        metrics, registry = self._parts.metrics, self._parts.registry
+        metrics = self._parts.metrics
+        registry = self._parts.registry
         metrics.set("baton_registry_connected", registry.connected)
         metrics.count_up("baton_registry_errors", registry.errors)
         metrics.count_up("baton_kv_snapshots", self._parts.publisher.snapshots)
@@ -350,7 +356,9 @@ def _say_what_computes(settings: WorkerSettings, metrics: Metrics) -> None:
     if timing:
         _LOG.warning(
             "%s is EMULATED: no model runs here, its answers are made up; steps last as in %s (%s)",
-            *(settings.worker_id, timing, TIMINGS[timing].source),
+            settings.worker_id,
+            timing,
+            TIMINGS[timing].source,
         )
 
 
@@ -385,7 +393,14 @@ def _services(
     return (
         DecodeService(parts, capabilities, ready.threads),
         PrefillService(
-            *(engine, pool, identity, capabilities, metrics, tracing, prefixes, tamperer),
+            engine,
+            pool,
+            identity,
+            capabilities,
+            metrics,
+            tracing,
+            prefixes,
+            tamperer,
             token=token,
             unsigned_pulls=settings.unsigned_pulls,
         ),

@@ -148,7 +148,8 @@ class PoolView:
     def write(self, table: Sequence[int], kv_slice: KvSlice, payload: memoryview | bytes) -> None:
         """Scatter verified wire bytes into the pages of ``table``."""
         pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
-        tokens, dim = self.geometry.block_tokens, self._data.shape[-1]
+        tokens = self.geometry.block_tokens
+        dim = self._data.shape[-1]
         data = np.frombuffer(payload, dtype=self._data.dtype)
         full, tail = divmod(kv_slice.valid_tokens, tokens)
         inner = (kv_slice.head_count, kv_slice.layer_count, 2)
@@ -173,7 +174,8 @@ class PoolView:
     def _region(self, pages: Sequence[int], kv_slice: KvSlice) -> Words:
         layers = slice(kv_slice.layer_begin, kv_slice.layer_begin + kv_slice.layer_count)
         heads = self._heads(kv_slice)
-        first, count = pages[0], len(pages)
+        first = pages[0]
+        count = len(pages)
         if list(pages) == list(range(first, first + count)):  # a run needs no gather
             return self._data[layers, :, first : first + count, :, heads]
         return self._data[layers][:, :, np.asarray(pages)][:, :, :, :, heads]
@@ -190,7 +192,8 @@ def digests(
     view = memoryview(payload)
     seed = _seed(kv_slice, bound)
     per_token = kv_slice.layer_count * 2 * geometry.head_bytes
-    leaves, begin = [], 0
+    leaves = []
+    begin = 0
     for block in range(kv_slice.block_count):
         valid = min(geometry.block_tokens, kv_slice.valid_tokens - block * geometry.block_tokens)
         size = per_token * valid

@@ -44,7 +44,8 @@ class Coverage:
     def add(self, kv_slice: KvSlice) -> bool:
         """Take a rectangle in; False, and nothing changes, if any of it is there already."""
         valid = self._valid(kv_slice)
-        begin, end = kv_slice.block_begin, kv_slice.block_begin + kv_slice.block_count
+        begin = kv_slice.block_begin
+        end = kv_slice.block_begin + kv_slice.block_count
         rows = [self._row(layer, kv_slice) for layer in _layers(kv_slice)]
         if any(any(row[begin:end]) for row in rows):
             return False
@@ -60,7 +61,8 @@ class Coverage:
         if not self.fits(kv_slice):
             return False
         tail = self._valid(kv_slice)[-1]
-        begin, end = kv_slice.block_begin, kv_slice.block_begin + kv_slice.block_count
+        begin = kv_slice.block_begin
+        end = kv_slice.block_begin + kv_slice.block_count
         for layer in _layers(kv_slice):
             held = self._covering_row(layer, kv_slice)[begin:end]
             if len(held) < kv_slice.block_count or not all(held) or held[-1] < tail:
@@ -69,7 +71,8 @@ class Coverage:
 
     def complete(self, skip_blocks: int) -> bool:
         """Whether everything behind ``skip_blocks`` blocks is there, for every layer and head."""
-        tokens, head_ranges = self._geometry.block_tokens, sorted({key[1:] for key in self._rows})
+        tokens = self._geometry.block_tokens
+        head_ranges = sorted({key[1:] for key in self._rows})
         whole = bytes([tokens]) * (self._blocks - 1)
         last = self._prompt_tokens - (self._blocks - 1) * tokens
         wanted = (bytes(skip_blocks) + (whole + bytes([last]))[skip_blocks:])[: self._blocks]

@@ -152,7 +152,8 @@ class Edge:
             return []
         best = warm[0]
         for name in warm[1:]:
-            rate, best_rate = self.rate(name), self.rate(best)
+            rate = self.rate(name)
+            best_rate = self.rate(best)
             both = rate.measured and best_rate.measured
             if both and rate.bytes_per_s > _CLEARLY_FASTER * best_rate.bytes_per_s:
                 best = name
@@ -207,7 +208,8 @@ class Edge:
     def begin_life(self) -> None:
         """Another life of the worker was met: what its last one could not do it may."""
         for way in self._ways.values():
-            way.cool_until_ns, way.cool_down_ns = 0, FIRST_COOL_DOWN_NS
+            way.cool_until_ns = 0
+            way.cool_down_ns = FIRST_COOL_DOWN_NS
 
     def _way(self, name: str) -> _Way:
         return self._ways.setdefault(name, _Way(EdgeRate(), EdgeRate()))

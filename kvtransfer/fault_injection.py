@@ -86,7 +86,8 @@ class FrameTamperer:
         if self.head is not None and header.kv_slice.head_begin != self.head:
             return None
         self.count += 1
-        previous, self._previous = self._previous, (header, payload)
+        previous = self._previous
+        self._previous = (header, payload)
         if self.count % self.every or (previous is None and self.kind in ("swap", "replay")):
             return None
         self.damaged += 1

@@ -104,7 +104,8 @@ class _Message:
 
     def take(self) -> bytes:
         """What was written."""
-        message, self._message = self._message, b""
+        message = self._message
+        self._message = b""
         return message
 
 

@@ -44,7 +44,8 @@ def encode_int8(plain: Buffer, head_dim: int, into: memoryview) -> None:
             scale: Floats = np.maximum(largest / _LEVELS, _TINY)
         lost = ~np.isfinite(scale)
         if lost.any():
-            scale[lost], values[lost] = np.nan, 0
+            scale[lost] = np.nan
+            values[lost] = 0
         levels = values / np.where(lost, 1, scale)[:, None]
         coded[part, :head_dim] = np.rint(levels, out=levels)
         coded[part, head_dim:] = scale[:, None].view(np.int8)

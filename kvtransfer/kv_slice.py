@@ -163,6 +163,7 @@ def by_part(kv_slice: KvSlice, parts: Sequence[range]) -> Iterator[KvSlice]:
     """Cut a slice so that each piece's heads lie together; ``parts`` are in order."""
     end = kv_slice.head_begin + kv_slice.head_count
     for part in parts:
-        begin, stop = max(part.start, kv_slice.head_begin), min(part.stop, end)
+        begin = max(part.start, kv_slice.head_begin)
+        stop = min(part.stop, end)
         if begin < stop:
             yield replace(kv_slice, head_begin=begin, head_count=stop - begin)

@@ -85,11 +85,13 @@ class LentFrame:
         bound: bytes,
     ) -> bool:
         """Whether what we have now is what the digest says; if not, nothing of it stays."""
-        source, said = self.source, self.header.digests
+        source = self.source
+        said = self.header.digests
         if pool.native is not None and source.native is not None:
             if len(said) != DIGEST_BYTES:
                 return False
-            seed, digest_said = _seed(kv_slice, bound), int.from_bytes(said, "little")
+            seed = _seed(kv_slice, bound)
+            digest_said = int.from_bytes(said, "little")
             return pool.native.copy(source.native, pages, ours, kv_slice, seed, digest_said)
         digest = hasher(kv_slice, bound)
         for target, lent in _tiles(kv_slice, (pool, ours), (source, pages)):

@@ -109,7 +109,8 @@ class PoolSource:
         readable = [s for s in asked if held is not None and held.machine.may_read(s)]
         if held is None or not readable:
             return PageLoan([self._gone(request, kv_slice) for kv_slice in asked], lambda: None)
-        bound, blocks = self._bound(request), held.machine.blocks
+        bound = self._bound(request)
+        blocks = held.machine.blocks
         digests = await _while_open(held, lambda: self._digests(blocks, readable, bound))
         lent = dict(zip(readable, digests or [], strict=False))
         chunks = [
@@ -134,7 +135,8 @@ class PoolSource:
             refused = self._too_large(request, kv_slice, size_bytes)
             return await _say(refused, b"", room)
         frame = await room(size_bytes)
-        payload, bound = frame[room_bytes:], self._bound(request)
+        payload = frame[room_bytes:]
+        bound = self._bound(request)
         if not held.machine.may_read(kv_slice):  # room may have been long in coming
             return await _say(self._gone(request, kv_slice), b"", room)
         blocks = held.machine.blocks

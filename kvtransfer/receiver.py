@@ -158,7 +158,9 @@ class HandoffReceiver:
         """The engine counted capacity for us."""
         if self.state is ReceiverState.DONE:
             return []
-        self.generation, self.skip_blocks, self.blocks = generation, skip_blocks, ()
+        self.generation = generation
+        self.skip_blocks = skip_blocks
+        self.blocks = ()
         self._bind_asked = False
         self._restart(now_ns)
         if self.state is ReceiverState.NO_PEER:
@@ -172,7 +174,8 @@ class HandoffReceiver:
             reopens = self._reopens
             self._restart(now_ns)
             self._reopens = reopens
-        self.progress_ns, self._paused = now_ns, False
+        self.progress_ns = now_ns
+        self._paused = False
         if self.state is ReceiverState.OPENING:
             self.state = ReceiverState.PULLING
             return [*self._pulls(), *self._finish()]
@@ -353,7 +356,8 @@ class HandoffReceiver:
             closing = [CloseStream(release=False)]
         if self.state not in (ReceiverState.NO_PEER, ReceiverState.DONE):
             self.state = ReceiverState.RESERVING
-        self.generation, self._drains = 0, generation
+        self.generation = 0
+        self._drains = generation
         return [*closing, *self._settle()]
 
     def cancel(self) -> list[Action]:
@@ -394,9 +398,13 @@ class HandoffReceiver:
 
     def _restart(self, now_ns: int) -> None:
         self._published = Coverage(self.geometry, self.prompt_tokens, self.first_head)
-        self._todo, self._asked = deque(), set()
-        self._broken_pulls, self._paused = 0, False
-        self._committed, self._reopens, self._tries = False, 0, {}
+        self._todo = deque()
+        self._asked = set()
+        self._broken_pulls = 0
+        self._paused = False
+        self._committed = False
+        self._reopens = 0
+        self._tries = {}
         self.epoch += 1
         self._late_writing = self.writing
         self.progress_ns = now_ns
@@ -426,7 +434,8 @@ class HandoffReceiver:
         self.state = ReceiverState.NO_PEER
         self._todo.clear()
         self._asked.clear()
-        self._ask, self._ask_ns = AskForPeer(reason, died), 0
+        self._ask = AskForPeer(reason, died)
+        self._ask_ns = 0
         return [CloseStream(release=False), self._ask]
 
     def _close(self, release: bool) -> list[Action]:

@@ -281,6 +281,7 @@ class _LentFrames:
         return [LentFrame(chunk, line.pool) for chunk in loan.chunks]
 
     def close(self) -> None:
-        line, self._line = self._line, None
+        line = self._line
+        self._line = None
         if line is not None and self._serial:
             line.let_go(self._serial)

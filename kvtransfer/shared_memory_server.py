@@ -126,7 +126,8 @@ class _Lender:
                     await self._writer.drain()  # who does not read is not listened to
                     self._take(request)
         finally:
-            loans, self._loans = self._loans, {}
+            loans = self._loans
+            self._loans = {}
             for loan in loans.values():
                 if loan is not None:
                     loan.end()

@@ -34,7 +34,8 @@ class RateSearch:
             return None
         if not self.points:
             return self._first
-        met, missed = self.best, self._lowest_missed
+        met = self.best
+        missed = self._lowest_missed
         if met is None:
             rate = min(point.rate for point in self.points) / 2
             return rate if rate >= self._lowest else None

@@ -191,7 +191,8 @@ class AdapterTable:
             shared: The table of all routers of the fleet, or None.
             file: JSON file that outlives this process, or None.
         """
-        self._shared_table, self._file = shared, file
+        self._shared_table = shared
+        self._file = file
         if file is not None and file.exists():
             self._adopt(_decode_file(file))
         if shared is not None:

@@ -131,7 +131,8 @@ class Router:
 
     async def _sample(self) -> None:
         """Close a sample of what happens once a second."""
-        loop, gateway = asyncio.get_running_loop(), self.parts.gateway
+        loop = asyncio.get_running_loop()
+        gateway = self.parts.gateway
         at_s = loop.time()
         while True:
             at_s = max(at_s + _SAMPLE_S, loop.time())  # late is late: no two at once
@@ -146,7 +147,8 @@ class Router:
         The server listens only then: a router that has just been started refuses nobody for want
         of workers that it has not met.
         """
-        workers, loop = self.parts.gateway.workers, asyncio.get_running_loop()
+        workers = self.parts.gateway.workers
+        loop = asyncio.get_running_loop()
         until_s = loop.time() + self.parts.settings.start_limit_s
         while loop.time() < until_s:
             met = all(slot.link is None or slot.link.live for slot in workers)

@@ -156,7 +156,8 @@ class PoolsConfig(BaseModel):
     @property
     def ranks(self) -> list[int]:
         """The width of every replica."""
-        prefill, decode = self.width("prefill"), self.width("decode")
+        prefill = self.width("prefill")
+        decode = self.width("decode")
         return [prefill] * self.prefill + [decode] * self.decode
 
     @property

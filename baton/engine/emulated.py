@@ -155,7 +155,8 @@ class EmulatedRunner:
 
     def _collect(self, row: PlanRow, prompt_outputs: PromptOutputs) -> None:
         """Scores and vectors that tell where each row came from, and of what KV."""
-        count, wide = len(row.tokens), prompt_outputs.alternatives or 0
+        count = len(row.tokens)
+        wide = prompt_outputs.alternatives or 0
         digests = [self._digest_at(row.block_ids, row.start + i) for i in range(count)]
         targets = (
             prompt_outputs.targets(row.start, count)

@@ -250,7 +250,8 @@ class LLM:
                         output.finish_reason = event.finish_reason or output.finish_reason
                     elif isinstance(event, ev.PromptOutputsReady) and event.request_id in outputs:
                         for output in outputs[event.request_id]:
-                            output.scores, output.vector = event.scores, event.vector
+                            output.scores = event.scores
+                            output.vector = event.vector
                     elif isinstance(event, ev.Ended) and event.request_id in open_requests:
                         open_requests.discard(event.request_id)
                         if event.error_code:

@@ -77,7 +77,8 @@ class PacedRunner(EmulatedRunner):
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
         """Run one step; see ``ModelRunner.execute``."""
-        began_s, total_s = self._clock_s(), self._timing.seconds(plan.rows)
+        began_s = self._clock_s()
+        total_s = self._timing.seconds(plan.rows)
         for source, target in plan.copies:
             self._pool[:, :, target] = self._pool[:, :, source]
         for row in plan.rows:
@@ -103,7 +104,8 @@ class PacedRunner(EmulatedRunner):
             share = self._took_s / self._should_s - 1
             _LOG.warning(
                 "emulated steps last %.0f %% longer than in %s: this machine is too busy",
-                *(100 * share, self._timing.name),
+                100 * share,
+                self._timing.name,
             )
         self._took_s = self._should_s = 0.0
         self._look_s = now_s + _LOOK_EVERY_S
@@ -123,5 +125,6 @@ class PacedRunner(EmulatedRunner):
         number, chance = divmod(number, MEAN_ANSWER_TOKENS)
         if chance == 0 and self._eos_token_ids:
             return self._eos_token_ids[0]
-        low, high = self._vocab_size // 64, self._vocab_size // 2
+        low = self._vocab_size // 64
+        high = self._vocab_size // 2
         return low + number % (high - low)

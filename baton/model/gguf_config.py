@@ -100,9 +100,11 @@ def read_config(
     if "token_embd.weight" not in shapes:
         raise ModelError(f"{path}: tensor token_embd.weight is missing")
     family = GGUF_FAMILIES.get(architecture, "llama")
-    heads, layers = int(value("attention.head_count")), int(value("block_count"))
+    heads = int(value("attention.head_count"))
+    layers = int(value("block_count"))
     head_dim = int(value("attention.key_length", int(value("embedding_length")) // heads))
-    mixture, gemma = family == "qwen3_moe", family == "gemma3"
+    mixture = family == "qwen3_moe"
+    gemma = family == "gemma3"
     scaling = _rope_scaling(architecture, meta)
     stops = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     bos = meta.get("tokenizer.ggml.bos_token_id")

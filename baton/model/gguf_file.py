@@ -25,7 +25,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 
@@ -128,7 +129,9 @@ class _Reader:
 
     def _strings(self, count: int) -> list[str]:
         """Many strings, so without a function call for each."""
-        found, data, at = [], self._bytes, self._at
+        found = []
+        data = self._bytes
+        at = self._at
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
             begin = at + 8

@@ -21,7 +21,8 @@ _HEAD_DIM = {"gemma3": 256, "qwen3": 128}
 _WINDOW = {"gemma3": 4096, "mistral": 4096}
 _OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen3_moe")  # only with use_sliding_window
 _GEMMA_PATTERN = 6  # each sixth layer sees everything
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
 _ACTIVATIONS = {"gemma3": "gelu_pytorch_tanh"}
 
 
@@ -64,7 +65,8 @@ def read_config(
 
 
 def _config(raw: Mapping[str, Any], generation: Mapping[str, Any], family: str) -> ModelConfig:
-    heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
+    heads = int(raw["num_attention_heads"])
+    layers = int(raw["num_hidden_layers"])
     head_dim = raw.get("head_dim") or _HEAD_DIM.get(family) or raw["hidden_size"] // heads
     theta, scaling, local_theta = _rope(raw, family)
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
@@ -117,7 +119,8 @@ def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(raw: Mapping[str, Any], family: str) -> tuple[float, dict[str, Any] | None, float | None]:
     """Base, scaling, and the base of the layers with a window."""
-    rope, local = _rope_parameters(raw), None
+    rope = _rope_parameters(raw)
+    local = None
     default = 10_000.0
     if family == "gemma3":
         default = 1_000_000.0

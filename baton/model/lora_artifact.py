@@ -107,8 +107,10 @@ def target_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     In a mixture of experts these are the ones of attention.
     """
     c = config
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    e, f = c.hidden_size, c.intermediate_size
+    q = c.num_heads * c.head_dim
+    kv = c.num_kv_heads * c.head_dim
+    e = c.hidden_size
+    f = c.intermediate_size
     shapes = ((q, e), (kv, e), (kv, e), (e, q), (f, e), (f, e), (e, f))
     every = dict(zip(TARGETS, shapes, strict=True))
     return {name: every[name] for name in TARGETS[:4]} if c.num_experts else every

@@ -47,7 +47,8 @@ SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "unix")
 _TLS_FILES = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
 _SECRETS = ("password_file", "password_env")
 _OF_SENTINELS = ("sentinel_user", "sentinel_password_file", "sentinel_password_env")
-_PORT, _SENTINEL_PORT = 6379, 26379
+_PORT = 6379
+_SENTINEL_PORT = 26379
 _CONNECT_S = 2.0
 _SENTINEL_S = 0.5  # each: one that is away must not use up the time of the others
 
@@ -207,7 +208,8 @@ def _secret(
         raise RedisUrlError(f"{' and '.join(given)} exclude each other")
     if not given:
         return {"username": user} if user else {}
-    name, value = given[0], asked[given[0]]
+    name = given[0]
+    value = asked[given[0]]
 
     def from_file() -> str:
         try:
@@ -283,7 +285,8 @@ def _hosts(named: str, port: int) -> tuple[tuple[str, int], ...]:
     for one in named.split(","):
         try:
             split = urlsplit(f"//{one}")
-            host, number = split.hostname, split.port
+            host = split.hostname
+            number = split.port
         except ValueError as error:
             raise RedisUrlError(f"{one}: {error}") from error
         if not host:

@@ -191,7 +191,8 @@ class EventFeed:
         marks: list[dict[bytes, tuple[int, int]]] = []
         if beat:
             await self._notice_another_life(now_s)
-            before, self._refreshes = self._refreshes, await self._registry.refreshes()
+            before = self._refreshes
+            self._refreshes = await self._registry.refreshes()
             anew = {one for one, at in self._refreshes.items() if before.get(one) != at}
             yield Refreshed(incarnations=anew)
             self._turn = (self._turn + 1) % _MARK_TURNS
@@ -202,7 +203,8 @@ class EventFeed:
             after, entries = await self._registry.read_streams(after, _STREAM_READ, wait_s)
             if not entries:
                 break
-            self._positions, wait_s = after, 0.0
+            self._positions = after
+            wait_s = 0.0
             for fields in entries:
                 entry = parse_entry(fields)
                 if entry is not None:
@@ -225,7 +227,8 @@ class EventFeed:
 
     async def _notice_another_life(self, now_s: float) -> None:
         birth = await self._registry.birth()
-        tops, after = await self._registry.stream_tops(), self._positions
+        tops = await self._registry.stream_tops()
+        after = self._positions
         came_back_old = any(stream_order(tops[key]) < stream_order(after[key]) for key in tops)
         if birth != self._birth or came_back_old:
             self._positions = tops

@@ -92,5 +92,6 @@ class Orders:
 
     async def answer(self, order: Order, answer: Answer) -> None:
         """Answer an order."""
-        key, raw = self._registry.key("answer", order.token), msgspec.msgpack.encode(answer)
+        key = self._registry.key("answer", order.token)
+        raw = msgspec.msgpack.encode(answer)
         await self._registry.send(("SET", key, raw, "PX", _ANSWER_TTL_MS))

@@ -205,7 +205,8 @@ class Registry:
         self, kind: str, raw: Mapping[str, bytes]
     ) -> dict[str, tuple[bytes, WorkerRecord]]:
         """What can be read; what is as it was need not be read again."""
-        before, read = self._read[kind], dict[str, tuple[bytes, WorkerRecord]]()
+        before = self._read[kind]
+        read = dict[str, tuple[bytes, WorkerRecord]]()
         for name, value in raw.items():
             last = before.get(name)
             if last is not None and last[0] == value:
@@ -260,7 +261,8 @@ class Registry:
     async def publish(self, batch: EventBatch, checksum: int) -> None:
         """One MULTI: add to the worker's log and to the stream, bump the sequence."""
         blocks_key, log_key, _ = self._kv_keys(batch.incarnation)
-        stored, removed = b"".join(batch.stored), b"".join(batch.removed)
+        stored = b"".join(batch.stored)
+        removed = b"".join(batch.removed)
         commands: list[Command] = []
         if batch.cleared:
             commands.append(("UNLINK", blocks_key, log_key))
@@ -288,7 +290,9 @@ class Registry:
     async def _replace(self, snapshot: Snapshot, *commands: Command) -> None:
         """The set in a few values, not one for each block: it is written and read as a whole."""
         blocks_key, log_key, _ = self._kv_keys(snapshot.incarnation)
-        scratch, packed, chunk_bytes = blocks_key + b":new", snapshot.packed, CHUNK_BYTES
+        scratch = blocks_key + b":new"
+        packed = snapshot.packed
+        chunk_bytes = CHUNK_BYTES
         ttl_ms = int(KV_TTL_S * 1000)
         swap: list[Command] = [("UNLINK", blocks_key, log_key, scratch)]
         if 0 < len(packed) <= chunk_bytes:  # one value goes with the swap
@@ -366,7 +370,8 @@ class Registry:
         blocks_key, log_key, mark_key = self._kv_keys(incarnation)
         lists = [("LRANGE", key, 0, -1) for key in (blocks_key, log_key)]
         mark, values, log = await self.send(("GET", mark_key), *lists, atomic=True)
-        known, packed = parse_mark(mark), with_log(b"".join(values), log)
+        known = parse_mark(mark)
+        packed = with_log(b"".join(values), log)
         if known is None or len(packed) % HASH_BYTES:
             return None
         return Snapshot(incarnation=incarnation, sequence=known[0], packed=packed), known[1]
@@ -383,7 +388,8 @@ class Registry:
         Waits up to ``wait_s`` (below 3) for the first.
         """
         (answer,) = await self.send(self.streams.read(after, count, wait_s))
-        positions, found = dict(after), list[dict[bytes, bytes]]()
+        positions = dict(after)
+        found = list[dict[bytes, bytes]]()
         for key, entries in answer or ():
             positions[bytes(key)] = bytes(entries[-1][0])
             found += (fields for _, fields in entries)

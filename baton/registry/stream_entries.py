@@ -23,7 +23,8 @@ def parse_entry(fields: dict[bytes, bytes]) -> StreamEntry | None:
     """What an entry says; None if it is of another version."""
     kind = fields.get(b"k")
     try:
-        incarnation, sequence = fields[b"i"], int(fields[b"n"])
+        incarnation = fields[b"i"]
+        sequence = int(fields[b"n"])
         if len(incarnation) != INCARNATION_BYTES:
             return None
         if kind == b"b":

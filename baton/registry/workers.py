@@ -83,7 +83,8 @@ class Presence:
                     await self._registry.heartbeat(record)
                 else:
                     await self._registry.register(record)
-                self.connected, written = True, record
+                self.connected = True
+                written = record
             except RegistryUnavailableError as error:
                 if self.connected:
                     _LOG.warning("registry away, serving goes on: %s", error)
@@ -111,7 +112,8 @@ def merged(
     """
     result: dict[str, WorkerRecord] = {}
     for worker_id in slots.keys() | workers.keys():
-        slot, worker = slots.get(worker_id), workers.get(worker_id)
+        slot = slots.get(worker_id)
+        worker = workers.get(worker_id)
         if slot is None or worker is None:
             record = worker or slot
         elif slot.epoch != worker.epoch:
@@ -177,7 +179,8 @@ class RegistryWatcher:
             self._missing_since_s.clear()
             return [] if self.workers else self._apply(self._load())
         self.connected = True
-        self._changes, self._whole_s = changes, now_s + WHOLE_S
+        self._changes = changes
+        self._whole_s = now_s + WHOLE_S
         if self._birth is not None and birth != self._birth:
             self._refilled_s = now_s + REFILL_S
         self._birth = birth
@@ -201,10 +204,12 @@ class RegistryWatcher:
         return result
 
     def _apply(self, now: dict[str, WorkerRecord]) -> list[WorkerChange]:
-        before, self.workers = self.workers, now
+        before = self.workers
+        self.workers = now
         changes = []
         for worker_id in sorted(before.keys() | now.keys()):
-            was, is_now = before.get(worker_id), now.get(worker_id)
+            was = before.get(worker_id)
+            is_now = now.get(worker_id)
             if was is not is_now and was != is_now:  # what is as it was is mostly the same object
                 changes.append(WorkerChange(worker_id, was, is_now))
         if changes:

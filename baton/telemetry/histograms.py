@@ -27,8 +27,10 @@ class Histogram(Collector):
     def __init__(
         self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]
     ) -> None:
-        self._name, self._text = name, text
-        self._labels, self._bounds = tuple(labels), tuple(map(float, bounds))
+        self._name = name
+        self._text = text
+        self._labels = tuple(labels)
+        self._bounds = tuple(map(float, bounds))
         self._series: dict[tuple[str, ...], Histogram] = {}
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
@@ -60,7 +62,8 @@ class Histogram(Collector):
 
     def _add_to(self, family: Metric, labels: dict[str, str]) -> None:
         with self._lock:
-            totals, total = list(accumulate(self._counts)), self._sum
+            totals = list(accumulate(self._counts))
+            total = self._sum
         for bound, count in zip((*self._bounds, float("inf")), totals, strict=True):
             spelled = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
             family.add_sample(f"{self._name}_bucket", {**labels, "le": spelled}, count)

@@ -134,14 +134,13 @@ class LiveSeries:
             queued: Requests that wait in the router now.
             running: Requests at the workers now.
         """
-        now, self._open = self._open, _Open()
+        now = self._open
+        self._open = _Open()
         took_s = 1.0 if self._closed_at_s is None else max(at_s - self._closed_at_s, 1e-3)
         self._closed_at_s = at_s
         self._number = max(self._number + 1, round(at_s))
-        (ttft_p50_s, ttft_p99_s), (itl_p50_s, itl_p99_s) = (
-            now.ttft.percentiles(),
-            now.itl.percentiles(),
-        )
+        ttft_p50_s, ttft_p99_s = now.ttft.percentiles()
+        itl_p50_s, itl_p99_s = now.itl.percentiles()
         sample = Sample(
             number=self._number,
             at_s=round(at_s, 3),

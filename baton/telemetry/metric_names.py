@@ -315,12 +315,14 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_credit_wait_seconds": _seconds("Of each pull of KV, for credit to receive."),
     "baton_pulled_bytes": _count(
         "KV payload bytes that were pulled and verified, as they were on the wire.",
-        *("transport", "encoding"),
+        "transport",
+        "encoding",
     ),
     "baton_transfer_fallbacks": _count(
         "Pulls that gRPC had to finish, by the transport that could not: late, broke, short, "
         "damaged.",
-        *("transport", "reason"),
+        "transport",
+        "reason",
     ),
     "baton_loans_overdue": _count(
         "Slices lent to a reader on this host that were taken back before it let go."
@@ -336,7 +338,9 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_quarantines": _count("Page ranges quarantined because a drain was not proven."),
     "baton_adapter_requests_info": _gauge(
         "Unix time; the labels name the adapters of live requests, loaded and not yet loaded.",
-        *("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        "max_lora",
+        "running_lora_adapters",
+        "waiting_lora_adapters",
         vllm="lora_requests_info",
     ),
     "baton_adapters_held": _gauge("LoRA adapters in memory."),
@@ -354,7 +358,8 @@ WORKER_METRICS: dict[str, MetricSpec] = {
 COMMON_METRICS: dict[str, MetricSpec] = {
     "baton_engine_info": _gauge(
         "1; the labels say whether engines are real or emulated, and by which timing model.",
-        *("engine", "timing"),
+        "engine",
+        "timing",
     ),
     "baton_registry_connected": _gauge("1 while Redis answers.", together="min"),
     "baton_registry_errors": _count("Calls to Redis that failed."),

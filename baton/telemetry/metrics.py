@@ -177,7 +177,8 @@ class _Page(Collector):
 
     def _renamed(self, family: Metric, name: str, only: Mapping[str, str] | None = None) -> Metric:
         """The family under another name; with ``only`` the series of that label, without it."""
-        renamed, only = Metric(name, family.documentation, family.type), only or {}
+        renamed = Metric(name, family.documentation, family.type)
+        only = only or {}
         for sample in family.samples:
             if any(sample.labels[label] != value for label, value in only.items()):
                 continue
@@ -244,10 +245,16 @@ def _response(metrics: Metrics, head: bytes) -> bytes:
     method, _, rest = head.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
     if method not in (b"GET", b"HEAD"):
-        status, kind, body = "405 Method Not Allowed", "text/plain", b"only GET\n"
+        status = "405 Method Not Allowed"
+        kind = "text/plain"
+        body = b"only GET\n"
     elif path != b"/metrics":
-        status, kind, body = "404 Not Found", "text/plain", b"see /metrics\n"
+        status = "404 Not Found"
+        kind = "text/plain"
+        body = b"see /metrics\n"
     else:
-        status, kind, body = "200 OK", metrics.content_type, metrics.render()
+        status = "200 OK"
+        kind = metrics.content_type
+        body = metrics.render()
     header = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     return header.encode() + b"Connection: close\r\n\r\n" + (b"" if method == b"HEAD" else body)

@@ -47,7 +47,8 @@ class StopMatcher:
 
     def release(self) -> str:
         """What is held, when no more text can come."""
-        held, self.held = self.held, ""
+        held = self.held
+        self.held = ""
         return held
 
 

@@ -40,7 +40,8 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_TAIL}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
@@ -92,7 +93,8 @@ def build_from_gguf(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
         if needed not in fields:
             raise ValueError(f"the GGUF file has no {_PREFIX}{needed}")
     if kind == "gpt2":
-        tokenizer, space = _byte_level(fields), False
+        tokenizer = _byte_level(fields)
+        space = False
     elif kind == "llama":
         tokenizer, space = _sentencepiece(fields)
     else:
@@ -126,7 +128,8 @@ def _byte_level(fields: Mapping[str, Any]) -> Tokenizer:
 
 def _sentencepiece(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     """SentencePiece's BPE: the pair whose union scores highest merges first."""
-    tokens, scores = fields["tokens"], fields.get("scores")
+    tokens = fields["tokens"]
+    scores = fields.get("scores")
     if scores is None:
         raise ValueError(f"the GGUF file has no {_PREFIX}scores")
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -199,7 +202,8 @@ def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
     ]
     if not named:
         return
-    bos, eos = ends["bos"], ends["eos"]
+    bos = ends["bos"]
+    eos = ends["eos"]
     template = ["$A"]
     if bos is not None:
         template.insert(0, fields["tokens"][bos])

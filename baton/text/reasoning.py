@@ -61,7 +61,8 @@ class ReasoningSyntax:
         tags = next(iter([*told, *known]), None)
         if tags is None:
             return None
-        begin_id, end_id = ids[tags.begin], ids[tags.end]
+        begin_id = ids[tags.begin]
+        end_id = ids[tags.end]
         special = tokenizer.special_ids & {begin_id, end_id}
         return cls(tags=tags, begin_id=begin_id, end_id=end_id, special_ids=special)
 
@@ -175,7 +176,8 @@ class ReasoningParser:
         begin = self._tags.begin
         if len(found) < len(begin) and begin.startswith(found):
             return ""
-        held, self._buffer = self._buffer, ""
+        held = self._buffer
+        self._buffer = ""
         if found.startswith(begin):
             self._state = "thinking"
             return found[len(begin) :]
@@ -188,7 +190,8 @@ class ReasoningParser:
         shown, end = self._end.push(text)
         if end is None:
             return self._thoughts.push(shown), ""
-        self._state, self._before_content = "content", True
+        self._state = "content"
+        self._before_content = True
         return self._thoughts.push(shown), whole[len(shown) + len(end) :]
 
     def _content(self, text: str) -> str:
@@ -200,6 +203,7 @@ class ReasoningParser:
     def finish(self) -> tuple[str, str]:
         """No more text comes: what was held."""
         if self._state == "begin":
-            held, self._buffer = self._buffer, ""
+            held = self._buffer
+            self._buffer = ""
             return (self._thoughts.push(held), "") if self._begun else ("", held)
         return (self._thoughts.push(self._end.release()) if self._state == "thinking" else ""), ""

@@ -16,7 +16,8 @@ def check_same_vocabulary(main: ModelArtifact, draft: ModelArtifact) -> None:
         raise ModelError(f"{names}: its vocabulary has {sizes[0]} tokens, not {sizes[1]}")
     if draft.tokenizer_digest == main.tokenizer_digest:
         return
-    ours, theirs = load_tokenizer(main.tokenizer_source()), load_tokenizer(draft.tokenizer_source())
+    ours = load_tokenizer(main.tokenizer_source())
+    theirs = load_tokenizer(draft.tokenizer_source())
     for token_id in range(sizes[0]):
         if ours.token_bytes(token_id) != theirs.token_bytes(token_id):
             raise ModelError(

@@ -76,12 +76,15 @@ class ToolCallParser:
             self._show(OPEN_TAG + self._buffer)
         if self._space and not self.calls:
             self._content.append(self._space)
-        self._buffer, self._space = "", ""
+        self._buffer = ""
+        self._space = ""
         return self._taken()
 
     def _taken(self) -> tuple[str, list[CallDelta]]:
-        content, self._content = "".join(self._content), []
-        deltas, self._deltas = self._deltas, []
+        content = "".join(self._content)
+        self._content = []
+        deltas = self._deltas
+        self._deltas = []
         return content, deltas
 
     # Each of the four states reads from the buffer; it returns False when it needs more text.
@@ -113,7 +116,8 @@ class ToolCallParser:
         """A call that is written in another way: its parts in another order, perhaps."""
         try:
             call: Any = json.loads(self._buffer[:end])
-            name, arguments = call["name"], call["arguments"]
+            name = call["name"]
+            arguments = call["arguments"]
         except (ValueError, KeyError, TypeError):
             self._no_call()
             return
@@ -132,7 +136,8 @@ class ToolCallParser:
 
     def _arguments(self) -> bool:
         end = self._end_of_object()
-        piece, self._buffer = self._buffer[:end], self._buffer[end:]
+        piece = self._buffer[:end]
+        self._buffer = self._buffer[end:]
         self._deltas.append(CallDelta(self.calls, None, None, piece))
         if self._depth:
             return False
@@ -166,12 +171,14 @@ class ToolCallParser:
             self._buffer = self._buffer[found.end() :]
         elif self._begins_tail():
             return False
-        self._space, self._read = "", self._text
+        self._space = ""
+        self._read = self._text
         return True
 
     def _end_call(self) -> None:
         self.calls += 1
-        self._space, self._read = "", self._text
+        self._space = ""
+        self._read = self._text
 
     def _begins_tail(self) -> bool:
         rest = self._buffer.lstrip()

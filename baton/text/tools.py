@@ -20,7 +20,8 @@ from baton.text.grammar import MAX_SOURCE_CHARACTERS
 from baton.text.json_schema import lenient, ready, without_annotations
 from baton.types.errors import GrammarError
 
-OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
+OPEN_TAG = "<tool_call>"
+CLOSE_TAG = "</tool_call>"
 MAX_CALLS = 8
 """Calls in one answer where the client demands some: a weak model would never stop."""
 

@@ -55,7 +55,9 @@ def block_hashes(
 ) -> list[bytes]:
     """Hashes of all full blocks of ``tokens``, in order; a partial tail has none."""
     packed = np.asarray(tokens, dtype="<u4").tobytes()
-    hashes, parent, step = [], seed, 4 * block_tokens
+    hashes = []
+    parent = seed
+    step = 4 * block_tokens
     for begin in range(0, len(packed) - len(packed) % step, step):
         parent = blake2b(
             parent + packed[begin : begin + step], key=KEY, digest_size=HASH_BYTES

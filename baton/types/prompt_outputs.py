@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-MEAN, LAST = "mean", "last"
+MEAN = "mean"
+LAST = "last"
 POOLINGS = (MEAN, LAST)
 SCORED_TOKEN_COST = 2
 
@@ -42,7 +43,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
     def cut(self, begin: int, end: int) -> "PromptLogprobs":
         """Rows ``begin`` to ``end``."""
-        one, many = slice(4 * begin, 4 * end), 4 * self.alternatives
+        one = slice(4 * begin, 4 * end)
+        many = 4 * self.alternatives
         wide = slice(many * begin, many * end)
         return PromptLogprobs(
             self.alternatives,
@@ -140,7 +142,8 @@ class PromptOutputs:
 
     def _pool(self, rows: Floats) -> None:
         if self.pooling == LAST:
-            self._sum, self._pooled = rows[-1].astype(np.float64), 1
+            self._sum = rows[-1].astype(np.float64)
+            self._pooled = 1
             return
         total = np.zeros(rows.shape[1]) if self._sum is None else self._sum
         # Along the outer axis numpy adds row after row: any chunking gives the same bits.

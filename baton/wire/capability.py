@@ -63,7 +63,8 @@ def refusal(
         return "missing"
     if len(capability) != _SIZE:
         return "malformed"
-    end, shown = capability[: _END.size], capability[_END.size :]
+    end = capability[: _END.size]
+    shown = capability[_END.size :]
     macs = [_mac(each, end, request_id, holder, reader) for each in token.accepted]
     matches = [hmac.compare_digest(shown, mac) for mac in macs]
     if not any(matches):

@@ -131,7 +131,8 @@ def first_tokens_to_wire(
     done: PromptDone, prompt_outputs: PromptOutputsReady
 ) -> Iterator[prefill_pb2.FirstTokens]:
     """Slices of the prompt's log-probabilities, if any; the last message has the first tokens."""
-    scores, last = prompt_outputs.scores, None
+    scores = prompt_outputs.scores
+    last = None
     for part in prompt_logprobs_to_wire(scores) if scores is not None else ():
         if last is not None:
             yield prefill_pb2.FirstTokens(prompt_logprobs=last)

@@ -6,7 +6,9 @@ and mapped anew: a quarter to a third of the CPU time of KV by gRPC.
 
 import ctypes
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+# of malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _MMAP_ABOVE_BYTES = 32 << 20  # the largest that glibc takes
 _KEPT_BYTES = 128 << 20  # freed, at the end of the heap: what may be in flight, twice
 

@@ -186,17 +186,22 @@ class Bench:
         self._prefills: tuple[int, ...] = PREFILLS
         self._workloads: tuple[tuple[int, int, int], ...] = WORKLOADS
         if quick:
-            self._batches, self._contexts, self._prefills = (1, 32, 256), (1024, 8192), (4096,)
+            self._batches = (1, 32, 256)
+            self._contexts = (1024, 8192)
+            self._prefills = (4096,)
             self._workloads = WORKLOADS[1:2]
         if machine.smoke:
-            self._batches, self._contexts, self._prefills = (1, 2), (40, 64), (12,)
+            self._batches = (1, 2)
+            self._contexts = (40, 64)
+            self._prefills = (12,)
             self._workloads = ((2, 6, 3),)
 
     def run(self, *, peer: bool) -> None:
         """All sections, the most important first."""
         from benchmarks.gpu.model import copy_bandwidth, product_rate
 
-        self._copy, self._product = copy_bandwidth(self._machine), product_rate(self._machine)
+        self._copy = copy_bandwidth(self._machine)
+        self._product = product_rate(self._machine)
         self._report.add("bound", "copy", f"{self._copy / 1e9:.0f} GB/s", gb_per_s=self._copy / 1e9)
         rate = self._product / 1e12
         self._report.add("bound", "bf16 product", f"{rate:.1f} TFLOP/s", tflop_per_s=rate)
@@ -217,7 +222,8 @@ class Bench:
         from benchmarks.gpu.decode_loop import DecodeLoop
         from benchmarks.gpu.model import BLOCK, random_decoder, workload_s
 
-        machine, report = self._machine, self._report
+        machine = self._machine
+        report = self._report
         name = f"{numerics} fp8" if fp8 else numerics
         weights = machine.step_weight_bytes() * 1.1
         room = machine.free_bytes() - weights - (0 if machine.smoke else RESERVE_BYTES)

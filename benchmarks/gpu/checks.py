@@ -52,7 +52,8 @@ def _off(got: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
 
 
 def _rows(machine: Machine) -> str | None:
-    device, dtype = machine.device, machine.dtype
+    device = machine.device
+    dtype = machine.dtype
     generator = torch.Generator(device).manual_seed(7)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -61,8 +62,12 @@ def _rows(machine: Machine) -> str | None:
     count, width, heads, kv_heads, dim = (
         (3, 40, 3, 2, 12) if machine.smoke else (67, 4096, 32, 8, 128)
     )
-    limit, eps = 1e-2 if dtype == torch.bfloat16 else 1e-5, 1e-5
-    x, delta, weight, post = noise(count, width), noise(count, width), noise(width), noise(width)
+    limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    eps = 1e-5
+    x = noise(count, width)
+    delta = noise(count, width)
+    weight = noise(width)
+    post = noise(width)
     for after in (None, post):
         added = delta if after is None else F.rms_norm(delta, (width,), after, eps)
         total = x.clone()
@@ -78,7 +83,8 @@ def _rows(machine: Machine) -> str | None:
         if error := _off(gate_mul(gate_up, gelu=gelu), expected, limit):
             return f"a gate is off by {error:.2g}"
     qkv = noise(count, (heads + 2 * kv_heads) * dim).to(dtype)
-    bias, norm = noise(qkv.shape[1]), noise(heads + kv_heads, dim)
+    bias = noise(qkv.shape[1])
+    norm = noise(heads + kv_heads, dim)
     angles = noise(count, dim // 2)
     parts = (qkv.float() + bias).view(count, -1, dim)
     turning = F.rms_norm(parts[:, : heads + kv_heads], (dim,), None, eps) * norm
@@ -103,14 +109,16 @@ def _rows(machine: Machine) -> str | None:
 
 def _products(machine: Machine) -> str | None:
     """``exact`` against torch and itself; fp8 against what its weights come to."""
-    device, dtype = machine.device, machine.dtype
+    device = machine.device
+    dtype = machine.dtype
     generator = torch.Generator(device).manual_seed(8)
     outputs, inputs, count = (32, 48, 5) if machine.smoke else (1024, 4096, 300)
     x = torch.randn(count, inputs, generator=generator, device=device).to(dtype)
     w = torch.randn(outputs, inputs, generator=generator, device=device).to(dtype)
     narrow = to_fp8(w)
     widened = narrow.values_NE.float() * narrow.scale_N[:, None]
-    exact, fast = Products(exact=True), Products(exact=False)
+    exact = Products(exact=True)
+    fast = Products(exact=False)
     limit = 1e-2 if dtype == torch.bfloat16 else 1e-5
     for name, weight, values in (("plain", w, w.float()), ("fp8", narrow, widened)):
         expected = x.float() @ values.t()
@@ -126,7 +134,8 @@ def _products(machine: Machine) -> str | None:
 
 
 def _draws(machine: Machine) -> str | None:
-    device, vocabulary = machine.device, machine.shape.vocab_size
+    device = machine.device
+    vocabulary = machine.shape.vocab_size
     generator = torch.Generator(device).manual_seed(9)
     logits = torch.randn(6, vocabulary, generator=generator, device=device)
     zeros = torch.zeros(6, dtype=torch.int64, device=device)
@@ -134,7 +143,8 @@ def _draws(machine: Machine) -> str | None:
         sample_tokens(logits, zeros.double(), zeros, zeros, zeros), logits.argmax(-1)
     ):
         return "a greedy draw is not the largest logit"
-    seeds, hot = torch.arange(6, device=device), torch.ones(6, dtype=torch.float64, device=device)
+    seeds = torch.arange(6, device=device)
+    hot = torch.ones(6, dtype=torch.float64, device=device)
     drawn = sample_tokens(logits, hot, seeds, zeros, seeds + 5)
     for row in range(6):
         one = slice(row, row + 1)
@@ -144,7 +154,8 @@ def _draws(machine: Machine) -> str | None:
         if int(alone) != int(drawn[row]):
             return "a row alone draws another token than in its batch"
     count = min(50, vocabulary // 2)
-    top_ks, ones = torch.full_like(zeros, count).int(), torch.ones_like(hot)
+    top_ks = torch.full_like(zeros, count).int()
+    ones = torch.ones_like(hot)
     least = cuts(logits, hot, top_ks, ones, ones * 0)
     if not torch.equal(least, logits.topk(count).values[:, -1]):
         return f"top_k {count} does not end at the logit of that rank"
@@ -181,7 +192,8 @@ def _attention(
     window: int,
 ) -> str | None:
     """Against SDPA; and in ``exact``: splits, other batches and one program give the same bits."""
-    device, dtype = machine.device, machine.dtype
+    device = machine.device
+    dtype = machine.dtype
     generator = torch.Generator(device).manual_seed(3)
     lengths = [start + count for start, count in spans]
     widths = [-(-length // 16) for length in lengths]
@@ -189,7 +201,8 @@ def _attention(
     pool = torch.full((2, len(order), 16, kv_heads, dim), float("nan"), dtype=dtype, device=device)
     table = torch.zeros(len(spans), max(widths), dtype=torch.int32)
     given: list[Span] = []
-    rows, used = 0, 0
+    rows = 0
+    used = 0
     kvs = []
     for number, ((start, count), width) in enumerate(zip(spans, widths, strict=True)):
         blocks = order[used : used + width]
@@ -200,7 +213,8 @@ def _attention(
         pool[:, blocks] = flat.view(2, width, 16, kv_heads, dim).to(dtype)
         kvs.append(kv.to(dtype))
         given.append(Span(rows, start, count, number))
-        rows, used = rows + count, used + width
+        rows = rows + count
+        used = used + width
     q = torch.randn(rows, heads, dim, generator=generator, device=device).to(dtype)
     tables = table.to(device)
 
@@ -228,10 +242,8 @@ def _attention(
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
     exact = attention_config("decode", dim, exact=True)
     merged = run(exact, given, spread=False)
-    decode, prefill = (
-        attention_config("decode", dim, exact=False),
-        attention_config("prefill", dim, exact=False),
-    )
+    decode = attention_config("decode", dim, exact=False)
+    prefill = attention_config("prefill", dim, exact=False)
     results = {
         "exact": merged,
         "fast decode": run(decode, given, spread=True),

@@ -96,8 +96,10 @@ def random_decoder(
 ) -> CudaDecoder:
     """A model of the machine's shape; weights are scaled so that activations stay finite."""
     s = machine.shape
-    q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    e, f = s.hidden_size, s.intermediate_size
+    q = s.num_heads * s.head_dim
+    kv = s.num_kv_heads * s.head_dim
+    e = s.hidden_size
+    f = s.intermediate_size
     sizes = {"q": (q, e), "k": (kv, e), "v": (kv, e), "o": (e, q)}
     sizes |= {"gate": (f, e), "up": (f, e), "down": (e, f)}
     generator = torch.Generator(machine.device).manual_seed(0)

@@ -30,7 +30,8 @@ MESSAGE_BYTES = 4 << 20
 ORDER_BYTES = 24
 START_S = 60.0  # torch and CUDA take seconds to come up
 HANG_S = 3.0
-SENDER, RECEIVER = 0, 1
+SENDER = 0
+RECEIVER = 1
 _STORAGE: Any = torch.UntypedStorage
 
 

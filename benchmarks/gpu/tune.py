@@ -54,7 +54,9 @@ def _attention_cuts(machine: Machine, kind: str) -> Iterable[AttentionConfig]:
 
 
 def _attention(machine: Machine, report: Any, kind: str, spans: list[Span], context: int) -> None:
-    s, device, dtype = machine.shape, machine.device, machine.dtype
+    s = machine.shape
+    device = machine.device
+    dtype = machine.dtype
     width = -(-context // BLOCK)
     pool_shape = (2, len(spans) * width, BLOCK, s.num_kv_heads, s.head_dim)
     pool = torch.randn(pool_shape, device=device, dtype=dtype)
@@ -62,7 +64,8 @@ def _attention(machine: Machine, report: Any, kind: str, spans: list[Span], cont
     tables = order.view(len(spans), width).to(device)
     rows = sum(span.count for span in spans)
     q = torch.randn(rows, s.num_heads, s.head_dim, device=device, dtype=dtype)
-    out, space = torch.empty_like(q), Workspace(device)
+    out = torch.empty_like(q)
+    space = Workspace(device)
     timed_cuts = []
     for cut in _attention_cuts(machine, kind):
         if report.left_s < 0:

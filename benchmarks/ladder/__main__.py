@@ -36,7 +36,8 @@ SIZES = (1024, 8192, 17_408, 33_792, 66_560, 131_072)
 CONTEXT_TOKENS = 140_000
 KV_BLOCKS = 40_000
 MODES = ("colocated", "disaggregated")
-_GROWTH_FROM, _GROWTH_TO = SIZES[1], SIZES[-1]
+_GROWTH_FROM = SIZES[1]
+_GROWTH_TO = SIZES[-1]
 _PARTS = ("body", "grammar", "template", "tokenizer", "hashes", "placement", "submission")
 _MS = 1e3
 
@@ -90,7 +91,8 @@ def ask(fleet: LadderFleet, chat: Body, mode: str, salt: str) -> Seen:
     """Send one chat and read its stream; nothing of it is cached."""
     raw = json.dumps({**chat, "stream": True, "cache_salt": salt}).encode()
     headers = {"x-baton-mode": mode, "content-type": "application/json"}
-    before_s, first_s = fleet.router_cpu_s(), 0.0
+    before_s = fleet.router_cpu_s()
+    first_s = 0.0
     with httpx.Client(base_url=fleet.url, timeout=120, headers=headers) as client:
         began_s = time.monotonic()
         with client.stream("POST", "/v1/chat/completions", content=raw) as answer:

@@ -26,7 +26,8 @@ Body = dict[str, Any]
 def prose(characters: int, salt: int) -> str:
     """Plain words, others for each salt."""
     words: list[str] = []
-    length, place = 0, salt
+    length = 0
+    place = salt
     while length < characters:
         word = f"{_WORDS[place % len(_WORDS)]}{place % 97}"
         words.append(word)

@@ -31,7 +31,8 @@ def write_tiny_model(folder: Path, like: ModelArtifact, context_tokens: int) -> 
     Returns:
         The reference to load it by.
     """
-    config, vocabulary = like.config, like.config.vocab_size
+    config = like.config
+    vocabulary = like.config.vocab_size
     width = _HEADS * _HEAD_DIM
     told = {
         "architectures": ["MistralForCausalLM"],

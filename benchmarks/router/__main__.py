@@ -218,11 +218,17 @@ def table(figures: list[Figures], rounds: int) -> Table:
     for f in figures:
         times = (f.ttft_p50_s, f.ttft_p99_s, f.gap_p50_s, f.gap_p99_s)
         shown.add_row(
-            *(f.side, f.load, f.demand),
-            *(f"{f.requests_per_s:.0f}", f"{f.requests_per_cpu_s:.0f}"),
-            *(f"{f.tokens_per_cpu_s:.0f}", f"{f.router_cores:.2f}", f"{f.events_per_request:.1f}"),
+            f.side,
+            f.load,
+            f.demand,
+            f"{f.requests_per_s:.0f}",
+            f"{f.requests_per_cpu_s:.0f}",
+            f"{f.tokens_per_cpu_s:.0f}",
+            f"{f.router_cores:.2f}",
+            f"{f.events_per_request:.1f}",
             *(f"{1e3 * value:.1f}" for value in times),
-            *(str(f.failed), f.limit),
+            str(f.failed),
+            f.limit,
         )
     return shown
 

@@ -49,7 +49,8 @@ def build(folder: Path, model: str, console: Console) -> None:
 def write_model(folder: Path, model: str) -> None:
     """A Hugging Face directory without weights: configuration, tokenizer, template."""
     artifact = resolve_model(model)
-    config, tokenizer = artifact.config, load_tokenizer(artifact.tokenizer_source())
+    config = artifact.config
+    tokenizer = load_tokenizer(artifact.tokenizer_source())
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     end = config.eos_token_ids[0]

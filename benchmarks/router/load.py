@@ -62,7 +62,9 @@ class Load:
     """What all clients share: what they ask, and what they saw."""
 
     def __init__(self, model: str, words: int, answer_tokens: int) -> None:
-        self._model, self._words, self._answer_tokens = model, words, answer_tokens
+        self._model = model
+        self._words = words
+        self._answer_tokens = answer_tokens
         self._draw = random.Random(1)
         self._asked = 0
         self.failures: list[str] = []
@@ -71,7 +73,8 @@ class Load:
     def reset(self) -> None:
         """Forget what was seen."""
         self.requests = self.events = 0
-        self.ttft_s, self.gaps_s = array("d"), array("d")
+        self.ttft_s = array("d")
+        self.gaps_s = array("d")
         self.failures.clear()
 
     def request(self) -> bytes:
@@ -98,7 +101,8 @@ class Client(asyncio.Protocol):
     """One connection; whoever made it is told when it is free."""
 
     def __init__(self, load: Load, free: "Callable[[Client], None]") -> None:
-        self._load, self._free = load, free
+        self._load = load
+        self._free = free
         self._transport: asyncio.WriteTransport | None = None
         self._asked_s = self._last_s = 0.0
         self._tail = b""
@@ -111,12 +115,15 @@ class Client(asyncio.Protocol):
     def ask(self, due_s: float) -> None:
         """The next request, which waits since ``due_s``."""
         if self._transport is not None:
-            self._tail, self._last_s, self._asked_s = b"", 0.0, due_s
+            self._tail = b""
+            self._last_s = 0.0
+            self._asked_s = due_s
             self._transport.write(self._load.request())
 
     def data_received(self, data: bytes) -> None:
         """Count events."""
-        load, now_s = self._load, time.perf_counter()
+        load = self._load
+        now_s = time.perf_counter()
         if not self._tail and not data.startswith(b"HTTP/1.1 200"):
             load.failures.append(data[:400].decode(errors="replace"))
             self.close()
@@ -143,7 +150,8 @@ class Client(asyncio.Protocol):
     def close(self) -> None:
         """Hang up."""
         if self._transport is not None:
-            transport, self._transport = self._transport, None
+            transport = self._transport
+            self._transport = None
             transport.close()
 
 
@@ -158,7 +166,8 @@ class Clients:
     """All connections to one port."""
 
     def __init__(self, load: Load, port: int) -> None:
-        self._load, self._port = load, port
+        self._load = load
+        self._port = port
         self._made: list[Client] = []
         self._idle: list[Client] = []
 
@@ -177,7 +186,8 @@ class Clients:
 
     async def ask_at(self, rate_per_s: float) -> None:
         """Open loop, for ever: a connection that is free, or a new one."""
-        draw, due_s = random.Random(2), time.perf_counter()
+        draw = random.Random(2)
+        due_s = time.perf_counter()
         while True:
             due_s += draw.expovariate(rate_per_s)
             await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
@@ -211,9 +221,11 @@ async def _measured(load: Load, warm_s: float, seconds: float) -> Result:
     await asyncio.sleep(warm_s)
     load.reset()
     print("begin", flush=True)
-    began_s, spent_s = time.perf_counter(), time.process_time()
+    began_s = time.perf_counter()
+    spent_s = time.process_time()
     await asyncio.sleep(seconds)
-    took_s, spent_s = time.perf_counter() - began_s, time.process_time() - spent_s
+    took_s = time.perf_counter() - began_s
+    spent_s = time.process_time() - spent_s
     result = Result(
         seconds=took_s,
         requests=load.requests,

@@ -71,7 +71,8 @@ class _Stream:
 
     def step(self) -> None:
         """One token for each request."""
-        frame, over = self.frame, []
+        frame = self.frame
+        over = []
         for request_id, (submission, index) in self._running.items():
             if not index:
                 self._route(submission)
@@ -108,7 +109,8 @@ class _Stream:
 
     def take(self) -> pb.WorkerFrame:
         """Everything since the last time."""
-        frame, self.frame = self.frame, pb.WorkerFrame()
+        frame = self.frame
+        self.frame = pb.WorkerFrame()
         frame.heard = self.answered = self.heard
         self.dirty.clear()
         return frame
@@ -161,7 +163,8 @@ class SteppedWorker(DecodeServicer):
                 continue
             status_s = loop.time() + _STATUS_S
             status = self._status()
-            before, self._reported = self._reported, status.SerializeToString()
+            before = self._reported
+            self._reported = status.SerializeToString()
             news = before != self._reported or any(stream.ended for stream in streams)
             due = loop.time() >= beat_s
             if due or news:

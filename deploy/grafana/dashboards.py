@@ -13,7 +13,8 @@ from deploy.grafana.dashboard_panels import DASHBOARDS, PRICE, Panel
 FOLDER = Path(__file__).parent
 DEFAULT_PRICE = "1.0"
 
-_PANEL_WIDTH, _PANEL_HEIGHT = 12, 8
+_PANEL_WIDTH = 12
+_PANEL_HEIGHT = 8
 
 
 def dashboard(name: str) -> dict[str, Any]:

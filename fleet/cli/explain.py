@@ -32,7 +32,8 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="The router's answer, as it is.")] = False,
 ) -> None:
     """Say why a request was slow: its waits, its route and the price of every other one."""
-    state, console = running_fleet(fleet), Console()
+    state = running_fleet(fleet)
+    console = Console()
     if request_id is None:
         order = "newest" if newest else "slowest"
         answer = get_json(state, "/fleet/requests", limit=limit, order=order)
@@ -54,7 +55,8 @@ def list_of(requests: list[dict[str, Any]]) -> RenderableType:
     for column in table.columns[:3]:
         column.no_wrap = True
     for one in requests:
-        first_s, route = one["first_token_s"], route_of(one)
+        first_s = one["first_token_s"]
+        route = route_of(one)
         table.add_row(
             _s(one["elapsed_s"]),
             _s(first_s) if first_s is not None else "-",

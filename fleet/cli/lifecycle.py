@@ -155,7 +155,8 @@ def _show_plan(config: FleetConfig, address: str) -> None:
 
 
 def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> None:
-    name, url = config.model_names[0], supervisor.announced_url
+    name = config.model_names[0]
+    url = supervisor.announced_url
     pools = f"{config.pools.prefill} prefill + {config.pools.decode} decode"
     asked: dict[str, Any] = {"prompt": "The capital of France is"}
     path = "completions"

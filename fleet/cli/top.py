@@ -35,7 +35,8 @@ def top(
     tok/s is the rate at which a worker computes prompts, step its decode step, moved its hand-offs
     of the last ten seconds.
     """
-    state, console = running_fleet(fleet), Console()
+    state = running_fleet(fleet)
+    console = Console()
     order = "newest" if newest else "slowest"
     if once:
         console.print(_now(state, order))
@@ -102,7 +103,8 @@ def _workers(
         column.no_wrap = True
     for worker in workers:
         rate = rates.get(worker["id"], {})
-        prefill, step_s = rate.get("prefill_tokens_per_s"), rate.get("decode_step_s")
+        prefill = rate.get("prefill_tokens_per_s")
+        step_s = rate.get("decode_step_s")
         handed = sum(
             count
             for sample in samples
@@ -124,7 +126,8 @@ def _workers(
 
 def _block_bar(blocks: dict[str, int]) -> Text:
     """Leased, cached, quarantined and free in proportion; what there is at all is seen."""
-    bar, total = Text(), max(blocks["total"], 1)
+    bar = Text()
+    total = max(blocks["total"], 1)
     for state, colour in _BLOCKS[:-1]:
         cells = blocks[state] * _BAR / total
         bar.append("█" * (max(round(cells), 1) if blocks[state] else 0), style=colour)

@@ -102,7 +102,8 @@ def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None
     if refused:
         why = " (a stop and a start does it, or a second fleet beside this one)"
         return Changes(keys=tuple(names), refused=(*refused[:-1], refused[-1] + why))
-    before, after = _workers(old), _workers(new)
+    before = _workers(old)
+    after = _workers(new)
     return Changes(
         keys=tuple(names),
         added=tuple(name for name in after if name not in before),

@@ -114,7 +114,8 @@ class ClusterPools:
         ready.wait()
         self._call(self._take_lease(), 3 * LEASE_S)
         reply = self._call(self._cluster("ensure"), CALL_LIMIT_S + 5)
-        self.address, self._was_there = reply.address, reply.was_there
+        self.address = reply.address
+        self._was_there = reply.was_there
         if reply.was_there:
             self._news.append("the fleet was there: its workers are adopted as they are")
         self._call(self._begin_watch(), 5.0)
@@ -126,7 +127,8 @@ class ClusterPools:
             CapacityError: It does not fit, or the cluster is away; nothing has changed.
         """
         before = self._config, self._spec
-        self._config, self._spec = config, spec
+        self._config = config
+        self._spec = spec
         try:
             self._call(self._cluster("ensure"), CALL_LIMIT_S + 5)
         except (CapacityError, TimeoutError) as error:
@@ -247,7 +249,9 @@ class ClusterPools:
 
     async def _watch_controller(self) -> None:
         """Ping it; when it is silent, look for it by way of Ray until it answers again."""
-        seen_s, pause_s, silent = time.monotonic(), _PAUSE_S[0], False
+        seen_s = time.monotonic()
+        pause_s = _PAUSE_S[0]
+        silent = False
         while self._taken_by is None:
             await asyncio.sleep(RENEW_EVERY_S)
             try:
@@ -258,7 +262,9 @@ class ClusterPools:
             if answer is not None:
                 if silent:
                     self._news.append("the controller is back")
-                seen_s, pause_s, silent = time.monotonic(), _PAUSE_S[0], False
+                seen_s = time.monotonic()
+                pause_s = _PAUSE_S[0]
+                silent = False
                 continue
             if time.monotonic() - seen_s < _SILENT_S:
                 continue

@@ -102,7 +102,8 @@ class LocalPools:
 
     def news(self) -> list[str]:
         """What is to be told since the last call."""
-        told, self._news = self._news, []
+        told = self._news
+        self._news = []
         return told
 
     def answers(self) -> bool:

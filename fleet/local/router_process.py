@@ -277,7 +277,8 @@ class RouterProcesses:
                 self._break_off(f"{_name(index)}: its next life cannot be started ({error})", say)
             return
         if self.serving(index) == self._next.process.pid:
-            last, self._lives[index] = self._lives[index], self._next
+            last = self._lives[index]
+            self._lives[index] = self._next
             if last is not None and not last.ended:
                 last.process.send_signal(signal.SIGUSR1)
                 self._leaving.append(last)

@@ -68,7 +68,8 @@ class StopSignal:
 
     def take_new_routers(self) -> bool:
         """Whether new routers were asked for since the last call."""
-        asked, self._new_routers = self._new_routers, False
+        asked = self._new_routers
+        self._new_routers = False
         return asked
 
     def _on_new_routers(self, number: int, frame: FrameType | None) -> None:

@@ -302,7 +302,8 @@ class Supervisor:
 
     def _show_slots(self, shown: dict[str, str], first: dict[str, int]) -> None:
         for slot in self._slots():
-            name, reason = slot["worker_id"], slot["reason"]
+            name = slot["worker_id"]
+            reason = slot["reason"]
             line = f"{name} {slot['phase']}" + (f" ({reason})" if reason else "")
             if shown.get(name) != line:
                 shown[name] = line
@@ -359,7 +360,8 @@ class Supervisor:
 
     def _give_routers_successors(self, plan: Changes) -> None:
         """The last step of a change, taken again until it is done."""
-        routers, problem = self._routers, ""
+        routers = self._routers
+        problem = ""
         if plan.router and routers is not None:
             if not self._rolling:
                 self._rolling = True

@@ -92,7 +92,8 @@ def main() -> None:
     try:
         reply = carry_out(call)
     except CapacityError as error:
-        reply, code = ClusterReply(problem=str(error)), REFUSED
+        reply = ClusterReply(problem=str(error))
+        code = REFUSED
     os.write(replies, msgspec.json.encode(reply) + b"\n")
     sys.stderr.flush()
     os._exit(code)  # an orderly goodbye to a head that has just gone would take a minute

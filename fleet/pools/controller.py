@@ -368,9 +368,11 @@ class FleetController:
         slot.epoch += 1
         self._enter(slot, Phase.STARTING, now_ns)
         slot.due_ns = now_ns + START_LIMIT_NS
-        move, slot.moving = slot.moving, False
+        move = slot.moving
+        slot.moving = False
         slot.failed_starts = 0 if move else slot.failed_starts
-        reuse, slot.reusable = slot.reusable and not move, False
+        reuse = slot.reusable and not move
+        slot.reusable = False
         return [self.describe(slot), Launch(slot.worker_id, slot.role, slot.epoch, reuse, move)]
 
     def _stop_life(self, slot: Slot) -> list[Action]:

@@ -122,7 +122,10 @@ def plan(
         for index in range(replicas):
             now = [_with_free(node, free[node.address]) for node in nodes]
             chosen = choose(
-                *(role, config.cpus_per_rank, now, placed),
+                role,
+                config.cpus_per_rank,
+                now,
+                placed,
                 ranks=config.pools.width(role),
                 apart=config.pools.ranks_apart(role),
                 closed=closed,
@@ -174,7 +177,8 @@ def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
             "lower cpus_per_rank or add a larger node"
         )
     free = [math.floor(cpus / asked + _ROUNDING) for cpus in node_cpus]
-    places, widths = sum(free), sorted(config.pools.ranks, reverse=True)
+    places = sum(free)
+    widths = sorted(config.pools.ranks, reverse=True)
     if config.pools.tensor_parallel.nodes == "several":  # each rank by itself
         widths = [1] * sum(widths)
     if widths[0] > max(free):
@@ -201,7 +205,8 @@ def _all_fit(widths: Sequence[int], free: Sequence[int]) -> bool:
         widths: Places that each replica takes, all on one node.
         free: Places of each node.
     """
-    wide, narrow = max(widths), min(widths)
+    wide = max(widths)
+    narrow = min(widths)
     wide_replicas = widths.count(wide)
     beside = {0: 0}
     for places in free:

@@ -111,7 +111,8 @@ class OrderDesk:
         if unknown:
             there = list(self._machine.slots)
             return Answer(f"no such worker: {', '.join(unknown)} (there are {there})")
-        now_ns, move = self._now_ns(), bool(order.arguments.get("move"))
+        now_ns = self._now_ns()
+        move = bool(order.arguments.get("move"))
         if order.verb == "drain":
             if not order.worker_ids:
                 return Answer(f"drain: name the workers, of {names}; without any, the fleet ends")

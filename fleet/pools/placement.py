@@ -163,7 +163,8 @@ class Placements:
         Args:
             worker_ids: The slots whose lives are still there.
         """
-        left, nodes = await asyncio.to_thread(groups_of, self._config.fleet), []
+        left = await asyncio.to_thread(groups_of, self._config.fleet)
+        nodes = []
         if left:
             nodes = await self.nodes()
         by_id = {node.id: node for node in nodes}
@@ -306,7 +307,8 @@ def cluster_nodes() -> list[Node]:
         offered: dict[str, float] = entry["Resources"]
         if not entry["Alive"]:
             continue
-        cpus, node_id = offered.get("CPU", 0.0), entry["NodeID"]
+        cpus = offered.get("CPU", 0.0)
+        node_id = entry["NodeID"]
         roles: list[Role] = ["prefill", "decode"]
         nodes.append(
             Node(

@@ -157,7 +157,10 @@ class ControllerActor:
                 case Publish():
                     _LOG.info(
                         "%s life %d: %s %s",
-                        *(action.worker_id, action.epoch, action.state, action.reason),
+                        action.worker_id,
+                        action.epoch,
+                        action.state,
+                        action.reason,
                     )
                     self._tasks.spawn(self._publish(action), "publish")
                 case Remove():
@@ -181,7 +184,8 @@ class ControllerActor:
 
     async def _live(self, launch: Launch) -> None:
         """From the start of a life to its end."""
-        worker_id, epoch = launch.worker_id, launch.epoch
+        worker_id = launch.worker_id
+        epoch = launch.epoch
         if launch.reuse and (actor := self._reused.pop(worker_id, None)) is not None:
             record = actor.begin_next_life.remote(self._settings(launch))
             await self._watch(worker_id, epoch, actor, record)

@@ -67,7 +67,8 @@ async def prove_to_worker(
         OSError: The connection ended.
     """
     greeting = await _exactly(link, len(GREETING) + NONCE_BYTES)
-    version, nonce = greeting[: len(GREETING)], greeting[len(GREETING) :]
+    version = greeting[: len(GREETING)]
+    nonce = greeting[len(GREETING) :]
     if version != GREETING:
         raise HelloError(f"{transport}: the peer greets with {version!r} instead of {GREETING!r}")
     meeting = _Meeting(transport, incarnation, nonce, secrets.token_bytes(NONCE_BYTES))
@@ -87,7 +88,8 @@ async def prove_to_reader(
     nonce = secrets.token_bytes(NONCE_BYTES)
     await loop.sock_sendall(link, GREETING + nonce)
     said = await _exactly(link, NONCE_BYTES + PROOF_BYTES)
-    reader_nonce, shown = said[:NONCE_BYTES], said[NONCE_BYTES:]
+    reader_nonce = said[:NONCE_BYTES]
+    shown = said[NONCE_BYTES:]
     meeting = _Meeting(transport, incarnation, nonce, reader_nonce)
     known = [
         each for each in token.valid if hmac.compare_digest(shown, meeting.proof(each, _READER))

@@ -18,7 +18,9 @@ from baton.engine.compiled import Functions, compiled, cpu_flags, declared
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-w")
 _SOURCES = ("kv.h", "frames.cpp", "lent.cpp")
-_POINTER, _INT, _U64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int
+_U64 = ctypes.c_uint64
 _FUNCTIONS: Functions = {
     "baton_kv_hash": (None, (_POINTER,)),
     "baton_kv_gather": (None, (_POINTER, _POINTER, _POINTER, _U64, _POINTER, _POINTER)),

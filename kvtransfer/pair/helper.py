@@ -14,7 +14,8 @@ from collections import deque
 from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.transport import TransportError
 
-SENDER, RECEIVER = 0, 1
+SENDER = 0
+RECEIVER = 1
 SLOTS = 6
 START_S = 30.0  # torch takes seconds to import
 SLOT_BYTES = 4 << 20  # each frame costs a message on the control stream, and a turn of both helpers
@@ -53,17 +54,16 @@ class Helper:
             self._staging = memoryview(mmap.mmap(staging_fd, SLOTS * SLOT_BYTES))
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "baton.engine.process.pair",
-                        str(rank),
-                        store,
-                        host,
-                        device,
-                    ),
-                    *(str(theirs.fileno()), str(staging_fd)),
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "baton.engine.process.pair",
+                    str(rank),
+                    store,
+                    host,
+                    device,
+                    str(theirs.fileno()),
+                    str(staging_fd),
                     pass_fds=(theirs.fileno(), staging_fd),
                 )
             ours.setblocking(False)
@@ -154,5 +154,6 @@ class Helper:
 
 async def _report(reader: asyncio.StreamReader) -> tuple[int, int]:
     report = await reader.readexactly(_ORDER_BYTES)
-    number, offset = report[:_NUMBER_BYTES], report[_NUMBER_BYTES : 2 * _NUMBER_BYTES]
+    number = report[:_NUMBER_BYTES]
+    offset = report[_NUMBER_BYTES : 2 * _NUMBER_BYTES]
     return int.from_bytes(number, "little"), int.from_bytes(offset, "little")

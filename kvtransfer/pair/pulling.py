@@ -242,7 +242,8 @@ class _SlotFrame:
 
     def let_go(self) -> None:
         """The slot may be used again."""
-        give_back, self._give_back = self._give_back, None
+        give_back = self._give_back
+        self._give_back = None
         if give_back is not None:
             give_back()
 

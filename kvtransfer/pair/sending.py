@@ -100,7 +100,8 @@ class _SendingEdge:
 
     async def _post(self, request: pb.PairRequest, helper: Helper, tasks: BackgroundTasks) -> None:
         """Order sends and say so; nothing comes between the two."""
-        serial, slots = request.serial, _Slots(helper)
+        serial = request.serial
+        slots = _Slots(helper)
         try:
             async for size_bytes in self._source.frames(request.pull, slots.room):
                 slot = slots.take()
@@ -132,7 +133,8 @@ class _Slots:
 
     def take(self) -> int:
         """The slot in which the frame is."""
-        slot, self._slot = self._slot, None
+        slot = self._slot
+        self._slot = None
         if slot is None:
             raise RuntimeError("a frame without room")
         return slot

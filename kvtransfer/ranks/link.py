@@ -53,7 +53,8 @@ class RankLink:
     ) -> None:
         self.rank = rank
         self.address = address
-        self.pid, self.host = 0, ""
+        self.pid = 0
+        self.host = ""
         """Of its engine process, once it serves."""
         self._note_sent = note_sent
         stub = rank_pb2_grpc.RankStub(channel)
@@ -90,7 +91,8 @@ class RankLink:
         """
         self._say(serve=serve)
         serves = await self._until(self._serves)
-        self.pid, self.host = serves.pid, serves.host
+        self.pid = serves.pid
+        self.host = serves.host
 
     def hold(self, hold: rank_pb2.RankHold, on_given_back: Callable[[], None]) -> None:
         """A prompt has its pages; ``on_given_back`` is called once, some time after ``revoke``."""

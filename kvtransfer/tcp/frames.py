@@ -21,7 +21,8 @@ from kvtransfer.listening.hello import receive
 
 NAME = "tcp"
 LENGTH = struct.Struct("<I")
-ENDED, FAILED = 0, 0xFFFFFFFF
+ENDED = 0
+FAILED = 0xFFFFFFFF
 MOST_MESSAGE_BYTES = 4 << 20
 HELLO_S = 2.0
 _UNHEARD_MS = 20_000  # bytes that nobody has taken for so long end the connection

@@ -82,8 +82,10 @@ class TcpServer:
         self, link: socket.socket, request: pb.PullRequest, source: FrameSource
     ) -> None:
         """The frames of one pull; if there are fewer than were asked for, why."""
-        left, why = len(request.kv_slices), ENDED
-        rooms, written = _Rooms(self._buffers), None
+        left = len(request.kv_slices)
+        why = ENDED
+        rooms = _Rooms(self._buffers)
+        written = None
         frames = source.frames(request, rooms.room)
         while True:
             size_bytes, sent = await asyncio.gather(
@@ -137,7 +139,8 @@ class _Rooms:
 
     def take(self, size_bytes: int) -> _Written:
         """What was written, with its length, and how much that is."""
-        buffer, self._buffer = self._buffer, None
+        buffer = self._buffer
+        self._buffer = None
         if buffer is None:
             raise RuntimeError("a frame without room")
         buffer[: LENGTH.size] = LENGTH.pack(size_bytes)

@@ -151,7 +151,8 @@ class AnswerReader:
             self._take_choice(choice)
 
     def _take_choice(self, choice: _Choice) -> None:
-        text, delta = choice.text or "", choice.delta
+        text = choice.text or ""
+        delta = choice.delta
         has_content = bool(text)
         if delta is not None:
             text = delta.content or ""

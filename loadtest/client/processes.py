@@ -134,7 +134,10 @@ async def _client(order: ClientOrder) -> AsyncIterator[_Client]:
     """A process that has its order; it is ended with the block."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "loadtest.client"),
+            sys.executable,
+            "-P",
+            "-m",
+            "loadtest.client",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,

@@ -59,8 +59,10 @@ class PlanRunner:
         Args:
             zero_s: The moment of the monotonic clock that the plan calls 0 s.
         """
-        meter, process = LagMeter(), psutil.Process()
-        began_s, cpu_s = time.monotonic(), _cpu_s(process)
+        meter = LagMeter()
+        process = psutil.Process()
+        began_s = time.monotonic()
+        cpu_s = _cpu_s(process)
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(meter.watch())
             async with asyncio.TaskGroup() as conversations:

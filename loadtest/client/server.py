@@ -89,9 +89,11 @@ class Server:
         if options.include_usage:
             body["stream_options"] = {"include_usage": True}
         if options.endpoint == "chat":
-            path, body["messages"] = "chat/completions", [{"role": "user", "content": "hello"}]
+            path = "chat/completions"
+            body["messages"] = [{"role": "user", "content": "hello"}]
         else:
-            path, body["prompt"] = "completions", [1000, 1001] if options.token_ids else "hello"
+            path = "completions"
+            body["prompt"] = [1000, 1001] if options.token_ids else "hello"
         try:
             return self._http.post(f"/v1/{path}", json=body, headers=options.headers)
         except httpx.HTTPError as error:

@@ -233,7 +233,8 @@ def _pair(text: str, separator: str) -> tuple[str, str]:
 
 def _typed_command(arguments: Sequence[str]) -> str:
     """The command line without its secrets."""
-    shown, hide = ["baton"], False
+    shown = ["baton"]
+    hide = False
     for argument in arguments:
         option, found, _ = argument.partition("=")
         if hide:

@@ -54,7 +54,7 @@ async def rules(body: str) -> AsyncIterator[None]:
     chain = f"chain in {{ type filter hook input priority 0; {body}; }};"
     table = f"table inet {name} {{ {chain} }}"
     shell = await asyncio.create_subprocess_exec(
-        *("bash", "-c", _SCRIPT, "drill", table, name), stdin=PIPE, stdout=PIPE, stderr=PIPE
+        "bash", "-c", _SCRIPT, "drill", table, name, stdin=PIPE, stdout=PIPE, stderr=PIPE
     )
     assert shell.stdin is not None and shell.stdout is not None and shell.stderr is not None
     try:

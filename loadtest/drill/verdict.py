@@ -134,7 +134,8 @@ def recovery_s(records: Sequence[RequestRecord], fault_s: float) -> float | None
 def _wrong_tokens(records: Sequence[RequestRecord], golden: Mapping[int, str]) -> list[str]:
     wrong = []
     for record in records:
-        answer, right = record.answer or "", golden[record.index]
+        answer = record.answer or ""
+        right = golden[record.index]
         is_right = answer == right if record.end == "ok" else right.startswith(answer)
         if not is_right:
             wrong.append(f"#{record.index} ({record.end}) said {answer!r} and not {right!r}")

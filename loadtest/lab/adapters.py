@@ -31,7 +31,8 @@ def run(context: LabContext) -> Findings:
     with tempfile.TemporaryDirectory() as folder:
         refs = [_load(llm, Path(folder) / f"adapter-{i}", i) for i in range(max(counts))]
     rows = [_measure(llm, refs[:count], steps) for count in counts]
-    plain_ms, last = float(str(rows[0][1])), rows[-1]
+    plain_ms = float(str(rows[0][1]))
+    last = rows[-1]
     return Findings(
         parameters={
             "batch": BATCH,

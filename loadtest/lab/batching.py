@@ -17,7 +17,8 @@ from loadtest.lab.table import LabContext
 
 PROMPT_TOKENS = 32
 _WHAT = ("tok/s", "mean s", "steps")
-BATCHES, QUICK_BATCHES = (2, 4, 8, 16), (4, 8)
+BATCHES = (2, 4, 8, 16)
+QUICK_BATCHES = (4, 8)
 
 
 def run(context: LabContext) -> Findings:
@@ -27,7 +28,8 @@ def run(context: LabContext) -> Findings:
     answers = _answer_lengths(24 if context.quick else 64)
     rows: list[list[float]] = []
     for batch in QUICK_BATCHES if context.quick else BATCHES:
-        static, free = _static(llm, answers, batch), _continuous(llm, answers, batch)
+        static = _static(llm, answers, batch)
+        free = _continuous(llm, answers, batch)
         if static.tokens != free.tokens:
             raise RuntimeError("the way of batching shows in the tokens")
         rates = [sum(answers) / way.total_s for way in (static, free)]
@@ -91,7 +93,8 @@ class _Run(NamedTuple):
 
 def _static(llm: LLM, answers: list[int], batch: int) -> _Run:
     driver = Driver(llm, max_batch_requests=batch)
-    began_s, ends_s = time.monotonic(), []
+    began_s = time.monotonic()
+    ends_s = []
     for first in range(0, len(answers), batch):
         asked = [
             driver.submit(driver.prompt(PROMPT_TOKENS, first + i), answer)

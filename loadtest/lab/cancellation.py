@@ -10,7 +10,8 @@ from loadtest.lab.table import LabContext
 
 READ_CHUNKS = 8
 ANSWER_TOKENS = 1024
-AT_ONCE, QUICK_AT_ONCE = (1, 2, 4, 8, 16), (1, 4)
+AT_ONCE = (1, 2, 4, 8, 16)
+QUICK_AT_ONCE = (1, 4)
 _LIMIT_S = 30.0
 _POLL_S = 0.02
 

@@ -92,7 +92,8 @@ def _measure(llm: LLM, count: int) -> list[Cell]:
 
 def _longest_accepted(llm: LLM, upper: int) -> int:
     """The longest request that is not refused at once, found by halving."""
-    low, high = 1, upper + 64
+    low = 1
+    high = upper + 64
     while low < high:
         middle = (low + high + 1) // 2
         driver = Driver(llm)

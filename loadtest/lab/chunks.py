@@ -9,7 +9,8 @@ from loadtest.lab.table import LabContext
 
 ANSWERS = 4
 CONTEXT = 64
-SIZES, QUICK_SIZES = (32, 64, 128, 256, 512, 1024), (64, 256, 1024)
+SIZES = (32, 64, 128, 256, 512, 1024)
+QUICK_SIZES = (64, 256, 1024)
 
 
 def run(context: LabContext) -> Findings:
@@ -24,7 +25,8 @@ def run(context: LabContext) -> Findings:
     def column(index: int) -> list[float | None]:
         return [float(str(row[index])) for row in rows]
 
-    smallest, largest = rows[0], rows[-1]
+    smallest = rows[0]
+    largest = rows[-1]
     return Findings(
         parameters={
             "long prompt, tokens": length,
@@ -66,7 +68,10 @@ def _sizes(context: LabContext) -> tuple[int, ...]:
 
 
 def _measure(llm: LLM, size: int, length: int, rounds: int, *, bounded: bool = False) -> list[Cell]:
-    first_s, longest_s, alone_s, largest = [], [], [], 0
+    first_s = []
+    longest_s = []
+    alone_s = []
+    largest = 0
     for number in range(rounds):
         driver = Driver(llm, max_batch_requests=ANSWERS + 1, max_step_tokens=size, bounded=bounded)
         answers = [driver.submit(driver.prompt(CONTEXT, i), 2048) for i in range(ANSWERS)]

@@ -88,7 +88,8 @@ def _list() -> None:
 def _run(
     lab: Lab, context: LabContext, url: str, fleet: Path | None, find_fleet: FindFleet | None
 ) -> LabResults:
-    created, load = datetime.now(UTC).isoformat(timespec="seconds"), os.getloadavg()[0]
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    load = os.getloadavg()[0]
     emulated = ""
     if lab.needs == "engine":
         subject = f"{context.model}, {context.threads} threads"

@@ -94,7 +94,8 @@ class Driver:
         try:
             self.core.scheduler.submit(request, time.monotonic_ns())
         except BatonError as error:
-            asked.error, asked.ended_s = error.message, time.monotonic()
+            asked.error = error.message
+            asked.ended_s = time.monotonic()
         return asked
 
     def step(self) -> None:
@@ -135,7 +136,8 @@ class Driver:
                 asked.tokens += [sampled.token for sampled in event.tokens]
             elif isinstance(event, ev.Ended):
                 asked = self.requests[event.request_id]
-                asked.ended_s, asked.error = now_s, event.error_message
+                asked.ended_s = now_s
+                asked.error = event.error_message
 
 
 def warm(llm: LLM) -> None:

@@ -9,7 +9,8 @@ from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext
 
 WORDS = (files("loadtest") / "workloads" / "words.txt").read_text().split()
-SIZES, QUICK_SIZES = (128, 512, 1024, 2048), (128, 512)
+SIZES = (128, 512, 1024, 2048)
+QUICK_SIZES = (128, 512)
 
 
 def run(context: LabContext) -> Findings:
@@ -48,7 +49,10 @@ def run(context: LabContext) -> Findings:
 
 
 def _measure(fleet: Fleet, words: int, rounds: int) -> list[Cell]:
-    cold, known, prompts, cached = [], [], [], []
+    cold = []
+    known = []
+    prompts = []
+    cached = []
     draw = random.SystemRandom()  # never the words of an earlier run
     for _ in range(rounds):
         beginning = " ".join(draw.choices(WORDS, k=words))

@@ -58,7 +58,8 @@ def measure(case: str, plain: LLM, speculating: LLM, tokens: int, rounds: int) -
                 rates[name].append(sum(map(len, answers[-1])) / seconds)
         if answers[0] != answers[1]:
             raise RuntimeError(f"{case}: speculation shows in the tokens")
-    slow, fast = statistics.median(rates["plain"]), statistics.median(rates["speculating"])
+    slow = statistics.median(rates["plain"])
+    fast = statistics.median(rates["speculating"])
     return Figure(
         case,
         slow,
@@ -78,7 +79,8 @@ def run(context: LabContext) -> Findings:
     tokens, rounds = (64, 1) if context.quick else (128, 3)
     figures = [measure(name, plain, guessing, tokens, rounds) for name in names]
     saved = [figure.accepted / _written(figure, tokens, rounds) for figure in figures]
-    most, least = saved.index(max(saved)), saved.index(min(saved))
+    most = saved.index(max(saved))
+    least = saved.index(min(saved))
     return Findings(
         parameters={"answer tokens": tokens, "rounds": rounds, "numerics": "exact"},
         columns=["text", "off tok/s", "on tok/s", "on ÷ off", "guesses", "right %", "saved %"],

@@ -15,7 +15,8 @@ from loadtest.metrics.summary import Summary
 from loadtest.results.page import write_whole
 
 VERSION: Literal[1] = 1
-_RESULTS, _PARTIAL = "results.json", "partial.jsonl"
+_RESULTS = "results.json"
+_PARTIAL = "partial.jsonl"
 
 
 class ResultsError(ValueError):

@@ -102,7 +102,8 @@ def _groups(summary: Summary) -> Table:
         "", "n", "TTFT p50", "p99", "TPOT p50", "p99", title="groups", title_justify="left"
     )
     for name, found in summary.by_group.items():
-        ttft, tpot = found.get("ttft_s"), found.get("tpot_s")
+        ttft = found.get("ttft_s")
+        tpot = found.get("tpot_s")
         cells = [
             seconds(value) if value is not None else "–"
             for each in (ttft, tpot)
@@ -125,7 +126,8 @@ def search_table(points: list[SearchPoint]) -> Table:
 
 
 def _verdicts(results: Results) -> list[Text | Group]:
-    summary, client = results.summary, results.summary.client
+    summary = results.summary
+    client = results.summary.client
     lines: list[Text | Group] = [
         Text(
             f"client: sends late by {seconds(client.late_send_p99_s)} at p99, event loop lag "

@@ -267,7 +267,8 @@ class Attempt:
         return (_FIRST_TOKEN,) if self._first_said else None
 
     def _commit(self, generation: int) -> None:
-        now_ns, first = self._clock.now_ns, self._first_tokens() or ()
+        now_ns = self._clock.now_ns
+        first = self._first_tokens() or ()
         self.record.transfer_ns += now_ns - self._pulls_ns if self._pulls_ns else 0
         self.decode.tell(
             lambda scheduler: scheduler.commit(self._id, generation, first, self._clock.now_ns)
@@ -293,7 +294,8 @@ class Attempt:
             self._geometry, self._units, opened.skip_blocks, LEASE_NS, now_ns
         )
         handler = partial(self._on_prefill, sending, stream)
-        sender_id, skip_blocks = self._sender_id, opened.skip_blocks
+        sender_id = self._sender_id
+        skip_blocks = opened.skip_blocks
 
         def submit() -> None:
             if stream == self._streams:
@@ -371,7 +373,9 @@ class Attempt:
 
     def _close(self, release: bool, delay_ns: int) -> None:
         """The stream's last word is on its way to the prefill worker."""
-        sending, worker, engine_id = self._sender, self.prefill, self._sender_id
+        sending = self._sender
+        worker = self.prefill
+        engine_id = self._sender_id
         self._sender = None
         if sending is None or worker is None:
             return
@@ -400,13 +404,15 @@ class Attempt:
             self._fetch(kv_slice, pull.epoch, under_way)
 
     def _fetch(self, kv_slice: KvSlice, epoch: int, pull: _UnderWay) -> None:
-        sending, prefill = self._sender, self.prefill
+        sending = self._sender
+        prefill = self.prefill
         if sending is None or prefill is None or not sending.may_read(kv_slice):
             self._perform(self._receiver.pull_failed([kv_slice], "not there", epoch))
             return
         sending.read_begins()
         payload_bytes = kv_slice.payload_bytes(self._geometry) * self._unit_bytes
-        now_ns, target = self._clock.now_ns, self.decode.worker_id
+        now_ns = self._clock.now_ns
+        target = self.decode.worker_id
         end_ns = self._network.send(prefill.worker_id, target, payload_bytes, now_ns + CONTROL_NS)
         reading = (sending, prefill, self._sender_id)
         self._clock.at(

@@ -17,7 +17,9 @@ from loadtest.simulator.network import CONTROL_NS, Network
 from loadtest.simulator.records import HASH_SEED, Record
 from loadtest.simulator.worker import SimulatedWorker
 
-_BUDGET_S, _BUDGET_TIMES = 2.0, 4  # ``decode_worker.prefix_pull``
+# ``decode_worker.prefix_pull``
+_BUDGET_S = 2.0
+_BUDGET_TIMES = 4
 _PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
@@ -91,7 +93,8 @@ class _Link:
     def _on_target(self, event: ev.Event) -> None:
         match event:
             case ev.Reserved():
-                self._generation, self._skip_blocks = event.generation, event.skip_blocks
+                self._generation = event.generation
+                self._skip_blocks = event.skip_blocks
                 self._clock.after(CONTROL_NS, self._ask)
                 self._clock.after(self._budget_ns, self._give_up)
             case ev.Bound():

@@ -91,7 +91,8 @@ def bound_share(trace: Sequence[TraceRequest]) -> float:
 
 def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> Figures:
     """Of a simulation that has run."""
-    setup, records = simulation.setup, simulation.records
+    setup = simulation.setup
+    records = simulation.records
     answered = [record for record in records if not record.error]
     errors: dict[str, int] = {}
     for record in records:

@@ -117,7 +117,8 @@ class SimulatedRouter(WorkerListener):
     def submit(self, record: Record) -> None:
         """A request arrives."""
         self.records[record.id] = record
-        request, now_ns = record.request, self._clock.now_ns
+        request = record.request
+        now_ns = self._clock.now_ns
         try:
             self._placer.check_served(request)
             cost_tokens = self._placer.cost_tokens(request, record.prompt_tokens)
@@ -152,8 +153,10 @@ class SimulatedRouter(WorkerListener):
             return None
         record.attempt += 1
         record.placed_ns = record.placed_ns or self._clock.now_ns
-        record.prefill_id, record.decode_id = chosen.prefill_id, chosen.decode_id
-        prefill_id, worker_of = chosen.prefill_id, self._table.worker
+        record.prefill_id = chosen.prefill_id
+        record.decode_id = chosen.decode_id
+        prefill_id = chosen.prefill_id
+        worker_of = self._table.worker
         prefill = worker_of(prefill_id) if prefill_id is not None else None
         prefix = [(worker_of(giver.worker_id), giver.blocks) for giver in chosen.prefix]
         attempt = self._attempt_of(record, worker_of(chosen.decode_id), prefill, prefix)
@@ -227,7 +230,8 @@ class SimulatedRouter(WorkerListener):
         """See ``AttemptListener``."""
         if not record.started_ns:
             record.started_ns = self._clock.now_ns
-            record.computed_on, record.cached_tokens = worker_id, cached_tokens
+            record.computed_on = worker_id
+            record.cached_tokens = cached_tokens
 
     def on_tokens(self, record: Record, first_ns: int, last_ns: int, count: int) -> None:
         """See ``AttemptListener``."""
@@ -243,7 +247,8 @@ class SimulatedRouter(WorkerListener):
 
     def _end(self, record: Record, error: str) -> None:
         now_ns = self._clock.now_ns
-        record.error, record.ended_ns = error, now_ns
+        record.error = error
+        record.ended_ns = now_ns
         record.ends += 1
         record.wants_prefill = False
         self._attempts.pop(record.id, None)

@@ -176,7 +176,8 @@ class Simulation:
     # ---------------------------------------------------------------- requests
 
     def _records(self, trace: Sequence[TraceRequest]) -> list[Record]:
-        setup, draw = self.setup, random.Random(f"{self.setup.seed}/arrivals")
+        setup = self.setup
+        draw = random.Random(f"{self.setup.seed}/arrivals")
         arrivals_ns = [
             round((request.arrival_s + draw.random() * setup.spread_s) / setup.speed * 1e9)
             for request in trace

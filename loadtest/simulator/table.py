@@ -82,8 +82,10 @@ class SimulatedTable:
             record = WorkerRecord(worker_id=worker.worker_id, role=role, state="ready", epoch=1)
             slot = self._slots[worker.worker_id] = Slot(record)
         link = WorkerLink(worker.worker_id, "", NeverCalled(), Hello())
-        link.capabilities, link.status = self._said, worker.status()
-        link.incarnation, link.live = worker.incarnation, True
+        link.capabilities = self._said
+        link.status = worker.status()
+        link.incarnation = worker.incarnation
+        link.live = True
         slot.link = link
         self._live[worker.worker_id] = worker
         self._count()

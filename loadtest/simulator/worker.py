@@ -80,7 +80,8 @@ class _Steps:
 
     def done_after(self, elapsed_ns: int) -> int:
         """The steps that have begun by then."""
-        low, high = 1, self.count
+        low = 1
+        high = self.count
         while low < high:
             middle = (low + high) // 2
             if self.span_ns(middle) >= elapsed_ns:
@@ -219,10 +220,12 @@ class SimulatedWorker:
         if not self.alive:
             return
         while True:
-            inbox, self._inbox = self._inbox, []
+            inbox = self._inbox
+            self._inbox = []
             for command in inbox:
                 command(self.core.scheduler)
-            saved, self._saved = self._saved, []
+            saved = self._saved
+            self._saved = []
             for copied in saved:
                 self.core.copied(copied, self._clock.now_ns)
             plan = self.core.plan(self._clock.now_ns)
@@ -286,7 +289,8 @@ class SimulatedWorker:
         if number != self._number or steps is None:
             return
         self._publish(steps, LAYER_GROUPS)
-        count, span_ns = steps.count, steps.span_ns(steps.count)
+        count = steps.count
+        span_ns = steps.span_ns(steps.count)
         self.busy_ns += span_ns
         self.run_began_ns = steps.began_ns + steps.span_ns(1)
         results = self.core.runner.execute(steps.plan)
@@ -324,7 +328,8 @@ class SimulatedWorker:
         self._changes.append(change)
 
     def _send_changes(self) -> None:
-        changes, self._changes = self._changes, []
+        changes = self._changes
+        self._changes = []
         if self.alive:
             for change in changes:
                 self._listener.on_cache_changed(self, change)
@@ -344,7 +349,9 @@ class SimulatedWorker:
 
     def first_token_s(self, hashes: Sequence[bytes], prompt_tokens: int) -> float:
         """How long a prompt would take from now on, by what only the simulator knows."""
-        pool, timing, steps = self.core.pool, self._timing, self._steps
+        pool = self.core.pool
+        timing = self._timing
+        steps = self._steps
         total_s = 0.0
         if steps is not None and not self.core.batch.count_decodes():
             total_s = (steps.began_ns - self._clock.now_ns) / 1e9  # done of the step under way
@@ -358,7 +365,9 @@ class SimulatedWorker:
 
     def status(self) -> WorkerStatus:
         """As the Decode service reports it."""
-        load, blocks, fit = self._load, self._load.blocks, self._rates.prompt_fit
+        load = self._load
+        blocks = self._load.blocks
+        fit = self._rates.prompt_fit
         return WorkerStatus(
             identity=self._identity,
             state="ready",

@@ -18,7 +18,9 @@ from loadtest.workloads.plan import Segment
 UNIQUE_KEYS = 1 << 40
 """Segments that no other request shares have keys from here on; a trace's hashes lie below."""
 
-_FIRST_TOKEN_ID, _LAST_TOKEN_ID = 1_000, 30_000  # in every vocabulary in use, past special tokens
+# in every vocabulary in use, past special tokens
+_FIRST_TOKEN_ID = 1_000
+_LAST_TOKEN_ID = 30_000
 
 _WORDS_FILE = Path(__file__).with_name("words.txt")
 

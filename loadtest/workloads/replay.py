@@ -61,7 +61,8 @@ def _segments(
 ) -> tuple[Segment, ...]:
     """The prompt as full blocks, one for each hash, and what is left in the last one."""
     block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS / shrink))
-    segments, left = [], prompt_tokens
+    segments = []
+    left = prompt_tokens
     for block_hash in hashes:
         if not 0 <= block_hash < UNIQUE_KEYS:
             raise ValueError(f"request {index}: hash {block_hash} is not in [0, 2**40)")

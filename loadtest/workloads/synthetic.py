@@ -133,7 +133,8 @@ def session_plan(load: Sessions, *, name: str, seed: int) -> Plan:
     """The plan of a closed loop: as many requests are under way as there are users, at most."""
     rng = np.random.default_rng(seed)
     steps = load.turns * (1 + load.tool_calls)
-    conversations, index = [], 0
+    conversations = []
+    index = 0
     for user in range(load.users):
         prompts = load.prompt_tokens(rng, load.sessions * load.turns)
         answers = load.answer_tokens(rng, load.sessions * steps)

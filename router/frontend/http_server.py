@@ -223,7 +223,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins: its answer may write to this connection."""
         super().on_message_begin()
-        self._spare_bytes, self._began = MAX_HEADER_BYTES, True
+        self._spare_bytes = MAX_HEADER_BYTES
+        self._began = True
         lend(self.scope, self)  # type: ignore[arg-type]
 
     @property

@@ -74,7 +74,8 @@ class ChoiceRecord:
 
     def __init__(self, index: int, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
         self.index = index
-        shown, thinking = request.shown, request.thinking
+        shown = request.shown
+        thinking = request.thinking
         tags = thinking.syntax.special_ids if thinking is not None else frozenset[int]()
         self._detokenizer = Detokenizer(
             tokenizer,
@@ -87,7 +88,8 @@ class ChoiceRecord:
         self._hides_thinking = thinking is not None and not thinking.shown
         self._tools = ToolCallParser() if request.reads_calls else None
         self._silent = request.prompt_logprobs_only  # its one token is not shown
-        self._checked_schema, self._checked_tools = request.checked_schema, request.checked_tools
+        self._checked_schema = request.checked_schema
+        self._checked_tools = request.checked_tools
         self._arguments: dict[int, tuple[str, str]] = {}  # of calls, with the name of the tool
         self._content: list[str] = []  # where it is looked at when it is complete
         self.violations: tuple[str, ...] = ()  # keywords of the schema that it does not keep
@@ -148,7 +150,8 @@ class ChoiceRecord:
 
         What `take` has comes behind them. With a client that is far behind they are one.
         """
-        texts, self._texts = self._texts, []
+        texts = self._texts
+        self._texts = []
         if self._pending.text and self.finish_reason is None:
             texts.append(self._pending.text)
             self._pending.text = ""
@@ -279,7 +282,8 @@ class ChoiceRecord:
         """What the client has not got yet, or None. Tokens of several steps come out as one."""
         if not self.has_news:
             return None
-        pending, self._pending = self._pending, Delta(self.index)
+        pending = self._pending
+        self._pending = Delta(self.index)
         if self._texts:
             pending.text = "".join(self._texts) + pending.text
             self._texts = []
@@ -287,6 +291,10 @@ class ChoiceRecord:
 
     def release_payload(self) -> None:
         """Drop what only a running request needs."""
-        self._ids, self._pending, self._texts = array("I"), Delta(self.index), []
-        self._content, self._arguments = [], {}
-        self._checked_schema, self._checked_tools = "", {}
+        self._ids = array("I")
+        self._pending = Delta(self.index)
+        self._texts = []
+        self._content = []
+        self._arguments = {}
+        self._checked_schema = ""
+        self._checked_tools = {}

@@ -1,8 +1,7 @@
 """Which quarantine ends a worker: one that never ends, and not many that follow each other."""
 
-from baton.types.pool_counts import BlockCounts
-
 from baton.types.events import StepDone
+from baton.types.pool_counts import BlockCounts
 from fleet.quarantine_watch import LONG_NS, MANY_NS, QuarantineWatch
 
 LOOK_NS = 500_000_000

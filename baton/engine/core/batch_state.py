@@ -114,7 +114,8 @@ class BatchState:
         queued_tokens = queued_context = 0
         for item in [*self.running, *self.queue]:
             if isinstance(item, TokenSequence) and not item.decodes:
-                begin, end = max(item.computed, item.found_tokens), len(item.tokens)
+                begin = max(item.computed, item.found_tokens)
+                end = len(item.tokens)
                 queued_tokens += end - begin
                 queued_context += context_tokens(begin, end)
         return Load(len(running), len(waiting), queued_tokens, queued_context)
@@ -191,7 +192,8 @@ class BatchState:
     def fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
         """A new running choice that shares every block of ``source`` until it writes."""
         branch = self.new_sequence(source.request, choice, [*source.tokens, token])
-        branch.blocks, branch.computed = list(source.blocks), source.computed
+        branch.blocks = list(source.blocks)
+        branch.computed = source.computed
         branch.block_hashes = list(source.block_hashes)
         branch.registered_blocks = source.registered_blocks
         self.pool.pin(branch.blocks)
@@ -232,7 +234,8 @@ class BatchState:
         Raises:
             UnavailableError: They are not, or too much is held already.
         """
-        sequence, tokens = self.new_sequence(request, 0, request.prompt), len(request.prompt)
+        sequence = self.new_sequence(request, 0, request.prompt)
+        tokens = len(request.prompt)
         blocks = self.pool.match(sequence.full_hashes(tokens, self.pool.block_tokens))
         if len(blocks) * self.pool.block_tokens != tokens:
             count = self.pool.blocks_for(tokens)
@@ -240,7 +243,8 @@ class BatchState:
         if self.pins_too_much(request, len(blocks)):
             raise UnavailableError("half of this worker's blocks are held for others already")
         self.pool.pin(blocks)
-        sequence.blocks, sequence.computed = blocks, tokens
+        sequence.blocks = blocks
+        sequence.computed = tokens
         sequence.registered_blocks = len(blocks)
         self.held[request.request_id] = sequence
         return sequence
@@ -398,7 +402,9 @@ class BatchState:
         """Give the sequence's blocks back to the cache."""
         self.pool.release(sequence.blocks)
         sequence.found_tokens = sequence.registered_blocks * self.pool.block_tokens
-        sequence.blocks, sequence.computed, sequence.registered_blocks = [], 0, 0
+        sequence.blocks = []
+        sequence.computed = 0
+        sequence.registered_blocks = 0
         sequence.asked_tiers = False
         if sequence.prompt_outputs is not None:
             sequence.prompt_outputs = sequence.request.new_prompt_outputs()

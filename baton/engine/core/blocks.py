@@ -97,7 +97,9 @@ class BlockPool:
 
     def counts(self) -> BlockCounts:
         """Blocks by state."""
-        free, cached, quarantined = len(self._free), len(self._cached), len(self._quarantined)
+        free = len(self._free)
+        cached = len(self._cached)
+        quarantined = len(self._quarantined)
         return BlockCounts(
             total=self.total,
             free=free,
@@ -256,13 +258,15 @@ class BlockPool:
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
         """Hashes stored and removed since the last call; none of them is in both lists."""
-        stored, removed = self._stored, self._removed
-        self._stored, self._removed = [], []
+        stored = self._stored
+        removed = self._removed
+        self._stored = []
+        self._removed = []
         if stored and removed:
             held = self._block_of
-            stored, removed = (
-                list(dict.fromkeys(block_hash for block_hash in stored if block_hash in held)),
-                list(dict.fromkeys(block_hash for block_hash in removed if block_hash not in held)),
+            stored = list(dict.fromkeys(block_hash for block_hash in stored if block_hash in held))
+            removed = list(
+                dict.fromkeys(block_hash for block_hash in removed if block_hash not in held)
             )
         return stored, removed
 

@@ -206,7 +206,8 @@ class EngineCore:
         rows = plan.rows if plan else ()
         decode_rows = sum(row.decodes for row in rows)
         prompts = [(row.start, len(row.tokens)) for row in rows if not row.decodes]
-        speculation, load = self.speculation, self.batch.load()
+        speculation = self.speculation
+        load = self.batch.load()
         return ev.StepDone(
             step=self.steps,
             duration_ns=duration_ns,

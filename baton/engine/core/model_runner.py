@@ -42,10 +42,12 @@ class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     def refusal(self, request: RequestSpec) -> BatonError | None:
         """The error that a request ends with because the runner cannot serve it."""
-        params, name = request.params, self.engine
+        params = request.params
+        name = self.engine
         if params.grammar and not self.grammars:
             return GrammarError(f"{name} takes no grammars")
-        scored, pooling = params.prompt_logprobs is not None, request.pooling
+        scored = params.prompt_logprobs is not None
+        pooling = request.pooling
         if (scored and not self.prompt_logprobs) or (pooling and pooling not in self.poolings):
             return InvalidRequestError(f"prompt_logprobs and embeddings are not served by {name}")
         if params.logprobs is not None and not self.logprobs:

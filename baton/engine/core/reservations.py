@@ -109,7 +109,8 @@ class Reservations:
         if need > self._pool.available() - self.reserved_blocks:
             self._pool.release(pinned)
             return False
-        reservation.pinned, reservation.need_blocks = pinned, need
+        reservation.pinned = pinned
+        reservation.need_blocks = need
         reservation.state = ReservationState.RESERVED
         self.events.append(ev.Reserved(request.request_id, reservation.generation, len(pinned)))
         return True
@@ -131,7 +132,8 @@ class Reservations:
         pages = self._pool.allocate(reservation.need_blocks, after)
         if pages is None:
             return False
-        reservation.pages, reservation.need_blocks = pages, 0
+        reservation.pages = pages
+        reservation.need_blocks = 0
         reservation.state = ReservationState.BOUND
         bound = ev.Bound(
             reservation.request.request_id, reservation.generation, tuple(reservation.blocks)
@@ -154,7 +156,9 @@ class Reservations:
     def drop(self, reservation: Reservation) -> None:
         """Give back what it holds; its pages are known not to be written any more."""
         self._pool.release(reservation.blocks)
-        reservation.pinned, reservation.pages, reservation.need_blocks = [], [], 0
+        reservation.pinned = []
+        reservation.pages = []
+        reservation.need_blocks = 0
 
     def drained(self, request_id: str, generation: int) -> None:
         """Nobody writes into the revoked pages of ``generation`` any more."""

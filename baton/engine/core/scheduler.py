@@ -91,7 +91,8 @@ class Scheduler:
 
     def _hold_cached(self, request: EngineRequest, now_ns: int) -> None:
         """A HELD request: nobody waits, nothing is computed."""
-        blocks, size = self.batch.hold_cached(request).blocks, self.batch.pool.block_tokens
+        blocks = self.batch.hold_cached(request).blocks
+        size = self.batch.pool.block_tokens
         self._requests[request.request_id] = request
         request.prompt_done_ns = now_ns
         self._note_admission(request, len(blocks), now_ns, blocks)
@@ -128,7 +129,8 @@ class Scheduler:
         request.prompt_done_ns = now_ns
         blocks = reservation.blocks
         source = self.batch.new_sequence(request, 0, list(request.prompt))
-        source.blocks, source.computed = blocks, len(request.prompt)
+        source.blocks = blocks
+        source.computed = len(request.prompt)
         self.batch.register_hashes(source)
         if request.spec.emitted:
             self.batch.pool.release(blocks)  # findable by their hashes
@@ -271,7 +273,8 @@ class Scheduler:
 
     def _row(self, sequence: TokenSequence, budget: int) -> PlanRow:
         """The next chunk of a sequence; chunks that do not reach the end stop at a block border."""
-        start, end = sequence.computed, len(sequence.tokens)
+        start = sequence.computed
+        end = len(sequence.tokens)
         block_tokens = self.batch.pool.block_tokens
         prompt_outputs = sequence.prompt_outputs
         if prompt_outputs is not None:
@@ -295,7 +298,8 @@ class Scheduler:
         )
 
     def _samples(self, sequence: TokenSequence) -> tuple[SampleSpec, ...]:
-        request, first = sequence.request, sequence.generated == 0
+        request = sequence.request
+        first = sequence.generated == 0
         if request.spec.pooling:
             return ()
         choices = sorted(request.live_choices) if first else [sequence.choice]
@@ -334,7 +338,8 @@ class Scheduler:
         return None
 
     def _admit_sequence(self, sequence: TokenSequence, now_ns: int) -> bool:
-        request, pool = sequence.request, self.batch.pool
+        request = sequence.request
+        pool = self.batch.pool
         matched: list[int] = []
         if request.spec.cacheable and sequence.prompt_outputs is None:
             matched = self.batch.matching(sequence)
@@ -378,8 +383,10 @@ class Scheduler:
 
     def _collect(self, sequence: TokenSequence, prompt_outputs: PromptOutputs, now_ns: int) -> None:
         """The prompt is computed: report its outputs. A pooled vector is the whole answer."""
-        request, sequence.prompt_outputs = sequence.request, None
-        scores, vector = prompt_outputs.scores(), prompt_outputs.vector()
+        request = sequence.request
+        sequence.prompt_outputs = None
+        scores = prompt_outputs.scores()
+        vector = prompt_outputs.vector()
         self.batch.events.append(ev.PromptOutputsReady(request.request_id, scores, vector))
         if not request.spec.pooling:
             return
@@ -403,7 +410,8 @@ class Scheduler:
 
     def _emit(self, sequence: TokenSequence, run: list[SampledToken]) -> None:
         """Announce the sequence's newest tokens, of which only the last may be its end."""
-        request, generated = sequence.request, sequence.generated
+        request = sequence.request
+        generated = sequence.generated
         reason, stop = finish_reason(request.spec.params, self._eos, run[-1].token, generated)
         self.batch.events.append(
             ev.Tokens(
@@ -433,7 +441,8 @@ class Scheduler:
         reservation = self.batch.reservations.take(request_id)
         if reservation is not None:
             self.batch.drop(reservation)
-        done_ns, admitted_ns = request.prompt_done_ns, request.admitted_ns
+        done_ns = request.prompt_done_ns
+        admitted_ns = request.admitted_ns
         self.batch.events.append(
             ev.Ended(
                 request_id=request_id,

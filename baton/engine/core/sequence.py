@@ -74,7 +74,8 @@ class EngineRequest:
         Raises:
             InvalidRequestError: Says why.
         """
-        emitted, params = self.spec.emitted, self.spec.params
+        emitted = self.spec.emitted
+        params = self.spec.params
         if not emitted:
             return
         if len(emitted) != params.n or self.spec.pooling or params.prompt_logprobs is not None:
@@ -116,7 +117,8 @@ class EngineRequest:
 
     def new_prompt_outputs(self) -> PromptOutputs | None:
         """Where a sequence that computes the prompt gathers what is asked of its rows."""
-        alternatives, pooling = self.spec.params.prompt_logprobs, self.spec.pooling
+        alternatives = self.spec.params.prompt_logprobs
+        pooling = self.spec.pooling
         if not pooling and alternatives is None:
             return None
         return PromptOutputs(self.prompt, alternatives, pooling)

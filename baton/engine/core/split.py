@@ -101,7 +101,8 @@ def _query_heads(rank: int, owned: list[range], group: int) -> range:
     """Query heads of a rank; ``group`` of them share a KV head."""
     mine = owned[rank]
     sharers = [other for other, heads in enumerate(owned) if heads == mine]
-    place, count = sharers.index(rank), len(sharers)
+    place = sharers.index(rank)
+    count = len(sharers)
     if count == 1:
         return range(mine.start * group, mine.stop * group)
     base = mine.start * group

@@ -320,7 +320,8 @@ class PagedAttention:
 
     def _view(self, span: Span, first_key: int, keys: int) -> int:
         """Pool token of ``first_key`` when a contiguous run holds the span's keys, else -1."""
-        size, blocks = self._block_tokens, span.blocks
+        size = self._block_tokens
+        blocks = span.blocks
         skipped = first_key // size
         needed = -(-(span.start + span.count) // size)
         first = blocks[skipped]
@@ -332,7 +333,8 @@ class PagedAttention:
         return first * size
 
     def _gather(self, spans: Sequence[Span], first_key: int, keys: int) -> _Keys:
-        skipped, count = first_key // self._block_tokens, keys // self._block_tokens
+        skipped = first_key // self._block_tokens
+        count = keys // self._block_tokens
         index = []
         for span in spans:
             needed = -(-(span.start + span.count) // self._block_tokens)
@@ -342,7 +344,8 @@ class PagedAttention:
         return _Keys(gather=torch.tensor(index))
 
     def _chunk(self, span: Span, window: int | None) -> _Chunk:
-        tiling, group = self.tiling, self._group
+        tiling = self.tiling
+        group = self._group
         end = span.start + span.count
         lead = span.start % tiling.align
         base = span.start - lead
@@ -352,7 +355,8 @@ class PagedAttention:
         begin = base
         while begin < limit:
             stop = min((begin // tiling.tile + 1) * tiling.tile, limit)
-            first, last = tiling.first_key(begin, window), tiling.keys(stop - 1)
+            first = tiling.first_key(begin, window)
+            last = tiling.keys(stop - 1)
             mask = self._mask(torch.arange(begin, stop), first, last, window)
             mask = mask.repeat_interleave(group, 0)[None, None]
             keys = slice(first - origin, last - origin)
@@ -410,7 +414,9 @@ class PagedAttention:
         return k, v
 
     def _run_decode(self, layer: int, call: _Decode, q_THD: torch.Tensor) -> torch.Tensor:
-        batch, group, rows = call.count, self._group, self.tiling.decode_rows
+        batch = call.count
+        group = self._group
+        rows = self.tiling.decode_rows
         q = q_THD.view(batch, self._kv_heads, group, self._dim)
         if rows > group:
             q = torch.nn.functional.pad(q, (0, 0, 0, rows - group))
@@ -422,7 +428,9 @@ class PagedAttention:
     def _run_chunk(
         self, layer: int, call: _Chunk, q_THD: torch.Tensor, out_TE: torch.Tensor
     ) -> None:
-        heads, group, dim = self._kv_heads, self._group, self._dim
+        heads = self._kv_heads
+        group = self._group
+        dim = self._dim
         if call.padded != call.count:
             tail = call.padded - call.count - call.lead
             q_THD = torch.nn.functional.pad(q_THD, (0, 0, 0, 0, call.lead, tail))
@@ -440,8 +448,10 @@ class PagedAttention:
                 attn_mask=tile.mask,
                 scale=self._scale,
             )[0]
-            begin, end = tile.begin // group, tile.end // group
+            begin = tile.begin // group
+            end = tile.end // group
             part = part.view(heads, end - begin, group, dim).transpose(0, 1)
-            lo, hi = max(begin, call.lead), min(end, last)
+            lo = max(begin, call.lead)
+            hi = min(end, last)
             target = out_TE[lo - call.lead : hi - call.lead].view(hi - lo, heads, group, dim)
             target.copy_(part[lo - begin : hi - begin])

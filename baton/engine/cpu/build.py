@@ -60,7 +60,9 @@ def build_cpu_runner(
         raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
     choose_native(settings.native)
     cores = _shared_cores(settings)
-    c, dtype, numerics = artifact.config, settings.dtype, numerics_of(settings.numerics)
+    c = artifact.config
+    dtype = settings.dtype
+    numerics = numerics_of(settings.numerics)
     geometry = pool_geometry(settings, c, native=load() is not None)
     model, tiling = _load(settings, artifact, progress, ranks)
     progress(f"kernels: {description()}")
@@ -90,7 +92,8 @@ def _shared_cores(settings: EngineSettings) -> SharedCores | None:
     """This worker's place among those that share the host's cores; ranks lend and do not borrow."""
     if not settings.lends_cores:
         return None
-    cores, own = host_cores(), settings.threads * settings.tensor_parallel
+    cores = host_cores()
+    own = settings.threads * settings.tensor_parallel
     most = settings.threads if settings.tensor_parallel > 1 else cores
     try:
         return SharedCores(own, most, cores, cores_file())
@@ -107,7 +110,9 @@ def _load(
     ranks: RankProcesses | None,
 ) -> tuple[Decoder, AttentionTiling]:
     """The model, or this rank's part of it, and how its attention is cut."""
-    c, dtype, numerics = artifact.config, settings.dtype, numerics_of(settings.numerics)
+    c = artifact.config
+    dtype = settings.dtype
+    numerics = numerics_of(settings.numerics)
     quantisation = settings.weight_quantisation
     shard = None if ranks is None else lead(c, ranks, own_pools=settings.own_pools)
     model = load_model(

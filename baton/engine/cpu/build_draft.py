@@ -30,7 +30,8 @@ def build_draft(
         NumericsSetupError: ``exact`` cannot be kept for it on this machine.
     """
     progress(f"looking for the draft model {settings.speculation.draft}")
-    draft, main = resolve_model(settings.speculation.draft), resolve_model(settings.model)
+    draft = resolve_model(settings.speculation.draft)
+    main = resolve_model(settings.model)
     check_same_vocabulary(main, draft)
     numerics = numerics_of(settings.numerics)
     with torch.inference_mode():

@@ -222,10 +222,13 @@ class Decoder:
         self, layer: _Layer, index: int, h_TE: torch.Tensor, rotation: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Q ``[T, H, D]`` and K with V ``[2, T, K, D]``: biased, normed and rotated."""
-        c, rows, dim = self.local, h_TE.shape[0], self.config.head_dim
+        c = self.local
+        rows = h_TE.shape[0]
+        dim = self.config.head_dim
         q_end, k_end = self._split
         qkv = self._project(layer.qkv, index, "qkv", h_TE)
-        bias, norm = layer.vectors.qkv_bias, layer.vectors.head_norm
+        bias = layer.vectors.qkv_bias
+        norm = layer.vectors.head_norm
         self._rows.heads(qkv, k_end // dim, dim, bias, norm, rotation)
         kv = qkv[:, q_end:].view(rows, 2, c.num_kv_heads, dim).transpose(0, 1)
         return qkv[:, :q_end].view(rows, c.num_heads, dim), kv

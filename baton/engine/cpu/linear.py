@@ -105,7 +105,8 @@ class RowCounts:
                 above = min((n for n in self.equal if n > rows), default=0)
                 # a little padding is cheaper than one more pass over the weights
                 if above and (not below or above - rows <= TILE_ROWS):
-                    take, padded = rows, above
+                    take = rows
+                    padded = above
                 else:
                     take = padded = below
             pieces.append((take, padded))

@@ -82,7 +82,9 @@ def load_model(
 
 def _shapes(c: ModelConfig) -> list[tuple[int, int]]:
     """``(outputs, inputs)`` of the model's products."""
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    e, f = c.hidden_size, c.intermediate_size
+    q = c.num_heads * c.head_dim
+    kv = c.num_kv_heads * c.head_dim
+    e = c.hidden_size
+    f = c.intermediate_size
     router = [(c.num_experts, e)] if c.num_experts else []
     return [(c.vocab_size, e), (q + 2 * kv, e), (e, q), (2 * f, e), (e, f), *router]

@@ -45,7 +45,8 @@ class StepDeltas:
 
 
 def _selected(numbers: Sequence[int]) -> slice | torch.Tensor:
-    first, last = numbers[0], numbers[-1]
+    first = numbers[0]
+    last = numbers[-1]
     if last - first == len(numbers) - 1:
         return slice(first, last + 1)
     return torch.tensor(numbers)

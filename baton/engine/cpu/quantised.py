@@ -117,7 +117,8 @@ class Int4Linear(Linear):
         outputs, inputs = weight_NK.shape
         groups = inputs // INT4_GROUP_INPUTS
         whole = torch.empty(outputs, inputs, dtype=torch.uint8)
-        scales, offsets = torch.empty(outputs, groups), torch.empty(outputs, groups)
+        scales = torch.empty(outputs, groups)
+        offsets = torch.empty(outputs, groups)
         for rows in _slices(weight_NK):
             levels, scales[rows], offsets[rows] = quantise_groups(weight_NK[rows].float())
             whole[rows] = levels.flatten(1)
@@ -155,7 +156,8 @@ def quantise_groups(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     of greatest size towards the other sign (as Q4_0 has it); the nearer one is taken.
     """
     groups = weight_NK.view(weight_NK.shape[0], -1, INT4_GROUP_INPUTS)
-    least, greatest = groups.amin(2), groups.amax(2)
+    least = groups.amin(2)
+    greatest = groups.amax(2)
     extreme = torch.where(greatest.abs() > least.abs(), greatest, least)
     candidates = [((greatest - least) / 15, least), (-extreme / 8, extreme)]
     fits = []

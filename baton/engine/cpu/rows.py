@@ -93,7 +93,8 @@ class TorchRows:
             norm_HD: fp32 weights of the norm by head ``[rotated, head_dim]``, or ``None``.
             rotation: ``[T, 1, head_dim / 2]`` complex.
         """
-        rows, end = qkv_TN.shape[0], rotated * head_dim
+        rows = qkv_TN.shape[0]
+        end = rotated * head_dim
         heads = qkv_TN[:, :end].float()
         if bias_N is not None:
             heads += bias_N[:end]

@@ -220,7 +220,8 @@ class CpuRunner:
         *,
         isolated: bool = False,
     ) -> torch.Tensor:
-        attention, shard = self._attention, self._shard
+        attention = self._attention
+        shard = self._shard
         if shard is not None:
             shard.forward(batch.rows, isolated=isolated)
         calls = attention.plan(batch.decodes, batch.chunks, isolated=isolated)
@@ -250,7 +251,9 @@ class CpuRunner:
             ends[i] = flat_row + 1
         chunks = []
         for i in longer:
-            row, begin, count = rows[i], len(tokens), len(rows[i].tokens)
+            row = rows[i]
+            begin = len(tokens)
+            count = len(rows[i].tokens)
             tokens += row.tokens
             positions += range(row.start, row.start + count)
             chunks.append(Span(begin, row.start, count, row.block_ids))
@@ -287,7 +290,8 @@ class CpuRunner:
         self.clear([batch.rows[index] for index in broken])
         guilty = set()
         for index in sorted(broken):
-            row, end = batch.rows[index], batch.ends[index]
+            row = batch.rows[index]
+            end = batch.ends[index]
             again_TE = self._forward(self._flatten((row,)), None, isolated=True)
             hidden_TE[end - len(row.tokens) : end] = again_TE
             if not bool(torch.isfinite(again_TE).all()):

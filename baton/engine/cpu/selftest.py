@@ -155,7 +155,8 @@ def probe_data(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Q ``[T, H, D]``, K and V ``[T * Hkv, D]``; with ``noise`` everything sums to its rounding."""
     kind = DTYPES[dtype]
-    q_shape, kv_shape = (_POSITIONS * num_heads, head_dim), (_POSITIONS * num_kv_heads, head_dim)
+    q_shape = (_POSITIONS * num_heads, head_dim)
+    kv_shape = (_POSITIONS * num_kv_heads, head_dim)
     generator = torch.Generator().manual_seed(12)
     if noise:
         q = cancelling(*q_shape, kind, sign=-1.0, seed=13, scale=300.0)

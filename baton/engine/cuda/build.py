@@ -145,7 +145,8 @@ def build_cuda_runner(
     geometry = pool_geometry(settings, c)
     if device.type == "cuda":
         need = footprint(c, dtype=settings.dtype, quantisation=settings.weight_quantisation)
-        free, chosen = torch.cuda.mem_get_info(device)[0], bool(settings.kv_blocks)
+        free = torch.cuda.mem_get_info(device)[0]
+        chosen = bool(settings.kv_blocks)
         if not chosen:  # the workers of a host start together, on the first GPU that they see
             free //= max(settings.workers_on_host, 1)
         geometry = fit_pool(geometry, need.weights, free, chosen=chosen)

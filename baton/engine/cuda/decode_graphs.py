@@ -107,7 +107,8 @@ class _State:
         host = torch.tensor(padded, dtype=torch.int32)
         places = torch.tensor(changed)
         if self.tables_RB.is_cuda:
-            host, places = host.pin_memory(), places.pin_memory()
+            host = host.pin_memory()
+            places = places.pin_memory()
         device = self.tables_RB.device
         self.tables_RB[:, :width].index_copy_(
             0, places.to(device, non_blocking=True), host.to(device, non_blocking=True)
@@ -179,9 +180,11 @@ class DecodeSteps:
         bucket = rows_bucket(len(rows))
         state = self._states.get(bucket)
         if state is None:
-            hidden, device = self._decoder.shape.hidden_size, self._decoder.device
+            hidden = self._decoder.shape.hidden_size
+            device = self._decoder.device
             state = self._states[bucket] = _State(bucket, self._max_blocks, hidden, device)
-        self._state, self._rows = state, len(rows)
+        self._state = state
+        self._rows = len(rows)
         self._longest = max(row.position for row in rows) + 1
         size = self._decoder.block_tokens
         spare = min(len(row.blocks) * size - row.position for row in rows)

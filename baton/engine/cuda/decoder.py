@@ -134,7 +134,10 @@ class CudaDecoder:
     ) -> None:
         s = shape
         self.fp8 = fp8
-        self.shape, self.dtype, self.device, self.exact = shape, dtype, device, exact
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.exact = exact
         self.block_tokens = block_tokens
         self.decode_config = attention_config("decode", s.head_dim, exact=exact)
         self.prefill_config = attention_config("prefill", s.head_dim, exact=exact)

@@ -226,7 +226,8 @@ class CudaRunner:
 
     def _forward(self, rows: Sequence[PlanRow]) -> tuple[torch.Tensor, list[int]]:
         tokens: list[int] = []
-        spans, ends = [], []
+        spans = []
+        ends = []
         for index, row in enumerate(rows):
             spans.append(Span(len(tokens), row.start, len(row.tokens), index))
             tokens += row.tokens
@@ -260,7 +261,8 @@ def _is_sampled_in_step(samples: Specs) -> bool:
 
 def _decode_row(row: PlanRow, is_plain: bool) -> DecodeRow:
     """For a row that the captured step does not sample, its token is not looked at."""
-    token, spec = row.tokens[0], row.samples[0]
+    token = row.tokens[0]
+    spec = row.samples[0]
     if not is_plain:
         return DecodeRow(token, row.start, row.block_ids)
     p = spec.params

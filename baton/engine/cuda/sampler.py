@@ -103,7 +103,8 @@ def _sample_on_device(
     cuts_S = None
     filtered = [i for i, p in enumerate(params) if is_filtered(p)]
     if filtered:
-        places, some = column(filtered, torch.int64), [params[i] for i in filtered]
+        places = column(filtered, torch.int64)
+        some = [params[i] for i in filtered]
         lowest_S = cuts(
             rows_SV.index_select(0, places),
             temperatures_S.index_select(0, places),

@@ -117,7 +117,8 @@ def _converters(
 
 
 def _problem(entry: WeightName, tensor: GgufTensor) -> str:
-    kind, shape = tensor.tensor_type, tuple(reversed(tensor.shape))
+    kind = tensor.tensor_type
+    shape = tuple(reversed(tensor.shape))
     if kind not in _NATIVE and kind not in _type_traits:
         return f"{entry.source} is {kind.name}, which gguf cannot dequantise"
     if shape != entry.shape:

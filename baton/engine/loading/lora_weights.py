@@ -106,7 +106,8 @@ def _joined(
     config: ModelConfig,
 ) -> JoinedWeights:
     """Stack the ``A`` and put the ``B`` on a block diagonal; a missing part adds nothing."""
-    targets, shapes = PRODUCTS[product], target_shapes(config)
+    targets = PRODUCTS[product]
+    shapes = target_shapes(config)
     outputs = [shapes[target][0] for target in targets]
     inputs = shapes[targets[0]][1]
     rank = sum(part.rank for part in parts if part is not None)

@@ -224,7 +224,8 @@ def _draft(engine: _Engine) -> int:
 
 def _loading(engine: _Engine) -> int:
     """The largest of the moments of loading, beyond what stays."""
-    size, head_values = engine.element_bytes, math.prod(engine.head_shape)
+    size = engine.element_bytes
+    head_values = math.prod(engine.head_shape)
     widest = max(math.prod(shape) for shape in _shapes(engine.config) - {engine.head_shape})
     last_layer = engine.ranks * (2 * size * widest + _LOADING_BYTES)
     # first embedding and head, while nothing else is there
@@ -282,7 +283,8 @@ def _draft_kernels(engine: _Engine) -> int:
 
 
 def _packed(shape: tuple[int, ...], size: int, quantisation: str) -> int:
-    outputs, values = shape[0], math.prod(shape)
+    outputs = shape[0]
+    values = math.prod(shape)
     if quantisation == "int8":
         return values + _INT8_BYTES_PER_OUTPUT * outputs
     if quantisation == "fp8":
@@ -294,7 +296,8 @@ def _packed(shape: tuple[int, ...], size: int, quantisation: str) -> int:
 
 def _shapes(c: ModelConfig) -> set[tuple[int, int]]:
     """``(outputs, inputs)`` of the products."""
-    heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    heads = c.num_heads * c.head_dim
+    kv = c.num_kv_heads * c.head_dim
     return {
         (heads + 2 * kv, c.hidden_size),
         (c.hidden_size, heads),
@@ -318,7 +321,8 @@ def _probes(shapes: set[tuple[int, int]]) -> int:
 
 def _rank_workspace(c: ModelConfig, engine: _Engine) -> int:
     """Rows of the widest moments of a step: feed-forward, attention masks and keys."""
-    size, tokens = engine.element_bytes, engine.max_step_tokens
+    size = engine.element_bytes
+    tokens = engine.max_step_tokens
     rows = tokens * (2 * 4 * c.hidden_size + 3 * size * c.intermediate_size)
     keys = engine.context or c.max_context_tokens
     group = c.num_heads // c.num_kv_heads

@@ -111,7 +111,8 @@ class SafetensorsFile:
 
     def is_undamaged(self) -> bool:
         """Whether the data has the checksum that ``write_safetensors`` noted. Reads all of it."""
-        whole, buffer = xxhash.xxh3_128(), bytearray(_BUFFER_BYTES)
+        whole = xxhash.xxh3_128()
+        buffer = bytearray(_BUFFER_BYTES)
         self._file.seek(self._data_begin)
         while size := self._file.readinto(buffer):
             whole.update(memoryview(buffer)[:size])
@@ -130,7 +131,8 @@ class SafetensorsFile:
         _refuse_overlaps(self._tensors.values(), self._data_begin, size)
 
     def _stored(self, name: str, entry: Mapping[str, Any]) -> StoredTensor:
-        kind, shape = entry["dtype"], tuple(entry["shape"])
+        kind = entry["dtype"]
+        shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
             raise ValueError(f"{name}: shape and offsets must be numbers from 0")
@@ -167,7 +169,8 @@ def write_safetensors(path: Path, layout: Layout, tensors: Iterable[torch.Tensor
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in layout.items():
-        begin, end = end, end + prod(shape) * dtype.itemsize
+        begin = end
+        end = end + prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": _NAMES[dtype],
             "shape": list(shape),

@@ -102,7 +102,8 @@ def check_table(
     Raises:
         ModelError: It names the first few that are missing, wrong, or not known.
     """
-    table, names = list(table), set(names)
+    table = list(table)
+    names = set(names)
     problems = [
         f"{entry.source} is missing" if entry.source not in names else problem(entry)
         for entry in table

@@ -117,8 +117,10 @@ _PAIRED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 
 
 def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    e, f = c.hidden_size, c.intermediate_size
+    q = c.num_heads * c.head_dim
+    kv = c.num_kv_heads * c.head_dim
+    e = c.hidden_size
+    f = c.intermediate_size
     return {
         "embed": (c.vocab_size, e),
         "final_norm": (e,),

@@ -71,7 +71,8 @@ def rope_magnitude(config: ModelConfig) -> float:
     def grown(by: float) -> float:
         return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    whole, part = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    whole = scaling.get("mscale")
+    part = scaling.get("mscale_all_dim")
     return grown(whole) / grown(part) if whole and part else grown(1.0)
 
 
@@ -84,7 +85,8 @@ def _plain(theta: float, head_dim: int) -> torch.Tensor:
 def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Long waves are stretched, short ones kept, those between are mixed."""
     factor = float(scaling["factor"])
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    low = float(scaling["low_freq_factor"])
+    high = float(scaling["high_freq_factor"])
     original = float(scaling["original_max_position_embeddings"])
     waves = 2 * math.pi / frequencies
     smooth = ((original / waves - low) / (high - low)).clamp(0.0, 1.0)
@@ -102,8 +104,10 @@ def _yarn(frequencies: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -
     low = pair_that_turns(float(scaling.get("beta_fast") or 32.0))
     high = pair_that_turns(float(scaling.get("beta_slow") or 1.0))
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     width = high - low or 0.001
     slow = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
     return frequencies / float(scaling["factor"]) * slow + frequencies * (1 - slow)

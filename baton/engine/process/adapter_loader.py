@@ -82,7 +82,8 @@ class AdapterLoader:
 
     def take_events(self) -> list[messages.Report]:
         """What has happened since the last call."""
-        taken, self._events = self._events, []
+        taken = self._events
+        self._events = []
         return taken
 
     # ---------------------------------------------------------------- inside
@@ -119,7 +120,8 @@ class AdapterLoader:
         while True:
             ref = self._to_load.get()
             began_s = time.monotonic()
-            prepared, error = None, None
+            prepared = None
+            error = None
             try:
                 prepared = self._store.prepare(ref)
             except BatonError as known:

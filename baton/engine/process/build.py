@@ -88,7 +88,8 @@ def open_tiers(
 
     A folder that cannot be used leaves the engine without a disk tier, not the fleet without it.
     """
-    wanted, block_bytes = settings.kv_tiers, geometry.block_bytes
+    wanted = settings.kv_tiers
+    block_bytes = geometry.block_bytes
     tiers: list[TierPlaces] = []
     shelves: dict[str, Shelf] = {}
     if places := (wanted.memory_mb << 20) // block_bytes:
@@ -96,7 +97,8 @@ def open_tiers(
         shelves["memory"] = MemoryShelf(places, block_bytes)
     if places := (wanted.disk_mb << 20) // block_bytes:
         try:
-            folder, key = Path(wanted.disk_folder), _format_key(geometry, info, wanted)
+            folder = Path(wanted.disk_folder)
+            key = _format_key(geometry, info, wanted)
             disk = DiskShelf(folder, key, places, block_bytes)
         except ShelfError as error:
             progress(f"no KV tier on disk: {error}")

@@ -260,7 +260,10 @@ async def _spawn(
     with theirs:
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "baton.engine.process.step_loop"),
+                sys.executable,
+                "-P",
+                "-m",
+                "baton.engine.process.step_loop",
                 str(theirs.fileno()),
                 ",".join(map(str, pool_fds)),
                 msgspec.json.encode(settings).decode(),

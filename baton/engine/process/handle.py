@@ -178,6 +178,7 @@ class EngineHandle:
     def _note_step(self, step: ev.StepDone) -> None:
         self.load = step
         self._rates.add(step)
-        self._load_ns, self._asked = time.monotonic_ns() - step.duration_ns, False
+        self._load_ns = time.monotonic_ns() - step.duration_ns
+        self._asked = False
         for callback in self.after_step:
             callback(step)

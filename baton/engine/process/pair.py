@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroupGloo
 from baton.engine.parent import die_with_parent
 
 ORDER = struct.Struct("<QQQ")
-SENDER, RECEIVER = 0, 1
+SENDER = 0
+RECEIVER = 1
 MEETING_S = 30.0
 DEADLINE_S = 30.0  # of one send or receive; the parent's own is shorter
 

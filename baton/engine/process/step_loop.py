@@ -134,7 +134,8 @@ class StepLoop:
         return received
 
     def _handle(self, command: messages.Command) -> None:
-        scheduler, now_ns = self._core.scheduler, time.monotonic_ns()
+        scheduler = self._core.scheduler
+        now_ns = time.monotonic_ns()
         match command:
             case messages.Stop():
                 self._stopping = True

@@ -85,7 +85,8 @@ class _Line:
         kept = self._weight * _FIT_KEPT
         self._weight = kept + weight
         share = weight / self._weight
-        distance_x, distance_y = x - self._x, y - self._y
+        distance_x = x - self._x
+        distance_y = y - self._y
         self._x += share * distance_x
         self._y += share * distance_y
         self._xx = self._xx * _FIT_KEPT + kept * share * distance_x * distance_x

@@ -19,7 +19,8 @@ from baton.types.geometry import KvGeometry
 
 _LOG = logging.getLogger(__name__)
 
-_URGENT, _LATER = 0, 1
+_URGENT = 0
+_LATER = 1
 _LAST_COPY_S = 2.0
 
 
@@ -35,7 +36,8 @@ class BlockMover:
     def __init__(
         self, pool: memoryview | bytearray, geometry: KvGeometry, shelves: Mapping[str, Shelf]
     ) -> None:
-        layers, blocks = geometry.num_layers, geometry.num_blocks
+        layers = geometry.num_layers
+        blocks = geometry.num_blocks
         flat = np.frombuffer(pool, np.uint8, count=geometry.pool_bytes)
         self._pool = flat.reshape(layers, 2, blocks, -1)
         self._staging = np.empty((layers, 2, geometry.block_bytes // (2 * layers)), np.uint8)

@@ -180,7 +180,8 @@ class Grammars:
         A matcher keeps its errors, and some limits count all that it ever did. So if one fails that
         was used before, a new one has the last word: former use must not show.
         """
-        p, prompt = spec.params, spec.prompt_tokens
+        p = spec.params
+        prompt = spec.prompt_tokens
         # The key only finds a state that is likely near; whether it fits, its tokens decide.
         tail = tuple(spec.history[max(prompt - _KEY_TOKENS, 0) : prompt])
         key = (p.grammar, p.seed, spec.choice, prompt, tail)

@@ -67,7 +67,8 @@ def collect_rows(
     Returns:
         The parts, and the plan rows whose logits are not finite.
     """
-    collected, not_finite = [], set()
+    collected = []
+    not_finite = set()
     for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
         if row.prompt_outputs is None or index in skipped:
             continue
@@ -113,7 +114,8 @@ def collect(
 
 def _score(logits: Logits, targets: list[int], alternatives: int) -> Scores:
     count = len(targets)
-    logprobs, ranks = np.empty(count, np.float32), np.empty(count, np.uint32)
+    logprobs = np.empty(count, np.float32)
+    ranks = np.empty(count, np.uint32)
     top_ids = np.empty((count, alternatives), np.uint32)
     top_logprobs = np.empty((count, alternatives), np.float32)
     for index, target in enumerate(targets):
@@ -123,5 +125,6 @@ def _score(logits: Logits, targets: list[int], alternatives: int) -> Scores:
         ranks[index] = int((row_V > own).sum()) + 1
         if alternatives:
             values, ids = row_V.topk(alternatives)
-            top_ids[index], top_logprobs[index] = ids.cpu().numpy(), values.cpu().numpy()
+            top_ids[index] = ids.cpu().numpy()
+            top_logprobs[index] = values.cpu().numpy()
     return logprobs, ranks, top_ids, top_logprobs

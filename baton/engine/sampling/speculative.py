@@ -50,7 +50,8 @@ def sample_rows(
     """
     results: list[list[SampledToken]] = [[] for _ in rows]
     refused: dict[int, GrammarError] = {}
-    begins, begin = [], 0
+    begins = []
+    begin = 0
     for row in rows:
         begins.append(begin)
         begin += len(row.samples_by_row())
@@ -72,7 +73,8 @@ def sample_rows(
             results[index] += sampled[place]
             if _goes_on(rows[index], results[index], eos):
                 going_on.append(index)
-        alive, step = going_on, step + 1
+        alive = going_on
+        step = step + 1
     return results, refused
 
 

@@ -36,7 +36,8 @@ class StepSampler:
 
     def begin_step(self) -> None:
         """Forget what was refused and measured in the step before."""
-        self._refused_rows, self._mask_ns = {}, 0
+        self._refused_rows = {}
+        self._mask_ns = 0
 
     def sample(self, logits: LogitsRows, rows: Sequence[PlanRow]) -> list[list[SampledToken]]:
         """The tokens of each plan row, as far as its draft tokens are right.

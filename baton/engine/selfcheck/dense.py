@@ -62,8 +62,11 @@ class DenseLlama:
         """Compute ``tokens_BT`` at positions ``start ...``; returns the next tokens ``[B, 1]``."""
         c = self.config
         batch, count = tokens_BT.shape
-        end, dim, eps = start + count, c.head_dim, c.rms_norm_eps
-        cos, sin = self.cos[start:end, None], self.sin[start:end, None]
+        end = start + count
+        dim = c.head_dim
+        eps = c.rms_norm_eps
+        cos = self.cos[start:end, None]
+        sin = self.sin[start:end, None]
         rotated_heads = c.num_heads + c.num_kv_heads
         x = F.embedding(tokens_BT, self.embed)
         for layer, (attn_norm, qkv_w, o_w, mlp_norm, gate_up_w, down_w) in enumerate(self.layers):
@@ -73,7 +76,8 @@ class DenseLlama:
             half = torch.cat((qk[..., dim // 2 :], qk[..., : dim // 2]), dim=-1)
             qk = (qk * cos).add_(half.mul_(sin))
             q_BHTD = qk[:, :, : c.num_heads].transpose(1, 2)
-            k_cache, v_cache = self.cache[layer, 0, :batch], self.cache[layer, 1, :batch]
+            k_cache = self.cache[layer, 0, :batch]
+            v_cache = self.cache[layer, 1, :batch]
             k_cache[:, :, start:end] = qk[:, :, c.num_heads :].transpose(1, 2)
             v_cache[:, :, start:end] = qkv[:, :, rotated_heads:].transpose(1, 2)
             a_BHTD = F.scaled_dot_product_attention(

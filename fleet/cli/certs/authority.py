@@ -20,7 +20,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.wire.tls import CertificateError
 
-CA, FLEET, ROUTER = "ca", "fleet", "router"
+CA = "ca"
+FLEET = "fleet"
+ROUTER = "router"
 _CA_VALID = timedelta(days=3650)
 _CLOCKS_DIFFER = timedelta(minutes=20)  # a host whose clock is late must not see the future
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

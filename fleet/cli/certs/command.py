@@ -49,7 +49,8 @@ def certs(
     """
     from fleet.cli.certs import authority  # needs `cryptography`, which loads a library
 
-    folder, hosts = folder.resolve(), host or []
+    folder = folder.resolve()
+    hosts = host or []
     try:
         if renew:
             authority.renew(folder, hosts, timedelta(days=days))

@@ -111,7 +111,8 @@ class _Line:
         return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, why=why)
 
     def _capability(self, request_id: str, prefill: WorkerRecord) -> bytes:
-        holder, reader = prefill.incarnation, self.record.incarnation
+        holder = prefill.incarnation
+        reader = self.record.incarnation
         return sign(self._token, request_id, holder, reader, time.time())
 
     async def _until(self, there: Callable[[pb.WorkerFrame], bool]) -> pb.WorkerFrame:

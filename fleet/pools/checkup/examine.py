@@ -59,7 +59,9 @@ def _ask_each(
     """Reports, clocks and listening ports, of those that answer; the others have a problem."""
     asked = {node.name: probes[node.name].report.remote() for node in nodes}
     until_s = time.monotonic() + _ANSWER_S
-    reports, clocks, ports = {}, {}, {}
+    reports = {}
+    clocks = {}
+    ports = {}
     for name, answer in asked.items():
         try:
             raw = ray.get(answer, timeout=max(1.0, until_s - time.monotonic()))
@@ -93,10 +95,12 @@ def _measure(nodes: list[Node], probes: dict[str, Any], ports: dict[str, int]) -
         pairs = [(node, nodes[(i + step) % len(nodes)]) for i, node in enumerate(nodes)]
         asked = [(a, b, _ask_edge(probes[a.name], a, b, ports[b.name])) for a, b in pairs]
         edges += [_edge(a, b, answer) for a, b, answer in asked]
-    by_name, floor = {node.name: node for node in nodes}, slow_floor(edges)
+    by_name = {node.name: node for node in nodes}
+    floor = slow_floor(edges)
     for index, edge in enumerate(edges):  # slow ones once more, alone: all were busy before
         if edge.bytes_per_s < floor:
-            a, b = by_name[edge.source], by_name[edge.target]
+            a = by_name[edge.source]
+            b = by_name[edge.target]
             for _ in range(_SECOND_LOOKS):
                 again = _edge(a, b, _ask_edge(probes[a.name], a, b, ports[b.name]))
                 edges[index] = max(edges[index], again, key=lambda found: found.bytes_per_s)

@@ -203,9 +203,12 @@ def _memory() -> str:
 async def _swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Count what comes until the sender has done, and tell it how much and in which time."""
     with contextlib.suppress(OSError):
-        taken, began_s, last_s = 0, time.monotonic(), time.monotonic()
+        taken = 0
+        began_s = time.monotonic()
+        last_s = time.monotonic()
         while data := await reader.read(len(_CHUNK)):
-            taken, last_s = taken + len(data), time.monotonic()
+            taken = taken + len(data)
+            last_s = time.monotonic()
         writer.write(f"{taken / max(last_s - began_s, 1e-6)}\n".encode())
         await writer.drain()
     await _hang_up(writer)

@@ -315,7 +315,8 @@ class Answer(Exchange):
 
         What came with an end is not written yet.
         """
-        loop, keep_alive_s = asyncio.get_running_loop(), self._context.keep_alive_s
+        loop = asyncio.get_running_loop()
+        keep_alive_s = self._context.keep_alive_s
         self._wakeup.clear()
         for active in self._active:
             active.wakeup = self
@@ -421,7 +422,8 @@ class Answer(Exchange):
 
 def _bulk_bytes(active: ActiveRequest) -> int:
     """Roughly what of an answer takes time to write; see ``off_loop``."""
-    logprobs, embedding_bytes = active.record.prompt_logprobs, len(active.record.embedding)
+    logprobs = active.record.prompt_logprobs
+    embedding_bytes = len(active.record.embedding)
     if logprobs is None:
         return embedding_bytes
     return len(logprobs.logprobs) * (2 + 2 * logprobs.alternatives)

@@ -35,7 +35,8 @@ _Body = TypeVar("_Body", bound=ModelBody)
 
 def routes(router: RouterParts) -> Endpoints:
     """``/v1/chat/completions``, ``/v1/completions`` and ``/v1/embeddings``."""
-    api, calls = Endpoints(), Calls(router)
+    api = Endpoints()
+    calls = Calls(router)
 
     @api.post_body("/v1/chat/completions", ChatBody)
     async def chat_completions(request: Request) -> Response:

@@ -26,7 +26,8 @@ from router.served_model import ServedModel
 def routes(router: RouterParts) -> Endpoints:
     """``/v1/models``, LoRA adapters, ``/tokenize`` and ``/detokenize``."""
     api = Endpoints()
-    settings, served = router.settings, router.model
+    settings = router.settings
+    served = router.model
 
     @api.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
@@ -89,7 +90,8 @@ async def _answer_off_loop(
     answer: Callable[[ServedModel, bytes, Ignored, str | None], dict[str, Any]],
 ) -> Response:
     sees = access_of(request.headers, router.settings).sees
-    raw, ignored = await read_body(request, router), ignored_of(request)
+    raw = await read_body(request, router)
+    ignored = ignored_of(request)
     content = await off_loop(
         len(raw), lambda: orjson.dumps(answer(router.model, raw, ignored, sees))
     )

@@ -109,7 +109,8 @@ def routes(router: RouterParts) -> Endpoints:
         """
         access = access_of(request.headers, router.settings)
         tenant = None if access.operator else access.tenant
-        kept, now_ns = router.gateway.kept.newest_first(), monotonic_ns()
+        kept = router.gateway.kept.newest_first()
+        now_ns = monotonic_ns()
         found = latest(kept, now_ns, tenant=tenant, limit=limit, order=order)
         return {"at_s": round(now_ns / 1e9, 6), "requests": found}
 
@@ -144,12 +145,14 @@ def _set_gauges(router: RouterParts) -> None:
     for role in _ROLES:
         for state in _WORKER_STATES:
             router.metrics.set("baton_workers", counts[role, state], role=role, state=state)
-    running, waiting = 0, router.gateway.admission.waiting
+    running = 0
+    waiting = router.gateway.admission.waiting
     total_blocks = leased_blocks = 0
     for slot in router.gateway.workers.usable:
         if slot.link is not None and slot.link.status is not None:
             status = slot.link.status
-            running, waiting = running + status.running, waiting + status.waiting
+            running = running + status.running
+            waiting = waiting + status.waiting
             total_blocks += status.kv_blocks.total
             leased_blocks += status.kv_blocks.leased
     router.metrics.set("baton_fleet_running_requests", running)

@@ -47,7 +47,8 @@ class _File(NamedTuple):
 def routes(router: RouterParts) -> Endpoints:
     """``/``, ``/docs`` and ``/page/*``."""
     api = Endpoints()
-    index, docs = _read("index.html", "text/html"), _read("docs.html", "text/html")
+    index = _read("index.html", "text/html")
+    docs = _read("docs.html", "text/html")
     loaded = {name: _read(path, kind) for name, (path, kind) in _FILES.items()}
 
     @api.get("/", include_in_schema=False)

@@ -77,7 +77,8 @@ class RouterParts:
         stored_responses: StoredResponses | None = None,
     ) -> Self:
         """The parts for one model and the workers that ``directory`` names."""
-        metrics, prefix_index = Metrics("router", model=model.names[0]), PrefixIndex()
+        metrics = Metrics("router", model=model.names[0])
+        prefix_index = PrefixIndex()
         timing = settings.emulated
         metrics.set("baton_engine_info", 1, engine="emulated" if timing else "real", timing=timing)
         observer = Observer(metrics)
@@ -153,13 +154,15 @@ async def read_body(request: Request, router: RouterParts, *, deadline_s: float 
         DeadlineError: It takes longer than the request may.
         ClientClosedError: The client left before it had sent all.
     """
-    settings, own_s = router.settings, router.settings.clients.body_timeout_s
+    settings = router.settings
+    own_s = router.settings.clients.body_timeout_s
     limit_bytes = settings.max_body_bytes
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
     unfolder = Gunzip.of(request.headers.get("content-encoding", ""))
-    body, received_bytes = bytearray(), 0
+    body = bytearray()
+    received_bytes = 0
     try:
         async with asyncio.timeout(min(own_s, deadline_s) if deadline_s else own_s):
             async for piece in request.stream():

@@ -179,7 +179,8 @@ class Preparer:
         request_id = f"cmpl-{secrets.token_hex(16)}"
         requests = []
         for index, text in enumerate(prompts):
-            special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens
+            special = body.add_special_tokens is not False
+            cut = body.truncate_prompt_tokens
             prompt = self._model.encode_prompt(text, special=special, whole=cut is None)
             answer_tokens = body.max_tokens if body.max_tokens is not None else _COMPLETION_TOKENS
             prompt = self._cut(prompt, cut, answer_tokens)
@@ -212,7 +213,8 @@ class Preparer:
         Raises:
             InvalidRequestError: See its subclasses; the parameter is named.
         """
-        inputs, size = body.inputs(), self._model.hidden_size
+        inputs = body.inputs()
+        size = self._model.hidden_size
         if not 1 <= len(inputs) <= MAX_INPUTS:
             raise InvalidRequestError(
                 f"input: must hold 1 to {MAX_INPUTS} inputs (got {len(inputs)})", param="input"
@@ -342,7 +344,8 @@ class Preparer:
         now_ns: int,
     ) -> GenerationRequest:
         salt = body.cache_salt if isinstance(body, GenerationBody) else None
-        priority, least = body.priority or 0, caller.min_priority
+        priority = body.priority or 0
+        least = caller.min_priority
         if least is not None and priority < least:
             if body.priority is not None:
                 raise InvalidRequestError(

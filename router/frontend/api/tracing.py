@@ -116,7 +116,8 @@ def part_spans(tracing: Tracing, span: Span, active: ActiveRequest) -> None:
     """The parts of a request at the router, written when it is over, below the span of its call."""
     if not span.is_recording():
         return
-    record, context = active.record, set_span_in_context(span)
+    record = active.record
+    context = set_span_in_context(span)
     to_unix_ns = time_ns() - monotonic_ns()
 
     def write(name: str, begin_ns: int, end_ns: int, **more: Any) -> Span:

@@ -39,7 +39,8 @@ class AnswerFiles:
                 if number is None:
                     break
                 self.done.add(number)
-                whole, lines = whole + len(line), lines + 1
+                whole = whole + len(line)
+                lines = lines + 1
             file.truncate(whole)
         return lines
 

@@ -89,8 +89,10 @@ def store_of(settings: RouterSettings) -> BatchStore | None:
 
 def routes(router: RouterParts) -> Endpoints:
     """Files and batches."""
-    api, settings = Endpoints(), router.settings
-    found, gate = store_of(settings), UploadGate()
+    api = Endpoints()
+    settings = router.settings
+    found = store_of(settings)
+    gate = UploadGate()
 
     def of(request: Request) -> tuple[BatchStore, str]:
         tenant = tenant_of(request.headers, settings)

@@ -95,7 +95,8 @@ class BatchRecord(msgspec.Struct, kw_only=True):
 
     def name_files(self, output: str | None, errors: str | None) -> None:
         """Note the ids that the files of answers get; None for one that is empty."""
-        self.output_file_id, self.error_file_id = output, errors
+        self.output_file_id = output
+        self.error_file_id = errors
 
     def finish(self, now_s: float) -> None:
         """No line runs any more, and the files of answers are whole."""

@@ -42,7 +42,8 @@ _POLL_S = 0.5
 _SAVE_S = 1.0
 _SWEEP_S = 3600.0
 _READ_AHEAD_LINES = 32
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _TRY_AGAIN = (429, 503, 504)
 _MOST_LOST = 3  # answers that say that the workers of a line were lost
@@ -163,7 +164,8 @@ class _Run:
 
     async def all_lines(self) -> None:
         """Run what is not done yet, then make files of the answers."""
-        batch, store = self.batch, self._store
+        batch = self.batch
+        store = self._store
         if batch.is_closing:  # an earlier router did not come to the end of it
             await self.end()
             return
@@ -184,7 +186,8 @@ class _Run:
             await self._run_lines(files, path)
         finally:
             files.close()
-            batch.completed, batch.failed = files.completed, files.failed
+            batch.completed = files.completed
+            batch.failed = files.failed
         await self.end()
 
     def _count(self, path: Path) -> int:
@@ -217,7 +220,8 @@ class _Run:
     def _read(
         self, lines: Iterator[tuple[int, bytes]], seen: set[bytes]
     ) -> list[tuple[int, LineRequest | LineFault]]:
-        endpoint, most = self.batch.endpoint, self._max_line_bytes
+        endpoint = self.batch.endpoint
+        most = self._max_line_bytes
         return [
             (number, read_line(raw, number, endpoint, seen, most))
             for number, raw in itertools.islice(lines, _READ_AHEAD_LINES)
@@ -229,7 +233,8 @@ class _Run:
 
     async def _one(self, files: AnswerFiles, number: int, line: LineRequest | LineFault) -> None:
         if isinstance(line, LineFault):
-            written, ok = fault_line(self.batch.id, number, line), False
+            written = fault_line(self.batch.id, number, line)
+            ok = False
         else:
             answer = await self._ask(line)
             ok = answer.status_code == httpx.codes.OK
@@ -251,7 +256,8 @@ class _Run:
 
     async def _ask(self, line: LineRequest) -> httpx.Response:
         """The answer to a line, once there is room for it."""
-        pause_s, lost = _FIRST_PAUSE_S, 0
+        pause_s = _FIRST_PAUSE_S
+        lost = 0
         while True:
             left_ms = int((self.batch.expires_s - time.time()) * 1000)
             timeout_ms = str(min(max(left_ms, 1), _MAX_TIMEOUT_MS))
@@ -280,7 +286,8 @@ class _Run:
 
     async def _save(self, files: AnswerFiles) -> None:
         self._saved_s = time.monotonic()
-        self.batch.completed, self.batch.failed = files.completed, files.failed
+        self.batch.completed = files.completed
+        self.batch.failed = files.failed
         await asyncio.to_thread(self._store.save, self.batch)
 
     async def _fail(self, code: str, message: str) -> None:
@@ -292,7 +299,9 @@ class _Run:
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        batch, store, now_s = self.batch, self._store, time.time()
+        batch = self.batch
+        store = self._store
+        now_s = time.time()
         paths = {kind: store.path_of(batch, kind) for kind in ("output", "errors")}
         if not (batch.output_file_id or batch.error_file_id):
             batch.name_files(*map(store.new_id, paths.values()))

@@ -212,7 +212,8 @@ class BatchStore:
         looked: dict[str, tuple[int, bool]] = {}
         found: list[BatchRecord] = []
         for path in self.root.glob("*/batches"):
-            tenant, changed_ns = path.parent.name, path.stat().st_mtime_ns
+            tenant = path.parent.name
+            changed_ns = path.stat().st_mtime_ns
             before_ns, is_quiet = self._looked.get(tenant, (0, False))
             if not (is_quiet and changed_ns == before_ns):
                 open_ones = [batch for batch in self.batches(tenant) if not batch.ended]

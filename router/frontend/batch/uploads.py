@@ -125,7 +125,8 @@ async def _bounded(request: Request, limit_bytes: int) -> AsyncGenerator[bytes, 
 
 
 def _checked(form: FormData, limit_bytes: int) -> Upload:
-    file, purpose = form.get("file"), form.get("purpose")
+    file = form.get("file")
+    purpose = form.get("purpose")
     if not isinstance(file, UploadFile):
         raise InvalidRequestError("file: is required", param="file")
     if purpose != "batch":

@@ -71,7 +71,8 @@ class Deliveries:
     def add(self, deliver: Callable[[], None]) -> None:
         """Call ``deliver``, which must not raise, in the next pass."""
         if not self._waiting:
-            loop, hold_ns = asyncio.get_running_loop(), self._pace.hold_ns
+            loop = asyncio.get_running_loop()
+            hold_ns = self._pace.hold_ns
             if hold_ns:
                 loop.call_later(hold_ns / 1e9, self._deliver)
             else:
@@ -79,7 +80,8 @@ class Deliveries:
         self._waiting[deliver] = None
 
     def _deliver(self) -> None:
-        waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting
+        self._waiting = {}
         for deliver in waiting:
             deliver()
         self._pace.passed(time.monotonic_ns(), time.thread_time_ns())

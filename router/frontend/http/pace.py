@@ -37,7 +37,8 @@ class Pace:
         if window_ns < _WINDOW_NS:
             return
         busy = (cpu_ns - self._spent_ns) / window_ns
-        self._since_ns, self._spent_ns = now_ns, cpu_ns
+        self._since_ns = now_ns
+        self._spent_ns = cpu_ns
         if busy > _SHORT_OF_TIME:
             self.hold_ns = min(self.hold_ns + 2 * _STEP_NS, LONGEST_NS)
         elif busy < _IDLE:

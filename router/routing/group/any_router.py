@@ -98,7 +98,8 @@ class AnyRouter:
         await how(scope, receive, send)
 
     def _way_of(self, scope: Scope) -> Callable[[Scope, Receive, Send], Any] | None:
-        method, path = scope["method"], scope["path"]
+        method = scope["method"]
+        path = scope["path"]
         if path.startswith("/v1/") and not path.startswith("/v1/responses/") and path not in _NEWS:
             return None  # nearly all
         own = any(name == OWN_ANSWER.encode() for name, _ in scope["headers"])

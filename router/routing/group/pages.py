@@ -34,7 +34,8 @@ class Pages:
 
     def add(self, page: bytes, *, past: bool = False) -> None:
         """Add a page; of one that is ``past``, what only grows."""
-        family, name = _Family(), b""
+        family = _Family()
+        name = b""
         for line in page.splitlines():
             if line.startswith(b"# "):
                 _, keyword, about, rest = line.split(b" ", 3)

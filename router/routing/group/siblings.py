@@ -54,7 +54,8 @@ class Siblings:
             make_connection: A protocol for each connection that comes.
             tls: What clients' connections begin with; siblings speak without.
         """
-        member, loop = self._member, asyncio.get_running_loop()
+        member = self._member
+        loop = asyncio.get_running_loop()
 
         async def accept(index: int) -> asyncio.Server:
             lent = member.sockets[index].dup()

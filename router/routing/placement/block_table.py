@@ -152,7 +152,9 @@ class PlainBlockTable:
     ) -> list[tuple[int, int]]:
         """See ``BlockTable``."""
         tables = [self, *(other for other in others if isinstance(other, PlainBlockTable))]
-        alive, found, count = live.numbers, [], 0
+        alive = live.numbers
+        found = []
+        count = 0
         for count, block_hash in enumerate(each_hash(hashes)):
             having: set[int] = set()
             for table in tables:
@@ -195,7 +197,8 @@ class NativeBlockTable:
         if not self.handle:
             raise MemoryError("the block table")
         self.packed_handle = (self.handle.value or 0).to_bytes(8, sys.byteorder)
-        self._workers, self._lengths = np.zeros(0, np.uint16), np.zeros(0, np.uint32)
+        self._workers = np.zeros(0, np.uint16)
+        self._lengths = np.zeros(0, np.uint32)
         self._found_at = 0, 0
 
     def __del__(self) -> None:
@@ -253,7 +256,8 @@ class NativeBlockTable:
             if most > table.room:
                 table.widen(most)
         if most > len(self._workers):
-            self._workers, self._lengths = np.zeros(most, np.uint16), np.zeros(most, np.uint32)
+            self._workers = np.zeros(most, np.uint16)
+            self._lengths = np.zeros(most, np.uint32)
             self._found_at = self._workers.ctypes.data, self._lengths.ctypes.data
         # No array of ctypes: each length is a type of its own, and takes longer to make than this.
         found = self._library.baton_blocks_match(
@@ -265,7 +269,8 @@ class NativeBlockTable:
             len(live.bits) // 8,
             *self._found_at,
         )
-        workers, lengths = self._workers[:found].tolist(), self._lengths[:found].tolist()
+        workers = self._workers[:found].tolist()
+        lengths = self._lengths[:found].tolist()
         return list(zip(workers, lengths, strict=True))
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:

@@ -117,7 +117,8 @@ class LoadBook:
         """The first token came: the prompt is no longer a load."""
         for worker_id in self._workers_of.get(request_id, ()):
             worker = self._workers[worker_id]
-            booking, counts = worker.live[request_id], request_id in worker.unreported
+            booking = worker.live[request_id]
+            counts = request_id in worker.unreported
             if counts:
                 worker.add(booking, -1)
             booking.tokens = booking.context = 0
@@ -188,7 +189,8 @@ class LoadBook:
 
     def changed(self) -> set[str]:
         """The workers of which this has changed since the last call; for one reader."""
-        changed, self._changed = self._changed, set()
+        changed = self._changed
+        self._changed = set()
         return changed
 
     def booked(self) -> Iterator[tuple[str, Unreported]]:

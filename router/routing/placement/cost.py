@@ -283,23 +283,30 @@ class _Work(NamedTuple):
 
     def prompt(self, worker: WorkerLoad) -> _Prompt:
         uncached, compute_s = self._compute(worker, worker.cached_blocks)
-        bring_s, held_blocks = 0.0, worker.cached_blocks
+        bring_s = 0.0
+        held_blocks = worker.cached_blocks
         if worker.tier_blocks > held_blocks:
             rest, rest_s = self._compute(worker, worker.tier_blocks)
             if worker.tier_s + rest_s < compute_s:
-                uncached, compute_s, held_blocks = rest, rest_s, worker.tier_blocks
+                uncached = rest
+                compute_s = rest_s
+                held_blocks = worker.tier_blocks
                 bring_s = worker.tier_s
-        pull_s, least_s = 0.0, compute_s
+        pull_s = 0.0
+        least_s = compute_s
         links: tuple[Giver, ...] = ()
         for chain in self._chains(worker, held_blocks):
             rest, rest_s = self._compute(worker, chain.links[-1].blocks)
             if chain.seconds + rest_s < least_s:
-                least_s, links = chain.seconds + rest_s, chain.links
-                uncached, compute_s = rest, rest_s
+                least_s = chain.seconds + rest_s
+                links = chain.links
+                uncached = rest
+                compute_s = rest_s
                 pull_s = max(chain.seconds - worker.queue_s, 0.0)  # while others are computed
         # Streams wait while a prompt is computed. Prompts that came before it do not.
         delayed = worker.streams if worker.answering is None else worker.answering
-        queue_s, slowdown_s = worker.queue_s, compute_s * delayed
+        queue_s = worker.queue_s
+        slowdown_s = compute_s * delayed
         crowding_s = compute_s * worker.crowding
         own_s = queue_s + worker.adapter_s + bring_s + pull_s + compute_s
         own_s = own_s + slowdown_s + crowding_s
@@ -333,7 +340,8 @@ class _Work(NamedTuple):
         return uncached, PREFILL_OVERHEAD_S + worker.prompt_s(uncached, context)
 
     def answer(self, worker: WorkerLoad) -> _Answer:
-        step_s, marginal_s = worker.decode_step_s, worker.decode_step_s * STEP_SHARE_PER_STREAM
+        step_s = worker.decode_step_s
+        marginal_s = worker.decode_step_s * STEP_SHARE_PER_STREAM
         decode_s = self.expected_tokens * (step_s + marginal_s * worker.streams)
         slowdown_s = self.expected_tokens * marginal_s * worker.streams * self.choices
         blocks = -(
@@ -402,7 +410,8 @@ def _alone(prompt: _Prompt, answer: _Answer) -> Candidate:
 
 
 def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
-    prefill, decode = prompt.worker, answer.worker
+    prefill = prompt.worker
+    decode = answer.worker
     terms = Terms(
         queue_s=prompt.queue_s,
         adapter_s=decode.adapter_s + prefill.adapter_s,  # decode has it before it asks prefill

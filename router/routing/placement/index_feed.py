@@ -79,7 +79,8 @@ class IndexFeeder:
 
     async def _take_in(self, snapshot: Snapshot) -> Applied:
         """A slice at a time: tokens pass in between."""
-        steps, pause = self._prefix_index.take_in(snapshot), _Pause()
+        steps = self._prefix_index.take_in(snapshot)
+        pause = _Pause()
         while True:
             try:
                 next(steps)

@@ -126,8 +126,11 @@ class Described(Sequence[Candidate]):
         return made
 
     def _describe(self, placed: Placed) -> Candidate:
-        computes, holds, waits = placed.computes, placed.holds, self._wait_per_s
-        alone, asked = computes is holds, self._asked
+        computes = placed.computes
+        holds = placed.holds
+        waits = self._wait_per_s
+        alone = computes is holds
+        asked = self._asked
 
         def load(worker: Known) -> WorkerLoad:
             return worker.load(self._rates, waits[worker.slot.role], givers=asked.givers)

@@ -229,7 +229,8 @@ class Placer:
 
     def _held_now(self, links: Sequence[Giver], hashes: Hashes) -> list[Giver]:
         """Without what givers are only expected to have soon: nobody can pull that."""
-        held, there = self._prefix_index.prefixes(hashes), []
+        held = self._prefix_index.prefixes(hashes)
+        there = []
         before = 0
         for giver in links:
             slot = self._workers.get(giver.worker_id)
@@ -293,7 +294,8 @@ class Placer:
 
     def _worth_pricing(self, prompt: "_Prompt", rates: Rates, now_ns: int) -> list[WorkerLoad]:
         """The few workers that may be the best, as the cost model takes them."""
-        request, usable = prompt.request, self._shortlist.usable
+        request = prompt.request
+        usable = self._shortlist.usable
         below = self._shortlist.tiers(prompt.held)
         tiers = {usable[index].worker_id: one for index, one in below.items()}
         best = self._shortlist.best(
@@ -322,8 +324,10 @@ class Placer:
         ]
 
     def _book_load(self, request: GenerationRequest, chosen: Candidate, now_ns: int) -> None:
-        computes, decodes = chosen.computes.worker_id, chosen.decode.worker_id
-        length, tokens = len(request.prompt), chosen.uncached_tokens
+        computes = chosen.computes.worker_id
+        decodes = chosen.decode.worker_id
+        length = len(request.prompt)
+        tokens = chosen.uncached_tokens
         context = context_tokens(length - tokens, length)
         book = partial(self._book.book, now_ns=now_ns, adapter=request.adapter_digest)
         if computes != decodes:

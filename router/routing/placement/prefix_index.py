@@ -191,7 +191,8 @@ class PrefixIndex:
         No event says so yet. They count for two seconds and more, so that the same prompt, asked
         again at once, goes where it was computed.
         """
-        newest, number = self._expected.at(now_ns)[0], self._entry(incarnation).number
+        newest = self._expected.at(now_ns)[0]
+        number = self._entry(incarnation).number
         room = _MAX_EXPECTED_BLOCKS - newest.blocks
         newest.add(number, packed(hashes), room)
 
@@ -252,7 +253,9 @@ class PrefixIndex:
         if batch.cleared:
             before = entry.number
             self._retire(entry)
-            entry.number, entry.blocks, entry.checksum = self._numbers.take(), 0, 0
+            entry.number = self._numbers.take()
+            entry.blocks = 0
+            entry.checksum = 0
             self._expected.rename(before, entry.number)
             self._count(batch.incarnation, entry)
         removed = self._table.remove(entry.number, b"".join(batch.removed))
@@ -289,7 +292,8 @@ class PrefixIndex:
         With ``now_ns`` those count too that it is expected to hold soon.
         """
         expected = self._expected.at(now_ns) if now_ns is not None else ()
-        found, named = self._table.match(packed(hashes), self._live, expected), self._incarnations
+        found = self._table.match(packed(hashes), self._live, expected)
+        named = self._incarnations
         return {named[number]: length for number, length in found}
 
     def prefix_blocks(self, incarnation: bytes, hashes: Hashes, now_ns: int | None = None) -> int:

@@ -71,7 +71,8 @@ class Pricing:
         self._edges: list[ReportedEdges] = [ReportedEdges.none()] * workers
         self._booked = np.zeros((workers, 3))
         self._cached = np.zeros(workers)
-        self._book_cells, self._cached_cells = _cells(self._booked), _cells(self._cached)
+        self._book_cells = _cells(self._booked)
+        self._cached_cells = _cells(self._cached)
         self._asked = bytearray(_ASKED.size)
         self._tiers = np.zeros((workers, 2))  # blocks, and the seconds until they are back
         # Bytes/s from each giver, behind whether any was measured.
@@ -79,9 +80,11 @@ class Pricing:
         self._pull_cells = _cells(self._pulls)
         self._again = np.zeros(workers, np.int32)  # of which those are known
         self._alone_s = np.zeros(workers)
-        self._prompts, self._answers = np.zeros((workers, 2)), np.zeros((workers, 2))
+        self._prompts = np.zeros((workers, 2))
+        self._answers = np.zeros((workers, 2))
         self._formats: dict[str, int] = {}
-        self._chosen, self._costs = np.zeros((COMPARED, 2), np.int32), np.zeros(COMPARED)
+        self._chosen = np.zeros((COMPARED, 2), np.int32)
+        self._costs = np.zeros(COMPARED)
         self._halves = np.zeros((0, 2, PAIRED_OF_A_ROLE), np.int32)
         self._rates = np.zeros((0, PAIRED_OF_A_ROLE, PAIRED_OF_A_ROLE))
         self._rate_cells = _cells(self._rates)
@@ -96,8 +99,10 @@ class Pricing:
             self._rates = np.zeros((number + 1, *self._rates.shape[1:]))
             self._rate_cells = _cells(self._rates)
             self._at = _Addresses.of(self)
-        line, streams = rates.prompt_line(role, report), report.streams
-        self._names[index], self._edges[index] = worker_id, report.edges_bytes_per_s
+        line = rates.prompt_line(role, report)
+        streams = report.streams
+        self._names[index] = worker_id
+        self._edges[index] = report.edges_bytes_per_s
         _ROW.pack_into(
             self._row_bytes,
             _ROW.size * index,
@@ -125,7 +130,8 @@ class Pricing:
 
     def book(self, index: int, load: Unreported) -> None:
         """What a worker's report does not hold yet is this from now on."""
-        cells, at = self._book_cells, 3 * index
+        cells = self._book_cells
+        at = 3 * index
         cells[at], cells[at + 1], cells[at + 2] = load
 
     def cheapest(
@@ -151,10 +157,17 @@ class Pricing:
         _ASKED.pack_into(
             self._asked,
             0,
-            *(asked.prompt_tokens, asked.expected_tokens, asked.choices, asked.moves_kv),
+            asked.prompt_tokens,
+            asked.expected_tokens,
+            asked.choices,
+            asked.moves_kv,
             *crowding,
-            *(PREFILL_OVERHEAD_S, EDGE_OVERHEAD_S, STEP_SHARE_PER_STREAM, EXPOSED_SHARE),
-            *(PULL_OVERHEAD_S, len(asked.givers)),
+            PREFILL_OVERHEAD_S,
+            EDGE_OVERHEAD_S,
+            STEP_SHARE_PER_STREAM,
+            EXPOSED_SHARE,
+            PULL_OVERHEAD_S,
+            len(asked.givers),
             *(*(giver.blocks for giver in asked.givers), *_NOBODY)[:MAX_GIVERS],
         )
         cells = self._cached_cells
@@ -185,8 +198,11 @@ class Pricing:
         for prefills, decodes in self._halves.tolist():
             few.update(prefills if asked.mode == "disaggregated" else prefills + decodes)
         few.discard(-1)
-        most, held, cells = asked.givers[0].blocks, self._cached_cells, self._pull_cells
-        givers, measured = [giver.worker_id for giver in asked.givers], []
+        most = asked.givers[0].blocks
+        held = self._cached_cells
+        cells = self._pull_cells
+        givers = [giver.worker_id for giver in asked.givers]
+        measured = []
         for index in few:
             if held[index] < most and any(rates := self._edges[index].rates(givers)):
                 at = index * (1 + MAX_GIVERS)
@@ -199,26 +215,54 @@ class Pricing:
     def _price(
         self, mode: Mode, avoid: int, first: int, again: int = 0
     ) -> tuple[list[list[int]], list[float]]:
-        at, count, formats = self._at, self._workers, len(self._formats)
+        at = self._at
+        count = self._workers
+        formats = len(self._formats)
         self._library.baton_price_workers(
-            *(at.rows, count, at.asked, at.booked, at.cached, at.tiers, at.pulls),
-            *(avoid, first, formats),
-            *(at.alone_s, at.prompts, at.answers, at.halves, at.again, again),
+            at.rows,
+            count,
+            at.asked,
+            at.booked,
+            at.cached,
+            at.tiers,
+            at.pulls,
+            avoid,
+            first,
+            formats,
+            at.alone_s,
+            at.prompts,
+            at.answers,
+            at.halves,
+            at.again,
+            again,
         )
         pairs = mode != "colocated"
         if pairs and ((halves := self._halves.tolist()) != self._read_of or not again):
             self._read_edges(halves)
             self._read_of = halves
         found = self._library.baton_price_cheapest(
-            *(at.rows, count, at.asked, first, formats, mode != "disaggregated", pairs),
-            *(at.alone_s, at.prompts, at.answers, at.halves, at.rates),
-            *(COMPARED, at.chosen, at.costs),
+            at.rows,
+            count,
+            at.asked,
+            first,
+            formats,
+            mode != "disaggregated",
+            pairs,
+            at.alone_s,
+            at.prompts,
+            at.answers,
+            at.halves,
+            at.rates,
+            COMPARED,
+            at.chosen,
+            at.costs,
         )
         return self._chosen[:found].tolist(), self._costs[:found].tolist()
 
     def _read_edges(self, halves: list[list[list[int]]]) -> None:
         """Measured rates of the few pairs that are priced."""
-        names, cells = self._names, self._rate_cells
+        names = self._names
+        cells = self._rate_cells
         for number, (prefills, decodes) in enumerate(halves):
             of_prefills = [names[index] for index in prefills if index >= 0]
             for place, decode in enumerate(decodes):

@@ -62,7 +62,8 @@ def prompt_hashes(request: GenerationRequest, slots: Sequence[Slot], seeds: Hash
     link = slots[0].link
     if link is None:
         return b""
-    seed, library = seeds.seed(request, link.capabilities), load()
+    seed = seeds.seed(request, link.capabilities)
+    library = load()
     if library is None:
         return b"".join(block_hashes(seed, request.prompt))
     return native_hashes(library, seed, request.prompt)
@@ -76,6 +77,7 @@ def native_hashes(library: ctypes.CDLL, seed: bytes, tokens: Sequence[int]) -> b
     # A buffer of ctypes is of a type of its own for each length, which takes longer to make.
     names = bytearray(count * HASH_BYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(names))
-    packed, block_bytes = pack_tokens(tokens), BLOCK_TOKENS * TOKEN_BYTES
+    packed = pack_tokens(tokens)
+    block_bytes = BLOCK_TOKENS * TOKEN_BYTES
     library.baton_block_names(KEY, len(KEY), seed, packed, count, block_bytes, address)
     return bytes(names)

@@ -130,10 +130,12 @@ def regret(
         return _with_measured(refitted, chosen, measured).total_s
 
     chosen_s = cost_s(chosen)
-    best_s, best = chosen_s, chosen
+    best_s = chosen_s
+    best = chosen
     for candidate in compared[:REPRICED_CANDIDATES]:
         if (other_s := cost_s(candidate)) < best_s:
-            best_s, best = other_s, candidate
+            best_s = other_s
+            best = candidate
     return Regret(seconds=chosen_s - best_s, chosen_s=chosen_s, best_s=best_s, best=best)
 
 

@@ -110,7 +110,8 @@ class Shortlist:
             anew = fewer
         if anew or any(map(self._came_or_went, changed)):
             self._begin_anew()
-            changed, anew = [], True
+            changed = []
+            anew = True
         for place in changed:
             if (index := self._index_of[place]) >= 0:
                 self._read(index)
@@ -136,7 +137,8 @@ class Shortlist:
         changed = []
         while news:
             worker_id = news.pop()
-            place, slot = self._place_of.get(worker_id), slots.get(worker_id)
+            place = self._place_of.get(worker_id)
+            slot = slots.get(worker_id)
             if place is None or slot is None or slot is not self._seen[place]:
                 news.clear()
                 return None
@@ -146,7 +148,9 @@ class Shortlist:
 
     def _look_at_all(self, slots: Slots) -> tuple[list[int], bool]:
         """The places of what changed, and whether there are fewer than before."""
-        seen, marks, changed = self._seen, self._marks, []
+        seen = self._seen
+        marks = self._marks
+        changed = []
         count = -1
         for count, slot in enumerate(slots):
             mark = _mark(slot)
@@ -155,7 +159,8 @@ class Shortlist:
                 marks.append(mark)
                 changed.append(count)
             elif marks[count] != mark:
-                seen[count], marks[count] = slot, mark
+                seen[count] = slot
+                marks[count] = mark
                 changed.append(count)
         fewer = len(marks) > count + 1
         del seen[count + 1 :], marks[count + 1 :]
@@ -166,7 +171,8 @@ class Shortlist:
     def _came_or_went(self, place: int) -> bool:
         if place >= len(self._index_of):
             return True
-        index, slot = self._index_of[place], self._seen[place]
+        index = self._index_of[place]
+        slot = self._seen[place]
         if index < 0 or not slot.usable:
             return (index >= 0) != slot.usable
         known = self._index_of_incarnation.get(slot.incarnation) == index
@@ -278,7 +284,8 @@ class Shortlist:
         """
         if self.pricing is None or not self._usable:
             return None
-        pricing, of_incarnation = self.pricing, self._index_of_incarnation
+        pricing = self.pricing
+        of_incarnation = self._index_of_incarnation
         self._take_bookings(pricing, book)
         cached = {
             index: blocks
@@ -288,7 +295,8 @@ class Shortlist:
         if now_ns - self._crowding_ns >= _CROWDING_EVERY_NS:
             self._crowding_ns = now_ns
             self._note_crowding(pricing.waiting_tokens, now_ns)
-        wait_per_s, tiers = self._crowding.wait_per_s, self.tiers(held)
+        wait_per_s = self._crowding.wait_per_s
+        tiers = self.tiers(held)
         pairs, costs_s = pricing.cheapest(
             asked,
             cached.items(),
@@ -297,7 +305,8 @@ class Shortlist:
             avoid=of_incarnation.get(avoid, -1),
             first=self._first(),
         )
-        all_found, all_booked = self._found, self._booked
+        all_found = self._found
+        all_booked = self._booked
         found = {index: all_found[index] for pair in pairs for index in pair}
         booked = {index: load for index in found if (load := all_booked.get(index)) is not None}
         return Placements(pairs, costs_s, found, booked, cached, tiers)
@@ -306,7 +315,8 @@ class Shortlist:
         """Write those that have changed since the last prompt; all, where the rows are new."""
         changed: Iterable[str] = book.changed()
         if self._booked_of is not book:
-            changed, self._booked_of = self._index_of_worker, book
+            changed = self._index_of_worker
+            self._booked_of = book
             self._booked.clear()
         for worker_id in changed:
             if (index := self._index_of_worker.get(worker_id)) is not None:
@@ -349,7 +359,8 @@ class Shortlist:
         """
         while self._not_in_columns:
             self._write_columns(self._not_in_columns.pop())
-        queued, streams = self._queued_tokens.copy(), self._streams.copy()
+        queued = self._queued_tokens.copy()
+        streams = self._streams.copy()
         answering = self._answering.copy()
         for worker_id, booked in book.booked():
             if (index := self._index_of_worker.get(worker_id)) is not None:
@@ -379,7 +390,8 @@ class Shortlist:
         kept: list[int] = []
         for role, members in self._of_role.items():
             soon, free = (keep, keep // 2) if role == "prefill" else (keep // 2, keep)
-            soonest, freest = _smallest(members, prompt_s, soon), _smallest(members, streams, free)
+            soonest = _smallest(members, prompt_s, soon)
+            freest = _smallest(members, streams, free)
             holders = _smallest(members[cached[members] > 0], -cached, keep // 2)
             kept += dict.fromkeys([*soonest, *freest, *holders])
         return [
@@ -418,5 +430,6 @@ def _smallest(members: _Indices, column: _Column, keep: int) -> list[int]:
     values = column[members]
     if len(members) > keep:
         few = np.argpartition(values, keep)[:keep]
-        members, values = members[few], values[few]
+        members = members[few]
+        values = values[few]
     return [int(index) for index in members[np.argsort(values)]]

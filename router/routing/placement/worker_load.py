@@ -134,7 +134,8 @@ class Rates:
         Half a percent would send every prompt that is cached nowhere to the same few idle workers:
         a tie is broken by the rate, again and again, and the cache follows.
         """
-        own, usual = report.prompt_line, self.prompt_lines.get(role)
+        own = report.prompt_line
+        usual = self.prompt_lines.get(role)
         if usual is not None and (not report.prefill_tokens_per_s or own.is_like(usual)):
             return usual
         return own
@@ -179,10 +180,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             cached_blocks: In its pool.
             held: By tier, how many it or one above it has.
         """
-        blocks, seconds = cached_blocks, BRING_OVERHEAD_S
+        blocks = cached_blocks
+        seconds = BRING_OVERHEAD_S
         for tier, block_s in self.tier_block_s.items():
             if (more := held.get(tier, 0) - blocks) > 0:
-                blocks, seconds = blocks + more, seconds + more * block_s
+                blocks = blocks + more
+                seconds = seconds + more * block_s
         return (blocks, seconds) if blocks > cached_blocks else NO_TIERS
 
     @classmethod
@@ -194,7 +197,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         before: "Report | None" = None,
     ) -> "Report":
         """As numbers; what a worker can is not read again where ``before`` has it."""
-        blocks, edges = status.kv_blocks, ReportedEdges(status, links)
+        blocks = status.kv_blocks
+        edges = ReportedEdges(status, links)
         if before is not None and before.capabilities is capabilities:
             shape = before.block_bytes, before.block_tokens, before.format_id
         else:
@@ -305,7 +309,8 @@ def load_of(
     link = slot.link
     if link is None:
         raise ValueError(f"{slot.worker_id} is not connected")
-    adapter_s, report = 0.0, (reports or Reports()).of(slot)
+    adapter_s = 0.0
+    report = (reports or Reports()).of(slot)
     if adapter and bytes.fromhex(adapter) not in report.adapters:
         adapter_s = 0.0 if book.brings(slot.worker_id, adapter) else PRIOR_ADAPTER_LOAD_S
     wait_per_s = crowding.wait_per_s(slot.role) if crowding is not None else 0.0
@@ -332,7 +337,9 @@ class Known(NamedTuple):
         givers: tuple[Giver, ...] = (),
     ) -> WorkerLoad:
         """As the cost model takes it; the arguments are those of `load_of`."""
-        slot, report, booked = self.slot, self.report, self.booked
+        slot = self.slot
+        report = self.report
+        booked = self.booked
         line = rates.prompt_line(slot.role, report)
         return WorkerLoad(
             worker_id=slot.worker_id,

@@ -72,13 +72,15 @@ class ActiveRequest:
     def take_placement(self, placement: Placement) -> None:
         """An attempt begins on these workers."""
         self.placement = placement
-        self.decode_id, self.prefill_id = placement.decode_id, placement.prefill_id
+        self.decode_id = placement.decode_id
+        self.prefill_id = placement.prefill_id
         if not self.record.begun:
             self.placed_ns = placement.placed_ns
         self.computed = False
         self.wants_prefill = False
         self.early_end = False
-        self.prefill_asked, self.repairs = b"", {}
+        self.prefill_asked = b""
+        self.repairs = {}
 
     def notify(self) -> None:
         """Tell the handler that there is news."""
@@ -95,17 +97,25 @@ class ActiveRequest:
         """The value of ``x-baton-route``."""
         route = self.record.route
         if route is None:
-            prefill, decode, mode, cached = self.prefill_id, self.decode_id, "", 0
+            prefill = self.prefill_id
+            decode = self.decode_id
+            mode = ""
+            cached = 0
             mode = "disaggregated" if prefill else "colocated"
         else:
-            prefill, decode = route.prefill_worker_id, route.decode_worker_id
-            mode, cached = route.mode, route.cached_tokens
+            prefill = route.prefill_worker_id
+            decode = route.decode_worker_id
+            mode = route.mode
+            cached = route.cached_tokens
         return f"prefill={prefill or decode}; decode={decode}; mode={mode}; cached={cached}"
 
     def explain(self) -> dict[str, Any]:
         """For ``GET /fleet/requests/{id}``: decision, timeline, final route. No text, no tokens."""
-        record, request, placement = self.record, self.request, self.placement
-        route, times = record.route, record.times
+        record = self.record
+        request = self.request
+        placement = self.placement
+        route = record.route
+        times = record.times
         return {
             "id": self.id,
             "client_request_id": request.client_id or None,

@@ -131,13 +131,15 @@ class Dispatcher:
     def _submission(
         self, active: ActiveRequest, link: WorkerLink, prefill: WorkerLink | None, now_ns: int
     ) -> Submission:
-        request, record = active.request, active.record
+        request = active.request
+        record = active.record
         token = self._settings.fleet_token
         target: PrefillTarget | None = None
         if prefill is not None:
             target = prefill_target(prefill, token, active, link.incarnation)
         prefix = prefix_sources(active, self._workers, token, prefill or link)
-        emitted, sampling = record.emitted, request.sampling
+        emitted = record.emitted
+        sampling = request.sampling
         if emitted:  # behind all scores of the prompt
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Submission(

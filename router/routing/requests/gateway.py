@@ -161,7 +161,8 @@ class Gateway:
 
     def _push_out(self, active: ActiveRequest) -> None:
         """End a request whose place in the full queue goes to a tenant that has fewer there."""
-        request, now_ns = active.request, monotonic_ns()
+        request = active.request
+        now_ns = monotonic_ns()
         error = self.admission.refusal(request.tenant, now_ns, expected_s=self._placer.answer_s)
         self._finish(active, error)
 

@@ -170,7 +170,10 @@ class GrammarChecker:
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "baton.text.grammar_check"),
+            sys.executable,
+            "-P",
+            "-m",
+            "baton.text.grammar_check",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -199,7 +202,8 @@ class GrammarChecker:
         return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Verdict)
 
     async def _kill(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):

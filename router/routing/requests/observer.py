@@ -48,7 +48,8 @@ class Observer:
         if active.request.probe or active.placement is None:
             return
         chosen = active.placement.chosen
-        mode, predicted_s = chosen.mode, chosen.terms.first_token_s
+        mode = chosen.mode
+        predicted_s = chosen.terms.first_token_s
         self.metrics.inc("baton_routes", mode=mode)
         self.metrics.observe("baton_predicted_seconds", predicted_s, mode=mode)
 
@@ -107,8 +108,10 @@ class Observer:
             if active.prefill_id is not None and active.decode_id is not None:
                 self.series.handed_over(active.prefill_id, active.decode_id)
             if active.placement is not None:
-                chosen, placed_ns = active.placement.chosen, active.placement.placed_ns
-                mode, actual_s = chosen.mode, (now_ns - placed_ns) / 1e9
+                chosen = active.placement.chosen
+                placed_ns = active.placement.placed_ns
+                mode = chosen.mode
+                actual_s = (now_ns - placed_ns) / 1e9
                 error_s = abs(actual_s - chosen.terms.first_token_s)
                 self.metrics.observe("baton_actual_seconds", actual_s, mode=mode)
                 self.metrics.observe("baton_prediction_error_seconds", error_s, mode=mode)
@@ -125,7 +128,8 @@ class Observer:
     def first_byte(self, active: ActiveRequest, now_ns: int) -> None:
         """The first content byte of an answer went out."""
         if not active.request.probe and not active.request.pooling:
-            wait_s, tenant = (now_ns - active.request.arrived_ns) / 1e9, active.request.tenant
+            wait_s = (now_ns - active.request.arrived_ns) / 1e9
+            tenant = active.request.tenant
             self.metrics.observe("baton_time_to_first_token_seconds", wait_s, tenant=tenant)
             self.series.first_token(wait_s)
 
@@ -134,9 +138,12 @@ class Observer:
         if active.observed or active.request.probe:
             return
         active.observed = True
-        gaps_s, active.gaps_s = active.gaps_s, []
-        record, tenant = active.record, active.request.tenant
-        inc, observe = self.metrics.inc, self.metrics.observe
+        gaps_s = active.gaps_s
+        active.gaps_s = []
+        record = active.record
+        tenant = active.request.tenant
+        inc = self.metrics.inc
+        observe = self.metrics.observe
         observe(
             "baton_e2e_seconds",
             _between_s(record.request.arrived_ns, active.delivered_ns),
@@ -181,7 +188,8 @@ class Observer:
 
     def _regret(self, active: ActiveRequest) -> None:
         """What the choice of workers cost too much, where the request ran as it was placed."""
-        record, placement = active.record, active.placement
+        record = active.record
+        placement = active.placement
         times = record.times
         replaced = placement is None or active.prefill_id != placement.prefill_id or record.moves
         if placement is None or replaced or times is None or not record.finished:
@@ -224,7 +232,8 @@ def phases(active: ActiveRequest, exposed_s: float = 0.0) -> dict[str, float]:
     """
     record = active.record
     times = record.times if not record.moves else None  # those of the last worker only
-    arrived_ns, end_ns = record.request.arrived_ns, active.delivered_ns
+    arrived_ns = record.request.arrived_ns
+    end_ns = active.delivered_ns
     placed_ns = active.placed_ns or end_ns
     # The worker rounds otherwise: its parts must not exceed the time on this router's clock.
     window_s = _between_s(active.placed_ns, record.first_token_ns)

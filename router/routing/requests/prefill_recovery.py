@@ -50,7 +50,8 @@ class PrefillRecovery:
 
     def on_needed(self, active: ActiveRequest, needed: PrefillNeeded) -> None:
         """The decode worker asks, or asks again because a stream broke since it did."""
-        record, failed = active.record, needed.failed.incarnation
+        record = active.record
+        failed = needed.failed.incarnation
         if record.ended or needed.attempt != record.attempt:
             return
         if failed in active.repairs and self._repeat(active, failed):

@@ -87,7 +87,9 @@ class Prober:
     async def _renew(self, *, first: bool) -> None:
         lives = self._lives
         result = await self._probe_all(_FIRST if first else 0)
-        self._last, self._last_s, self._last_lives = result, monotonic(), lives
+        self._last = result
+        self._last_s = monotonic()
+        self._last_lives = lives
 
     async def _probe_all(self, priority: int) -> dict[str, Any]:
         starting = [slot.worker_id for slot in self._gateway.workers if slot.state == "starting"]
@@ -119,7 +121,8 @@ class Prober:
 
     async def _probe(self, pair: Pinned, gate: asyncio.Semaphore, priority: int) -> dict[str, Any]:
         async with gate:
-            began_ns, steps = monotonic_ns(), self._steps(pair)
+            began_ns = monotonic_ns()
+            steps = self._steps(pair)
             wakeup = asyncio.Event()
             request = GenerationRequest(
                 request_id=f"probe-{secrets.token_hex(16)}",

@@ -243,10 +243,8 @@ class RequestRecord:
         self.request = replace(
             self.request, prompt=(), sampling=sampling, checked_schema="", checked_tools={}
         )
-        self.prompt_logprobs, self._logprobs_intake, self.embedding = (
-            None,
-            PromptLogprobsIntake(0),
-            b"",
-        )
+        self._logprobs_intake = PromptLogprobsIntake(0)
+        self.prompt_logprobs = None
+        self.embedding = b""
         for choice in self.choices:
             choice.release_payload()

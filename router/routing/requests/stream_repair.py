@@ -30,7 +30,8 @@ class StreamRepair:
 
     def resume(self, link: WorkerLink, active: ActiveRequest) -> None:
         """Ask for all that this router lacks of a request."""
-        record, now_ns = active.record, monotonic_ns()
+        record = active.record
+        now_ns = monotonic_ns()
         indices = record.next_indices
         active.resume_asked = (record.attempt, indices, now_ns)
         active.early_end = False

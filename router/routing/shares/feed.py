@@ -94,7 +94,8 @@ class ShareFeed:
 
     async def exchange(self, source: DemandSource) -> None:
         """Tell and hear once."""
-        admission, shares = self._admission, self._shares
+        admission = self._admission
+        shares = self._shares
         self._beat += 1
         own = RouterDemand(beat=self._beat, queued=admission.waiting, tenants=admission.demands())
         try:

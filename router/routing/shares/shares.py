@@ -110,8 +110,10 @@ class Shares:
 def _equal_parts(wanted: Mapping[str, int], total: int) -> dict[str, float]:
     """``total`` in equal parts, but to nobody more than is wanted."""
     parts: dict[str, float] = {}
-    left, open_ = float(total), len(wanted)
+    left = float(total)
+    open_ = len(wanted)
     for tenant, most in sorted(wanted.items(), key=lambda item: item[1]):
         parts[tenant] = min(float(most), left / open_)
-        left, open_ = left - parts[tenant], open_ - 1
+        left = left - parts[tenant]
+        open_ = open_ - 1
     return parts

@@ -104,8 +104,10 @@ class RequestLog:
 
 
 def _figures(active: ActiveRequest, endpoint: str, status: int) -> dict[str, Any]:
-    record, request = active.record, active.request
-    first_ns, arrived_ns = record.first_token_ns, request.arrived_ns
+    record = active.record
+    request = active.request
+    first_ns = record.first_token_ns
+    arrived_ns = request.arrived_ns
     error = record.error.code if record.error is not None else None
     reasons = [choice.finish_reason for choice in record.choices]
     return {

@@ -63,7 +63,8 @@ def summary(active: ActiveRequest, now_ns: int) -> dict[str, Any]:
 
 
 def _summary(active: ActiveRequest) -> dict[str, Any]:
-    record, request = active.record, active.request
+    record = active.record
+    request = active.request
     facts = facts_of(active)
     cause, sentence, _ = why(facts)
     first_ns = record.first_token_ns
@@ -115,13 +116,15 @@ def elapsed_s(active: ActiveRequest) -> float:
 
 def facts_of(active: ActiveRequest) -> Facts:
     """What `why` judges by."""
-    record, times = active.record, active.record.times
+    record = active.record
+    times = active.record.times
     over = active.delivered_ns > 0
     computes = active.prefill_id or active.decode_id or _placed_on(active)
     route = record.route
     if route is not None:
         computes = route.prefill_worker_id or computes
-    gaps, chosen = active.gaps, active.placement.chosen if active.placement else None
+    gaps = active.gaps
+    chosen = active.placement.chosen if active.placement else None
     compared = active.placement.candidates if active.placement else ()
     others = {
         worker.worker_id: worker
@@ -165,14 +168,16 @@ def _placed_on(active: ActiveRequest) -> str:
 
 def _phases_so_far(active: ActiveRequest) -> dict[str, float]:
     """Of a request whose last byte is not out: the parts that are over, and the one that runs."""
-    record, now_ns = active.record, monotonic_ns()
+    record = active.record
+    now_ns = monotonic_ns()
     marks = [
         ("tokenize", active.submitted_ns),
         ("queue", active.placed_ns),
         ("prefill", record.first_token_ns),
         ("decode", now_ns),
     ]
-    parts, begin_ns = {}, record.request.arrived_ns
+    parts = {}
+    begin_ns = record.request.arrived_ns
     for name, end_ns in marks:
         parts[name] = ((end_ns or now_ns) - begin_ns) / 1e9
         if not end_ns:

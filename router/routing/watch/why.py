@@ -142,7 +142,8 @@ def _computing(facts: Facts) -> Iterator[Why]:
     computed = max(facts.prompt_tokens - facts.cached_tokens, 1)
     if facts.prefill_s <= 0:
         return
-    rate, peers = computed / facts.prefill_s, facts.peers_prefill_tokens_per_s
+    rate = computed / facts.prefill_s
+    peers = facts.peers_prefill_tokens_per_s
     slow = computed >= JUDGED_TOKENS and rate < SLOWER_THAN_PEERS * peers
     if slow:
         told = f"{facts.prefill_worker} computed the prompt at {rate:.0f} tokens/s"

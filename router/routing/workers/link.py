@@ -227,7 +227,8 @@ class WorkerLink:
         try:
             while True:
                 heard_before = self.heard_ns
-                before, shown = shown, self._credentials()
+                before = shown
+                shown = self._credentials()
                 if channel is None or shown is not before:
                     if channel is not None:  # a submission may still be under way there
                         self._tasks.spawn(channel.close(_RETIRED_S), "retired channel")
@@ -344,12 +345,14 @@ class WorkerLink:
             self.die("the worker has another life", died=True)
         if status.HasField("capabilities"):
             self.capabilities = status.capabilities
-        self.status, self.status_ns = status, self.heard_ns
+        self.status = status
+        self.status_ns = self.heard_ns
         if goes_on:
             return
         self.incarnation = incarnation
         self.distrust = self._told = ""
-        self.live, self._broken_ns = True, 0
+        self.live = True
+        self._broken_ns = 0
         self._wake.set()
         self._listener.on_live(self, same_life=same_life)
 
@@ -426,7 +429,8 @@ async def _part(
     work: Callable[[], Awaitable[None]], ended: "asyncio.Future[tuple[str, bool]]"
 ) -> None:
     """One of the loops of a stream. The first that ends, ends the stream, and says why."""
-    reason, refused = "the stream ended", False
+    reason = "the stream ended"
+    refused = False
     try:
         await work()
     except grpc.aio.AioRpcError as error:

@@ -44,7 +44,9 @@ class RestingWorkers:
 
     def _silent(self) -> list[WorkerLink]:
         """Those that must be asked."""
-        now_ns, (fresh, self._fresh) = monotonic_ns(), (self._fresh, set())
+        now_ns = monotonic_ns()
+        fresh = self._fresh
+        self._fresh = set()
         answers = now_ns - self._read_ns <= STALE_S * 1e9
         since_ns = self._since_ns if answers else None
         silent = []

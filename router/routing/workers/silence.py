@@ -127,7 +127,8 @@ class Rest:
 
     def seen(self, now_ns: int) -> None:
         """Redis shows that it lives."""
-        self._seen_ns, self._doubted = now_ns, False
+        self._seen_ns = now_ns
+        self._doubted = False
 
     def asks(self, now_ns: int, heard_ns: int, redis_since_ns: int | None) -> bool:
         """Whether it must be asked now.

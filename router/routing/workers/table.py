@@ -150,10 +150,12 @@ class Slot:
 
     def describe(self) -> dict[str, Any]:
         """The worker's entry in ``GET /fleet``: every field in every state."""
-        link, state = self.link, self.state
+        link = self.link
+        state = self.state
         alive = state != "dead" and link is not None and link.status is not None
         status = link.status if alive and link is not None and link.status else WorkerStatus()
-        identity, record = status.identity, self.record
+        identity = status.identity
+        record = self.record
         incarnation = identity.incarnation or (link.incarnation if link else b"")
         ranks = [] if state == "dead" else list(record.ranks) or [identity.pid or record.pid]
         host = identity.host or record.host
@@ -291,7 +293,9 @@ class WorkerTable:
     def _take(self, slot: Slot, record: WorkerRecord) -> None:
         if slot.is_begun and record.state == "dead":
             slot.dead_since_ns = None  # the life that has now ended never served
-        slot.record, slot.epoch, slot.older = record, record.epoch, None
+        slot.record = record
+        slot.epoch = record.epoch
+        slot.older = None
         link = slot.link
         if record.state == "dead":
             # A worker that answers on its stream is alive, whatever the registry says.
@@ -324,7 +328,8 @@ class WorkerTable:
         slot = self._slots.get(worker_id)
         if slot is None:
             return
-        slot.listed, slot.older = False, None
+        slot.listed = False
+        slot.older = None
         # Its record may have expired because Redis takes no writes. As long as the stream lives so
         # does the worker; when it breaks for good, the slot is dropped like any other.
         if slot.link is None or not slot.link.known:
@@ -332,7 +337,8 @@ class WorkerTable:
             self._hang_up(slot, died=False)
 
     def _hang_up(self, slot: Slot, *, died: bool) -> None:
-        link, slot.link = slot.link, None
+        link = slot.link
+        slot.link = None
         if link is not None:
             link.die("the worker left its slot", died=died)
             self._closing.add(link)

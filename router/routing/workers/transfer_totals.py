@@ -48,7 +48,8 @@ class TransferLedger:
 
     def note(self, incarnation: bytes, totals: Totals) -> None:
         """A worker's report of this life."""
-        lives, key = self._book.lives, incarnation.hex()
+        lives = self._book.lives
+        key = incarnation.hex()
         before = lives.get(key, (0, 0, 0))
         now = (max(before[0], totals[0]), max(before[1], totals[1]), max(before[2], totals[2]))
         if now == before:

@@ -27,7 +27,8 @@ def accepted_run(
     answer. There is always at least one.
     """
     run = sampled[: accepted_draft_tokens(row, sampled) + 1]
-    params, generated = sequence.request.spec.params, sequence.generated
+    params = sequence.request.spec.params
+    generated = sequence.generated
     for count, last in enumerate(run, start=1):
         if finish_reason(params, eos, last.token, generated + count)[0]:
             return run[:count]
@@ -48,7 +49,8 @@ class SpareBlocks:
 
     def lend(self, sequence: TokenSequence, num_draft_tokens: int) -> int:
         """Make room behind the token to be computed; returns how many draft tokens fit."""
-        first, block_tokens = sequence.computed + 1, self._pool.block_tokens
+        first = sequence.computed + 1
+        block_tokens = self._pool.block_tokens
         need = self._pool.blocks_for(first + num_draft_tokens) - len(sequence.blocks)
         room = max(self._pool.available() - self._reservations.reserved_blocks, 0)
         if need > 0 and room:

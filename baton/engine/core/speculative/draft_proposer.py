@@ -49,7 +49,8 @@ class _Draft:
     def row(self, count: int) -> PlanRow:
         """Compute the next ``count`` tokens, and sample a draft token if they reach the end."""
         known = [*self.sequence.tokens, *self.draft_tokens]
-        start, end = len(self.computed), len(self.computed) + count
+        start = len(self.computed)
+        end = len(self.computed) + count
         samples: tuple[SampleSpec, ...] = ()
         if end == len(known):
             sample = SampleSpec(
@@ -127,7 +128,9 @@ class DraftProposer:
 
     def _catch_up(self, drafts: Sequence[_Draft], budget_tokens: int) -> list[_Draft]:
         """Compute prompts as far as the budget goes; returns the drafts that can propose now."""
-        ready, rows, late = [], [], []
+        ready = []
+        rows = []
+        late = []
         for draft in drafts:
             missing = draft.missing()
             if not draft.target or not budget_tokens:

@@ -27,7 +27,9 @@ MAX_DRAFT_TOKENS = 16
 
 _ANY_KIND = 0.6  # prior for the share of right draft tokens
 _LEARN = 0.2
-_FIRST_WAIT, _LONGEST_WAIT = 32, 1024  # chances let pass before the next trial
+# chances let pass before the next trial
+_FIRST_WAIT = 32
+_LONGEST_WAIT = 1024
 _TRIAL_DRAFT_TOKENS = 2
 _DRAFT_TOKEN_SHARE = 0.05  # prior: a draft token costs this part of a plain step of one request
 _PLAIN_EVERY = 64  # steps with draft tokens after which a plain one is timed again
@@ -122,15 +124,18 @@ class _Pace:
         if self.banned or most < 1:
             return 0
         rate = self.rates.get(kind, _ANY_KIND)
-        count, chance = 0, rate
+        count = 0
+        chance = rate
         while count < most and chance > cost:
-            count, chance = count + 1, chance * rate
+            count = count + 1
+            chance = chance * rate
         if count:
             return count
         self.passed += 1
         if self.passed < self.wait:
             return 0
-        self.passed, self.wait = 0, min(2 * self.wait, _LONGEST_WAIT)
+        self.passed = 0
+        self.wait = min(2 * self.wait, _LONGEST_WAIT)
         return min(_TRIAL_DRAFT_TOKENS, most)
 
     def note(self, kind: int, draft_tokens: int, right: int) -> None:
@@ -195,7 +200,8 @@ class Speculation:
             self._hopeless += 1
             if self._hopeless % _PROBE_EVERY:
                 return plan
-            cost, decoding = _DRAFT_TOKEN_SHARE, decoding[:1]
+            cost = _DRAFT_TOKEN_SHARE
+            decoding = decoding[:1]
         sequences = [running[plan.rows[i].sequence_id] for i in decoding]
         candidates = [
             self._candidate(sequence, cost, min(self._max_draft_tokens, room))
@@ -294,7 +300,8 @@ class _PlaceIndex:
         for place in range(len(self._before), len(tokens)):
             self._before.append(self._latest.get(tokens[place], -1))
             self._latest[tokens[place]] = place
-        best, best_length = 0, 0
+        best = 0
+        best_length = 0
         last = len(tokens) - 1
         place = self._before[last]
         for _ in range(_LOOK_BACK):
@@ -306,7 +313,8 @@ class _PlaceIndex:
             ):
                 length += 1
             if length > best_length:
-                best, best_length = place + 1, length
+                best = place + 1
+                best_length = length
             place = self._before[place]
         return best, best_length
 

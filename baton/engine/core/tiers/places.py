@@ -118,7 +118,8 @@ class TierPlaces:
     def take_changes(self) -> list[bytes]:
         """Hashes that came or went since the last call."""
         changed = self.stored + self.removed
-        self.stored, self.removed = [], []
+        self.stored = []
+        self.removed = []
         return changed
 
     def check_integrity(self) -> None:

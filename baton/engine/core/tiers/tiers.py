@@ -105,7 +105,8 @@ class KvTiers:
         """Order copies of what would be evicted next, as far as copies are not under way."""
         if not self._order:
             return
-        first, pool = self._order[0], self._pool
+        first = self._order[0]
+        pool = self._pool
         horizon = min(pool.total, first.places) // 2
         for block in pool.oldest_unsaved(self._room(pool.untouched, horizon, first, now_ns)):
             block_hash = pool.hash_of(block)
@@ -177,7 +178,8 @@ class KvTiers:
             pool.release(here)
             return False
         bring = _Bring(key, [], len(missing), tokens)
-        found, fresh = iter(here), iter(pages)
+        found = iter(here)
+        fresh = iter(pages)
         for block_hash, tier in run:
             if tier is None:
                 bring.blocks.append(next(found))
@@ -193,7 +195,8 @@ class KvTiers:
         self, hashes: Sequence[bytes], *, always: bool
     ) -> list[tuple[bytes, TierPlaces | None]]:
         """The leading blocks that need no computing; with each the tier to bring it from."""
-        pool, last = self._pool, 0
+        pool = self._pool
+        last = 0
         run: list[tuple[bytes, TierPlaces | None]] = []
         for block_hash in hashes:
             tier = None
@@ -240,7 +243,8 @@ class KvTiers:
 
     def take_copies(self) -> list[Copy]:
         """Copies to be made that were not taken yet, those that somebody waits for first."""
-        orders, self._orders = self._orders, []
+        orders = self._orders
+        self._orders = []
         return sorted(orders, key=lambda copy: copy.target != POOL)
 
     def copied(self, done: Copied, now_ns: int) -> None:
@@ -259,7 +263,8 @@ class KvTiers:
             self._saved(copy, done, now_ns)
 
     def _saved(self, copy: Copy, done: Copied, now_ns: int) -> None:
-        target, tallies = self._tiers[copy.target], self._tallies[copy.target]
+        target = self._tiers[copy.target]
+        tallies = self._tallies[copy.target]
         if done.outcome == "done":
             below = self._order[self._order.index(target) + 1 :]
             target.filled(copy.block_hash, saved_below=any(copy.block_hash in t for t in below))
@@ -277,7 +282,8 @@ class KvTiers:
 
     def _came(self, bring: _Bring, copy: Copy, done: Copied) -> None:
         if done.outcome == "done":
-            tier, tallies = self._tiers[copy.source], self._tallies[copy.source]
+            tier = self._tiers[copy.source]
+            tallies = self._tallies[copy.source]
             tier.block_ns.add(done.duration_ns)
             tallies.brought += 1
             came = bring.tokens.get(tier.name, 0)
@@ -322,7 +328,8 @@ class KvTiers:
         Args:
             pool_changed: Hashes that the pool gained or lost since the last call.
         """
-        touched, changes = dict.fromkeys(pool_changed), []
+        touched = dict.fromkeys(pool_changed)
+        changes = []
         for depth, tier in enumerate(self._order, 1):
             touched.update(dict.fromkeys(tier.take_changes()))
             had = self._order[:depth]

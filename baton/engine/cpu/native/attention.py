@@ -104,7 +104,8 @@ class NativeAttention:
         layers = [layer[:, :, mine] for layer in pool.view(shape)]
         self._pool = pool  # keeps what the pointers point to
         self._kv_heads = layers[0].shape[2]
-        size, stored = pool.element_size(), _FORMATS[geometry.dtype]
+        size = pool.element_size()
+        stored = _FORMATS[geometry.dtype]
         self._layers = [
             (kv[0].data_ptr(), kv[1].data_ptr(), size * kv.stride(1), size * kv.stride(2), stored)
             for kv in layers
@@ -118,8 +119,13 @@ class NativeAttention:
         """Of heads and pool."""
         *_, token_bytes, head_bytes, stored = self._layers[0]
         return PoolShape(
-            *(self._heads, self._kv_heads, self._dim, self._scale),
-            *(token_bytes, head_bytes, stored),
+            self._heads,
+            self._kv_heads,
+            self._dim,
+            self._scale,
+            token_bytes,
+            head_bytes,
+            stored,
         )
 
     def places(self) -> Iterator[LayerPlace]:
@@ -131,7 +137,9 @@ class NativeAttention:
         self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
     ) -> NativeCalls:
         """Calls for one step; a sequence's own blocks are all that is ever read."""
-        rows, tables, place = [], [], 0
+        rows = []
+        tables = []
+        place = 0
         for span in (*decodes, *chunks):
             count = -(-(span.start + span.count) // BLOCK_TOKENS)
             rows.append((span.row, span.start, span.count, place))

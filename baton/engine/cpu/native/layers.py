@@ -18,7 +18,8 @@ from baton.engine.cpu.native.library import PAIRS, load, sums
 from baton.engine.cpu.native.products import NativeInt4Weight, NativeInt8Weight, NativeWeight
 from baton.engine.models.layer import LayerVectors
 
-_POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
+_POINTER = ctypes.c_void_p
+_LONG = ctypes.c_int64
 
 
 class _Matrix(ctypes.Structure):
@@ -153,8 +154,11 @@ class NativeLayers:
             rows=x_TE.shape[0],
             threads=calls.threads,
         )
-        model, where = ctypes.byref(self._model), ctypes.byref(step)
-        x, h, layers = x_TE.data_ptr(), h_TE.data_ptr(), self._layers
+        model = ctypes.byref(self._model)
+        where = ctypes.byref(step)
+        x = x_TE.data_ptr()
+        h = h_TE.data_ptr()
+        layers = self._layers
         if on_layers_done is None:
             self._run(model, layers, len(layers), where, x, h)
             return

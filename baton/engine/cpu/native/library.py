@@ -159,7 +159,10 @@ sys.exit(0 if library.baton_tiles_permitted() and library.baton_tiles_agree(1) =
 """
 
 
-_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int
+_LONG = ctypes.c_long
+_FLOAT = ctypes.c_float
 _ROWS = (_POINTER, _LONG)  # the first of them, and the elements from one to the next
 _POOL = (_POINTER, _POINTER, _LONG, _LONG, _INT)  # K, V, bytes of tokens and heads, format
 _SPANS = (_POINTER, _INT, _POINTER)  # spans, how many, block tables

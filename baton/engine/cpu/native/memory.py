@@ -16,11 +16,13 @@ _left: list[tuple[mmap.mmap, int]] = []  # the piece that is being given out, an
 def memory_for(size_bytes: int) -> tuple[object, int]:
     """So many bytes of zeros: what keeps them alive, and their address, aligned to 64 bytes."""
     if size_bytes >= _PIECE_BYTES:
-        piece, begin = _map(size_bytes), 0
+        piece = _map(size_bytes)
+        begin = 0
     else:
         piece, begin = _left.pop() if _left else (_map(_PIECE_BYTES), 0)
         if begin + size_bytes > len(piece):
-            piece, begin = _map(_PIECE_BYTES), 0
+            piece = _map(_PIECE_BYTES)
+            begin = 0
         _left.append((piece, begin + -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES))
     return piece, ctypes.addressof(ctypes.c_char.from_buffer(piece)) + begin
 

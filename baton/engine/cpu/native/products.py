@@ -40,7 +40,10 @@ class NativeWeight:
         self._memory, self.place = memory_for(2 * size)
         pack = getattr(library, f"{kind}_pack")
         pack(
-            *(weight_NK.data_ptr(), self._outputs, self._inputs, self.place),
+            weight_NK.data_ptr(),
+            self._outputs,
+            self._inputs,
+            self.place,
             job_threads(),
         )
 
@@ -91,8 +94,12 @@ class NativeInt8Weight:
         size = library.baton_int8_packed_size(self._outputs, self._inputs)
         self._memory, self.place = memory_for(size)
         library.baton_int8_pack(
-            *(whole_NK.data_ptr(), self._outputs, self._inputs, self.place),
-            *(self.offsets.data_ptr(), job_threads()),
+            whole_NK.data_ptr(),
+            self._outputs,
+            self._inputs,
+            self.place,
+            self.offsets.data_ptr(),
+            job_threads(),
         )
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -135,8 +142,13 @@ class NativeInt4Weight:
         size = library.baton_int4_packed_size(self._outputs, self._inputs)
         self._memory, self.place = memory_for(size)
         library.baton_int4_pack(
-            *(levels_NK.data_ptr(), scale_NG.data_ptr(), offset_NG.data_ptr()),
-            *(self._outputs, self._inputs, self.place, job_threads()),
+            levels_NK.data_ptr(),
+            scale_NG.data_ptr(),
+            offset_NG.data_ptr(),
+            self._outputs,
+            self._inputs,
+            self.place,
+            job_threads(),
         )
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -144,8 +156,15 @@ class NativeInt4Weight:
         x_MK, rows = _rows(x_MK)
         y_MN = torch.empty(rows, self._outputs, dtype=torch.bfloat16)
         self._product(
-            *(x_MK.data_ptr(), x_MK.stride(0), self.place, y_MN.data_ptr(), self._outputs),
-            *(rows, self._outputs, self._inputs, job_threads()),
+            x_MK.data_ptr(),
+            x_MK.stride(0),
+            self.place,
+            y_MN.data_ptr(),
+            self._outputs,
+            rows,
+            self._outputs,
+            self._inputs,
+            job_threads(),
         )
         return y_MN
 

@@ -145,7 +145,8 @@ class NativeRows(TorchRows):
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See ``TorchRows``."""
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        rows = gate_up.shape[0]
+        width = gate_up.shape[1] // 2
         out = torch.empty(rows, width, dtype=torch.bfloat16)
         self._library.baton_gate(
             gate_up.data_ptr(),

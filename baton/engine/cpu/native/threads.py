@@ -7,5 +7,6 @@ from baton.engine.cpu.native.library import load
 
 def job_threads() -> int:
     """Torch's threads, or more where idle cores are borrowed (``baton/engine/cpu/cores.py``)."""
-    library, own = load(), torch.get_num_threads()
+    library = load()
+    own = torch.get_num_threads()
     return own if library is None else int(library.baton_threads(own))

@@ -212,7 +212,8 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     number, socket_fd, loader_fd, pool_fd, store, encoded = sys.argv[1:]
-    leader, loader = socket.socket(fileno=int(socket_fd)), socket.socket(fileno=int(loader_fd))
+    leader = socket.socket(fileno=int(socket_fd))
+    loader = socket.socket(fileno=int(loader_fd))
     settings = msgspec.json.decode(encoded, type=EngineSettings)
     try:
         serve(int(number), leader, loader, int(pool_fd), store, settings)

@@ -247,7 +247,8 @@ class RankProcesses:
             ) from error
 
     def _spawn(self, rank: int, settings: EngineSettings, pool_fd: int) -> _Rank:
-        (ours, theirs), (our_loader, their_loader) = socket.socketpair(), socket.socketpair()
+        ours, theirs = socket.socketpair()
+        our_loader, their_loader = socket.socketpair()
         sockets = [theirs.fileno(), their_loader.fileno()]
         keep = [*sockets, self._store_fd, *([pool_fd] if pool_fd >= 0 else [])]
         encoded = msgspec.json.encode(settings).decode()

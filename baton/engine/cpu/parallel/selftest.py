@@ -43,7 +43,8 @@ def prepare_ranks(
         NumericsSetupError: The split would show in the bits.
         RankError: A rank died or hangs.
     """
-    config, splits = shard.config, shard.splits
+    config = shard.config
+    splits = shard.splits
     if numerics == "fast":
         tilings = [fast_tiling(len(s.heads) // len(s.kv_heads)) for s in splits]
     else:
@@ -101,7 +102,9 @@ def attention_split_fault(
     dtype: str,
 ) -> str | None:
     """Which rank's heads have other bits than in the whole model; ``None`` if none."""
-    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
+    dim = config.head_dim
     for noise in (True, False):
         q_THD, keys, values = probe_data(heads, kv_heads, dim, dtype, noise=noise)
         length = q_THD.shape[0]
@@ -158,8 +161,11 @@ def _products(
     config: ModelConfig, splits: Sequence[Split]
 ) -> Iterator[tuple[str, int, int, Iterable[list[range]]]]:
     """``(name, outputs, inputs, each rank's columns)``, as the layers stack their weights."""
-    c, dim = config, config.head_dim
-    q, kv, feed = c.num_heads * dim, c.num_kv_heads * dim, c.intermediate_size
+    c = config
+    dim = config.head_dim
+    q = c.num_heads * dim
+    kv = c.num_kv_heads * dim
+    feed = c.intermediate_size
 
     def times(part: range, size: int, offset: int = 0) -> range:
         return range(offset + part.start * size, offset + part.stop * size)

@@ -113,7 +113,8 @@ class Group:
 
     def gather(self, part_TN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """``[T, widths[rank]]`` of every rank, side by side, on every rank."""
-        rows, widest = part_TN.shape[0], max(widths)
+        rows = part_TN.shape[0]
+        widest = max(widths)
         sent = _widened(part_TN, widest)
         got = sent.new_empty(self.ranks * rows, widest)
         options = AllgatherOptions()
@@ -123,7 +124,8 @@ class Group:
 
     def gather_at_leader(self, part_TN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """As ``gather``; the other ranks get an empty tensor."""
-        rows, widest = part_TN.shape[0], max(widths)
+        rows = part_TN.shape[0]
+        widest = max(widths)
         sent = _widened(part_TN, widest)
         options = GatherOptions()
         options.rootRank = LEADER
@@ -159,7 +161,11 @@ def _meet(store: str, ranks: int, patience: timedelta, meeting: socket.socket | 
         host, _, port = store.removeprefix("tcp://").rpartition(":")
         fd = None if meeting is None else meeting.detach()
         found = TCPStore(
-            *(host, int(port), ranks, fd is not None, patience),
+            host,
+            int(port),
+            ranks,
+            fd is not None,
+            patience,
             wait_for_workers=False,
             master_listen_fd=fd,
         )
@@ -213,7 +219,11 @@ def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) 
     splits_of(config, ranks.count)  # refused before anybody waits
     ranks.wait_until(Started)  # a rank that dies before it comes would be waited for
     group = Group(
-        *(LEADER, ranks.count, ranks.store, torch.device("cpu"), ranks.failure),
+        LEADER,
+        ranks.count,
+        ranks.store,
+        torch.device("cpu"),
+        ranks.failure,
         host=ranks.host,
         meeting=ranks.meeting,
     )
@@ -279,7 +289,8 @@ class Shard:
 
     def rows(self, name: str) -> slice:
         """Rows of a weight (canonical name) that this rank reads; its products' outputs."""
-        s, dim = self.split, self.config.head_dim
+        s = self.split
+        dim = self.config.head_dim
         kind = name.rsplit(".", 1)[-1].removesuffix("_bias")
         if kind in ("embed", "head"):
             return self._vocabulary(kind)

@@ -129,11 +129,14 @@ def paged_attention(
         raise ValueError("a cut without split cannot be spread over splits")
     count = tiles.table_4N.shape[1]
     rows = tiles.max_queries * group
-    partial, stats = q_THD, q_THD  # not touched without splits
+    # not touched without splits
+    partial = q_THD
+    stats = q_THD
     if tiles.splits:
         cells = count * kv_heads * tiles.splits * rows
         buffer = workspace.get(cells * (dim + 2))
-        partial, stats = buffer, buffer[cells * dim :]
+        partial = buffer
+        stats = buffer[cells * dim :]
     padded = triton.next_power_of_2(dim)
     windowed = window > 0
     grid = (kv_heads, count, max(tiles.splits, 1))

@@ -26,7 +26,8 @@ def repair() -> None:
     convert = theirs._convert_float
 
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        left, right = _as_fp32(a, tl), _as_fp32(b, tl)
+        left = _as_fp32(a, tl)
+        right = _as_fp32(b, tl)
         total = d.data.copy()
         for k in np.flatnonzero(left.any(0) | right.any(1)):  # the others only pad
             total += left[:, k, None] * right[k]

@@ -119,7 +119,8 @@ class Products:
         self, x_TE: torch.Tensor, weight: Weight, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """``[T, N]`` in ``dtype``, by default that of ``x``; ``x`` is contiguous."""
-        kind, rows = dtype or x_TE.dtype, x_TE.shape[0]
+        kind = dtype or x_TE.dtype
+        rows = x_TE.shape[0]
         if self._exact:
             many = rows >= _MANY and self._allows_many(weight)
             return fixed_linear(x_TE, weight, EXACT_MANY_ROWS if many else EXACT_ROWS, kind)
@@ -153,7 +154,8 @@ class Products:
 
     def _allows_many(self, weight: Weight) -> bool:
         scaled = isinstance(weight, Fp8Weight)
-        outputs, inputs = weight.shape[0], weight.shape[1]
+        outputs = weight.shape[0]
+        inputs = weight.shape[1]
         key = (outputs, inputs, scaled)
         allowed = self._many_allowed.get(key)
         if allowed is None:

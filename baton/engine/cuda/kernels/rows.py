@@ -122,7 +122,8 @@ def rope_write(
 
 def gate_mul(gate_up: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
     """``silu(gate) * up`` of ``[T, 2 F]``, or with ``gelu`` (its tanh form) instead."""
-    count, width = gate_up.shape[0], gate_up.shape[1] // 2
+    count = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     out_TF = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (count, triton.cdiv(width, _GATE_TILE))
     rows.gate_kernel[grid](gate_up, out_TF, width, GELU=gelu, TILE=_GATE_TILE, num_warps=4)

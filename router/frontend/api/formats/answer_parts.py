@@ -93,7 +93,8 @@ class AnswerParts:
             if call.arguments:
                 self._add("call", call.arguments, [])
         if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
         return self._taken()
 
     def finish(self, *, never_empty: bool = False) -> list[Event]:
@@ -108,7 +109,8 @@ class AnswerParts:
         return self._taken()
 
     def _taken(self) -> list[Event]:
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def _add(self, kind: Kind, text: str, logprobs: list[ShownLogprob]) -> None:
@@ -121,7 +123,8 @@ class AnswerParts:
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Part:
         self._end()
-        index, part_id = len(self.parts), self._new_id(kind)
+        index = len(self.parts)
+        part_id = self._new_id(kind)
         part = Part(index=index, kind=kind, id=part_id, call_id=call_id, name=name)
         self._open = part
         self.parts.append(part)
@@ -131,4 +134,5 @@ class AnswerParts:
     def _end(self) -> None:
         if self._open is not None:
             self._events.append(End(self._open))
-        self._open, self._call_index = None, -1
+        self._open = None
+        self._call_index = -1

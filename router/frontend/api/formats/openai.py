@@ -274,11 +274,9 @@ class CompletionFormat(_Format):
         """All choices of all prompts."""
         choices = []
         for prompt, active in enumerate(active_requests):
-            echo, echoed, extra = (
-                self._echo(prompt),
-                self._echoed_logprobs(active),
-                {**self._vllm(active), **self._prompt_ids(active)},
-            )
+            echo = self._echo(prompt)
+            echoed = self._echoed_logprobs(active)
+            extra = {**self._vllm(active), **self._prompt_ids(active)}
             with_logprobs = active.request.sampling.logprobs is not None
             choices += [
                 {
@@ -303,7 +301,8 @@ class CompletionFormat(_Format):
         shown: Sequence[ShownLogprob],
         echoed: dict[str, list[Any]] | None = None,
     ) -> dict[str, Any]:
-        spell, before = self._tokenizer.token_text, len(self._echo(prompt))
+        spell = self._tokenizer.token_text
+        before = len(self._echo(prompt))
         columns: dict[str, list[Any]] = {
             "tokens": [spell(entry.token_id) for entry in shown],
             "token_logprobs": [entry.logprob for entry in shown],

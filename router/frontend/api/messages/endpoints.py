@@ -18,7 +18,8 @@ from router.frontend.api.translation import as_answer
 
 def routes(router: RouterParts) -> Endpoints:
     """The endpoints."""
-    api, calls = Endpoints(), _MessagesCalls(router, MESSAGES_ERRORS)
+    api = Endpoints()
+    calls = _MessagesCalls(router, MESSAGES_ERRORS)
 
     @api.post_body("/v1/messages", MessagesBody)
     async def messages(request: Request) -> Response:

@@ -98,7 +98,8 @@ class MessagesFormat:
         }
 
     def _stop(self) -> dict[str, Any]:
-        reason, by = self._answer.finish_reason, self._answer.stop_reason
+        reason = self._answer.finish_reason
+        by = self._answer.stop_reason
         if reason == "tool_calls":
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if reason == "length":

@@ -67,7 +67,8 @@ def _add_block(conversation: Conversation, role: str, block: MessagesBlock, wher
     if block.type == "text":
         conversation.say(role, _given(block.text, f"{where}.text"), where)
     elif block.type == "tool_use" and role == "assistant":
-        call_id, name = _given(block.id, f"{where}.id"), _given(block.name, f"{where}.name")
+        call_id = _given(block.id, f"{where}.id")
+        name = _given(block.name, f"{where}.name")
         arguments = json.dumps(block.input or {}, ensure_ascii=False)
         conversation.call(call_id, name, arguments, where)
     elif block.type == "tool_result" and role == "user":

@@ -71,7 +71,8 @@ def ranked(body: RerankBody) -> Write:
     """As Jina and Cohere write it: the best documents first. The first vector is the query's."""
 
     def write(embeddings: Sequence[bytes]) -> dict[str, Any]:
-        vectors, texts = _unit(embeddings), body.texts()
+        vectors = _unit(embeddings)
+        texts = body.texts()
         scores = vectors[1:] @ vectors[0]
         best = np.argsort(-scores, kind="stable")[: body.top_n or len(texts)]
         results = []

@@ -131,7 +131,8 @@ class RerankBody(PooledBody):
     @property
     def most_tokens(self) -> int | None:
         """Of vLLM's limit and Cohere's, the smaller one."""
-        own, of_document = self.truncate_prompt_tokens, self.max_tokens_per_doc
+        own = self.truncate_prompt_tokens
+        of_document = self.max_tokens_per_doc
         if own is None or own < 0:
             return of_document
         return own if of_document is None else min(own, of_document)

@@ -18,7 +18,8 @@ from router.served_model import ServedModel
 
 def routes(router: RouterParts) -> Endpoints:
     """The calls, under every path that vLLM, Jina and Cohere gave them."""
-    api, calls = Endpoints(), _PooledCalls(router)
+    api = Endpoints()
+    calls = _PooledCalls(router)
 
     @api.post_body("/v1/score", ScoreBody)
     @api.post_body("/score", ScoreBody)
@@ -79,7 +80,8 @@ class _PooledCalls:
         self, body: PooledBody, texts: Sequence[str | list[int]], names: Sequence[str]
     ) -> EmbeddingBody:
         """The embeddings call that brings the vectors of ``texts``, whose places have ``names``."""
-        model, most = self._router.model, body.most_tokens
+        model = self._router.model
+        most = body.most_tokens
         encoded = [
             _tokens(model, text, name, most) for text, name in zip(texts, names, strict=True)
         ]
@@ -103,7 +105,8 @@ class _PooledCalls:
     async def _answer(
         self, endpoint: str, how: EmbeddingBody, write: Write, call: tuple[int, Caller, int]
     ) -> Response:
-        (size, caller, now_ns), router = call, self._router
+        size, caller, now_ns = call
+        router = self._router
         span = embedding_span(router.tracing, how, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):

@@ -30,7 +30,8 @@ _MAX_PAGE = 100
 
 def routes(router: RouterParts) -> Endpoints:
     """The endpoints."""
-    api, calls = Endpoints(), _ResponsesCalls(router)
+    api = Endpoints()
+    calls = _ResponsesCalls(router)
 
     @api.post_body("/v1/responses", ResponsesBody)
     async def responses(request: Request) -> Response:
@@ -166,7 +167,8 @@ class _ResponsesCalls(Calls):
 
     def _truncated(self, told: Translation, caller: Caller, now_ns: int) -> Translation:
         """The conversation without its first turns, as few of them as possible."""
-        cuts, fits = told.turns(), len(told.turns()) - 1
+        cuts = told.turns()
+        fits = len(told.turns()) - 1
         first = 0
         while first < fits:  # the last turn stays, whether it fits or not
             middle = (first + fits) // 2
@@ -182,7 +184,9 @@ class _ResponsesCalls(Calls):
 
 def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """A page of a list, the newest first unless asked for otherwise."""
-    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit")
+    order = query.get("order", "desc")
+    after = query.get("after")
+    limit = query.get("limit")
     if order not in ("asc", "desc"):
         raise InvalidRequestError(f"order: must be asc or desc (got {order[:40]!r})", param="order")
     if limit is not None and not (limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_PAGE):

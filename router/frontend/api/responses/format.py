@@ -193,7 +193,8 @@ class ResponsesFormat:
 
     def _more(self, part: Part, text: str, logprobs: Sequence[ShownLogprob]) -> bytes:
         if logprobs:
-            place, shown = self._content_place(part), [self._logprob(entry) for entry in logprobs]
+            place = self._content_place(part)
+            shown = [self._logprob(entry) for entry in logprobs]
             return self._event("response.output_text.delta", **place, delta=text, logprobs=shown)
         event = self._deltas.get(part.index)
         if event is None:

@@ -186,7 +186,8 @@ class EarlierResponses:
             UnavailableError: Redis does not answer.
         """
         turns: list[_Turn] = []
-        param, at = "previous_response_id", name
+        param = "previous_response_id"
+        at = name
         while at is not None:
             turn = await self._find(at, param)
             if turn is None:

@@ -10,7 +10,9 @@ from baton.engine.compiled import Functions, compiled, declared
 # No contraction: prices are to have the bits that Python's have.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w", "-ffp-contract=off")
 _SOURCES = ("block_names.cpp", "block_table.cpp", "pricing.cpp")
-_POINTER, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+_POINTER = ctypes.c_void_p
+_U32 = ctypes.c_uint32
+_U64 = ctypes.c_uint64
 _I32 = ctypes.c_int32
 _FUNCTIONS: Functions = {
     "baton_block_names": (

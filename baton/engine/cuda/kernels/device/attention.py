@@ -132,7 +132,8 @@ def merge(m, total, acc, m_next, total_next, acc_next):
     """The state over the keys so far, and over the split that follows them."""
     m_new = tl.maximum(m, m_next)
     m_used = tl.where(m_new == float("-inf"), 0.0, m_new)
-    before, after = tl.exp2(m - m_used), tl.exp2(m_next - m_used)
+    before = tl.exp2(m - m_used)
+    after = tl.exp2(m_next - m_used)
     total_new = total * before + total_next * after
     acc_new = acc * before[:, None] + acc_next * after[:, None]
     return m_new, total_new, acc_new
@@ -170,7 +171,8 @@ def attend_kernel(
 
     ``SPLIT`` 0 (not with ``PARTIAL``): all keys are one split.
     """
-    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
     num_kv_heads = tl.num_programs(0)
     count = tl.load(tiles_ptr + num_tiles + tile)
     if count == 0:
@@ -187,7 +189,8 @@ def attend_kernel(
     v_ptr += kv_head * D
 
     r = tl.arange(0, BLOCK_M)
-    query, head = r // G, kv_head * G + r % G
+    query = r // G
+    head = kv_head * G + r % G
     r_inside = query < count
     positions = tl.where(r_inside, first + query, first)
     d_offsets = tl.arange(0, D_PAD)
@@ -256,7 +259,8 @@ def reduce_kernel(
     UNROLL: tl.constexpr,
 ):
     """Merge the splits of some rows of a tile, from left to right."""
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
     r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     count = tl.load(tiles_ptr + num_tiles + tile)
     r_inside = r // G < count

@@ -28,7 +28,8 @@ def linear_kernel(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    m_inside, n_inside = m < rows, n < width_out
+    m_inside = m < rows
+    n_inside = n < width_out
     x_at = x_ptr + m.to(tl.int64)[:, None] * width_in + k[None, :]
     w_at = w_ptr + n.to(tl.int64)[None, :] * width_in + k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

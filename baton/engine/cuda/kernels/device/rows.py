@@ -133,7 +133,8 @@ def rope_write_kernel(
         q_ptr + k_at, k_ptr + slot, bias_ptr + k_at, norm_ptr + k_at, cos, sin, K, eps,
         D, K_PAD, HALF_PAD, BIASED, NORMED,
     )  # fmt: skip
-    heads, dims = tl.arange(0, K_PAD), tl.arange(0, D_PAD)
+    heads = tl.arange(0, K_PAD)
+    dims = tl.arange(0, D_PAD)
     inside = (heads < K)[:, None] & (dims < D)[None, :]
     offsets = heads[:, None] * D + dims[None, :]
     v = tl.load(q_ptr + (H + K) * D + offsets, mask=inside, other=0.0)

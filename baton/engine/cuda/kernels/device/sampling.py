@@ -45,7 +45,10 @@ def draw_kernel(
     position = tl.load(positions_ptr + row).to(tl.uint64, bitcast=True)
     c0 = (counter + 1).to(tl.uint64)  # numpy counts before it draws
     none = c0 * 0
-    n0, n1, n2, n3 = none, none, none, none
+    n0 = none
+    n1 = none
+    n2 = none
+    n3 = none
     if temperature != 0.0:
         n0, n1, n2, n3 = philox_impl(
             c0, none, none, none + position, none + seed, none + choice, 10
