@@ -154,6 +154,7 @@ class Pricing:
             avoid: A worker that is not to be taken; -1: none.
             first: Where to begin to look: of equal workers the first ones are paired.
         """
+        giver_blocks = (*(giver.blocks for giver in asked.givers), *_NOBODY)[:MAX_GIVERS]
         _ASKED.pack_into(
             self._asked,
             0,
@@ -168,7 +169,7 @@ class Pricing:
             EXPOSED_SHARE,
             PULL_OVERHEAD_S,
             len(asked.givers),
-            *(*(giver.blocks for giver in asked.givers), *_NOBODY)[:MAX_GIVERS],
+            *giver_blocks,
         )
         cells = self._cached_cells
         for index, blocks in cached:
