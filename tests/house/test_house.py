@@ -9,7 +9,8 @@ from tests.house import picture
 from tests.house.imports import ROOT, circles, floors, imports, modules, rooms
 
 MAX_MODULES = 15
-MAX_LINES = 450
+MAX_LINES = 600
+WARN_LINES = 450
 
 
 def test_nothing_imports_in_a_circle_lazily_or_not() -> None:
@@ -51,7 +52,10 @@ def test_no_file_is_longer_than_one_reads_in_one_go() -> None:
     lengths = {
         str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in modules().values()
     }
-    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+    long = {name: length for name, length in lengths.items() if length > WARN_LINES}
+    if long:
+        print(f"more than {WARN_LINES} lines, so consider to cut them: {long}")
+    assert {name: length for name, length in long.items() if length > MAX_LINES} == {}
 
 
 def test_every_package_says_what_lives_there() -> None:
