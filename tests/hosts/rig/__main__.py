@@ -26,7 +26,7 @@ def hosts(
     other at 10.77.0.1, 10.77.0.2 …. The first enters the others by ssh. Needs root on Linux. With
     the shell's end all of it is gone.
 
-    Example: `python -m tests.hosts.rig --count 3`, then what docs/cluster.md says.
+    Example: `python -m tests.hosts.rig --count 3`, then what docs/guide/cluster.md says.
     """
     names = [f"h{number}" for number in range(1, count + 1)]
     with contextlib.ExitStack() as undo:
