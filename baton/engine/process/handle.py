@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import IO
 
@@ -18,7 +19,11 @@ _LOG = logging.getLogger(__name__)
 
 Handler = Callable[[messages.RequestReport | ev.Ended], None]
 
-SILENCE_NS = 3_000_000_000  # a step takes less, and a loop without steps says that it runs
+SILENCE_NS = 3_000_000_000
+"""Silence after which an engine with short steps counts as hung; a loop without steps reports."""
+
+_STEPS_OF_SILENCE = 3  # steps as long as the longest recent one that may pass besides
+_RECENT_STEPS = 64
 
 
 class EngineHandle:
@@ -44,6 +49,7 @@ class EngineHandle:
         self._canaries: set[str] = set()  # of those
         self._adapters_asked: dict[str, AdapterRef] = {}  # by live requests
         self._rates = StepRates()
+        self._durations_ns: deque[int] = deque([0], maxlen=_RECENT_STEPS)
         self._load_ns = time.monotonic_ns()  # when the engine was as ``load`` says
         self._asked = False  # something of it since
         client.listen(self._on_report)
@@ -118,14 +124,17 @@ class EngineHandle:
         return max(now_ns - self._load_ns, 0) if computes else 0
 
     def watch(self, alive_ns: int) -> None:
-        """Notice a step loop that reports nothing; to be called several times a second.
+        """Notice a step loop that reports nothing; call this several times a second.
+
+        Steps over a long context can take seconds on a CPU, so the limit grows with recent steps.
 
         Args:
             alive_ns: The time by ``baton.telemetry.alive_clock``.
         """
-        if not self.silent and alive_ns - self._heard_ns > SILENCE_NS:
+        limit_ns = SILENCE_NS + _STEPS_OF_SILENCE * max(self._durations_ns)
+        if not self.silent and alive_ns - self._heard_ns > limit_ns:
             self.silent = True
-            _LOG.warning("the engine has said nothing for %.0f s", SILENCE_NS / 1e9)
+            _LOG.warning("the engine has reported nothing for %.0f s", limit_ns / 1e9)
 
     def _note_heard(self) -> None:
         self._heard_ns = ALIVE.now_ns()
@@ -178,6 +187,7 @@ class EngineHandle:
     def _note_step(self, step: ev.StepDone) -> None:
         self.load = step
         self._rates.add(step)
+        self._durations_ns.append(step.duration_ns)
         self._load_ns = time.monotonic_ns() - step.duration_ns
         self._asked = False
         for callback in self.after_step:

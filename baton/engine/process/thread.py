@@ -28,7 +28,10 @@ class EngineThread:
         self._ended: asyncio.Future[int] = self._loop.create_future()
         self._control = control
         arguments = (settings, os.dup(pool_fd))
-        threading.Thread(target=self._run, args=arguments, daemon=True, name="step loop").start()
+        self._thread = threading.Thread(
+            target=self._run, args=arguments, daemon=True, name="step loop"
+        )
+        self._thread.start()
 
     async def wait(self) -> int:
         """The code that a process would have ended with."""
@@ -52,6 +55,7 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._note_end, code)
 
     def _note_end(self, code: int) -> None:
+        self._thread.join()  # this call was its last act
         self.returncode = code
         if not self._ended.done():
             self._ended.set_result(code)

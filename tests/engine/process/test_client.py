@@ -144,6 +144,24 @@ def test_a_step_loop_that_says_nothing_is_silent_until_it_speaks() -> None:
     assert not handle.silent
 
 
+def test_an_engine_with_long_steps_is_given_longer() -> None:
+    """A step of a long prompt takes seconds on a busy CPU: that is no reason to move requests."""
+    handle = handle_of(Mock())
+    handle._on_report(ev.StepDone(step=1, duration_ns=2_500_000_000))
+    for step in range(2, 40):
+        handle._on_report(ev.StepDone(step=step, duration_ns=10_000_000))
+    heard_ns = handle._heard_ns
+    handle.watch(heard_ns + 10_000_000_000)
+    assert not handle.silent
+    handle.watch(heard_ns + 11_000_000_000)
+    assert handle.silent
+    handle._on_report(messages.Alive())
+    for step in range(40, 110):
+        handle._on_report(ev.StepDone(step=step, duration_ns=10_000_000))
+    handle.watch(handle._heard_ns + 3_100_000_000)
+    assert handle.silent, "long steps of some time ago do not count"
+
+
 def test_a_shell_that_stood_still_itself_does_not_blame_its_engine() -> None:
     """Defect 23: reports of that time are still to be read."""
     handle = handle_of(Mock())
