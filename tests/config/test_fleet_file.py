@@ -18,7 +18,7 @@ def problem(tmp_path: Path, text: str) -> str:
     return str(caught.value).replace(f"{file}", "fleet.yaml")
 
 
-@pytest.mark.parametrize("name", ["local", "local-pair", "local-2x2", "local-colocated"])
+@pytest.mark.parametrize("name", ["local", "local-2x2", "local-colocated"])
 def test_the_deployed_files_are_right_and_of_different_fleets(name: str) -> None:
     config = load_config(DEPLOY / f"{name}.yaml")
     assert config.fleet == name

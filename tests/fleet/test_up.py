@@ -25,7 +25,7 @@ from fleet.process_key import ProcessKey
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 LOCAL = (ROOT / "deploy" / "local.yaml").read_text()
-PAIR = (ROOT / "deploy" / "local-pair.yaml").read_text()
+AUTO = LOCAL.replace("  prefill: 1 ", "  roles: auto ").replace("  decode: 1 ", "  # decode: 1 ")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -33,7 +33,7 @@ class Served:
     """A fleet started as a user does."""
 
     def __init__(
-        self, command: list[str], folder: Path, config: str = PAIR, cwd: Path = ROOT
+        self, command: list[str], folder: Path, config: str = LOCAL, cwd: Path = ROOT
     ) -> None:
         file = folder / "fleet.yaml"
         file.write_text(re.sub(r"(?m)^fleet:.*", "fleet: up-test", config))
@@ -79,7 +79,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     started: list[Served] = []
 
-    def start(command: list[str], config: str = PAIR, cwd: Path = ROOT) -> Served:
+    def start(command: list[str], config: str = LOCAL, cwd: Path = ROOT) -> Served:
         started.append(Served(command, tmp_path, config, cwd))
         return started[-1]
 
@@ -145,8 +145,8 @@ def test_the_whole_story_from_make_serve_to_an_empty_machine(serve: Serve) -> No
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
 
 
-def test_the_local_file_has_the_workers_that_were_measured_for(serve: Serve) -> None:
-    served = serve(["make", "serve"], LOCAL)
+def test_auto_roles_are_the_workers_that_were_measured_for(serve: Serve) -> None:
+    served = serve(["make", "serve"], AUTO)
     url = served.wait_ready()
     said = " ".join(served.output.read_text().split())
     roles = re.search(r"roles: (one worker|a prefill and a decode worker).*: beside a prompt", said)
