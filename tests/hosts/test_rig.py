@@ -95,7 +95,12 @@ def test_a_rig_that_is_killed_leaves_nothing() -> None:
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
-        family = psutil.Process(process.pid).children(recursive=True)
+        family = []
+        for _ in range(100):  # the last of them is forked after "up"
+            family = psutil.Process(process.pid).children(recursive=True)
+            if len(family) >= 5:
+                break
+            time.sleep(0.1)
         assert len(family) >= 5
         process.send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(family, timeout=10)
