@@ -1,7 +1,7 @@
-"""Relative paths in a fleet file: they start at the folder that holds the file.
+"""Relative paths in a fleet file start at the folder that contains the file.
 
-They are resolved when the file is read, since the processes of a fleet have other current folders
-than the shell in which somebody typed `baton up`.
+They are resolved when the file is read, since the fleet's processes run in other folders than the
+shell that ran `baton up`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 _KEYS = (
-    *("model", "chat_template", "adapters.load", "adapters.folder"),
-    *("speculation.draft", "logs.dir"),
+    "model",
+    "chat_template",
+    "adapters.load",
+    "adapters.folder",
+    "speculation.draft",
+    "logs.dir",
 )
 _NOT_RELATIVE = ("package:", "hub:", "~")
 
@@ -20,12 +24,9 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def with_absolute_paths(settings: Settings, folder: Path, keys: Sequence[str] = _KEYS) -> Settings:
-    """The same settings, with every relative path resolved.
+    """Return the settings with every relative path resolved against the file's ``folder``.
 
-    Args:
-        settings: As the file says them.
-        folder: The absolute path of the folder that holds the file.
-        keys: Of the paths, with a dot before a key of an inner mapping.
+    ``keys`` have a dot before a key of an inner mapping.
     """
     for key in keys:
         outer, _, inner = key.partition(".")
@@ -36,7 +37,6 @@ def with_absolute_paths(settings: Settings, folder: Path, keys: Sequence[str] = 
 
 
 def _absolute(value: Any, folder: Path) -> Any:
-    """A path, a mapping of names to paths, or None."""
     if isinstance(value, Mapping):
         return {name: _absolute(path, folder) for name, path in value.items()}
     if not value or value.startswith(_NOT_RELATIVE):

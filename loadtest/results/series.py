@@ -1,7 +1,4 @@
-"""The lines of the report's plots, from records.
-
-Times are seconds. A line is (x, y), two lists of equal length.
-"""
+"""Data for the plots of a report. Times are seconds; a line is (x, y), two equally long lists."""
 
 from collections.abc import Callable, Sequence
 
@@ -29,7 +26,7 @@ _FIGURES: dict[str, Callable[[RequestRecord], float | None]] = {
 
 
 def cdf(records: Sequence[RequestRecord], name: str) -> Line:
-    """Share of values (0 to 1) over the value, at 200 quantiles."""
+    """Return the cumulative distribution of a figure: (values, shares from 0 to 1)."""
     if name == "itl_s":
         values = np.concatenate([figures.gaps_s(record) for record in records] or [np.empty(0)])
     else:
@@ -44,9 +41,9 @@ def cdf(records: Sequence[RequestRecord], name: str) -> Line:
 def latency_over_time(
     records: Sequence[RequestRecord],
 ) -> tuple[list[float], list[list[float | None]]]:
-    """Dots of each request at its intended send: TTFT, longest gap, failed (at 0).
+    """Return (times, [TTFT, longest ITL, 0 if failed]) of each request by its intended send.
 
-    Of more than 4,000 requests every k-th one is shown.
+    Of more than 4,000 requests every k-th one is included.
     """
     step = max(1, -(-len(records) // _MAX_DOTS))
     shown = sorted(records, key=lambda record: record.intended_s)[::step]
@@ -62,7 +59,7 @@ def latency_over_time(
 def rates_over_time(
     records: Sequence[RequestRecord], slo: Slo
 ) -> tuple[list[float], list[list[float | None]]]:
-    """Per bin of a second or more: chunks/s, requests under way, sent/s, good/s (by intent)."""
+    """Return bin centres and, per bin, chunks/s, running requests, sent/s and good/s."""
     end_s = max((record.ended_s for record in records), default=0.0)
     begin_s = min((record.intended_s for record in records), default=0.0)
     if end_s <= begin_s:
@@ -83,7 +80,7 @@ def rates_over_time(
 
 
 def slowest(records: Sequence[RequestRecord], count: int = 20) -> list[RequestRecord]:
-    """The requests with the largest TTFT, then the failed ones: whom to ask about."""
+    """Return the requests with the largest TTFT, then failed ones."""
     failed = [record for record in records if record.end not in ("ok", "aborted")]
     answered = [record for record in records if record.end == "ok"]
     answered.sort(key=lambda record: figures.ttft_s(record) or 0.0, reverse=True)

@@ -1,4 +1,4 @@
-"""``baton simulate``: a trace through the fleet's own machines in virtual time."""
+"""``baton simulate``: runs a trace through the fleet's own state machines in virtual time."""
 
 import sys
 import time
@@ -20,38 +20,54 @@ ALL = "all"
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="Mooncake's JSONL or Azure's CSV.")],
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers; 0: colocated.")] = 8,
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV file.")],
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Number of prefill workers; 0 for a colocated fleet.")
+    ] = 8,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 8,
     policy: Annotated[
-        str, typer.Option(help=f"{FLEET}, {', '.join(POLICIES)}, or {ALL} in turn.")
+        str, typer.Option(help=f"Routing policy: {FLEET}, {', '.join(POLICIES)}, or {ALL}.")
     ] = FLEET,
-    json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
-    mode: Annotated[str, typer.Option(help="disaggregated, colocated or auto.")] = "disaggregated",
-    worker: Annotated[str, typer.Option(help=f"{', '.join(TIMINGS)}.")] = H100_70B.name,
-    link: Annotated[str, typer.Option(help=f"{', '.join(LINKS)}.")] = "between-nodes",
+    json: Annotated[Path | None, typer.Option(help="Output file for the figures.")] = None,
+    mode: Annotated[
+        str, typer.Option(help="Mode: disaggregated, colocated or auto.")
+    ] = "disaggregated",
+    worker: Annotated[
+        str, typer.Option(help=f"Timing model: {', '.join(TIMINGS)}.")
+    ] = H100_70B.name,
+    link: Annotated[
+        str, typer.Option(help=f"Link between workers: {', '.join(LINKS)}.")
+    ] = "between-nodes",
     nodes: Annotated[
-        int, typer.Option(min=0, help="With NVLink inside, --link between; 0: one for each worker.")
+        int, typer.Option(min=0, help="Nodes with NVLink inside; 0 for one node per worker.")
     ] = 0,
     prefill_kv_tokens: Annotated[int, typer.Option(min=1024)] = 3_100_160,
     decode_kv_tokens: Annotated[int, typer.Option(min=1024)] = 1_048_576,
     memory_kv_tokens: Annotated[
-        int, typer.Option(min=0, help="Below each prefill worker's pool; 0: none.")
+        int, typer.Option(min=0, help="Memory tier of each prefill worker; 0 for none.")
     ] = 0,
-    pull: Annotated[bool, typer.Option(help="Workers pull prefixes from each other.")] = True,
-    limit: Annotated[int | None, typer.Option(min=1, help="The first so many requests.")] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="Divides gaps.")] = 1.0,
-    spread_s: Annotated[float, typer.Option(min=0, help="Arrivals within a tick.")] = 3.0,
-    mtbf_s: Annotated[float, typer.Option(min=0, help="Of a worker; 0: none dies.")] = 0.0,
-    repair_s: Annotated[float, typer.Option(min=0, help="Until a dead one is back.")] = 30.0,
-    ttft_s: Annotated[float, typer.Option(min=0, help="A good request's first token.")] = 10.0,
-    tpot_s: Annotated[float, typer.Option(min=0, help="A good request's pace.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
+    pull: Annotated[bool, typer.Option(help="Let workers pull prefixes from each other.")] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None,
+    speed: Annotated[
+        float, typer.Option(min=0.001, help="Divisor of the gaps between arrivals.")
+    ] = 1.0,
+    spread_s: Annotated[
+        float, typer.Option(min=0, help="Seconds over which to spread the arrivals of a tick.")
+    ] = 3.0,
+    mtbf_s: Annotated[
+        float, typer.Option(min=0, help="Mean seconds until a worker dies; 0 for never.")
+    ] = 0.0,
+    repair_s: Annotated[
+        float, typer.Option(min=0, help="Seconds until a dead worker is replaced.")
+    ] = 30.0,
+    ttft_s: Annotated[float, typer.Option(min=0, help="TTFT limit of a good request.")] = 10.0,
+    tpot_s: Annotated[float, typer.Option(min=0, help="TPOT limit of a good request.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Simulate a fleet under a trace: real routing, queues, schedulers and hand-offs, no model.
+    """Simulate a fleet under a trace: real routing, queues, schedulers, KV transfers; no model.
 
-    Worker times are a linear model, described in docs/design/simulator.md. The same arguments give
-    the same bytes of JSON.
+    Step times come from a linear model, described in docs/design/simulator.md. The same arguments
+    give the same bytes of JSON.
     """
     modes: dict[str, Mode] = {
         "disaggregated": "disaggregated",
@@ -66,7 +82,7 @@ def simulate(
     ):
         if value not in allowed:
             raise typer.BadParameter(
-                f"{value!r} is none of {', '.join(allowed)}", param_hint=option
+                f"{value!r} is unknown; use one of {', '.join(allowed)}", param_hint=option
             )
     try:
         requests = read_trace(trace, limit)

@@ -1,4 +1,4 @@
-"""A trace through a simulated fleet: builds it, lets workers die and come back, and runs it."""
+"""Simulation of a trace on a fleet, with deaths and restarts of workers."""
 
 import random
 from collections.abc import Sequence
@@ -22,30 +22,30 @@ from loadtest.workloads.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 from router.request import GenerationRequest, Mode
 from router.settings import RouterSettings
 
-ANSWER_LIMIT_TOKENS = 4096  # what clients ask for: the router does not know how long answers are
+ANSWER_LIMIT_TOKENS = 4096  # max_tokens of requests: the router does not know the real length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is simulated.
+    """Parameters of a simulation.
 
     Attributes:
-        prefill_workers: None of them: every worker does both.
-        policy: ``fleet``, or one of ``POLICIES``.
-        mode: As requests may ask for; without prefill workers it is ``colocated``.
-        link: Between two nodes.
-        nodes: Workers are dealt out to so many, with NVLink inside; 0: each has one of its own.
-        prefill_kv_tokens: Of each prefill worker's pool.
-        decode_kv_tokens: Of each decode worker's pool.
-        memory_kv_tokens: Of a tier in host memory below each prefill worker's pool; 0: none.
-        memory_bytes_per_s: Between that tier and the pool.
-        block_tokens: Of all pools; that of the trace's hashes.
-        pull_prefixes: Whether workers get leading blocks from each other's caches.
-        spread_s: Each arrival is drawn from so many seconds from its tick on: Mooncake's stamps
-            come in ticks of 3 s.
-        speed: Divides the gaps between arrivals.
-        mtbf_s: Mean time until a worker dies; 0: none does.
-        repair_s: How long a dead worker's place stays empty.
+        prefill_workers: Number of prefill workers; 0 for a colocated fleet.
+        policy: Routing policy: ``fleet``, or one of ``POLICIES``.
+        mode: Mode of the requests; ``colocated`` without prefill workers.
+        link: Link between two nodes.
+        nodes: Nodes that the workers are distributed over, with NVLink inside; 0 for one node per
+            worker.
+        prefill_kv_tokens: Pool size of a prefill worker.
+        decode_kv_tokens: Pool size of a decode worker.
+        memory_kv_tokens: Size of a memory tier below each prefill worker's pool; 0 for none.
+        memory_bytes_per_s: Rate between that tier and the pool.
+        block_tokens: Block size of all pools, equal to that of the trace's hashes.
+        spread_s: Seconds from its tick on over which an arrival is drawn: Mooncake's ticks are 3 s
+            apart.
+        speed: Divisor of the gaps between arrivals.
+        mtbf_s: Mean time until a worker dies; 0 for never.
+        repair_s: Time until a dead worker is replaced.
         check_every_step: Recount all blocks after each step (tests).
     """
 
@@ -59,7 +59,7 @@ class Setup:
     prefill_kv_tokens: int = 3_100_160
     decode_kv_tokens: int = 1_048_576
     memory_kv_tokens: int = 0
-    memory_bytes_per_s: float = 20e9  # of a PCIe 4 x16 slot, with little to spare
+    memory_bytes_per_s: float = 20e9  # a PCIe 4 x16 slot
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     max_batch_requests: int = 64
     max_step_tokens: int = 8192
@@ -74,14 +74,10 @@ class Setup:
 
 
 class Simulation:
-    """One run.
-
-    Args:
-        setup: The fleet.
-        trace: Requests in the order of their arrival.
+    """Simulation of one fleet and one trace, whose requests are in the order of arrival.
 
     Raises:
-        ValueError: The fleet has no decode worker, or the policy is not known.
+        ValueError: The fleet has no decode worker, or the policy is unknown.
     """
 
     def __init__(self, setup: Setup, trace: Sequence[TraceRequest]) -> None:
@@ -89,7 +85,7 @@ class Simulation:
             raise ValueError(f"{setup.decode_workers} decode workers: at least 1 is needed")
         if setup.policy != FLEET and setup.policy not in POLICIES:
             names = ", ".join([FLEET, *POLICIES])
-            raise ValueError(f"policy {setup.policy!r} is not known; there are {names}")
+            raise ValueError(f"policy {setup.policy!r} is unknown; use one of {names}")
         self.setup = setup
         self.clock = VirtualClock()
         timing = setup.timing
@@ -117,7 +113,7 @@ class Simulation:
         self._last_arrival_ns = max(record.request.arrived_ns for record in self.records)
 
     def run(self) -> list[Record]:
-        """Let every request end; returns them in the order of their arrival."""
+        """Run until every request has ended; return the records in the order of arrival."""
         names = [f"prefill-{i}" for i in range(self.setup.prefill_workers)]
         names += [f"decode-{i}" for i in range(self.setup.decode_workers)]
         for name in names:
@@ -130,7 +126,6 @@ class Simulation:
     # ---------------------------------------------------------------- workers
 
     def _start(self, worker_id: str, epoch: int, draw: random.Random) -> None:
-        """A life of a worker begins, and its end is drawn."""
         setup = self.setup
         prefill = worker_id.startswith("prefill")
         kv_tokens = setup.prefill_kv_tokens if prefill else setup.decode_kv_tokens
@@ -190,7 +185,7 @@ class Simulation:
         colocated = not setup.prefill_workers
         blocks = -(-request.input_tokens // setup.block_tokens)
         full_blocks = request.input_tokens // setup.block_tokens
-        # Without hashes in the trace, no two prompts share anything.
+        # Without hashes in the trace, no two prompts share a prefix.
         names = request.block_hashes or [f"{index}/{block}" for block in range(blocks)]
         hashes = [blake2b(str(name).encode(), digest_size=16).digest() for name in names]
         return Record(
