@@ -18,21 +18,14 @@ from loadtest.workloads.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of a run.
-
-    Attributes:
-        clients: Number of client processes.
-        warmup_s: Seconds from the start that the figures exclude.
-        keep_answers: Keep the texts of responses in the records.
-        command: Command line, for the report.
-    """
+    """Options of a run."""
 
     server: ServerOptions
     slo: Slo = field(default_factory=Slo)
-    clients: int = 1
-    warmup_s: float = 0.0
-    keep_answers: bool = False
-    command: str = ""
+    clients: int = 1  # number of client processes
+    warmup_s: float = 0.0  # seconds from the start that the figures exclude
+    keep_answers: bool = False  # keep the texts of responses in the records
+    command: str = ""  # command line, for the report
 
 
 @dataclass

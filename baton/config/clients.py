@@ -25,7 +25,6 @@ class ApiKeyConfig(Section):
     """Permissions of an API key. In YAML, a tenant's name alone is allowed too.
 
     Attributes:
-        tenant: Owner of the requests, for fairness and caches.
         role: An ``operator`` can also use ``/metrics``, ``/fleet`` and every tenant's requests.
         adapters: Adapters of the key. ``own`` lets it load and unload LoRA adapters from the
             tenant's folder below ``adapters.folder``, which only its tenant can use.
@@ -33,7 +32,7 @@ class ApiKeyConfig(Section):
         log_text: Log the prompts and responses of its requests, redacted by ``logs.redact``.
     """
 
-    tenant: Tenant = "default"
+    tenant: Tenant = "default"  # owner of the requests, for fairness and caches
     role: Literal["user", "operator"] = "user"
     adapters: Literal["shared", "own"] = "shared"
     min_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
@@ -50,8 +49,8 @@ class StoredResponsesConfig(Section):
 
     Attributes:
         keep_s: Seconds to keep a response after its last use.
-        max_response_bytes: Size limit of one response with its request. A larger one is returned
-            to the client and not stored.
+        max_response_bytes: Size limit of one response with its request. A larger one is
+            returned to the client and not stored.
         max_tenant_bytes: Size limit per tenant; the least recently used responses are removed.
         max_total_bytes: Size limit of all tenants together.
     """
@@ -69,15 +68,15 @@ class ClientLimitsConfig(Section):
         header_timeout_s: Seconds that a client has to send a request's header.
         body_timeout_s: Seconds that a client may pause while it sends a request's body.
         write_timeout_s: Seconds that a client may pause while it receives a response.
-        cors_origins: Origins whose pages may call the router (``https://chat.example.com``); ``*``
-            allows any. Without origins, browsers block such calls.
-        cors_any_origin_with_keys: Confirms ``*`` in a fleet that has API keys: any page that gets
-            hold of a key can then use it.
-        batch: Files and batches that clients upload.
-        strict: Reject unknown request fields. Otherwise they are ignored and named in the header
-            ``x-baton-ignored``.
+        cors_origins: Origins whose pages may call the router (``https://chat.example.com``);
+            ``*`` allows any. Without origins, browsers block such calls.
+        cors_any_origin_with_keys: Confirms ``*`` in a fleet that has API keys: any page that
+            gets hold of a key can then use it.
+        strict: Reject unknown request fields. Otherwise they are ignored and named in the
+            header ``x-baton-ignored``.
         tls: HTTPS certificate of the routers. Without it, they use plain text.
-        insecure: Confirms plain text to other hosts, such as behind a proxy that terminates TLS.
+        insecure: Confirms plain text to other hosts, such as behind a proxy that terminates
+            TLS.
         api_keys_file: File with API keys, in place of ``api_keys``. It is read again when it
             changes.
     """
@@ -88,7 +87,7 @@ class ClientLimitsConfig(Section):
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     cors_origins: tuple[Origin, ...] = ()
     cors_any_origin_with_keys: bool = False
-    batch: BatchConfig = BatchConfig()
+    batch: BatchConfig = BatchConfig()  # files and batches that clients upload
     strict: bool = False
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
     tls: HttpsConfig | None = None

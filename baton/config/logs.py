@@ -20,18 +20,15 @@ class LogsConfig(Section):
     """Logs of every process of the fleet.
 
     Attributes:
-        dir: Folder of the log files; default: in the fleet's state folder.
-        format: Line format; ``json`` is one object per line.
-        requests: Let the router log one line per finished request.
         redact: Mapping of names to regular expressions. Matches in logged prompts and responses
             (keys with ``log_text: true``) become ``[name]``. Adds to `DEFAULT_REDACT`; an empty
             expression removes a default.
         max_text_chars: Longest prompt or response in characters; the rest is cut off.
     """
 
-    dir: str | None = None
-    format: Literal["text", "json"] = "text"
-    requests: bool = False
+    dir: str | None = None  # folder of the log files; default: in the fleet's state folder
+    format: Literal["text", "json"] = "text"  # line format; ``json`` is one object per line
+    requests: bool = False  # let the router log one line per finished request
     redact: Mapping[str, str] = {}
     max_text_chars: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
 

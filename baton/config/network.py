@@ -21,35 +21,26 @@ HostName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,252
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Certificate files that a process uses towards others of its fleet.
+    """Certificate files that a process uses towards others of its fleet."""
 
-    Attributes:
-        certificate: PEM file of the certificate, followed by any intermediate ones.
-        key: PEM file of the key, not encrypted.
-        ca: PEM file of the CA that signs all certificates of the fleet.
-        name: DNS name in every certificate of the fleet.
-    """
-
-    certificate: str
-    key: str
-    ca: str
-    name: str
+    certificate: str  # PEM file of the certificate, followed by any intermediate ones
+    key: str  # PEM file of the key, not encrypted
+    ca: str  # PEM file of the CA that signs all certificates of the fleet
+    name: str  # DNS name in every certificate of the fleet
 
 
 class FleetTlsConfig(Section):
     """Mutual TLS between routers and workers.
 
     Attributes:
-        certificate: Absolute path of the certificate on every host.
-        key: Absolute path of the certificate's key.
         ca: Absolute path of the CA that signs all certificates of the fleet. It should sign
             nothing else.
-        name: DNS name in all certificates; default: ``FLEET.baton.internal``. Addresses change, so
-            the fleet is verified and not the address.
+        name: DNS name in all certificates; default: ``FLEET.baton.internal``. Addresses change,
+            so the fleet is verified and not the address.
     """
 
-    certificate: AbsoluteFile
-    key: AbsoluteFile
+    certificate: AbsoluteFile  # absolute path of the certificate on every host
+    key: AbsoluteFile  # absolute path of the certificate's key
     ca: AbsoluteFile
     name: HostName | None = None
 
@@ -65,11 +56,10 @@ class HttpsConfig(Section):
     Attributes:
         certificate: Absolute path of the certificate on every router's host, for the name that
             clients use.
-        key: Absolute path of the certificate's key.
     """
 
     certificate: AbsoluteFile
-    key: AbsoluteFile
+    key: AbsoluteFile  # absolute path of the certificate's key
 
 
 def fleet_host_name(fleet: str) -> str:

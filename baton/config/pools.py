@@ -47,16 +47,14 @@ class TensorParallelConfig(Section):
     """Ranks of one replica, per pool. In YAML, one number sets both pools.
 
     Attributes:
-        prefill: Ranks of a prefill worker.
-        decode: Ranks of a decode worker.
-        memory: KV memory of a replica: ``shared`` is one pool for all ranks, ``own`` one pool per
-            rank with that rank's heads.
+        memory: KV memory of a replica: ``shared`` is one pool for all ranks, ``own`` one pool
+            per rank with that rank's heads.
         nodes: Cluster nodes of a replica's ranks: ``one``, or ``several`` if no single node has
             room for all. See ``docs/design/engine.md``.
     """
 
-    prefill: Annotated[int, Field(ge=1, le=64)] = 1
-    decode: Annotated[int, Field(ge=1, le=64)] = 1
+    prefill: Annotated[int, Field(ge=1, le=64)] = 1  # ranks of a prefill worker
+    decode: Annotated[int, Field(ge=1, le=64)] = 1  # ranks of a decode worker
     memory: Literal["shared", "own"] = "shared"
     nodes: Literal["one", "several"] = "one"
 
@@ -74,12 +72,12 @@ class KvTiersConfig(Section):
 
     Attributes:
         memory_mb: Host memory per worker in MB, in addition to its pool.
-        disk_mb: Disk space per worker in MB.
-        disk_folder: Absolute path of a folder on every host; each worker creates its own subfolder.
+        disk_folder: Absolute path of a folder on every host; each worker creates its own
+            subfolder.
     """
 
     memory_mb: Annotated[int, Field(ge=0, le=16_777_216)] = 0
-    disk_mb: Annotated[int, Field(ge=0, le=268_435_456)] = 0
+    disk_mb: Annotated[int, Field(ge=0, le=268_435_456)] = 0  # disk space per worker in MB
     disk_folder: AbsoluteFile | None = None
 
     @model_validator(mode="after")
@@ -93,23 +91,21 @@ class PoolsConfig(Section):
     """Worker pools and routers. A fleet with one pool is colocated.
 
     Attributes:
-        roles: Choice of ``prefill`` and ``decode``. ``auto`` lets Baton choose them for one host
-            from measurements (``fleet/host_roles.py``); until then they are a pair.
+        roles: Choice of ``prefill`` and ``decode``. ``auto`` lets Baton choose them for one
+            host from measurements (``fleet/host_roles.py``); until then they are a pair.
         kv_tiers: KV storage below each worker's pool, see ``docs/design/kv-tiers.md``.
         ports: Port range ``FIRST-LAST`` of the workers, for firewalls. Without it, the kernel
             chooses.
         tls: Certificates of all routers and workers. Without them, they use plain text.
-        insecure: Confirms plain text between hosts.
-        token_file: File with the fleet's token on every host, one per line: the first is sent, all
-            are accepted. Without it, `baton up` generates a token for its workers.
+        token_file: File with the fleet's token on every host, one per line: the first is sent,
+            all are accepted. Without it, `baton up` generates a token for its workers.
         unsigned_pulls: Send KV also without a capability from a router. Needed while routers or
             workers run versions without capabilities.
         int8_chunks: In ``numerics: fast``, send KV as int8 over links where that is faster.
-        pull_prefixes: Let workers pull prefixes of a prompt from each other's caches.
         receive_cpu_share: Largest share of a core for receiving KV while a worker generates
             responses; 0 is no limit. See ``docs/design/handoff.md``.
-        routers: Router processes that share the port; ``auto`` is one per `CORES_OF_A_ROUTER` cores
-            of the host. ``docs/guide/operate.md`` lists the state that they share.
+        routers: Router processes that share the port; ``auto`` is one per `CORES_OF_A_ROUTER`
+            cores of the host. ``docs/guide/operate.md`` lists the state that they share.
     """
 
     roles: Literal["fixed", "auto"] = "fixed"
@@ -121,11 +117,11 @@ class PoolsConfig(Section):
     kv_tiers: KvTiersConfig = KvTiersConfig()
     ports: Annotated[str, StringConstraints(pattern=r"^\d{4,5}-\d{4,5}$")] | None = None
     tls: FleetTlsConfig | None = None
-    insecure: bool = False
+    insecure: bool = False  # confirms plain text between hosts
     token_file: AbsoluteFile | None = None
     unsigned_pulls: bool = False
     int8_chunks: bool = True
-    pull_prefixes: bool = True
+    pull_prefixes: bool = True  # let workers pull prefixes of a prompt from each other's caches
     receive_cpu_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.025
 
     @field_validator("ports")

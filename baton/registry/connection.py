@@ -62,19 +62,14 @@ class RedisTarget(NamedTuple):
 
     Attributes:
         hosts: Addresses of the server, or of the Sentinels; empty for a socket.
-        path: Path of a socket, or "".
-        primary: Name of the primary at the Sentinels, or "".
-        options: Options for connections to the server, as redis-py names them.
-        sentinel_options: Options for connections to the Sentinels.
-        tls: Whether connections are encrypted.
     """
 
     hosts: tuple[tuple[str, int], ...]
-    path: str
-    primary: str
-    options: dict[str, Any]
-    sentinel_options: dict[str, Any]
-    tls: bool
+    path: str  # path of a socket, or ""
+    primary: str  # name of the primary at the Sentinels, or ""
+    options: dict[str, Any]  # options for connections to the server, as redis-py names them
+    sentinel_options: dict[str, Any]  # options for connections to the Sentinels
+    tls: bool  # whether connections are encrypted
 
     def __str__(self) -> str:
         if self.path:

@@ -11,19 +11,12 @@ _TTL_MS = 7 * 24 * 3600 * 1000
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings made at run time, for a fleet that was started with a certain file.
+    """Settings made at run time, for a fleet that was started with a certain file."""
 
-    Attributes:
-        of: Digest of the fleet file; the sizes do not apply to another file.
-        pools: Replicas by role.
-        closed_nodes: Addresses of nodes that take no workers.
-        drained: Workers that stay down until they are restarted.
-    """
-
-    of: str
-    pools: dict[str, int] = {}
-    closed_nodes: tuple[str, ...] = ()
-    drained: tuple[str, ...] = ()
+    of: str  # digest of the fleet file; the sizes do not apply to another file
+    pools: dict[str, int] = {}  # replicas by role
+    closed_nodes: tuple[str, ...] = ()  # addresses of nodes that take no workers
+    drained: tuple[str, ...] = ()  # workers that stay down until they are restarted
 
 
 async def read(registry: Registry, of: str) -> Wanted:

@@ -11,27 +11,23 @@ class Drill:
     """Fault that is injected under load.
 
     Attributes:
-        title: Description of the fault.
-        fault: Function that injects the fault, ``fault_after_s`` into the load.
-        may_fail: Tolerate typed errors before the start of a response (never wrong tokens, silence
-            or delays). A response that has started must be completed.
-        of_capacity: Request rate as a multiple of the measured capacity; None for the base rate.
-        mode: ``x-baton-mode`` of this drill; None for the common one.
-        load_s: Seconds over which requests are sent.
-        fault_after_s: Seconds from the start of the load to the fault; the end of a load that is
-            itself the fault.
-        abort_share: Share of clients that disconnect.
+        may_fail: Tolerate typed errors before the start of a response (never wrong tokens,
+            silence or delays). A response that has started must be completed.
+        of_capacity: Request rate as a multiple of the measured capacity; None for the base
+            rate.
+        fault_after_s: Seconds from the start of the load to the fault; the end of a load that
+            is itself the fault.
         recovery_limit_s: Longest time in seconds from the fault until requests succeed again.
     """
 
-    title: str
-    fault: Fault
+    title: str  # description of the fault
+    fault: Fault  # function that injects the fault, ``fault_after_s`` into the load
     may_fail: bool = False
     of_capacity: float | None = None
-    mode: str | None = None
-    load_s: float = 20.0
+    mode: str | None = None  # ``x-baton-mode`` of this drill; None for the common one
+    load_s: float = 20.0  # seconds over which requests are sent
     fault_after_s: float = 5.0
-    abort_share: float = 0.0
+    abort_share: float = 0.0  # share of clients that disconnect
     recovery_limit_s: float = 120.0
 
 

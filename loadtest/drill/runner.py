@@ -34,13 +34,11 @@ class DrillOptions:
 
     Attributes:
         server: Router of the fleet. Requests are greedy, and responses as long as planned.
-        local: The fleet on this machine.
-        rate: Requests per second that the fleet serves easily.
     """
 
     server: ServerOptions
-    local: LocalFleet
-    rate: float = 1.0
+    local: LocalFleet  # the fleet on this machine
+    rate: float = 1.0  # requests per second that the fleet serves easily
     seed: int = 0
 
 

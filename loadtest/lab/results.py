@@ -30,21 +30,14 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of a lab, with parameters of the set-up.
-
-    Attributes:
-        columns: Column heads of the table.
-        rows: Rows of the table, unrounded.
-        sentence: Conclusion in one sentence.
-        notes: Conditions of the measurement.
-    """
+    """Measurements of a lab, with parameters of the set-up."""
 
     parameters: dict[str, Cell]
-    columns: list[str]
-    rows: list[list[Cell]]
+    columns: list[str]  # column heads of the table
+    rows: list[list[Cell]]  # rows of the table, unrounded
     plots: list[Plot]
-    sentence: str
-    notes: list[str] = []
+    sentence: str  # conclusion in one sentence
+    notes: list[str] = []  # conditions of the measurement
 
 
 class LabResults(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,21 +11,13 @@ from loadtest.lab.results import Findings
 
 
 class LabContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a lab.
+    """Options of a lab."""
 
-    Attributes:
-        quick: Measure fewer points: under two minutes on two cores.
-        model: Model reference, for labs with an engine.
-        threads: Threads of that engine.
-        url: Base URL of the router without ``/v1``, for labs with a fleet.
-        api_key: Operator's API key, or "".
-    """
-
-    quick: bool = False
-    model: str = ""
-    threads: int = 2
-    url: str = ""
-    api_key: str = ""
+    quick: bool = False  # measure fewer points: under two minutes on two cores
+    model: str = ""  # model reference, for labs with an engine
+    threads: int = 2  # threads of that engine
+    url: str = ""  # base URL of the router without ``/v1``, for labs with a fleet
+    api_key: str = ""  # operator's API key, or ""
 
 
 @dataclass(frozen=True)

@@ -14,46 +14,38 @@ class Record:
 
     Attributes:
         request: Request as the router receives it; its limit is not the response's length.
-        answer_tokens: Output tokens of the response.
-        hashes: Block hashes of the prompt's full blocks.
-        blocks: Blocks of the prompt, including a partial one at its end.
-        placed_ns: Time when it first left the router's queue.
-        computed_on: Id of the worker that computed the prompt.
-        cached_tokens: Prompt tokens cached on that worker.
-        pulled_blocks: Blocks of these that came from another worker's cache.
         predicted_first_s: Router's prediction of the time from placement to the first token.
         regret_s: Time that the best prefill worker would have saved, by the true queues of all
             workers; None if not computed.
         exposed_ns: Time from the first to the second token.
-        error: Code of the error that ended it, or "".
     """
 
     request: GenerationRequest = field(repr=False)
-    answer_tokens: int
-    hashes: list[bytes] = field(repr=False)
-    blocks: int
+    answer_tokens: int  # output tokens of the response
+    hashes: list[bytes] = field(repr=False)  # block hashes of the prompt's full blocks
+    blocks: int  # blocks of the prompt, including a partial one at its end
     ticket: int = 0
     attempt: int = 0
     computed_attempt: int = 0  # the last attempt that yielded a token
     admitted: bool = False
     prefill_id: str | None = None
     decode_id: str | None = None
-    placed_ns: int = 0
+    placed_ns: int = 0  # time when it first left the router's queue
     started_ns: int = 0
     first_ns: int = 0
     second_ns: int = 0
     last_ns: int = 0
     ended_ns: int = 0
-    computed_on: str = ""
-    cached_tokens: int = 0
-    pulled_blocks: int = 0
+    computed_on: str = ""  # id of the worker that computed the prompt
+    cached_tokens: int = 0  # prompt tokens cached on that worker
+    pulled_blocks: int = 0  # blocks of these that came from another worker's cache
     transfer_bytes: float = 0.0
     transfer_ns: int = 0
     longest_gap_ns: int = 0
     tokens: int = 0
     predicted_first_s: float = 0.0
     regret_s: float | None = None
-    error: str = ""
+    error: str = ""  # code of the error that ended it, or ""
     ends: int = 0
     wants_prefill: bool = False
     died_holding: set[bytes] = field(default_factory=set)

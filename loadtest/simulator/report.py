@@ -35,16 +35,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hit_share: Share of all prompt blocks that were cached where the prompt was computed.
             Partial blocks at the end of prompts count and are never cached.
-        pulled_share: Share of all blocks that came from another worker's cache.
-        bound_share: Share of blocks cached in one unlimited cache of every earlier prompt.
-        max_to_mean_work: Maximum / mean of the prompt tokens computed per worker.
-        ttft: Time from arrival at the router to the first token.
-        tpot: (last - first) / (tokens - 1) of responses of two tokens or more.
         second_token: Time from the first to the second token: a decode step, and the exposed
             transfer.
-        longest_gap: Longest ITL of each response.
-        queue: Time from arrival to the prompt's first step, in router and worker.
-        good_per_s: Good requests per second; failed ones are not good.
         prediction_error: |predicted - actual| time from placement to the first token (policy
             ``fleet`` only).
         regret: Time that the best worker would have saved, by the true queues, for every 16th
@@ -56,20 +48,20 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, int]
     duration_s: float
     hit_share: float
-    pulled_share: float
-    bound_share: float
-    max_to_mean_work: float
+    pulled_share: float  # share of all blocks that came from another worker's cache
+    bound_share: float  # share of blocks cached in one unlimited cache of every earlier prompt
+    max_to_mean_work: float  # maximum / mean of the prompt tokens computed per worker
     busy_share: float
-    ttft: Distribution
-    tpot: Distribution
+    ttft: Distribution  # time from arrival at the router to the first token
+    tpot: Distribution  # (last - first) / (tokens - 1) of responses of two tokens or more
     e2e: Distribution
     second_token: Distribution
-    longest_gap: Distribution
-    queue: Distribution
+    longest_gap: Distribution  # longest ITL of each response
+    queue: Distribution  # time from arrival to the prompt's first step, in router and worker
     transfer: Distribution
     transfer_gb: float
     good_share: float
-    good_per_s: float
+    good_per_s: float  # good requests per second; failed ones are not good
     prediction_error: Distribution
     regret: Distribution
     preemptions: int

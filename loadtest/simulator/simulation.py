@@ -30,35 +30,24 @@ class Setup:
     """Parameters of a simulation.
 
     Attributes:
-        prefill_workers: Number of prefill workers; 0 for a colocated fleet.
-        policy: Routing policy: ``fleet``, or one of ``POLICIES``.
-        mode: Mode of the requests; ``colocated`` without prefill workers.
-        link: Link between two nodes.
-        nodes: Nodes that the workers are distributed over, with NVLink inside; 0 for one node per
-            worker.
-        prefill_kv_tokens: Pool size of a prefill worker.
-        decode_kv_tokens: Pool size of a decode worker.
-        memory_kv_tokens: Size of a memory tier below each prefill worker's pool; 0 for none.
+        nodes: Nodes that the workers are distributed over, with NVLink inside; 0 for one node
+            per worker.
         memory_bytes_per_s: Rate between that tier and the pool.
         block_tokens: Block size of all pools, equal to that of the trace's hashes.
-        spread_s: Seconds from its tick on over which an arrival is drawn: Mooncake's ticks are 3 s
-            apart.
-        speed: Divisor of the gaps between arrivals.
-        mtbf_s: Mean time until a worker dies; 0 for never.
-        repair_s: Time until a dead worker is replaced.
-        check_every_step: Recount all blocks after each step (tests).
+        spread_s: Seconds from its tick on over which an arrival is drawn: Mooncake's ticks are
+            3 s apart.
     """
 
-    prefill_workers: int
+    prefill_workers: int  # number of prefill workers; 0 for a colocated fleet
     decode_workers: int
-    policy: str = FLEET
-    mode: Mode = "disaggregated"
+    policy: str = FLEET  # routing policy: ``fleet``, or one of ``POLICIES``
+    mode: Mode = "disaggregated"  # mode of the requests; ``colocated`` without prefill workers
     timing: WorkerTiming = H100_70B
-    link: Link = LINKS["between-nodes"]
+    link: Link = LINKS["between-nodes"]  # link between two nodes
     nodes: int = 0
-    prefill_kv_tokens: int = 3_100_160
-    decode_kv_tokens: int = 1_048_576
-    memory_kv_tokens: int = 0
+    prefill_kv_tokens: int = 3_100_160  # pool size of a prefill worker
+    decode_kv_tokens: int = 1_048_576  # pool size of a decode worker
+    memory_kv_tokens: int = 0  # size of a memory tier below each prefill worker's pool; 0 for none
     memory_bytes_per_s: float = 20e9  # a PCIe 4 x16 slot
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
     max_batch_requests: int = 64
@@ -66,11 +55,11 @@ class Setup:
     max_queued_requests: int = 256
     pull_prefixes: bool = True
     spread_s: float = 3.0
-    speed: float = 1.0
-    mtbf_s: float = 0.0
-    repair_s: float = 30.0
+    speed: float = 1.0  # divisor of the gaps between arrivals
+    mtbf_s: float = 0.0  # mean time until a worker dies; 0 for never
+    repair_s: float = 30.0  # time until a dead worker is replaced
     seed: int = 0
-    check_every_step: bool = False
+    check_every_step: bool = False  # recount all blocks after each step (tests)
 
 
 class Simulation:

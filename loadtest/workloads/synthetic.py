@@ -18,28 +18,21 @@ class OpenLoop:
     """Requests at random times, independent of earlier responses.
 
     Attributes:
-        cv: Burstiness of arrivals, see ``arrival_times_s``.
-        prompt_tokens: Lengths of prompts, without a shared prefix.
-        prefix_groups: Groups of requests with a common prefix; 0 for none.
-        prefix_tokens: Tokens of these prefixes.
-        hot_tenant: Share of requests from one tenant; the others are spread over three.
-        long_every: Period of requests with a long prompt and a short response; 0 for none.
-        abort_share: Share of clients that disconnect.
-        abort_after_s: Mean seconds from sending to disconnecting; drawn from half to one and a half
-            times that.
+        abort_after_s: Mean seconds from sending to disconnecting; drawn from half to one and a
+            half times that.
     """
 
     requests: int
     rate: float
-    cv: float = 1.0
-    prompt_tokens: Lengths
+    cv: float = 1.0  # burstiness of arrivals, see ``arrival_times_s``
+    prompt_tokens: Lengths  # lengths of prompts, without a shared prefix
     answer_tokens: Lengths
-    prefix_groups: int = 0
-    prefix_tokens: int = 0
-    hot_tenant: float = 0.0
-    long_every: int = 0
+    prefix_groups: int = 0  # groups of requests with a common prefix; 0 for none
+    prefix_tokens: int = 0  # tokens of these prefixes
+    hot_tenant: float = 0.0  # share of requests from one tenant; the others are spread over three
+    long_every: int = 0  # period of requests with a long prompt and a short response; 0 for none
     long_tokens: int = 0
-    abort_share: float = 0.0
+    abort_share: float = 0.0  # share of clients that disconnect
     abort_after_s: float = 0.5
 
 
@@ -99,28 +92,21 @@ class Sessions:
     """Users with one conversation after another.
 
     Attributes:
-        users: Concurrent users.
-        sessions: Conversations per user.
-        turns: Questions per conversation.
-        system_tokens: Tokens of the system prompt, which is the same for all.
-        prompt_tokens: Lengths of questions.
-        think_s: Mean of the exponential pause before the next question, in seconds.
         tool_calls: Tool calls after each question. Each result is sent ``tool_s`` later, as a
             user's message, so that every server accepts it.
-        ramp_s: Seconds over which the users start.
     """
 
-    users: int
-    sessions: int = 1
-    turns: int = 4
-    system_tokens: int = 64
-    prompt_tokens: Lengths
+    users: int  # concurrent users
+    sessions: int = 1  # conversations per user
+    turns: int = 4  # questions per conversation
+    system_tokens: int = 64  # tokens of the system prompt, which is the same for all
+    prompt_tokens: Lengths  # lengths of questions
     answer_tokens: Lengths
-    think_s: float = 2.0
+    think_s: float = 2.0  # mean of the exponential pause before the next question, in seconds
     tool_calls: int = 0
     tool_tokens: int = 200
     tool_s: float = 0.2
-    ramp_s: float = 2.0
+    ramp_s: float = 2.0  # seconds over which the users start
 
 
 def session_plan(load: Sessions, *, name: str, seed: int) -> Plan:
