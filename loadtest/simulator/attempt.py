@@ -159,8 +159,6 @@ class Attempt:
         )
         worker.submit(request, handler)
 
-    # ---------------------------------------------------------------- commands of the router
-
     def replace_prefill(self, prefill: SimulatedWorker) -> None:
         """Compute the prompt on another prefill worker."""
         self.prefill = prefill
@@ -177,8 +175,6 @@ class Attempt:
         self._perform(self._receiver.cancel())
         self.decode.send(lambda scheduler: scheduler.cancel(self._id))
 
-    # ---------------------------------------------------------------- deaths of workers
-
     def prefill_died(self, worker: SimulatedWorker) -> None:
         """Process the death of the prefill worker, which closes its connection."""
         if worker is self.prefill and not self.over:
@@ -189,8 +185,6 @@ class Attempt:
         """Process the death of the decode worker: the lease at the prefill worker lapses."""
         self.over = True
         self._close(False, LEASE_NS)
-
-    # ---------------------------------------------------------------- events of the decode engine
 
     def _on_decode(self, event: ev.Event) -> None:
         match event:
@@ -222,8 +216,6 @@ class Attempt:
             self.over = True
             self._perform(self._receiver.cancel())
             self._clock.after(CONTROL_NS, lambda: self._listener.on_end(self.record, self, error))
-
-    # ---------------------------------------------------------------- the receiving machine
 
     def _perform(self, actions: list[receiver.Action]) -> None:
         for action in actions:
@@ -302,8 +294,6 @@ class Attempt:
                 self._perform(act())
 
         self._clock.after(CONTROL_NS, arrive)
-
-    # ---------------------------------------------------------------- events of the prefill engine
 
     def _on_prefill(self, sending: HandoffSender, stream: int, event: ev.Event) -> None:
         match event:
@@ -384,8 +374,6 @@ class Attempt:
             if isinstance(action, sender.GiveBack):
                 verb = Scheduler.cancel if action.cancel else Scheduler.release
                 worker.send(partial(verb, request_id=engine_id))
-
-    # ---------------------------------------------------------------- KV transfer
 
     def _pull(self, pull: receiver.Pull) -> None:
         self._pulls_ns = self._pulls_ns or self._clock.now_ns

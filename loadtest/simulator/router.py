@@ -99,8 +99,6 @@ class SimulatedRouter(WorkerListener):
     def _hashes_of(self, request: GenerationRequest, slots: Sequence[Slot]) -> list[bytes]:
         return self.records[request.request_id].hashes
 
-    # ---------------------------------------------------------------- the queue
-
     def submit(self, record: Record) -> None:
         """Process the arrival of a request."""
         self.records[record.id] = record
@@ -128,8 +126,6 @@ class SimulatedRouter(WorkerListener):
             if uncached_tokens is not None:
                 cost_tokens = self._placer.cost_tokens(record.request, uncached_tokens)
                 self._admission.charge(entry, cost_tokens)
-
-    # ---------------------------------------------------------------- placement
 
     def _place(self, record: Record, avoid: bytes = b"") -> int | None:
         """Place and send a request; return the prompt tokens to compute, None if it failed."""
@@ -211,8 +207,6 @@ class SimulatedRouter(WorkerListener):
         }
         return seconds[chosen_id] - min(seconds.values())
 
-    # ---------------------------------------------------------------- events of attempts
-
     def on_started(self, record: Record, worker_id: str, cached_tokens: int) -> None:
         """Record the start of a prompt on a worker."""
         if not record.started_ns:
@@ -246,8 +240,6 @@ class SimulatedRouter(WorkerListener):
         if not error:
             self._placer.learn(record.request, record.tokens)
         self._pump()
-
-    # ---------------------------------------------------------------- events of workers
 
     def on_live(self, worker: SimulatedWorker) -> None:
         """Process the start of a worker, and place requests that wait for it."""

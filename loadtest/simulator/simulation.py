@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from typing import Annotated
+
+from typer import Option
 
 from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.emulated_timing import H100_70B, WorkerTiming
@@ -27,38 +30,47 @@ ANSWER_LIMIT_TOKENS = 4096  # max_tokens of requests: the router does not know t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Parameters of a simulation.
+    """Parameters of a simulation. The annotated ones are options of ``baton simulate``."""
 
-    Attributes:
-        nodes: Nodes that the workers are distributed over, with NVLink inside; 0 for one node
-            per worker.
-        memory_bytes_per_s: Rate between that tier and the pool.
-        block_tokens: Block size of all pools, equal to that of the trace's hashes.
-        spread_s: Seconds from its tick on over which an arrival is drawn: Mooncake's ticks are
-            3 s apart.
-    """
-
-    prefill_workers: int  # number of prefill workers; 0 for a colocated fleet
-    decode_workers: int
+    prefill_workers: Annotated[
+        int, Option("--prefill", min=0, help="Number of prefill workers; 0 for a colocated fleet.")
+    ] = 8
+    decode_workers: Annotated[int, Option("--decode", min=1, help="Number of decode workers.")] = 8
     policy: str = FLEET  # routing policy: ``fleet``, or one of ``POLICIES``
-    mode: Mode = "disaggregated"  # mode of the requests; ``colocated`` without prefill workers
+    mode: Annotated[Mode, Option(help="Mode of the requests.")] = "disaggregated"
     timing: WorkerTiming = H100_70B
     link: Link = LINKS["between-nodes"]  # link between two nodes
-    nodes: int = 0
-    prefill_kv_tokens: int = 3_100_160  # pool size of a prefill worker
-    decode_kv_tokens: int = 1_048_576  # pool size of a decode worker
-    memory_kv_tokens: int = 0  # size of a memory tier below each prefill worker's pool; 0 for none
-    memory_bytes_per_s: float = 20e9  # a PCIe 4 x16 slot
-    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    nodes: Annotated[
+        int, Option(min=0, help="Nodes with NVLink inside; 0 for one node per worker.")
+    ] = 0
+    prefill_kv_tokens: Annotated[int, Option(min=1024, help="Pool size of a prefill worker.")] = (
+        3_100_160
+    )
+    decode_kv_tokens: Annotated[int, Option(min=1024, help="Pool size of a decode worker.")] = (
+        1_048_576
+    )
+    memory_kv_tokens: Annotated[
+        int, Option(min=0, help="Memory tier of each prefill worker; 0 for none.")
+    ] = 0
+    memory_bytes_per_s: float = 20e9  # between tier and pool: a PCIe 4 x16 slot
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS  # of all pools, as in the trace's hashes
     max_batch_requests: int = 64
     max_step_tokens: int = 8192
     max_queued_requests: int = 256
-    pull_prefixes: bool = True
-    spread_s: float = 3.0
-    speed: float = 1.0  # divisor of the gaps between arrivals
-    mtbf_s: float = 0.0  # mean time until a worker dies; 0 for never
-    repair_s: float = 30.0  # time until a dead worker is replaced
-    seed: int = 0
+    pull_prefixes: Annotated[
+        bool, Option("--pull/--no-pull", help="Let workers pull prefixes from each other.")
+    ] = True
+    spread_s: Annotated[
+        float, Option(min=0, help="Seconds from its tick on over which an arrival is drawn.")
+    ] = 3.0  # Mooncake's ticks are 3 s apart
+    speed: Annotated[float, Option(min=0.001, help="Divisor of the gaps between arrivals.")] = 1.0
+    mtbf_s: Annotated[
+        float, Option(min=0, help="Mean seconds until a worker dies; 0 for never.")
+    ] = 0.0
+    repair_s: Annotated[float, Option(min=0, help="Seconds until a dead worker is replaced.")] = (
+        30.0
+    )
+    seed: Annotated[int, Option(help="Random seed.")] = 0
     check_every_step: bool = False  # recount all blocks after each step (tests)
 
 
@@ -112,8 +124,6 @@ class Simulation:
         self.clock.run()
         return self.records
 
-    # ---------------------------------------------------------------- workers
-
     def _start(self, worker_id: str, epoch: int, draw: random.Random) -> None:
         setup = self.setup
         prefill = worker_id.startswith("prefill")
@@ -156,8 +166,6 @@ class Simulation:
         self.clock.after(DETECT_NS, partial(self.router.on_dead, worker))
         again = partial(self._start, worker.worker_id, epoch + 1, draw)
         self.clock.after(DETECT_NS + round(self.setup.repair_s * 1e9), again)
-
-    # ---------------------------------------------------------------- requests
 
     def _records(self, trace: Sequence[TraceRequest]) -> list[Record]:
         setup = self.setup

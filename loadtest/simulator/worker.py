@@ -159,8 +159,6 @@ class SimulatedWorker:
         self._copier_free_ns = 0
         self._saved: list[Copied] = []  # reported before the next step
 
-    # ---------------------------------------------------------------- commands
-
     def submit(self, request: EngineRequest, handler: Handler) -> None:
         """Queue a request; ``handler`` receives its events, ``Ended`` last."""
         self._handlers[request.request_id] = handler
@@ -205,8 +203,6 @@ class SimulatedWorker:
         self._number += 1
         self._handlers.clear()
         self._inbox.clear()
-
-    # ---------------------------------------------------------------- steps
 
     def _turn(self) -> None:
         """Run pending commands, then start the next step, if there is one."""
@@ -294,8 +290,6 @@ class SimulatedWorker:
         now_ns = self._clock.now_ns
         self._deliver(self.core.apply(steps.plan, results, now_ns, span_ns // count, count))
         self._turn()
-
-    # ---------------------------------------------------------------- events and reports
 
     def _deliver(self, events: Sequence[ev.Event]) -> None:
         for event in events:
