@@ -93,10 +93,7 @@ def run_plan(
 
 
 async def _run_until_interrupted(
-    plan: Plan,
-    options: RunOptions,
-    took: Callable[[RequestRecord], None],
-    progress: _Progress,
+    plan: Plan, options: RunOptions, took: Callable[[RequestRecord], None], progress: _Progress
 ) -> None:
     loop = asyncio.get_running_loop()
     interrupted = False
@@ -135,11 +132,7 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Itera
 
 
 def _results(
-    plan: Plan,
-    options: RunOptions,
-    progress: _Progress,
-    sources: dict[str, float],
-    emulated: str,
+    plan: Plan, options: RunOptions, progress: _Progress, sources: dict[str, float], emulated: str
 ) -> Results:
     server = options.server
     records = sorted(progress.records, key=lambda record: record.index)

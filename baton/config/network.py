@@ -51,14 +51,9 @@ class FleetTlsConfig(Section):
 
 
 class HttpsConfig(Section):
-    """HTTPS of the routers.
+    """HTTPS of the routers, with a certificate for the name that clients use."""
 
-    Attributes:
-        certificate: Absolute path of the certificate on every router's host, for the name that
-            clients use.
-    """
-
-    certificate: AbsoluteFile
+    certificate: AbsoluteFile  # absolute path of the certificate on every router's host
     key: AbsoluteFile  # absolute path of the certificate's key
 
 

@@ -40,11 +40,7 @@ def read_text(file: str | Path, what: str) -> str:
 
 
 def tokens_in(text: str, source: str) -> tuple[str, ...]:
-    """Return the fleet's tokens, one per line: the first is sent, all are accepted.
-
-    Raises:
-        SecretError: There is no token, or one is too short.
-    """
+    """Return the fleet's tokens, one per line: the first is sent, all are accepted."""
     tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
     shortest = min(map(len, tokens), default=0)
     if shortest < FEWEST_TOKEN_CHARACTERS:

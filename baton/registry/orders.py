@@ -52,11 +52,7 @@ class Orders:
     ) -> Answer | None:
         """Send a command to the controller and return the reply, or None if there is none.
 
-        Args:
-            verb: Command such as ``drain``; ``fleet/pools/orders.py`` lists them.
-            worker_ids: Workers concerned; empty for all.
-            arguments: Further arguments of the command.
-            timeout_s: Time to wait for the reply.
+        ``fleet/pools/orders.py`` lists the verbs. Without ids the command is for all workers.
         """
         registry = self._registry
         order = Order(secrets.token_hex(8), verb, tuple(worker_ids), dict(arguments or {}))

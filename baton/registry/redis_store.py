@@ -103,11 +103,7 @@ class Registry:
 
     @classmethod
     async def connect(cls, url: str, fleet: str) -> "Registry":
-        """Create a registry and check its connection.
-
-        Raises:
-            RegistryUnavailableError: Redis does not answer.
-        """
+        """Create a registry and check its connection."""
         registry = cls(url, fleet)
         try:
             await registry.birth()

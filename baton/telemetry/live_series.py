@@ -22,8 +22,7 @@ MAX_EDGES = 256  # pairs of workers in one sample
 class Sample:
     """Figures of one closed interval of about a second. Percentiles are None without values.
 
-    ``number`` increases, and is about the Unix second in which the interval ends: routers that
-    share a port use the same number for the same second.
+    ``number`` rises and is about the Unix second of the end, equal for all routers of a port.
     """
 
     number: int

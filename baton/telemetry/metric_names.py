@@ -70,11 +70,9 @@ def _sizes(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
 
 # Requests as the router sees them. Durations are measured on the router's clock only.
 REQUEST_METRICS: dict[str, MetricSpec] = {
-    "baton_requests": _count(
-        "Requests that ended, by HTTP status.", "endpoint", "status", "tenant"
-    ),
+    "baton_requests": _count("Finished requests by HTTP status.", "endpoint", "status", "tenant"),
     "baton_finished_choices": _count(
-        "Choices that ended, by finish reason.", "reason", "tenant", vllm="request_success"
+        "Finished choices by reason.", "reason", "tenant", vllm="request_success"
     ),
     "baton_stored_responses": _count(
         "Responses of /v1/responses that clients asked to store, by result.",
@@ -86,14 +84,12 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         "Unknown fields of request bodies that were ignored, by enclosing object.", "where"
     ),
     "baton_timeouts": _count(
-        "Requests whose deadline passed, by phase.",
+        "Requests past their deadline, by phase.",
         "phase",
         from_start=("queue", "prefill", "decode"),
     ),
     "baton_cancellations": _count(
-        "Requests whose client went away, by phase.",
-        "phase",
-        from_start=("queue", "prefill", "decode"),
+        "Requests whose client left, by phase.", "phase", from_start=("queue", "prefill", "decode")
     ),
     "baton_release_seconds": _seconds(
         "Time from cancellation or timeout to the worker's confirmation that the request ended."
@@ -109,25 +105,23 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         ),
     ),
     "baton_request_prompt_tokens": _sizes(
-        "Prompt tokens of a request.", vllm="request_prompt_tokens"
+        "Prompt tokens per request.", vllm="request_prompt_tokens"
     ),
     "baton_request_generation_tokens": _sizes(
-        "Output tokens of a request.", vllm="request_generation_tokens"
+        "Output tokens per request.", vllm="request_generation_tokens"
     ),
     "baton_transfer_exposed_seconds": _seconds(
         "KV transfer time not hidden by computation: time from the first to the second token, less "
         "a median decode step."
     ),
     "baton_time_to_first_token_seconds": _seconds(
-        "Time from a request's arrival at the router to the first byte of content sent.",
+        "Time from arrival at the router to the first byte of content sent.",
         "tenant",
         vllm="time_to_first_token_seconds",
     ),
-    "baton_time_to_second_token_seconds": _seconds(
-        "Time from a request's arrival to its second token."
-    ),
+    "baton_time_to_second_token_seconds": _seconds("Time from arrival to the second token."),
     "baton_inter_token_seconds": _seconds(
-        "Time between two tokens of one request.", vllm="inter_token_latency_seconds"
+        "Time between two tokens of a request.", vllm="inter_token_latency_seconds"
     ),
     "baton_time_per_output_token_seconds": _seconds(
         "Mean time per output token of a request: (last token - first token) / (n - 1).",
@@ -135,13 +129,11 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         vllm="request_time_per_output_token_seconds",
     ),
     "baton_e2e_seconds": _seconds(
-        "Time from a request's arrival to its last byte sent.",
-        "tenant",
-        vllm="e2e_request_latency_seconds",
+        "Time from arrival to the last byte sent.", "tenant", vllm="e2e_request_latency_seconds"
     ),
     "baton_prompt_tokens": _count("Prompt tokens of all requests.", "tenant", vllm="prompt_tokens"),
     "baton_prefix_queries_tokens": _count(
-        "Prompt tokens looked up in a prefix cache.", vllm="prefix_cache_queries"
+        "Prompt tokens looked up in a cache.", vllm="prefix_cache_queries"
     ),
     "baton_generation_tokens": _count(
         "Output tokens of all requests.", "tenant", vllm="generation_tokens"
@@ -152,27 +144,19 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         vllm_by_label=(("local", "prefix_cache_hits"),),
     ),
     "baton_adapter_requests": _count("Requests served with a LoRA adapter.", "adapter"),
-    "baton_adapter_prompt_tokens": _count(
-        "Prompt tokens of requests with a LoRA adapter.", "adapter"
-    ),
-    "baton_adapter_generation_tokens": _count(
-        "Output tokens of requests with a LoRA adapter.", "adapter"
-    ),
+    "baton_adapter_prompt_tokens": _count("Prompt tokens with a LoRA adapter.", "adapter"),
+    "baton_adapter_generation_tokens": _count("Output tokens with a LoRA adapter.", "adapter"),
     "baton_grammar_compile_seconds": _seconds("Time to check a new grammar before admission."),
     "baton_grammar_refusals": _count(
-        "Grammars rejected, by reason: invalid, too_large, too_expensive.", "reason"
+        "Rejected grammars: invalid, too_large, too_expensive.", "reason"
     ),
     "baton_schema_violations": _count(
         "Complete responses with `strict: false` that violate a keyword outside the grammar.",
         "keyword",
     ),
-    "baton_grammar_incomplete": _count(
-        "Choices that ended before their grammar was satisfied.", "reason"
-    ),
+    "baton_grammar_incomplete": _count("Choices cut before their grammar was satisfied.", "reason"),
     "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant", together="sum"),
-    "baton_queue_limit_requests": _gauge(
-        "Size limit of the queue; further requests are rejected with 429."
-    ),
+    "baton_queue_limit_requests": _gauge("Queue limit; beyond it requests are rejected with 429."),
 }
 
 # Decisions of the router, and failures around it.
@@ -210,9 +194,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     ),
     "baton_workers": _gauge("Workers in the registry, by role and state.", "role", "state"),
     "baton_batch_lines": _count(
-        "Finished lines of batches: completed, failed.",
-        "outcome",
-        from_start=("completed", "failed"),
+        "Batch lines: completed, failed.", "outcome", from_start=("completed", "failed")
     ),
     "baton_fleet_running_requests": _gauge(
         "Requests in the batches of all workers, by their latest reports.",

@@ -28,12 +28,9 @@ class Tracing:
     Without an OTLP endpoint in the environment spans cost nothing, but an incoming trace context
     still passes through ``inject``. Standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT``,
     ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, ``OTEL_EXPORTER_OTLP_PROTOCOL`` (``grpc``, or
-    ``http/protobuf``, the default), ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME``,
-    ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_TRACES_SAMPLER``, ``OTEL_BSP_*``, ``OTEL_SDK_DISABLED``.
-
-    Args:
-        component: Component name; ``service.name`` is ``baton-<component>`` unless the environment
-            sets one.
+    ``http/protobuf``, the default), ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME``
+    (default: ``baton-<component>``), ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_TRACES_SAMPLER``,
+    ``OTEL_BSP_*``, ``OTEL_SDK_DISABLED``.
     """
 
     def __init__(self, component: str) -> None:

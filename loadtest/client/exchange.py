@@ -29,11 +29,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, url: str, path: str, headers: dict[str, str]) -> "Target":
-        """Return the target for a base URL and a path.
-
-        Raises:
-            ValueError: The URL is not an http or https URL.
-        """
+        """Return the target for a base URL and a path."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not an http:// or https:// URL")
@@ -103,15 +99,9 @@ async def exchange(
     abort_after_s: float | None = None,
     keep_text: bool = False,
 ) -> Exchanged:
-    """Send a request and read its response to the end. Failures are returned, not raised.
+    """Send ``body`` as JSON and read the response to the end. Failures are returned, not raised.
 
-    Args:
-        target: Destination.
-        body: Object that is sent as JSON.
-        headers: Additional headers of this request.
-        timeout_s: Time limit for the whole exchange.
-        abort_after_s: Time from sending until the client disconnects.
-        keep_text: Collect the text of the response.
+    ``timeout_s`` limits the whole exchange; ``abort_after_s`` after sending the client disconnects.
     """
     payload = msgspec.json.encode(body)
     own = "".join(f"{name}: {value}\r\n" for name, value in headers.items())

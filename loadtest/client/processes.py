@@ -42,13 +42,8 @@ async def run_clients(
 ) -> list[ClientReport]:
     """Run a plan with several client processes; return one report per client.
 
-    Args:
-        plan: Whole plan; conversations are distributed round-robin.
-        server: Server and request options.
-        clients: Number of processes.
-        record: Callback for each finished request, nearly in the order of their ends.
-        keep_answers: Keep the texts of responses in the records.
-        on_start: Callback that receives second 0 of the plan on the monotonic clock.
+    Conversations are distributed round-robin. ``record`` receives each finished request, nearly in
+    the order of their ends; ``on_start`` receives second 0 of the plan on the monotonic clock.
 
     Raises:
         ClientFailedError: A client process died.

@@ -39,11 +39,7 @@ class Server:
         self._http.close()
 
     def first_model(self) -> str:
-        """Return the first model in ``/v1/models``.
-
-        Raises:
-            ServerError: The server does not answer, or lists no model.
-        """
+        """Return the first model in ``/v1/models``."""
         try:
             answer = self._http.get("/v1/models").raise_for_status().json()
             return str(answer["data"][0]["id"])

@@ -52,10 +52,7 @@ def drill(
     if local is None:
         o.fail("no single fleet is running here: start one with `baton up`")
     choices = o.Choices(
-        url=local.url,
-        api_key=api_key,
-        headers=[f"x-baton-mode: {mode}"],
-        timeout_s=timeout_s,
+        url=local.url, api_key=api_key, headers=[f"x-baton-mode: {mode}"], timeout_s=timeout_s
     )
     server = o.run_options(choices, None).server
     runner = DrillRunner(DrillOptions(server=server, local=local, rate=rate, seed=seed))

@@ -38,11 +38,7 @@ class Arrivals:
     answer_tokens: o.AnswerTokens = "lognormal:32,0.6,256"
 
     def plan(self, name: str, seed: int) -> Plan:
-        """Return the plan, with its parameters for the report.
-
-        Raises:
-            ValueError: A length or a rate cannot be used.
-        """
+        """Return the plan, with its parameters for the report."""
         load = OpenLoop(**_parsed(asdict(self)))
         return _with_parameters(open_loop_plan(load, name=name, seed=seed), asdict(self))
 
@@ -82,11 +78,7 @@ class Users:
     tool_s: Annotated[float, typer.Option(min=0, help="Seconds that a tool takes.")] = 0.2
 
     def plan(self, seed: int) -> Plan:
-        """Return the plan, with its parameters for the report.
-
-        Raises:
-            LengthsError: A length cannot be used.
-        """
+        """Return the plan, with its parameters for the report."""
         load = Sessions(**_parsed(asdict(self)))
         return _with_parameters(session_plan(load, name="sessions", seed=seed), asdict(self))
 
@@ -100,13 +92,7 @@ class Recording:
     shrink: Annotated[float, typer.Option(help="Divisor of prompt and output lengths.")] = 1.0
 
     def plan(self, trace: Path, seed: int) -> Plan:
-        """Return the plan that replays a trace.
-
-        Raises:
-            TraceError: The trace cannot be read or shrunk.
-            ValueError: A number cannot be used.
-            OSError: The file cannot be opened.
-        """
+        """Return the plan that replays a trace."""
         if not is_recorded(trace):
             requests = read_trace(trace, self.limit)
             return replay_plan(

@@ -78,8 +78,7 @@ Out = Annotated[Path, typer.Option(help="Folder for results.json and report.html
 Seed = Annotated[int, _run(min=0, help="Random seed for prompts and arrival times.")]
 Clients = Annotated[int, _run(min=1, help="Client processes.")]
 SloText = Annotated[
-    str,
-    _run("--slo", help="Limits of a good request, with commas: ttft_s=…, tpot_s=…, e2e_s=…."),
+    str, _run("--slo", help="Limits of a good request, with commas: ttft_s=…, tpot_s=…, e2e_s=….")
 ]
 Quantile = Annotated[float, _run(help="Share of requests that must be good.")]
 Warmup = Annotated[float, _run("--warmup-s", min=0, help="Seconds excluded from the figures.")]

@@ -14,8 +14,7 @@ from loadtest.commands.running import run_and_show
 def replay(
     ctx: typer.Context,
     trace: Annotated[
-        Path,
-        typer.Argument(help="Mooncake JSONL, Azure CSV, or recorded requests (detected)."),
+        Path, typer.Argument(help="Mooncake JSONL, Azure CSV, or recorded requests (detected).")
     ],
     out: o.Out,
     recording: Recording,

@@ -50,9 +50,7 @@ DRILLS: dict[str, Drill] = {
         may_fail=True,
     ),
     "cut-decode": Drill(
-        title="network of a decode worker cut",
-        fault=faults.bad_link("decode", 10.0),
-        may_fail=True,
+        title="network of a decode worker cut", fault=faults.bad_link("decode", 10.0), may_fail=True
     ),
     "slow-link": Drill(
         title="network of a prefill worker limited to 1 MB/s",

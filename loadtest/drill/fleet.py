@@ -43,11 +43,7 @@ class FleetView:
         await self._http.aclose()
 
     async def workers(self) -> list[WorkerState]:
-        """Return every worker that the router has.
-
-        Raises:
-            DrillError: The router does not answer, or is not a Baton router.
-        """
+        """Return every worker that the router has."""
         try:
             answer = (await self._http.get("/fleet")).raise_for_status()
             return msgspec.json.decode(answer.content, type=_Fleet).workers
@@ -55,11 +51,7 @@ class FleetView:
             raise DrillError(f"{self._http.base_url}/fleet: {error}") from error
 
     async def victim(self, role: str) -> WorkerState:
-        """Return the busiest ready worker of a role, on this machine.
-
-        Raises:
-            DrillError: There is none, or it runs on another host.
-        """
+        """Return the busiest ready worker of a role, on this machine."""
         ready = [w for w in await self.workers() if w.role == role and w.state == "ready"]
         if not ready:
             raise DrillError(f"no {role} worker is ready")

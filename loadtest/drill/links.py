@@ -40,11 +40,7 @@ def slow(port: int, bytes_per_s: int) -> str:
 
 @contextlib.asynccontextmanager
 async def rules(body: str) -> AsyncIterator[None]:
-    """Apply rules from `cut` or `slow` to arriving packets, on all interfaces including loopback.
-
-    Raises:
-        DrillError: The rules cannot be set.
-    """
+    """Apply rules from `cut` or `slow` to arriving packets on all interfaces, with loopback."""
     if problem := missing_requirement():
         raise DrillError(problem)
     name = f"baton_drill_{os.getpid()}"

@@ -30,11 +30,7 @@ _PROBE_GAP_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class DrillOptions:
-    """Options of all drills.
-
-    Attributes:
-        server: Router of the fleet. Requests are greedy, and responses as long as planned.
-    """
+    """Options of all drills. Requests are greedy, and responses as long as planned."""
 
     server: ServerOptions
     local: LocalFleet  # the fleet on this machine
@@ -73,11 +69,7 @@ class DrillRunner:
         self._golden = passes[0]
 
     async def run(self, name: str) -> Verdict:
-        """Run one drill on an idle fleet.
-
-        Raises:
-            DrillError: The drill cannot be run.
-        """
+        """Run one drill on an idle fleet."""
         drill = DRILLS[name]
         options = self._options
         async with FleetView(options.local.url, options.local.operator_key) as fleet:
@@ -161,10 +153,7 @@ class DrillRunner:
         run.records += [_moved(record, zero[0] - run.zero_s) for record in records]
 
     async def _send(
-        self,
-        plan: Plan,
-        on_start: Callable[[float], None] | None = None,
-        mode: str | None = None,
+        self, plan: Plan, on_start: Callable[[float], None] | None = None, mode: str | None = None
     ) -> list[RequestRecord]:
         records: list[RequestRecord] = []
         server = self._options.server
@@ -172,12 +161,7 @@ class DrillRunner:
             headers = {**server.headers, "x-baton-mode": mode}
             server = msgspec.structs.replace(server, headers=headers)
         await run_clients(
-            plan,
-            server,
-            clients=1,
-            record=records.append,
-            keep_answers=True,
-            on_start=on_start,
+            plan, server, clients=1, record=records.append, keep_answers=True, on_start=on_start
         )
         return records
 

@@ -85,17 +85,10 @@ def judge(
 ) -> Verdict:
     """Judge a drill.
 
-    Args:
-        drill: Name of the drill.
-        what_was_done: Description of the injected fault.
-        planned: Index of every planned request.
-        records: Records of the requests.
-        golden: Correct response to each request, by index.
-        fault_s: Time of the fault on the records' clock.
-        may_fail: Tolerate typed errors before the start of a response. Wrong tokens, hangs, silence
-            and interrupted responses are always faults.
-        recovery_limit_s: Longest tolerated recovery time.
-        workers: State of the fleet some seconds after the last request.
+    ``planned`` has the index of every planned request, and ``golden`` the correct responses by
+    index. ``fault_s`` is on the records' clock. ``may_fail`` tolerates typed errors before the
+    start of a response; wrong tokens, hangs, silence and interrupted responses are always faults.
+    ``workers`` is the state of the fleet some seconds after the last request.
     """
     recovered_s = recovery_s(records, fault_s)
     faults = [

@@ -71,11 +71,7 @@ class Fleet:
     def stream(
         self, prompt: str, max_tokens: int, *, stop_after: int | None = None, **body: Any
     ) -> Streamed:
-        """Read a greedy response to its end, or disconnect after ``stop_after`` chunks.
-
-        Raises:
-            ServerError: The request was rejected, or ended with an error.
-        """
+        """Read a greedy response to its end, or disconnect after ``stop_after`` chunks."""
         request = {
             "model": self.model(),
             "prompt": prompt,

@@ -31,13 +31,7 @@ def run(context: LabContext) -> Findings:
             "requested output tokens": ANSWER_TOKENS,
             "chunks read before disconnecting": READ_CHUNKS,
         },
-        columns=[
-            "clients",
-            "confirmed ms, mean",
-            "idle after ms",
-            "blocks left",
-            "running left",
-        ],
+        columns=["clients", "confirmed ms, mean", "idle after ms", "blocks left", "running left"],
         rows=rows,
         plots=[
             Plot(
@@ -84,11 +78,7 @@ def _measure(fleet: Fleet, context: LabContext, count: int) -> list[Cell]:
 
 
 def _wait_idle(fleet: Fleet) -> float:
-    """Wait until the fleet is idle; return the time.
-
-    Raises:
-        ServerError: It was not idle in time.
-    """
+    """Wait until the fleet is idle; return the time."""
     until_s = time.monotonic() + _LIMIT_S
     while time.monotonic() < until_s:
         if _left(fleet) == (0, 0):

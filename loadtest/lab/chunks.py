@@ -58,7 +58,7 @@ def run(context: LabContext) -> Findings:
         f"with a time limit: {shown(served[2])} ms and {shown(served[1])} s.",
         notes=[
             "As served: at most 512 tokens, and steps beside responses limited to 250 ms, as "
-            "predicted from earlier steps. For the other rows that limit is off.",
+            "predicted from earlier steps. For the other rows that limit is off."
         ],
     )
 

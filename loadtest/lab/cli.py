@@ -61,10 +61,7 @@ def lab(
         fail(f"unknown lab {name!r}; use one of {', '.join(LABS)}")
     found = LABS[name]
     context = LabContext(
-        quick=quick,
-        model=model,
-        threads=threads or min(os.cpu_count() or 1, 2),
-        api_key=api_key,
+        quick=quick, model=model, threads=threads or min(os.cpu_count() or 1, 2), api_key=api_key
     )
     try:
         results = _run(found, context, url, fleet, ctx.obj)

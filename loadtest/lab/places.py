@@ -35,11 +35,7 @@ def machine() -> str:
 
 
 def run_in_process(name: str, context: LabContext) -> Findings:
-    """Run a lab with an engine in a new process, whose threads are set before torch is imported.
-
-    Raises:
-        LabError: The process failed; its output is on standard error.
-    """
+    """Run a lab with an engine in a new process, whose threads are set before torch is imported."""
     threads = str(context.threads)
     environment = {
         **os.environ,
@@ -63,11 +59,7 @@ def run_in_process(name: str, context: LabContext) -> Findings:
 def fleet_of(
     url: str, fleet_file: Path | None, find_fleet: FindFleet | None, context: LabContext
 ) -> Iterator[LabContext]:
-    """Yield the context with the URL of a fleet: the given one, a new one, or the local one.
-
-    Raises:
-        LabError: There is no fleet, or it does not start.
-    """
+    """Yield the context with the URL of a fleet: the given one, a new one, or the local one."""
     if fleet_file is not None and not url:
         with _started(fleet_file) as started:
             yield msgspec.structs.replace(context, url=started)

@@ -32,11 +32,7 @@ class Interval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Return the mean of independent measurements, one per seed, with Student's interval.
-
-    Raises:
-        ValueError: ``values`` is empty.
-    """
+    """Return the mean of independent measurements, one per seed, with Student's interval."""
     if not values:
         raise ValueError("no values: a confidence interval needs at least one")
     count = len(values)

@@ -14,11 +14,7 @@ class VirtualClock:
         self._scheduled = 0
 
     def at(self, time_ns: int, call: Callable[[], None]) -> None:
-        """Schedule a call.
-
-        Raises:
-            ValueError: ``time_ns`` is in the past.
-        """
+        """Schedule a call at a time that is not past."""
         if time_ns < self.now_ns:
             raise ValueError(f"cannot schedule at {time_ns} ns: the clock is at {self.now_ns} ns")
         self._scheduled += 1

@@ -33,10 +33,8 @@ LINKS = {
 class Network:
     """Network of all workers. A worker sends one message at a time, and receives one.
 
-    Args:
-        link: Link between workers of two nodes.
-        nodes: Number of nodes, over which workers are distributed; 0 for one node per worker.
-        within: Link between workers of one node.
+    Workers are distributed over ``nodes``, with the link ``within`` inside a node; with 0 nodes
+    each worker has its own.
     """
 
     def __init__(self, link: Link, nodes: int = 0, within: Link = LINKS["nvlink"]) -> None:

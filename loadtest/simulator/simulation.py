@@ -75,11 +75,7 @@ class Setup:
 
 
 class Simulation:
-    """Simulation of one fleet and one trace, whose requests are in the order of arrival.
-
-    Raises:
-        ValueError: The fleet has no decode worker, or the policy is unknown.
-    """
+    """Simulation of one fleet and one trace, whose requests are in the order of arrival."""
 
     def __init__(self, setup: Setup, trace: Sequence[TraceRequest]) -> None:
         if setup.decode_workers < 1:

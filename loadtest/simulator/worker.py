@@ -103,13 +103,8 @@ class WorkerListener:
 class SimulatedWorker:
     """Simulated worker, from its start to its death.
 
-    Args:
-        worker_id: Id such as ``prefill-0``.
-        epoch: Number of the worker's life.
-        memory_blocks: Blocks of a memory tier below the pool; 0 for none.
-        copy_ns: Time to copy one block between pool and tier, one block at a time.
-        host: Node name in its reports.
-        check_every_step: Recount all blocks after every step (tests).
+    ``memory_blocks`` are those of a memory tier below the pool; copying a block between the two
+    takes ``copy_ns``, one at a time. ``check_every_step`` recounts all blocks (tests).
     """
 
     def __init__(

@@ -21,11 +21,7 @@ class LengthsError(ValueError):
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Parse a distribution in the format of this module.
-
-    Raises:
-        LengthsError: The format is unknown, or a length is below 1.
-    """
+    """Parse a distribution in the format of this module."""
     kind, _, rest = text.partition(":")
     try:
         if not rest:

@@ -21,11 +21,7 @@ class _Line(msgspec.Struct):
 
 
 def is_recorded(path: Path) -> bool:
-    """Return whether a file's first line is a recorded request.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
+    """Return whether a file's first line is a recorded request."""
     with path.open("rb") as file:
         try:
             msgspec.json.decode(file.readline(), type=_Line)
@@ -53,8 +49,7 @@ def recorded_plan(path: Path, *, limit: int | None = None, speed: float = 1.0) -
     lines.sort(key=lambda line: line.timestamp)
     conversations = tuple(
         Conversation(
-            start_s=(line.timestamp - lines[0].timestamp) / 1e3 / speed,
-            turns=(_turn(index, line),),
+            start_s=(line.timestamp - lines[0].timestamp) / 1e3 / speed, turns=(_turn(index, line),)
         )
         for index, line in enumerate(lines)
     )

@@ -17,9 +17,7 @@ _PREFIX_KEYS = UNIQUE_KEYS - (1 << 20)
 class OpenLoop:
     """Requests at random times, independent of earlier responses.
 
-    Attributes:
-        abort_after_s: Mean seconds from sending to disconnecting; drawn from half to one and a
-            half times that.
+    The time from sending to disconnecting is drawn from half to one and a half ``abort_after_s``.
     """
 
     requests: int
@@ -37,11 +35,7 @@ class OpenLoop:
 
 
 def open_loop_plan(load: OpenLoop, *, name: str, seed: int) -> Plan:
-    """Return the plan of an open loop.
-
-    Raises:
-        ValueError: The rate is not positive, or ``cv`` is negative.
-    """
+    """Return the plan of an open loop."""
     rng = np.random.default_rng(seed)
     arrivals_s = arrival_times_s(rng, load.requests, load.rate, load.cv)
     prompts = load.prompt_tokens(rng, load.requests)
