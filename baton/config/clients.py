@@ -65,9 +65,9 @@ class ClientLimitsConfig(Section):
     """Limits for clients: timeouts, connections, origins, HTTPS.
 
     Attributes:
-        header_timeout_s: Seconds that a client has to send a request's header.
-        body_timeout_s: Seconds that a client may pause while it sends a request's body.
-        write_timeout_s: Seconds that a client may pause while it receives a response.
+        header_timeout_s: Seconds from the connection, or the first byte, to the end of the header.
+        body_timeout_s: Seconds for the whole body of a request.
+        write_timeout_s: Seconds within which a client must read waiting data of a response.
         cors_origins: Origins whose pages may call the router (``https://chat.example.com``);
             ``*`` allows any. Without origins, browsers block such calls.
         cors_any_origin_with_keys: Confirms ``*`` in a fleet that has API keys: any page that

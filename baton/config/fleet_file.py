@@ -151,12 +151,12 @@ class FleetConfig(Section):
     kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] | Literal["auto"] = "auto"
     # compute threads; `auto`: a share of the host's cores, and more while others are idle
     threads_per_rank: Annotated[int, Field(ge=1, le=512)] | Literal["auto"] = 1
-    cpus_per_rank: Annotated[float, Field(ge=0.01, le=512)] = 1.0
+    cpus_per_rank: Annotated[float, Field(ge=0.01, le=512)] = 1.0  # requested from Ray
     max_batch_requests: Annotated[int, Field(ge=1, le=4096)] = 32
     max_step_tokens: Annotated[int, Field(ge=16, le=1_048_576, validate_default=True)] = 512
 
     api_keys: Mapping[str, ApiKeyConfig] | None = None  # key -> tenant or permissions
-    clients: Clients = ClientLimitsConfig()
+    clients: Clients = ClientLimitsConfig()  # limits for clients, HTTPS
     host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     share_cache_between_tenants: bool = False  # cached prefixes serve every tenant

@@ -109,8 +109,8 @@ class PoolsConfig(Section):
     """
 
     roles: Literal["fixed", "auto"] = "fixed"
-    prefill: Annotated[int, Field(ge=0, le=512)] = 1
-    decode: Annotated[int, Field(ge=0, le=512)] = 1
+    prefill: Annotated[int, Field(ge=0, le=512)] = 1  # number of prefill workers
+    decode: Annotated[int, Field(ge=0, le=512)] = 1  # decode workers; alone, they compute prompts
     routers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     engine: EngineConfig = EngineConfig()
