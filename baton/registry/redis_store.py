@@ -5,7 +5,7 @@ All keys start with ``baton:{fleet}:``, and each expires or is bounded:
     slot:<worker id>      the controller's record of a slot                60 s
     worker:<worker id>    the worker's own record                          10 s
     slots                 the ids of both kinds                            pruned when read
-    changes               counts the changes of records, except of times   1 day
+    changes               counts changes of records, except heartbeats     1 day
     kv:live               sorted set: incarnation -> last refresh (ms)     pruned when written
     kv:<incarnation>:blocks  list: hashes of the blocks at the last snapshot  60 s
     kv:<incarnation>:log  list: batches since then                         60 s

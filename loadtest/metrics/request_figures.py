@@ -5,6 +5,7 @@ Time counts from the intended send: a client or a server that is busy at that mo
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,3 +89,15 @@ def answer_tokens(record: RequestRecord) -> int:
 def late_s(record: RequestRecord) -> float:
     """Return the client's delay before it started to connect, which excludes connecting."""
     return record.sent_s - record.intended_s
+
+
+PER_REQUEST: dict[str, Callable[[RequestRecord], float | None]] = {
+    "ttft_s": ttft_s,
+    "ttft_from_send_s": ttft_from_send_s,
+    "second_token_s": second_token_s,
+    "itl_mean_s": itl_mean_s,
+    "itl_worst_tenth_s": itl_worst_tenth_s,
+    "itl_longest_s": itl_longest_s,
+    "tpot_s": tpot_s,
+    "e2e_s": e2e_s,
+}

@@ -1,7 +1,7 @@
 """Summary of a run: distributions, rates, ends, goodput, and the quality of the measurement."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -15,17 +15,6 @@ MAX_ERROR_S = 0.010
 
 _MAX_ERROR_SHARE = 0.05
 _MAX_CPU_SHARE = 0.9
-
-_PER_REQUEST: dict[str, Callable[[RequestRecord], float | None]] = {
-    "ttft_s": figures.ttft_s,
-    "ttft_from_send_s": figures.ttft_from_send_s,
-    "second_token_s": figures.second_token_s,
-    "itl_mean_s": figures.itl_mean_s,
-    "itl_worst_tenth_s": figures.itl_worst_tenth_s,
-    "itl_longest_s": figures.itl_longest_s,
-    "tpot_s": figures.tpot_s,
-    "e2e_s": figures.e2e_s,
-}
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +199,7 @@ def judge_clients(
 
 def _distributions(records: Sequence[RequestRecord]) -> dict[str, Distribution]:
     found: dict[str, Distribution | None] = {}
-    for name, figure in _PER_REQUEST.items():
+    for name, figure in figures.PER_REQUEST.items():
         found[name] = Distribution.of(v for v in map(figure, records) if v is not None)
         if name == "second_token_s":  # in the table, itl_s comes before itl_mean_s
             gaps = [figures.gaps_s(record) for record in records]

@@ -1,6 +1,6 @@
 """Data for the plots of a report. Times are seconds; a line is (x, y), two equally long lists."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,6 @@ _MAX_BINS = 60
 _MIN_BIN_S = 1.0
 
 CDFS = ("ttft_s", "second_token_s", "itl_s", "tpot_s", "e2e_s")
-_FIGURES: dict[str, Callable[[RequestRecord], float | None]] = {
-    "ttft_s": figures.ttft_s,
-    "second_token_s": figures.second_token_s,
-    "tpot_s": figures.tpot_s,
-    "e2e_s": figures.e2e_s,
-}
 
 
 def cdf(records: Sequence[RequestRecord], name: str) -> Line:
@@ -30,7 +24,7 @@ def cdf(records: Sequence[RequestRecord], name: str) -> Line:
     if name == "itl_s":
         values = np.concatenate([figures.gaps_s(record) for record in records] or [np.empty(0)])
     else:
-        found = (_FIGURES[name](record) for record in records)
+        found = (figures.PER_REQUEST[name](record) for record in records)
         values = np.array([value for value in found if value is not None])
     if not values.size:
         return [], []
