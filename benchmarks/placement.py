@@ -25,7 +25,7 @@ from rich.table import Table
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.registry.types import EventBatch, Role, WorkerRecord
 from baton.types.params import SamplingParams
-from loadtest.simulator.table import NeverCalled
+from loadtest.simulator.table import NoListener
 from router.request import GenerationRequest
 from router.routing.placement.block_table import PlainBlockTable
 from router.routing.placement.booked_load import LoadBook
@@ -106,7 +106,7 @@ def _status(name: str, prefills: int, draw: random.Random) -> WorkerStatus:
 def _slot(name: str, status: WorkerStatus) -> Slot:
     role: Role = "prefill" if name.startswith("prefill") else "decode"
     slot = Slot(WorkerRecord(worker_id=name, role=role, state="ready", epoch=1))
-    link = WorkerLink(name, "", NeverCalled(), Hello())
+    link = WorkerLink(name, "", NoListener(), Hello())
     link.status = status
     link.incarnation = name.encode().rjust(16)
     link.live = True

@@ -1,1 +1,1 @@
-"""Load tests over HTTP, which know nothing of Baton; labs and a simulator, which do."""
+"""Load tests over HTTP for any server, plus labs and a simulator for Baton."""

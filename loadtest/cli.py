@@ -1,7 +1,7 @@
 """`baton loadtest`: load any OpenAI-compatible server.
 
-``fleet/cli/main.py`` adds the app and gives its context a function that finds the local fleet
-(``loadtest.commands.options.FindFleet``): nothing here imports ``fleet``.
+``fleet/cli/main.py`` adds the app and sets its context to a function that finds the local fleet
+(``loadtest.commands.options.FindFleet``), since nothing here imports ``fleet``.
 """
 
 import typer
@@ -12,8 +12,8 @@ from loadtest.commands.runs import poisson, replay, sessions
 from loadtest.commands.search import search
 
 app = typer.Typer(
-    help="Load any OpenAI-compatible server and see what its users would see.\n\nStart with `baton "
-    "loadtest poisson --rate 2 --requests 100 --out /tmp/run`.",
+    help="Load any OpenAI-compatible server and measure what its users experience.\n\nStart with "
+    "`baton loadtest poisson --rate 2 --requests 100 --out /tmp/run`.",
     no_args_is_help=True,
 )
 for command in (replay, poisson, sessions, search, compare, drill):

@@ -1,4 +1,4 @@
-"""A against B: two runs, or one run of each for every seed."""
+"""Comparison of A and B: two runs, or one run of each per seed."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ from loadtest.metrics.summary import Summary
 from loadtest.results.files import Results
 
 Row = tuple[str, float | None, float | None, Interval | None]
-"""(what, A's mean, B's mean, B ÷ A)"""
+"""(name, A's mean, B's mean, B ÷ A)"""
 
 _RATES: dict[str, Callable[[Summary], float]] = {
     "answered requests/s": lambda s: s.requests_per_s,
@@ -20,12 +20,10 @@ _RATES: dict[str, Callable[[Summary], float]] = {
 
 
 def compare(a: Sequence[Results], b: Sequence[Results]) -> list[Row]:
-    """The figures of both side by side.
+    """Compare the figures of A and B.
 
-    Args:
-        a: Runs of A, one for each seed.
-        b: Runs of B with the same seeds in the same order: quotients are taken seed by seed, so
-            that what the seeds differ in does not widen the interval.
+    Runs of equal index have the same seed: quotients are computed seed by seed, so that differences
+    between seeds do not widen the interval.
     """
     names = list(dict.fromkeys(n for run in (*a, *b) for n in run.summary.distributions))
     rows = [
@@ -45,9 +43,9 @@ def compare(a: Sequence[Results], b: Sequence[Results]) -> list[Row]:
 
 
 def unlike(a: Results, b: Results) -> list[str]:
-    """In what the two runs' loads differ; then the table compares more than the servers."""
+    """Return the differences between the loads of two runs, which make them less comparable."""
     pairs = {
-        "engine": tuple(run.server.get("emulated", "real, as far as is known") for run in (a, b)),
+        "engine": tuple(run.server.get("emulated", "real or unknown") for run in (a, b)),
         "workload": (a.workload, b.workload),
         "seed": (a.seed, b.seed),
         "model": (a.model, b.model),

@@ -1,20 +1,15 @@
-"""The highest rate that meets an objective, by doubling and then bisection."""
+"""Search for the highest rate that meets an SLO, by doubling and then bisection."""
 
 from loadtest.results.files import SearchPoint
 
 
 class RateSearch:
-    """Says which rate to try next; pure.
+    """Chooses the next rate to try. Does no I/O.
 
-    Doubles from ``first`` while the objective is met (or halves while it is missed) until one rate
-    meets it and a higher one misses it; then halves what lies between, in ratio, until the two are
-    within ``precision`` of each other.
-
-    Args:
-        first: Requests per second to begin with.
-        precision: Stop when missed ÷ met is at most 1 + precision.
-        max_points: Stop after so many rates.
-        lowest: A rate below which the search gives up.
+    Doubles from ``first`` while the SLO is met (or halves while it is missed) until one rate meets
+    it and a higher one misses it. Then bisects the interval, on a logarithmic scale, until the two
+    rates are within ``precision`` of each other. Gives up below ``lowest`` requests per second, or
+    after ``max_points`` rates.
     """
 
     def __init__(
@@ -29,7 +24,7 @@ class RateSearch:
         self.points: list[SearchPoint] = []
 
     def next_rate(self) -> float | None:
-        """The rate to try; None when the search has ended."""
+        """Return the next rate to try; None when the search has ended."""
         if len(self.points) >= self._max_points:
             return None
         if not self.points:
@@ -46,12 +41,12 @@ class RateSearch:
         return float((met.rate * missed) ** 0.5)
 
     def add(self, point: SearchPoint) -> None:
-        """What a rate gave."""
+        """Add the result of a rate."""
         self.points.append(point)
 
     @property
     def best(self) -> SearchPoint | None:
-        """The highest rate that met the objective below every rate that missed it."""
+        """Highest rate that met the SLO below every rate that missed it."""
         missed = self._lowest_missed
         met = [p for p in self.points if p.met and (missed is None or p.rate < missed)]
         return max(met, key=lambda point: point.rate, default=None)

@@ -1,4 +1,4 @@
-"""One load, from plan to files: clients run, records are kept as they come, Ctrl-C keeps them."""
+"""Load test from plan to results; records are saved as they arrive and survive Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -18,23 +18,14 @@ from loadtest.workloads.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a plan is run.
-
-    Args:
-        server: Where to, and how.
-        slo: What a good request is.
-        clients: How many client processes.
-        warmup_s: Left out of the figures.
-        keep_answers: Whether records hold texts.
-        command: As it was typed, for the report.
-    """
+    """Options of a run."""
 
     server: ServerOptions
     slo: Slo = field(default_factory=Slo)
-    clients: int = 1
-    warmup_s: float = 0.0
-    keep_answers: bool = False
-    command: str = ""
+    clients: int = 1  # number of client processes
+    warmup_s: float = 0.0  # seconds from the start that the figures exclude
+    keep_answers: bool = False  # keep the texts of responses in the records
+    command: str = ""  # command line, for the report
 
 
 @dataclass
@@ -52,20 +43,20 @@ def run_plan(
     resume: bool = False,
     on_record: Callable[[RequestRecord], None] = lambda _: None,
 ) -> Results:
-    """Run a load; SIGINT and SIGTERM end it early, with what was done until then.
+    """Run a load test. SIGINT and SIGTERM end it early, with the records so far.
 
     Args:
-        plan: What to send.
-        options: How.
-        folder: Where a run that may be interrupted keeps its records; None: nowhere.
-        resume: Go on with the records of the folder. The plan's time goes on as well: it begins
-            at the first request that is not done, and a conversation begins anew.
-        on_record: Told of every request that ended, those of the interrupted run included.
+        plan: Requests and their times.
+        options: Server, SLO and clients.
+        folder: Folder for the records of an interrupted run, or None.
+        resume: Continue the interrupted run in the folder. The plan continues at the first request
+            that is not done; unfinished conversations start again.
+        on_record: Callback for every finished request, including those of the interrupted run.
 
     Raises:
-        ResultsError: The folder's interrupted run was another one.
-        ClientFailedError: A client died.
-        ServerError: The server is not there.
+        ResultsError: The interrupted run in the folder is a different one.
+        ClientFailedError: A client process died.
+        ServerError: The server does not answer.
     """
     server = options.server
     journal = None
@@ -102,10 +93,7 @@ def run_plan(
 
 
 async def _run_until_interrupted(
-    plan: Plan,
-    options: RunOptions,
-    took: Callable[[RequestRecord], None],
-    progress: _Progress,
+    plan: Plan, options: RunOptions, took: Callable[[RequestRecord], None], progress: _Progress
 ) -> None:
     loop = asyncio.get_running_loop()
     interrupted = False
@@ -144,11 +132,7 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Itera
 
 
 def _results(
-    plan: Plan,
-    options: RunOptions,
-    progress: _Progress,
-    sources: dict[str, float],
-    emulated: str,
+    plan: Plan, options: RunOptions, progress: _Progress, sources: dict[str, float], emulated: str
 ) -> Results:
     server = options.server
     records = sorted(progress.records, key=lambda record: record.index)

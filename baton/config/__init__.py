@@ -1,1 +1,1 @@
-"""The fleet file: its keys, their limits, and the errors about wrong ones. All may read it."""
+"""Fleet file: keys, limits, and error messages. Has no side effects."""

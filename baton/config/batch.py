@@ -1,24 +1,24 @@
-"""What the fleet file says of files that clients leave here, and of the batches made of them."""
+"""Fleet file section on files that clients upload, and on batches of requests."""
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from baton.config.section import Section
 
 _MIB = 1024 * 1024
 
 
-class BatchConfig(BaseModel):
-    """Limits of ``/v1/files`` and ``/v1/batches``. Files lie in the fleet's state folder.
+class BatchConfig(Section):
+    """Limits of ``/v1/files`` and ``/v1/batches``. Files are in the fleet's state folder.
 
     Attributes:
-        max_file_bytes: Of one file that is sent.
-        max_bytes_per_tenant: Of all that lies here of one tenant, answers included.
-        max_bytes: Of all that lies here.
+        max_file_bytes: Size limit of one uploaded file.
+        max_bytes_per_tenant: Size limit of all files of one tenant, results included.
+        max_bytes: Size limit of all files.
         at_once: Lines of all batches that run or wait at one time.
-        keep_days: Then a file goes, and so does a batch that has ended.
+        keep_days: Days until a file or a finished batch is deleted.
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     max_file_bytes: Annotated[int, Field(ge=1024, le=1024 * 1024 * _MIB)] = 100 * _MIB
     max_bytes_per_tenant: Annotated[int, Field(ge=1024, le=1024 * 1024 * _MIB)] = 1024 * _MIB

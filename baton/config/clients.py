@@ -1,11 +1,9 @@
-"""What the fleet file says of clients: who holds which key, how long the slow have."""
+"""Fleet file section on clients: API keys, timeouts, HTTPS, stored responses."""
 
 from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     StringConstraints,
     ValidationInfo,
@@ -15,6 +13,7 @@ from pydantic import (
 
 from baton.config.batch import BatchConfig
 from baton.config.network import AbsoluteFile, HttpsConfig, plain_text_problem
+from baton.config.section import Section
 
 ANY_ORIGIN = "*"
 
@@ -22,18 +21,16 @@ Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
-class ApiKeyConfig(BaseModel):
-    """What a key may do. In YAML also a tenant's name alone.
+class ApiKeyConfig(Section):
+    """Permissions of an API key. In YAML, a tenant's name alone is allowed too.
 
     Attributes:
-        role: An ``operator`` also sees ``/metrics``, ``/fleet`` and every tenant's requests.
-        adapters: ``own``: it also loads and unloads LoRA adapters, which its tenant alone may use,
-            from the tenant's folder below ``adapters.folder``.
-        min_priority: The lowest, so most urgent, ``priority`` that its requests may ask for.
-        log_text: Prompts and answers of its requests stand in the log, redacted by ``logs.redact``.
+        role: An ``operator`` can also use ``/metrics``, ``/fleet`` and every tenant's requests.
+        adapters: Adapters of the key. ``own`` lets it load and unload LoRA adapters from the
+            tenant's folder below ``adapters.folder``, which only its tenant can use.
+        min_priority: Lowest (most urgent) ``priority`` that its requests may set.
+        log_text: Log the prompts and responses of its requests, redacted by ``logs.redact``.
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     tenant: Tenant = "default"  # owner of the requests, for fairness and caches
     role: Literal["user", "operator"] = "user"
@@ -43,21 +40,20 @@ class ApiKeyConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_name_is_a_tenant(cls, value: object) -> object:
+    def _name_means_tenant(cls, value: object) -> object:
         return {"tenant": value} if isinstance(value, str) else value
 
 
-class StoredResponsesConfig(BaseModel):
-    """What ``/v1/responses`` keeps in Redis for later turns.
+class StoredResponsesConfig(Section):
+    """Responses that ``/v1/responses`` stores in Redis for later turns.
 
     Attributes:
-        keep_s: After the last use of a response.
-        max_response_bytes: Of one, with what was asked; a larger one is answered and not kept.
-        max_tenant_bytes: Of a tenant's; beyond it the least recently used go.
-        max_total_bytes: Of everybody's.
+        keep_s: Seconds to keep a response after its last use.
+        max_response_bytes: Size limit of one response with its request. A larger one is
+            returned to the client and not stored.
+        max_tenant_bytes: Size limit per tenant; the least recently used responses are removed.
+        max_total_bytes: Size limit of all tenants together.
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     keep_s: Annotated[float, Field(gt=0, le=366 * 24 * 3600)] = 24 * 3600.0
     max_response_bytes: Annotated[int, Field(ge=1)] = 1024 * 1024
@@ -65,24 +61,25 @@ class StoredResponsesConfig(BaseModel):
     max_total_bytes: Annotated[int, Field(ge=1)] = 64 * 1024 * 1024
 
 
-class ClientLimitsConfig(BaseModel):
-    """What the router bears: slow clients, many of them, from where, and how odd their bodies.
+class ClientLimitsConfig(Section):
+    """Limits for clients: timeouts, connections, origins, HTTPS.
 
     Attributes:
-        cors_origins: Pages of these origins may call the router (``https://chat.example.com``);
-            ``*`` is any page. Empty: browsers keep their pages away.
-        cors_any_origin_with_keys: Says that ``*`` is meant, in a fleet that has API keys: any
-            page that comes by a key can then use it.
-        batch: Files and batches that clients leave.
-        strict: A field that nobody knows is refused; otherwise it is left aside, and the header
-            ``x-baton-ignored`` names it.
-        tls: Routers speak HTTPS. Without, plain text.
-        insecure: Says that plain text to other hosts is meant, as behind a proxy that does TLS.
-        api_keys_file: Instead of ``api_keys``: a file with the same, which is read again when it
+        header_timeout_s: Seconds from the connection, or the first byte, to the end of the header.
+        body_timeout_s: Seconds for the whole body of a request.
+        write_timeout_s: Seconds within which a client must read waiting data of a response.
+        cors_origins: Origins whose pages may call the router (``https://chat.example.com``);
+            ``*`` allows any. Without origins, browsers block such calls.
+        cors_any_origin_with_keys: Confirms ``*`` in a fleet that has API keys: any page that
+            gets hold of a key can then use it.
+        strict: Reject unknown request fields. Otherwise they are ignored and named in the
+            header ``x-baton-ignored``.
+        tls: HTTPS certificate of the routers. Without it, they use plain text.
+        insecure: Confirms plain text to other hosts, such as behind a proxy that terminates
+            TLS.
+        api_keys_file: File with API keys, in place of ``api_keys``. It is read again when it
             changes.
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     header_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
     body_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
@@ -90,7 +87,7 @@ class ClientLimitsConfig(BaseModel):
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     cors_origins: tuple[Origin, ...] = ()
     cors_any_origin_with_keys: bool = False
-    batch: BatchConfig = BatchConfig()
+    batch: BatchConfig = BatchConfig()  # files and batches that clients upload
     strict: bool = False
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
     tls: HttpsConfig | None = None
@@ -99,40 +96,40 @@ class ClientLimitsConfig(BaseModel):
 
     @property
     def certificate(self) -> str:
-        """The routers'; empty where they speak plain HTTP."""
+        """Path of the routers' certificate; empty for plain HTTP."""
         return self.tls.certificate if self.tls is not None else ""
 
     @property
     def scheme(self) -> str:
-        """Of the routers' URL."""
+        """URL scheme of the routers."""
         return "https" if self.tls is not None else "http"
 
     def plain_text_problem(self, host: str) -> str:
-        """Why a router may not listen there, if it may not; else ""."""
+        """Return why a router may not listen on ``host``, or "" if it may."""
         return plain_text_problem(host, tls=self.tls is not None, insecure=self.insecure)
 
     @field_validator("cors_origins", mode="before")
     @classmethod
-    def _a_list_is_a_tuple(cls, value: object) -> object:
+    def _list_to_tuple(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value
 
 
-def _keys_are_meant(clients: ClientLimitsConfig, info: ValidationInfo) -> ClientLimitsConfig:
-    """Refuse keys at two places, and ``*`` beside them: any page could use a key that it got.
+def _check_key_sources(clients: ClientLimitsConfig, info: ValidationInfo) -> ClientLimitsConfig:
+    """Refuse two sources of keys, and ``*`` with keys: any page could use a key that it got.
 
-    Reads ``api_keys`` of the fleet file, where that stands above.
+    Reads ``api_keys`` of the fleet file, which is validated before.
     """
     inline = info.data.get("api_keys")
     if inline and clients.api_keys_file:
-        raise ValueError("api_keys_file: the fleet file has `api_keys` too: say one of them")
-    meant = clients.cors_any_origin_with_keys
+        raise ValueError("api_keys_file and `api_keys` exclude each other: remove one of them")
     has_keys = inline or clients.api_keys_file
-    if ANY_ORIGIN in clients.cors_origins and has_keys and not meant:
+    confirmed = clients.cors_any_origin_with_keys
+    if ANY_ORIGIN in clients.cors_origins and has_keys and not confirmed:
         raise ValueError(
             "cors_origins has '*' and the fleet has api_keys: any web page could use a key that it "
-            "got hold of. Name the origins, or say `cors_any_origin_with_keys: true`"
+            "got hold of. Name the origins, or set `cors_any_origin_with_keys: true`"
         )
     return clients
 
 
-Clients = Annotated[ClientLimitsConfig, AfterValidator(_keys_are_meant)]
+Clients = Annotated[ClientLimitsConfig, AfterValidator(_check_key_sources)]

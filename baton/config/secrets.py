@@ -1,7 +1,7 @@
-"""Secrets by file or environment: the fleet's token and API keys.
+"""Secrets from files: the fleet's token and API keys.
 
-A file may come from anywhere, such as a Kubernetes secret. It is read again when it changes.
-Nothing here puts a secret into a message.
+A file may come from anywhere, such as a Kubernetes secret, and is read again when it changes.
+Error messages never contain a secret.
 """
 
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
@@ -19,24 +19,20 @@ _KEYS = TypeAdapter(dict[str, ApiKeyConfig])
 
 
 class SecretError(ValueError):
-    """A secret cannot be had; the message names where it was looked for and what to do."""
+    """A secret cannot be used; the message names its source and the fix."""
 
 
 def read_text(file: str | Path, what: str) -> str:
-    """The contents of a file that holds a secret.
-
-    Args:
-        file: Which.
-        what: For the message.
+    """Return the contents of a file that holds a secret; ``what`` describes it in errors.
 
     Raises:
-        SecretError: It cannot be read, or is no text.
+        SecretError: The file cannot be read, or is not UTF-8 text.
     """
     try:
         return Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise SecretError(
-            f"{what} cannot be read from {file}: {error.strerror}; the file must be there, and "
+            f"{what} cannot be read from {file}: {error.strerror}; the file must exist and be "
             "readable by the user that runs this process"
         ) from error
     except UnicodeDecodeError as error:
@@ -44,31 +40,27 @@ def read_text(file: str | Path, what: str) -> str:
 
 
 def tokens_in(text: str, source: str) -> tuple[str, ...]:
-    """The fleet's tokens, one a line; the first is shown to others, all are accepted.
-
-    Raises:
-        SecretError: There is none, or one is too short.
-    """
+    """Return the fleet's tokens, one per line: the first is sent, all are accepted."""
     tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
     shortest = min(map(len, tokens), default=0)
     if shortest < FEWEST_TOKEN_CHARACTERS:
         raise SecretError(
-            f"the fleet's token in {source} has {shortest} characters, {FEWEST_TOKEN_CHARACTERS} "
-            "are the least: `openssl rand -hex 32` makes one"
+            f"the fleet's token in {source} has {shortest} characters, at least "
+            f"{FEWEST_TOKEN_CHARACTERS} are needed: `openssl rand -hex 32` makes one"
         )
     return tokens
 
 
 def read_tokens(file: str | Path) -> tuple[str, ...]:
-    """The fleet's tokens in a file; see ``tokens_in``."""
+    """Return the fleet's tokens in a file, as ``tokens_in`` does."""
     return tokens_in(read_text(file, "the fleet's token"), str(file))
 
 
 class ApiKeysFile(Mapping[str, ApiKeyConfig]):
-    """API keys in a file of their own, of the form that ``api_keys`` has in the fleet file.
+    """API keys in a separate file, in the form of ``api_keys`` in the fleet file.
 
-    A key that is added there works at once, and one that is taken out is refused at once; to change
-    a key, let both stand for a while.
+    Added keys are accepted at once, and removed keys are refused at once. To rotate a key, keep
+    the old and the new one in the file for a while.
 
     Raises:
         SecretError: The file cannot be used.
@@ -86,14 +78,13 @@ class ApiKeysFile(Mapping[str, ApiKeyConfig]):
     def __len__(self) -> int:
         return len(self._keys.current)
 
-    # One look at the file for all of them: it may change between two.
-
+    # Both read the file once for all keys: it may change between two reads.
     def items(self) -> ItemsView[str, ApiKeyConfig]:
-        """The keys, and what they may do."""
+        """Return the keys and their permissions."""
         return self._keys.current.items()
 
     def values(self) -> ValuesView[ApiKeyConfig]:
-        """What they may do."""
+        """Return the permissions of all keys."""
         return self._keys.current.values()
 
     def __repr__(self) -> str:
@@ -101,14 +92,15 @@ class ApiKeysFile(Mapping[str, ApiKeyConfig]):
 
 
 def read_api_keys(file: str) -> dict[str, ApiKeyConfig]:
-    """The API keys in a file.
+    """Return the API keys in a file.
 
     Raises:
-        SecretError: It cannot be read, or is not ``key: tenant`` lines. Keys stand in no message.
+        SecretError: The file cannot be read, or is not ``key: tenant`` lines. The message contains
+            no key.
     """
     text = read_text(file, "clients.api_keys_file")
     try:
-        data, _ = parse_yaml(text, "a file of API keys", lambda where: ("a key", *where[1:]))
+        data, _ = parse_yaml(text, "a file of API keys", lambda path: ("a key", *path[1:]))
         keys = _KEYS.validate_python(data)
     except YamlTextError as error:
         raise SecretError(f"{file}:{error}") from None

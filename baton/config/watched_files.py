@@ -1,8 +1,8 @@
 """Files that change while they are in use, such as certificates, tokens and keys.
 
-They are looked at whenever their value is asked for, and read again when one of them has changed.
-What cannot be read or does not fit together leaves the last good value in place, and is said once:
-the files of a pair are seldom replaced in one instant.
+Each access checks them, and reads them again when one has changed. If they cannot be read or do not
+match, the last good value stays in use and one error is logged: a certificate and its key are
+seldom replaced in one instant.
 """
 
 import logging
@@ -18,11 +18,9 @@ T = TypeVar("T")
 
 
 class WatchedFiles(Generic[T]):
-    """What some files say, as of now. May be asked from any thread.
+    """Current value of some files. Can be used from any thread.
 
-    Args:
-        files: A change of one of them is noticed by its time, size and inode.
-        read: Makes the value of their contents; whatever it raises, the first time, is raised here.
+    A change of time, size or inode is noticed. The first exception of ``read`` propagates.
     """
 
     def __init__(self, files: Sequence[str | Path], read: Callable[[], T]) -> None:
@@ -31,11 +29,11 @@ class WatchedFiles(Generic[T]):
         self._lock = threading.Lock()
         self._seen = self._look()
         self._value = read()
-        self.changes = 0  # how often another value was read
+        self.changes = 0  # number of values read after the first
 
     @property
     def current(self) -> T:
-        """The value; read again first if a file has changed."""
+        """Current value; read again first if a file has changed."""
         if self._look() != self._seen:
             with self._lock:
                 self._read_again()
@@ -44,15 +42,15 @@ class WatchedFiles(Generic[T]):
     def _read_again(self) -> None:
         seen = self._look()
         if seen == self._seen:
-            return  # another thread was faster
-        self._seen = seen  # before reading: a change in between is then seen the next time
+            return  # another thread has read them
+        self._seen = seen  # before reading, so that a change in between is noticed the next time
         try:
             self._value = self._read()
         except (OSError, ValueError) as error:
-            _LOG.error("%s; what was read before stays in use", error)
+            _LOG.error("%s; the previous value stays in use", error)
         else:
             self.changes += 1
-            _LOG.info("read again: %s", ", ".join(map(str, self._files)))
+            _LOG.info("reloaded %s", ", ".join(map(str, self._files)))
 
     def _look(self) -> _Look:
         return tuple(map(_fingerprint, self._files))

@@ -1,47 +1,42 @@
-"""Parse YAML that people write: its data, and the line of each key for error messages."""
+"""YAML parser that records the line of each key, for error messages."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import yaml
 
-Place = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 _MAX_DEPTH = 8
 _MAX_PLACES = 100_000  # aliases of aliases multiply: a few lines can stand for 10^9 values
 _TEXT = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 
 
 class YamlTextError(ValueError):
-    """A text that cannot be used.
-
-    Args:
-        problem: What is wrong with it.
-        line: Where, counted from 1; None: not known.
-    """
+    """Text that cannot be used; lines are counted from 1."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(f"{line}: {problem}" if line is not None else f" {problem}")
 
 
 class Parsed(NamedTuple):
-    """The data of a text, and the line of every key and every item of a list."""
+    """Data of a text, and the line of every key and list item."""
 
     data: dict[str, Any]
-    lines: dict[Place, int]
+    lines: dict[KeyPath, int]
 
 
-def parse_yaml(text: str, what: str, told: Callable[[Place], Place]) -> Parsed:
-    """A text of ``key: value`` lines, each key given once.
+def parse_yaml(text: str, what: str, redact: Callable[[KeyPath], KeyPath]) -> Parsed:
+    """Parse a text of ``key: value`` lines that gives each key once.
 
     Args:
-        text: The text.
-        what: What it is, for messages.
-        told: A place as messages may name it: without what is secret.
+        text: YAML text.
+        what: Description of the text for error messages.
+        redact: Function that removes secrets from a key's path, for error messages.
 
     Raises:
-        YamlTextError: It is something else; the message has the line.
+        YamlTextError: The text is not such a mapping; the message has the line.
     """
-    lines: dict[Place, int] = {}
+    lines: dict[KeyPath, int] = {}
     try:
         loader = yaml.SafeLoader(text)
         try:
@@ -49,8 +44,8 @@ def parse_yaml(text: str, what: str, told: Callable[[Place], Place]) -> Parsed:
             if root is None:
                 return Parsed({}, lines)
             if not isinstance(root, yaml.MappingNode):
-                raise YamlTextError(f"{what} holds `key: value` lines", 1)
-            _note_lines(root, (), lines, told)
+                raise YamlTextError(f"{what} must consist of `key: value` lines", 1)
+            _note_lines(root, (), lines, redact)
             return Parsed(loader.construct_document(root), lines)
         finally:
             loader.dispose()
@@ -63,19 +58,19 @@ def parse_yaml(text: str, what: str, told: Callable[[Place], Place]) -> Parsed:
         raise YamlTextError("nested too deeply") from None
 
 
-def dotted(place: Place) -> str:
-    """A place as people write it: ``pools.decode``, ``cors_origins[0]``."""
+def dotted(path: KeyPath) -> str:
+    """Return a key's path as users write it: ``pools.decode``, ``cors_origins[0]``."""
     text = ""
-    for step in place:
+    for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
     return text
 
 
 def _note_lines(
-    node: yaml.Node, where: Place, lines: dict[Place, int], told: Callable[[Place], Place]
+    node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], redact: Callable[[KeyPath], KeyPath]
 ) -> None:
     line = node.start_mark.line + 1
-    if len(where) > _MAX_DEPTH:  # an alias may contain itself
+    if len(path) > _MAX_DEPTH:  # an alias may contain itself
         raise YamlTextError("nested too deeply", line)
     if len(lines) > _MAX_PLACES:
         raise YamlTextError(
@@ -83,38 +78,40 @@ def _note_lines(
         )
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            _note_key(key, where, lines, told)
-            _note_lines(value, (*where, str(key.value)), lines, told)
+            _note_key(key, path, lines, redact)
+            _note_lines(value, (*path, str(key.value)), lines, redact)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            lines[(*where, index)] = value.start_mark.line + 1
-            _note_lines(value, (*where, index), lines, told)
+            lines[(*path, index)] = value.start_mark.line + 1
+            _note_lines(value, (*path, index), lines, redact)
     elif isinstance(node, yaml.ScalarNode):
-        _try(node, where, told)
+        _check_scalar(node, path, redact)
 
 
 def _note_key(
-    key: yaml.Node, where: Place, lines: dict[Place, int], told: Callable[[Place], Place]
+    key: yaml.Node, parent: KeyPath, lines: dict[KeyPath, int], redact: Callable[[KeyPath], KeyPath]
 ) -> None:
-    place = (*where, str(key.value))
+    path = (*parent, str(key.value))
     line = key.start_mark.line + 1
-    shown = dotted(told(place))
+    shown = dotted(redact(path))
     if isinstance(key, yaml.ScalarNode) and key.tag not in _TEXT:
-        raise YamlTextError(f"{shown}: a key is a text: put it in quotes", line)
-    if place in lines:
-        raise YamlTextError(f"{shown} is given twice (first on line {lines[place]})", line)
-    lines[place] = line
+        raise YamlTextError(f"{shown}: a key must be text: put it in quotes", line)
+    if path in lines:
+        raise YamlTextError(f"{shown} is given twice (first on line {lines[path]})", line)
+    lines[path] = line
 
 
-def _try(node: yaml.ScalarNode, where: Place, told: Callable[[Place], Place]) -> None:
-    """Refuse what looks like a date or a number and is none: 2024-99-99, or 5,000 digits."""
+def _check_scalar(
+    node: yaml.ScalarNode, path: KeyPath, redact: Callable[[KeyPath], KeyPath]
+) -> None:
+    """Refuse invalid dates and numbers, such as 2024-99-99 or 5,000 digits."""
     loader = yaml.SafeLoader("")
     try:
         loader.construct_object(node)
     except ValueError as error:
-        shown = dotted(told(where))
+        shown = dotted(redact(path))
         raise YamlTextError(
-            f"{shown}: not a value: {error}; a text stands in quotes", node.start_mark.line + 1
+            f"{shown}: not a valid value: {error}; put text in quotes", node.start_mark.line + 1
         ) from error
     finally:
         loader.dispose()

@@ -1,9 +1,9 @@
-"""What Redis holds: the workers, and the hashes of their blocks. Redis may be away at any time.
+"""Registry in Redis: workers and the hashes of their blocks. Works without Redis, too.
 
     publisher = KvEventPublisher(registry, incarnation)   # a worker: .start(), .publish(...)
     presence = Presence(registry, record)                 # a worker: .start(), .update("ready")
     async for change in RegistryWatcher(registry): ...    # a router
     async for item in EventFeed(registry): ...            # Snapshot, EventBatch, Heartbeat, …
 
-None of these raises when Redis is away, restarts empty, or comes back old; all heal by themselves.
+None of these raises if Redis is unreachable, restarts empty, or returns with old data; all recover.
 """

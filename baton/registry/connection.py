@@ -1,19 +1,19 @@
-"""How a fleet reaches its Redis. One URL says all of it.
+"""Connections to Redis, configured by one URL.
 
     redis://USER:PASSWORD@HOST:6379/0
-    rediss://USER@HOST:6379/0?ca_file=FILE&password_file=FILE            by TLS
+    rediss://USER@HOST:6379/0?ca_file=FILE&password_file=FILE            TLS
     redis+sentinel://HOST:26379,HOST:26379,HOST:26379/NAME?db=0          the primary called NAME
-    rediss+sentinel://…                                                  Sentinel and Redis by TLS
+    rediss+sentinel://…                                                  Sentinel and Redis with TLS
     unix:///run/redis.sock?db=0
 
-    ca_file            PEM file of who signed the server's certificate; the system's otherwise
-    cert_file          PEM files of our own certificate and key, for servers that ask for one
+    ca_file            PEM file of the CA of the server's certificate; default: the system's CAs
+    cert_file          PEM files of our own certificate and key, for servers that require one
     key_file
-    password_file      a file that holds the password: it is read for every connection anew, so that
-                       a new password needs no restart
-    password_env       an environment variable that holds it
-    db                 number of the database, where the path does not say it
-    sentinel_user      of the Sentinels, where they have users or a password of their own
+    password_file      a file with the password, read for every new connection, so that a new
+                       password needs no restart
+    password_env       an environment variable with the password
+    db                 database number, unless it is in the path
+    sentinel_user      user of the Sentinels, if they have users or a password of their own
     sentinel_password_file, sentinel_password_env
 
 User and password before the ``@`` are the server's. The files are read on every host of the fleet,
@@ -50,31 +50,26 @@ _OF_SENTINELS = ("sentinel_user", "sentinel_password_file", "sentinel_password_e
 _PORT = 6379
 _SENTINEL_PORT = 26379
 _CONNECT_S = 2.0
-_SENTINEL_S = 0.5  # each: one that is away must not use up the time of the others
+_SENTINEL_S = 0.5  # timeout per Sentinel, so that a dead one leaves time for the others
 
 
 class RedisUrlError(ValueError):
-    """The URL of Redis cannot be used; the message says what to change, and holds no password."""
+    """The Redis URL cannot be used; the message has the fix and contains no password."""
 
 
 class RedisTarget(NamedTuple):
-    """What a URL means.
+    """Parsed Redis URL.
 
     Attributes:
-        hosts: Of the server, or of the Sentinels; none for a socket.
-        path: Of a socket; else empty.
-        primary: What the Sentinels call the primary; empty without them.
-        options: Of connections to the server, as redis-py names them.
-        sentinel_options: The same of those to the Sentinels.
-        tls: Whether connections are encrypted.
+        hosts: Addresses of the server, or of the Sentinels; empty for a socket.
     """
 
     hosts: tuple[tuple[str, int], ...]
-    path: str
-    primary: str
-    options: dict[str, Any]
-    sentinel_options: dict[str, Any]
-    tls: bool
+    path: str  # path of a socket, or ""
+    primary: str  # name of the primary at the Sentinels, or ""
+    options: dict[str, Any]  # options for connections to the server, as redis-py names them
+    sentinel_options: dict[str, Any]  # options for connections to the Sentinels
+    tls: bool  # whether connections are encrypted
 
     def __str__(self) -> str:
         if self.path:
@@ -84,50 +79,48 @@ class RedisTarget(NamedTuple):
 
 
 def parse_redis_url(url: str) -> RedisTarget:
-    """What a URL means.
+    """Parse a Redis URL.
 
     Raises:
-        RedisUrlError: It says something that is not possible, or names a file that is not there.
+        RedisUrlError: The URL is invalid, or names a missing file.
     """
     parts, named = _split(url)
     if parts.scheme not in SCHEMES:
-        raise RedisUrlError(f"{parts.scheme or 'nothing'}:// is none of {', '.join(SCHEMES)}")
-    asked = dict(parse_qsl(parts.query, keep_blank_values=True))
+        raise RedisUrlError(
+            f"scheme {parts.scheme or 'nothing'}:// is unknown; use one of {', '.join(SCHEMES)}"
+        )
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
     sentinel = parts.scheme.endswith("+sentinel")
     tls = parts.scheme.startswith("rediss")
-    _check_names(asked, tls=tls, sentinel=sentinel)
-    options = _secret(asked, _SECRETS, _user(parts), "password")
+    _check_names(query, tls=tls, sentinel=sentinel)
+    options = _secret(query, _SECRETS, _user(parts), "password")
     if parts.password:
         if "credential_provider" in options:
-            raise RedisUrlError("it has a password and a password_file or password_env: say one")
+            raise RedisUrlError("password and password_file or password_env exclude each other")
         options["password"] = unquote(parts.password)
-    files = {_TLS_FILES[name]: _file(asked[name], name) for name in _TLS_FILES if name in asked}
+    files = {_TLS_FILES[name]: _file(query[name], name) for name in _TLS_FILES if name in query}
     if parts.scheme == "unix":
         return RedisTarget(
-            (), unquote(parts.path), "", {**options, "db": _db(asked, "")}, {}, False
+            (), unquote(parts.path), "", {**options, "db": _db(query, "")}, {}, False
         )
     hosts = _hosts(named, _SENTINEL_PORT if sentinel else _PORT)
     primary = unquote(parts.path).strip("/") if sentinel else ""
     if sentinel and not primary:
-        raise RedisUrlError("what the Sentinels call the primary is missing: …/NAME")
+        raise RedisUrlError("the Sentinels' name of the primary is missing: add …/NAME")
     if not sentinel and len(hosts) != 1:
-        raise RedisUrlError("several hosts are those of Sentinels: redis+sentinel://…/NAME")
-    number = _db(asked, "" if sentinel else unquote(parts.path).strip("/"))
-    name = asked.get("sentinel_user", "")
-    theirs = _secret(asked, _OF_SENTINELS[1:], name, "sentinel_password")
+        raise RedisUrlError("several hosts are for Sentinels: use redis+sentinel://…/NAME")
+    number = _db(query, "" if sentinel else unquote(parts.path).strip("/"))
+    name = query.get("sentinel_user", "")
+    theirs = _secret(query, _OF_SENTINELS[1:], name, "sentinel_password")
     options |= {**files, "db": number}
     return RedisTarget(hosts, "", primary, options, {**files, **theirs}, tls)
 
 
 def open_redis(url: str, max_connections: int = 8) -> redis.asyncio.Redis:
-    """A client, which connects when it is used first; calls beyond its connections wait for one.
+    """Return a client, which connects at its first call; calls wait for a free connection.
 
-    A call fails where the server does not answer, and is never tried twice: a MULTI whose first
-    try took effect must not be sent again. With Sentinels the next call asks them who is primary.
-
-    Args:
-        url: See the module.
-        max_connections: At most so many at a time.
+    A call fails if the server does not answer, and is never retried: a MULTI that may have taken
+    effect must not be sent again. With Sentinels the next call looks up the primary again.
 
     Raises:
         RedisUrlError: The URL cannot be used.
@@ -137,8 +130,8 @@ def open_redis(url: str, max_connections: int = 8) -> redis.asyncio.Redis:
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
         "socket_connect_timeout": _CONNECT_S,
-        # Its way of timing a write loses a cancel (`asyncio.wait_for` before Python 3.12): a
-        # loop that was told to end goes on. Callers have limits of their own instead.
+        # redis-py's timeout of writes loses a cancellation (`asyncio.wait_for` before Python 3.12),
+        # so that a cancelled loop continues. Callers have limits of their own instead.
         "socket_timeout": None,
     }
     size = {"max_connections": max_connections, "timeout": _CONNECT_S}
@@ -160,10 +153,9 @@ def open_redis(url: str, max_connections: int = 8) -> redis.asyncio.Redis:
 
 
 class _SentinelPool(BlockingConnectionPool, SentinelConnectionPool):
-    """Waits for a connection as the one does, and asks for the primary as the other does."""
+    """Blocking pool of connections to the primary that Sentinels name."""
 
     async def aclose(self) -> None:
-        """Close the connections to the Sentinels too."""
         await super().aclose()
         await self.sentinel_manager.aclose()
 
@@ -184,8 +176,8 @@ def _by_sentinels(
     return redis.asyncio.Redis.from_pool(pool)
 
 
-class _Read(CredentialProvider):
-    """A password that is read for each connection anew."""
+class _ReloadedPassword(CredentialProvider):
+    # Reads the password for each new connection.
 
     def __init__(self, user: str, read: Callable[[], str]) -> None:
         self._user = user
@@ -200,16 +192,15 @@ class _Read(CredentialProvider):
 
 
 def _secret(
-    asked: Mapping[str, str], names: tuple[str, ...], user: str, what: str
+    query: Mapping[str, str], names: tuple[str, ...], user: str, what: str
 ) -> dict[str, Any]:
-    """User and password as redis-py takes them."""
-    given = [name for name in names if name in asked]
+    given = [name for name in names if name in query]
     if len(given) > 1:
         raise RedisUrlError(f"{' and '.join(given)} exclude each other")
     if not given:
         return {"username": user} if user else {}
     name = given[0]
-    value = asked[given[0]]
+    value = query[name]
 
     def from_file() -> str:
         try:
@@ -227,22 +218,22 @@ def _secret(
     read = from_file if is_file else from_environment
     if is_file:
         _check_absolute(value, name)
-    if not read():  # now, so that a wrong name is told at once
+    if not read():  # at once, so that a wrong file or variable fails early
         raise RedisUrlError(f"{name}: the {what} in {value} is empty")
-    return {"credential_provider": _Read(user, read)}
+    return {"credential_provider": _ReloadedPassword(user, read)}
 
 
-def _check_names(asked: Mapping[str, str], *, tls: bool, sentinel: bool) -> None:
+def _check_names(query: Mapping[str, str], *, tls: bool, sentinel: bool) -> None:
     known = {"db", *_SECRETS, *_TLS_FILES, *_OF_SENTINELS}
-    for name in asked:
+    for name in query:
         if name not in known:
-            raise RedisUrlError(f"{name} is not known: {', '.join(sorted(known))}")
+            raise RedisUrlError(f"{name} is unknown; use one of {', '.join(sorted(known))}")
         if name in _TLS_FILES and not tls:
-            raise RedisUrlError(f"{name} is for TLS: say rediss:// or rediss+sentinel://")
+            raise RedisUrlError(f"{name} needs TLS: use rediss:// or rediss+sentinel://")
         if name in _OF_SENTINELS and not sentinel:
-            raise RedisUrlError(f"{name} is for redis+sentinel:// or rediss+sentinel://")
-    if ("cert_file" in asked) != ("key_file" in asked):
-        raise RedisUrlError("cert_file and key_file go together")
+            raise RedisUrlError(f"{name} needs redis+sentinel:// or rediss+sentinel://")
+    if ("cert_file" in query) != ("key_file" in query):
+        raise RedisUrlError("cert_file and key_file need each other")
 
 
 def _check_absolute(path: str, name: str) -> None:
@@ -253,7 +244,7 @@ def _check_absolute(path: str, name: str) -> None:
 def _file(path: str, name: str) -> str:
     _check_absolute(path, name)
     if not os.access(path, os.R_OK):
-        raise RedisUrlError(f"{name}: {path} is not there, or cannot be read")
+        raise RedisUrlError(f"{name}: {path} does not exist or cannot be read")
     return path
 
 
@@ -261,17 +252,17 @@ def _user(parts: SplitResult) -> str:
     return unquote(parts.username or "")
 
 
-def _db(asked: Mapping[str, str], path: str) -> int:
-    text = asked.get("db", path) or "0"
+def _db(query: Mapping[str, str], path: str) -> int:
+    text = query.get("db", path) or "0"
     if not text.isdigit():
-        raise RedisUrlError(f"{text!r} is no number of a database")
+        raise RedisUrlError(f"database {text!r} is not a number")
     return int(text)
 
 
 def _split(url: str) -> tuple[SplitResult, str]:
-    """The URL without its hosts, and the hosts.
+    """Return the URL without its hosts, and the hosts.
 
-    Some of Python's versions refuse several hosts of which one is in brackets.
+    Some Python versions refuse several hosts if one is in brackets.
     """
     scheme, slashes, rest = url.partition("://")
     places = [rest.find(mark) for mark in "/?#"]

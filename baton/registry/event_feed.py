@@ -1,8 +1,7 @@
-"""How a reader follows the KV events of all workers, and notices what it missed.
+"""Reader of the KV events of all workers, which notices lost events.
 
-The state machine (`FeedMachine`) does no I/O. Its shell (`EventFeed`) reads Redis, and no error of
-Redis leaves it. What it does for a thousand workers, it does for some at a time, and lets the loop
-go in between.
+The state machine (`FeedMachine`) does no I/O. Its shell (`EventFeed`) reads Redis and handles all
+its errors. Work for a thousand workers is done in parts, so that the event loop is not blocked.
 """
 
 import asyncio
@@ -17,18 +16,16 @@ from baton.registry.types import FeedItem, Forget, Heartbeat, Refreshed, Snapsho
 
 REFRESH_S = 1.0
 FORGET_AFTER_S = 10.0  # of absence from Redis
-REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
+REFILL_S = 60.0  # time for the workers to fill an emptied Redis again
 _RETRY_S = 0.5
-_POLL_S = 0.1  # between two reads, so that entries come together
-_MARK_TURNS = 2  # seconds in which the marks of all are read, a part in each
+_POLL_S = 0.1  # between two reads, so that several entries are read at once
+_MARK_TURNS = 2  # seconds to read the marks of all, a part in each
 _STREAM_READ = 4  # entries of each stream, of up to 32 KiB
-_LONG_BYTES = 4096  # an entry with more of hashes is read by itself
+_LONG_BYTES = 4096  # after an entry with more bytes of hashes the loop may run others
 
 
 @dataclass(slots=True)
 class _Track:
-    """How far a reader has followed one incarnation."""
-
     sequence: int
     checksum: int
     missing_since_s: float | None = None
@@ -36,26 +33,26 @@ class _Track:
 
 @dataclass(slots=True)
 class FeedMachine:
-    """Follows every incarnation's events and says of which a snapshot must be read.
+    """Follows the events of every incarnation and decides which snapshots to read.
 
-    ``wants`` is filled when something is new or was missed: a hole in the sequence, a lost tail
+    ``wants`` has the incarnations that are new or had a loss: a gap in the sequence, a lost tail
     (a heartbeat with a higher sequence after the stream was read to its end), another checksum, or
-    another life of Redis. What it returns can be applied as it comes, without further checks.
+    an emptied Redis. Returned items can be applied as they are.
     """
 
     wants: set[bytes] = field(default_factory=set)
     gaps: int = 0
     _tracks: dict[bytes, _Track] = field(default_factory=dict)
     _unknown_since_s: dict[bytes, float] = field(default_factory=dict)  # in wants, without track
-    _refilled_s: float = 0.0  # until then absence says nothing
+    _refilled_s: float = 0.0  # until then absence means nothing
 
     def resync(self, now_s: float = 0.0) -> None:
-        """Redis has another life: keep what is known, and read every snapshot again."""
+        """Handle a restarted Redis: keep what is known, and read every snapshot again."""
         self.wants |= set(self._tracks)
         self._refilled_s = now_s + REFILL_S if self._tracks else 0.0
 
     def on_entry(self, entry: StreamEntry) -> list[FeedItem]:
-        """One entry of the stream, in order."""
+        """Process the next entry of the stream."""
         track = self._tracks.get(entry.incarnation)
         if isinstance(entry, StreamMark):
             if entry.kind == "forget":
@@ -64,7 +61,7 @@ class FeedMachine:
                 self.wants.add(entry.incarnation)
             return []
         if entry.incarnation in self.wants:
-            return []  # the snapshot will be read after this entry, and hold it
+            return []  # the snapshot is read after this entry and includes it
         if track is None:
             self.wants.add(entry.incarnation)
             return []
@@ -80,7 +77,7 @@ class FeedMachine:
         return [entry]
 
     def on_snapshot(self, snapshot: Snapshot, checksum: int) -> list[FeedItem]:
-        """A snapshot that was asked for. One that is damaged or outdated is read again."""
+        """Process a snapshot. One that is damaged or outdated is read again."""
         track = self._tracks.get(snapshot.incarnation)
         outdated = track is not None and snapshot.sequence < track.sequence
         if outdated or snapshot.checksum != checksum:
@@ -90,7 +87,7 @@ class FeedMachine:
         return [snapshot]
 
     def on_marks(self, marks: Mapping[bytes, tuple[int, int]]) -> list[FeedItem]:
-        """Some of the heartbeats, read before the stream was last read to its end."""
+        """Process some heartbeats, read before the stream was last read to its end."""
         items: list[FeedItem] = []
         for incarnation, (sequence, checksum) in marks.items():
             track = self._tracks.get(incarnation)
@@ -109,7 +106,7 @@ class FeedMachine:
         return items
 
     def on_absent(self, present: Collection[bytes], now_s: float) -> list[FeedItem]:
-        """All that had heartbeats; the others are forgotten after a while."""
+        """Forget incarnations that have been without heartbeat for a while."""
         items: list[FeedItem] = []
         for incarnation in self._tracks.keys() - present:
             track = self._tracks[incarnation]
@@ -121,7 +118,6 @@ class FeedMachine:
         return items
 
     def _drop_unknown(self, present: Collection[bytes], now_s: float) -> None:
-        """Stop asking for snapshots of incarnations that do not appear in Redis."""
         unknown = self.wants.difference(present, self._tracks)
         self._unknown_since_s = {
             incarnation: self._unknown_since_s.get(incarnation, now_s) for incarnation in unknown
@@ -142,9 +138,9 @@ class FeedMachine:
 
 
 class EventFeed:
-    """All workers' KV events for one reader: ``async for item in feed``.
+    """KV events of all workers for one reader: ``async for item in feed``.
 
-    Never ends and never raises because of Redis; while Redis is away nothing comes.
+    Never ends and never raises because of Redis; without Redis it yields nothing.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -154,16 +150,16 @@ class EventFeed:
         self._birth: bytes | None = None
         self._refreshes: dict[bytes, bytes] = {}
         self._turn = 0
-        self._present: set[bytes] = set()  # in Redis: of the others there is nothing to read
+        self._present: set[bytes] = set()  # incarnations in Redis; others have no snapshot
         self.connected = False
 
     @property
     def gaps(self) -> int:
-        """How often something was missed and read again."""
+        """Number of losses that were noticed and repaired."""
         return self._machine.gaps
 
     def want(self, incarnation: bytes) -> None:
-        """Ask for the incarnation's snapshot: the reader has lost what it was told."""
+        """Read the incarnation's snapshot, because the reader has lost its state."""
         self._machine.wants.add(incarnation)
 
     async def __aiter__(self) -> AsyncIterator[FeedItem | Refreshed]:
@@ -238,6 +234,6 @@ class EventFeed:
     async def _read_snapshot(self, incarnation: bytes) -> list[FeedItem]:
         answer = await self._registry.snapshot(incarnation)
         if answer is None:
-            return []  # the worker will publish it, or its incarnation will be dropped
+            return []  # the worker will publish it, or the incarnation will be dropped
         snapshot, checksum = answer
         return self._machine.on_snapshot(snapshot, checksum)

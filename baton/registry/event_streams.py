@@ -1,8 +1,8 @@
-"""The streams of KV events: each has those of a part of the incarnations.
+"""Streams of KV events in Redis; each has the events of a part of the incarnations.
 
-A stream keeps what came in the last ``KEEP_S``, whatever the rate, by Redis' own clock: whoever was
-away for less has missed nothing. Above ``STREAM_BYTES``, which is looked at once a second, it keeps
-less: then a snapshot is read.
+A stream keeps the last ``KEEP_S`` by Redis' own clock, at any rate: a reader that is away for less
+misses nothing. A stream above ``STREAM_BYTES``, checked once a second, keeps less, and late readers
+read a snapshot.
 """
 
 import time
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 STREAMS = 8
-"""A worker that fills its stream costs an eighth of the others their past. Readers name them all in
-each read, which takes them some 20 µs longer than one, ten times a second."""
+"""A worker that fills its stream shortens the past of an eighth of the others. Readers name all
+streams in each read, which takes some 20 µs longer than one, ten times a second."""
 
 KEEP_S = 30.0
 STREAM_BYTES = 16 << 20
@@ -25,29 +25,25 @@ if used > most then
   redis.call('XTRIM', KEYS[5], 'MAXLEN', '~', math.floor(entries * most / used))
 end
 """
-"""Part of a script: KEYS[5] is a stream, ARGV[4] its bytes. Who may not ask for them is told the
-most that its entries can have."""
+"""Part of a script: KEYS[5] is a stream, ARGV[4] its size limit in bytes. Without permission for
+MEMORY USAGE, the size is estimated from the largest entry."""
 
 
 class EventStreams:
-    """Their keys and commands.
-
-    Args:
-        stem: Of the keys.
-    """
+    """Keys and commands of the streams; ``stem`` is the common start of the keys."""
 
     def __init__(self, stem: bytes) -> None:
         self._keys = [b"%b:%d" % (stem, number) for number in range(STREAMS)]
-        self._ahead_ms: int | None = None  # Redis' clock, of our monotonic one
-        # Workers of the version before have one stream for all, and bound it themselves.
+        self._ahead_ms: int | None = None  # Redis' clock minus our monotonic clock
+        # Workers of the previous version share one stream, and bound it themselves.
         self._read = [*self._keys, stem]
 
     def key(self, incarnation: bytes) -> bytes:
-        """The stream of an incarnation's events."""
+        """Return the key of the stream for an incarnation's events."""
         return self._keys[incarnation[0] % STREAMS]
 
     def append(self, incarnation: bytes, *fields: Any) -> tuple[Any, ...]:
-        """The command that adds an entry, and drops those that are too old."""
+        """Return the command that adds an entry and drops those that are too old."""
         bound: tuple[Any, ...] = ()
         if self._ahead_ms is not None:
             oldest_ms = _monotonic_ms() + self._ahead_ms - int(KEEP_S * 1000)
@@ -55,35 +51,35 @@ class EventStreams:
         return ("XADD", self.key(incarnation), *bound, "*", "i", incarnation, *fields)
 
     def appended(self, entry_id: bytes) -> None:
-        """Redis' answer to that: the number of the entry is its time."""
+        """Process the id of an added entry: it contains Redis' time."""
         self._ahead_ms = stream_order(entry_id)[0] - _monotonic_ms()
 
     def beginning(self) -> dict[bytes, bytes]:
-        """Positions before the first entry of each."""
+        """Return the position before the first entry of each stream."""
         return dict.fromkeys(self._read, b"0-0")
 
     def tops(self) -> list[tuple[Any, ...]]:
-        """The commands that ask for the newest entry of each."""
+        """Return the commands that read the newest entry of each stream."""
         return [("XREVRANGE", key, "+", "-", "COUNT", 1) for key in self._read]
 
     def top_positions(self, answers: Sequence[Any]) -> dict[bytes, bytes]:
-        """What they answered; ``0-0`` where there is no entry."""
+        """Return the positions in the replies to ``tops``; ``0-0`` for an empty stream."""
         found = zip(self._read, answers, strict=True)
         return {key: bytes(entries[0][0]) if entries else b"0-0" for key, entries in found}
 
     def read(
         self, positions: Mapping[bytes, bytes], count: int, wait_s: float = 0.0
     ) -> tuple[Any, ...]:
-        """The command that reads up to ``count`` entries of each that come after a position.
+        """Return the command that reads up to ``count`` entries of each stream after a position.
 
-        Where there are none, it waits for one.
+        If there are none, it waits for one, for up to ``wait_s``.
         """
         wait = ("BLOCK", max(int(wait_s * 1000), 1)) if wait_s > 0 else ()
         return ("XREAD", "COUNT", count, *wait, "STREAMS", *positions, *positions.values())
 
 
 def stream_order(entry_id: bytes) -> tuple[int, int]:
-    """What entries of a stream are sorted by: milliseconds, and a number among them."""
+    """Return the sort key of a stream entry: milliseconds, and a number within."""
     milliseconds, _, counter = entry_id.partition(b"-")
     return int(milliseconds), int(counter or 0)
 

@@ -11,15 +11,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def keep(file: Path | None, value: Any) -> None:
-    """Write ``value``, whole or not at all; a failure is logged and nothing else happens.
-
-    Args:
-        file: Where; None keeps nothing.
-        value: What ``msgspec`` can write as JSON.
-    """
+    """Write ``value`` as JSON, atomically; a failure is only logged. None writes nothing."""
     if file is None:
         return
-    scratch = file.with_suffix(f".{os.getpid()}.new")  # routers of one host share their files
+    scratch = file.with_suffix(f".{os.getpid()}.new")  # routers of one host share the file
     try:
         scratch.write_bytes(msgspec.json.encode(value))
         scratch.replace(file)

@@ -1,7 +1,7 @@
-"""KV events: what a worker publishes of its blocks. How they are read: `event_feed.py`.
+"""Publisher of a worker's KV events. `event_feed.py` reads them.
 
-The state machine (`HashLedger`) does no I/O. Its shell (`KvEventPublisher`) talks to Redis, and no
-error of Redis leaves it.
+The state machine (`HashLedger`) does no I/O. Its shell (`KvEventPublisher`) talks to Redis and
+handles all errors of Redis.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from baton.telemetry.tasks import BackgroundTasks
 REFRESH_S = 1.0
 MAX_LOG_BATCHES = 512
 MIN_LOG_HASHES = 16_384
-MAX_PENDING_HASHES = 65_536  # beyond it a snapshot is cheaper than the batches
+MAX_PENDING_HASHES = 65_536  # above it a snapshot is cheaper than batches
 _COALESCE_S = 0.02
 _RETRY_S = 0.5
 
@@ -29,21 +29,19 @@ _RETRY_S = 0.5
 class HashLedger:
     """Turns a worker's stores and removals into numbered net changes of its set of block hashes.
 
-    Args:
-        incarnation: The worker's.
-
-    A hash that is stored twice, or removed when absent, is no change. Batches therefore change the
-    checksum exactly by the hashes in them, and readers can follow it without holding the set.
+    Storing a hash twice, or removing an absent one, is no change. Batches therefore change the
+    checksum by exactly their hashes, and readers can follow it without the set.
     """
 
     def __init__(self, incarnation: bytes) -> None:
         self.incarnation = incarnation
-        self.hashes: set[bytes] = set()  # of the blocks that the worker holds
+        self.hashes: set[bytes] = set()  # of the worker's blocks
         self.sequence = 0  # of the last batch or snapshot taken
-        self.checksum = 0  # of what was taken
-        self.taken_hashes = 0  # how many hashes that set has
-        self.values = 0  # of the set as Redis has it; then the batches in the log, and their hashes
-        self.batches = self._logged_hashes = 0
+        self.checksum = 0  # of the set at that sequence
+        self.taken_hashes = 0  # size of that set
+        self.values = 0  # values of the set in Redis
+        self.batches = 0  # batches in the log in Redis
+        self._logged_hashes = 0
         self.needs_snapshot = False
         self._stored: dict[bytes, None] = {}  # ordered
         self._removed: dict[bytes, None] = {}
@@ -51,13 +49,13 @@ class HashLedger:
 
     @property
     def pending(self) -> bool:
-        """Whether anything is left to publish."""
+        """True if anything is left to publish."""
         return bool(self.needs_snapshot or self._cleared or self._stored or self._removed)
 
     def change(
         self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = (), cleared: bool = False
     ) -> None:
-        """Note changes, in the order ``cleared``, ``removed``, ``stored``."""
+        """Record changes, in the order ``cleared``, ``removed``, ``stored``."""
         if cleared and (self.hashes or self._removed):
             self.hashes.clear()
             self._stored.clear()
@@ -77,14 +75,14 @@ class HashLedger:
             self.lost()
 
     def lost(self) -> None:
-        """Redis may not have what was taken: the next thing to publish is the whole set."""
+        """Publish the whole set next, because Redis may lack what was taken."""
         self.needs_snapshot = True
         self._stored.clear()
         self._removed.clear()
         self._cleared = False
 
     def take_batch(self) -> EventBatch:
-        """The next batch of at most ``BATCH_HASHES`` hashes."""
+        """Take the next batch of at most ``BATCH_HASHES`` hashes."""
         removed = _take(self._removed, BATCH_HASHES)
         stored = _take(self._stored, BATCH_HASHES - len(removed))
         self.sequence += 1
@@ -107,7 +105,7 @@ class HashLedger:
         return batch
 
     def take_snapshot(self) -> Snapshot:
-        """The whole set, under the next number."""
+        """Take the whole set, under the next number."""
         self.lost()
         self.needs_snapshot = False
         self.sequence += 1
@@ -117,7 +115,7 @@ class HashLedger:
         return snapshot
 
     def take_fold(self) -> Snapshot | None:
-        """The set under its present number, if its log has become long beside it."""
+        """Take the set under its current number, if its log has become long."""
         few = self.batches <= MAX_LOG_BATCHES
         if self.pending or (few and self._logged_hashes <= max(self.taken_hashes, MIN_LOG_HASHES)):
             return None
@@ -140,14 +138,9 @@ def _take(pending: dict[bytes, None], limit: int) -> tuple[bytes, ...]:
 class KvEventPublisher:
     """Publishes the hashes of one worker's blocks, in the background.
 
-    ``publish`` never blocks and never fails. While Redis is away changes are folded together
-    (bounded by the pool's own size); when it is back, or came back empty or old, the whole set is
-    published again.
-
-    Args:
-        registry: Of the fleet.
-        incarnation: The worker's.
-        count_failure: Told of the background task's name when it raised.
+    ``publish`` never blocks and never fails. Without Redis, changes are merged (bounded by the
+    pool's size). When Redis is back, possibly empty or old, the whole set is published again.
+    ``count_failure`` receives the name of a background task that raised.
     """
 
     def __init__(
@@ -167,12 +160,12 @@ class KvEventPublisher:
 
     @property
     def sequence(self) -> int:
-        """Number of the last batch or snapshot handed to Redis."""
+        """Number of the last batch or snapshot sent to Redis."""
         return self._ledger.sequence
 
     @property
     def checksum(self) -> int:
-        """Checksum of the set after that batch."""
+        """Checksum of the set after that number."""
         return self._ledger.checksum
 
     def start(self) -> None:
@@ -183,13 +176,13 @@ class KvEventPublisher:
     def publish(
         self, stored: Sequence[bytes] = (), removed: Sequence[bytes] = (), cleared: bool = False
     ) -> None:
-        """Note that blocks were stored, removed, or all cleared. From the loop's thread only."""
+        """Publish that blocks were stored, removed, or all cleared. From the loop's thread only."""
         self._ledger.change(stored, removed, cleared)
         if self._ledger.pending:
             self._wake.set()
 
     async def stop(self) -> None:
-        """Stop publishing; what is in Redis expires, or is removed by ``deregister``."""
+        """Stop publishing; keys in Redis expire, or ``deregister`` removes them."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -206,7 +199,7 @@ class KvEventPublisher:
                 await self._flush()
                 self.connected = True
             except RegistryUnavailableError:
-                # Whether the last batch took effect is not known; a snapshot is right either way.
+                # The last batch may or may not have taken effect; a snapshot is right either way.
                 self._ledger.lost()
                 self.connected = False
                 await asyncio.sleep(_RETRY_S)
@@ -217,7 +210,7 @@ class KvEventPublisher:
                 await asyncio.sleep(_COALESCE_S)
 
     async def _refresh(self) -> None:
-        """Renew the keys' life; publish everything when Redis has something else."""
+        """Refresh the keys; publish everything if Redis has something else."""
         ledger = self._ledger
         in_redis = await self._registry.refresh(ledger.incarnation)
         if in_redis != (ledger.sequence, ledger.checksum, ledger.values, ledger.batches):

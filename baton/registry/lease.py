@@ -1,7 +1,7 @@
-"""Who runs a fleet: one supervisor holds the fleet's lease in Redis, so that no second one starts.
+"""Lease of a fleet in Redis: one supervisor has it, so that no second one starts.
 
-A holder that died lets it lapse within `LEASE_S`. One that cannot reach Redis goes on: what is
-lost with Redis is taken again when it is back, unless somebody else was faster, who then has it.
+The lease of a dead holder lapses within `LEASE_S`. A holder that cannot reach Redis continues. If
+the lease is gone afterwards, it takes it again, unless another supervisor was faster.
 """
 
 import time
@@ -15,7 +15,7 @@ RENEW_EVERY_S = 2.0
 
 
 class LeaseHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds it. ``life`` is random, and what counts; the rest is for people."""
+    """Holder of a lease. ``life`` is a random id that decides; the rest is for messages."""
 
     life: str
     host: str
@@ -29,11 +29,9 @@ class LeaseHolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetLease:
-    """One supervisor's view of its fleet's lease.
+    """Lease of a fleet, used by the supervisor ``me``.
 
-    Args:
-        registry: Of the fleet. Every call may raise its ``RegistryUnavailableError``.
-        me: The supervisor.
+    Every call may raise the registry's ``RegistryUnavailableError``.
     """
 
     def __init__(self, registry: Registry, me: LeaseHolder) -> None:
@@ -42,13 +40,13 @@ class FleetLease:
         self.me = me
 
     async def take(self, *, by_force: bool = False) -> LeaseHolder | None:
-        """Take the lease if it is free, or in any case; who has it instead."""
+        """Take the lease if it is free, or always by force. Returns another holder, if any."""
         condition = () if by_force else ("NX",)
         await self._registry.send(self._set(*condition))
         return await self._other()
 
     async def renew(self) -> LeaseHolder | None:
-        """Keep it, or take it again where it is gone; who has taken it meanwhile."""
+        """Renew the lease, or take it again if it is gone. Returns another holder, if any."""
         if (other := await self._other()) is not None:
             return other
         _, kept = await self._registry.send(
@@ -57,12 +55,12 @@ class FleetLease:
         return await self._other() if kept else None
 
     async def left_ms(self) -> int:
-        """In how many milliseconds it lapses unless renewed; negative if nobody has it."""
+        """Return the milliseconds until the lease lapses; negative if it is free."""
         (left,) = await self._registry.send(("PTTL", self._key))
         return int(left)
 
     async def give_up(self) -> None:
-        """Let others have it at once."""
+        """Release the lease at once."""
         if await self._holder() == self.me:
             await self._registry.send(("DEL", self._key))
 

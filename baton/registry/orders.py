@@ -1,6 +1,6 @@
-"""Orders: what operators ask of a fleet's controller, and what it answers, by way of Redis.
+"""Admin commands: requests of operators to a fleet's controller, sent through Redis.
 
-Any process that reaches the fleet's Redis can ask; the controller takes orders in their turn.
+Any process that reaches the fleet's Redis can send one. The controller runs them in order.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ import msgspec
 
 from baton.registry.redis_store import Registry
 
-_ORDER_TTL_MS = 10_000  # nobody waits for an older one
+_ORDER_TTL_MS = 10_000  # senders have given up by then
 _ANSWER_TTL_MS = 60_000
 _POLL_S = 0.05
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Something an operator asks of the controller."""
+    """Admin command for the controller."""
 
     token: str
     verb: str
@@ -28,17 +28,16 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the controller says to it: ``problem`` is empty when it is being done."""
+    """Reply of the controller; ``problem`` is empty if the command is accepted."""
 
     problem: str = ""
     data: Any = None
 
 
 class Orders:
-    """Both ends of the way between operators and the controller.
+    """Queue of admin commands, for operators and the controller.
 
-    Args:
-        registry: Of the fleet. Every call may raise its ``RegistryUnavailableError``.
+    Every call may raise the registry's ``RegistryUnavailableError``.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -51,16 +50,9 @@ class Orders:
         arguments: Mapping[str, int | str | bool] | None = None,
         timeout_s: float = 5.0,
     ) -> Answer | None:
-        """Ask the controller for something.
+        """Send a command to the controller and return the reply, or None if there is none.
 
-        Args:
-            verb: Such as ``drain``; ``fleet/pools/orders.py`` lists them.
-            worker_ids: Which workers; empty for all.
-            arguments: What else the verb needs.
-            timeout_s: How long to wait for the answer.
-
-        Returns:
-            The answer; None when no controller gave one.
+        ``fleet/pools/orders.py`` lists the verbs. Without ids the command is for all workers.
         """
         registry = self._registry
         order = Order(secrets.token_hex(8), verb, tuple(worker_ids), dict(arguments or {}))
@@ -74,13 +66,13 @@ class Orders:
             if raw is not None:
                 try:
                     return msgspec.msgpack.decode(raw, type=Answer)
-                except msgspec.DecodeError as error:  # of a controller of another version
-                    return Answer(f"the controller's answer cannot be read: {error}")
+                except msgspec.DecodeError as error:  # a controller of another version
+                    return Answer(f"the controller's reply cannot be read: {error}")
             await asyncio.sleep(_POLL_S)
         return None
 
     async def take(self) -> Order | None:
-        """The oldest order, for the controller."""
+        """Take the oldest command, for the controller."""
         (raw,) = await self._registry.send(("RPOP", self._registry.key("orders")))
         if raw is None:
             return None
@@ -91,7 +83,7 @@ class Orders:
             return None
 
     async def answer(self, order: Order, answer: Answer) -> None:
-        """Answer an order."""
+        """Reply to a command."""
         key = self._registry.key("answer", order.token)
         raw = msgspec.msgpack.encode(answer)
         await self._registry.send(("SET", key, raw, "PX", _ANSWER_TTL_MS))

@@ -1,27 +1,27 @@
-"""The registry's keys in Redis, and every command that is sent to it.
+"""Keys of the registry in Redis, and all commands that it sends.
 
-All keys start with ``baton:{fleet}:`` and every one of them expires or is bounded:
+All keys start with ``baton:{fleet}:``, and each expires or is bounded:
 
-    slot:<worker id>      what the controller says about a slot            60 s
-    worker:<worker id>    what the worker says about itself                10 s
+    slot:<worker id>      the controller's record of a slot                60 s
+    worker:<worker id>    the worker's own record                          10 s
     slots                 the ids of both kinds                            pruned when read
-    changes               counts what changed of them, beside time         1 day
+    changes               counts changes of records, except heartbeats     1 day
     kv:live               sorted set: incarnation -> last refresh (ms)     pruned when written
-    kv:<incarnation>:blocks  list: hashes of the blocks that it held       60 s
-    kv:<incarnation>:log  list: batches that came since                    60 s
+    kv:<incarnation>:blocks  list: hashes of the blocks at the last snapshot  60 s
+    kv:<incarnation>:log  list: batches since then                         60 s
     kv:<incarnation>:mark sequence and checksum                            60 s
     kv:events:<0 to 7>    streams of batches, see event_streams.py         30 s, 16 MiB
-    orders, answer:<id>   what operators ask, see orders.py                10 s, 60 s
-    wanted                what they asked of the pools' sizes and nodes    see wanted.py
-    lease                 who runs the fleet                               see lease.py
+    orders, answer:<id>   admin commands and replies, see orders.py        10 s, 60 s
+    wanted                sizes and nodes set at run time                  see wanted.py
+    lease                 the supervisor of the fleet                      see lease.py
     adapters              hash: name -> entry of a LoRA adapter, see shared_adapters.py  1 day
     tickets               the last ticket that a router took               1 day
-    routers               hash: router -> what it has to do                1 minute
-    responses:…           what clients asked to be kept                    see stored_responses.py
-    birth                 random; another value means another Redis life
+    routers               hash: router -> its load                         1 minute
+    responses:…           responses that clients asked to store            see stored_responses.py
+    birth                 random; it changes when Redis restarts empty
 
-Only commands of Redis 6.2 are used. Redis is never on a request's path, so every call may fail:
-``RegistryUnavailableError`` is the one error, and callers go on without it.
+Only commands of Redis 6.2 are used. Redis is never on a request's path, so every call may fail with
+``RegistryUnavailableError``, and callers continue without it.
 """
 
 import asyncio
@@ -60,12 +60,12 @@ SLOT_TTL_S = 60.0
 WORKER_TTL_S = 10.0
 KV_TTL_S = 60.0
 TICKETS_TTL_S = 24 * 3600
-CHUNK_HASHES = 65_536  # of a worker's set are one value in Redis: 1 MiB
+CHUNK_HASHES = 65_536  # hashes of a worker's set in one value: 1 MiB
 CHUNK_BYTES = CHUNK_HASHES * HASH_BYTES
-BATCH_HASHES = 2048  # in one entry of a stream: 32 KiB
+BATCH_HASHES = 2048  # hashes in one stream entry: 32 KiB
 CHANGES_TTL_S = 24 * 3600
 _CALL_LIMIT_S = 3.0
-_SLICE = 128  # workers whose keys are read at once: below a millisecond
+_SLICE = 128  # workers whose keys are read at once: takes less than a millisecond
 _REFRESH = f"""
 {BOUND}
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[1]) end
@@ -80,15 +80,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class RegistryUnavailableError(ConnectionError):
-    """Redis did not answer, or refused; nothing is known about whether the call took effect."""
+    """Redis did not answer, or refused; the call may or may not have taken effect."""
 
 
 class Registry:
-    """A connection to the registry of one fleet. Makes no call until it is used.
-
-    Args:
-        url: See ``baton/registry/connection.py``.
-        fleet: The fleet's name.
+    """Connection to the registry of one fleet. Connects at the first call.
 
     Raises:
         RedisUrlError: The URL cannot be used.
@@ -102,16 +98,12 @@ class Registry:
         self._prefix = f"baton:{{{fleet}}}:"  # the braces keep a fleet on one cluster node
         self.streams = EventStreams(self.key("kv:events"))
         self.fleet = fleet
-        self.connected = False  # whether Redis answered the last call
-        self.errors = 0  # calls that failed
+        self.connected = False  # True if Redis answered the last call
+        self.errors = 0  # failed calls
 
     @classmethod
     async def connect(cls, url: str, fleet: str) -> "Registry":
-        """Make one and try it.
-
-        Raises:
-            RegistryUnavailableError: Redis does not answer.
-        """
+        """Create a registry and check its connection."""
         registry = cls(url, fleet)
         try:
             await registry.birth()
@@ -121,25 +113,25 @@ class Registry:
         return registry
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections to Redis."""
         await self._redis.aclose()
 
     async def birth(self) -> bytes:
-        """The random mark of this life of Redis; made if there is none."""
+        """Return the random id of this life of Redis; create it if there is none."""
         _, mark = await self.send(
             ("SET", self.key("birth"), secrets.token_hex(8), "NX"), ("GET", self.key("birth"))
         )
         return bytes(mark)
 
     async def state(self) -> tuple[bytes | None, bytes | None]:
-        """That mark, if there is one, and what counts the changes of workers' records."""
+        """Return that id, if any, and the counter of changes of workers' records."""
         mark, changes = await self.send(("GET", self.key("birth")), ("GET", self.key("changes")))
         return (None if mark is None else bytes(mark)), changes
 
     # --- workers and slots -----------------------------------------------------------------------
 
     async def register(self, record: WorkerRecord) -> None:
-        """Write what a worker says about itself, which is new; expires in 10 s unless refreshed."""
+        """Write a worker's new or changed record; it expires in 10 s unless refreshed."""
         await self.send(*self._put("worker", record, WORKER_TTL_S), *self._changed())
 
     async def heartbeat(self, record: WorkerRecord) -> None:
@@ -147,27 +139,27 @@ class Registry:
         await self.send(*self._put("worker", record, WORKER_TTL_S))
 
     async def deregister(self, record: WorkerRecord) -> None:
-        """Take a worker out: its record, and at once all that it held in the index."""
+        """Remove a worker: its record, and all its blocks in the index."""
         await self.send(("DEL", self.key("worker", record.worker_id)), *self._changed())
         await self.forget(record.incarnation)
         for tier in TIERS if record.incarnation else ():
             await self.forget(tier_incarnation(record.incarnation, tier))
 
     async def write_slot(self, record: WorkerRecord, ttl_s: float = SLOT_TTL_S) -> None:
-        """Write what the controller says about a slot (starting, draining, dead)."""
+        """Write the controller's record of a slot (starting, draining, dead)."""
         await self.write_slots((record,), ttl_s)
 
     async def write_slots(self, records: Sequence[WorkerRecord], ttl_s: float = SLOT_TTL_S) -> None:
-        """``write_slot`` for many, in one round trip."""
+        """Write several slots in one round trip."""
         if records:
             puts = (put for record in records for put in self._put("slot", record, ttl_s))
             await self.send(*puts, *self._changed())
 
     async def records(self) -> tuple[dict[str, WorkerRecord], dict[str, WorkerRecord]]:
-        """All records by worker id: the controller's, and the workers' own.
+        """Return all records by worker id: the controller's, and the workers' own.
 
-        One that cannot be read (of a future version, or damaged) is skipped, logged once by name,
-        and told to ``on_skipped``.
+        A record that cannot be read (of a later version, or damaged) is skipped, logged once by
+        name, and reported to ``on_skipped``.
         """
         (ids,) = await self.send(("SMEMBERS", self.key("slots")))
         worker_ids = sorted(self.names_in(ids))
@@ -197,14 +189,14 @@ class Registry:
         ]
 
     def _changed(self) -> list[Command]:
-        """Tells readers of the list that they have to read it again."""
+        """Return commands that notify readers of a changed list."""
         key = self.key("changes")
         return [("INCR", key), ("PEXPIRE", key, CHANGES_TTL_S * 1000)]
 
     def _readable(
         self, kind: str, raw: Mapping[str, bytes]
     ) -> dict[str, tuple[bytes, WorkerRecord]]:
-        """What can be read; what is as it was need not be read again."""
+        """Decode the readable records; unchanged ones are taken from the last read."""
         before = self._read[kind]
         read = dict[str, tuple[bytes, WorkerRecord]]()
         for name, value in raw.items():
@@ -214,14 +206,14 @@ class Registry:
                 continue
             try:
                 read[name] = value, msgspec.msgpack.decode(value, type=WorkerRecord)
-            except msgspec.DecodeError as error:  # wrong types and unknown values among them
+            except msgspec.DecodeError as error:  # includes wrong types and unknown values
                 self.skip(name, str(error))
             else:
                 self._skipped.pop(name, None)
         return read
 
     def names_in(self, found: Iterable[bytes]) -> dict[str, bytes]:
-        """Names as text, and as they were; those that are no text are skipped."""
+        """Return raw names by their text; those that are not UTF-8 are skipped."""
         names = {}
         for raw in found:
             try:
@@ -231,23 +223,19 @@ class Registry:
         return names
 
     def skip(self, name: str, reason: str) -> None:
-        """Log a record that cannot be read when it is new, or is wrong in a new way."""
+        """Log and report an unreadable record, once per name and reason."""
         if self._skipped.get(name) != reason:
             self._skipped[name] = reason
-            _LOG.warning("the registry's record of %r cannot be read: %s", name, reason)
+            _LOG.warning("skipping registry record %r: %s", name, reason)
             self.on_skipped(name)
 
-    # --- tickets: the order of requests, over all routers -----------------------------------------
+    # --- tickets: the order of requests across all routers ----------------------------------------
 
     async def take_tickets(self, count: int, above: int) -> int:
-        """Take the next ``count`` tickets; no router gets one of them again.
+        """Take the next ``count`` tickets and return the first; no router gets them again.
 
-        Args:
-            count: How many.
-            above: The highest one that the caller knows of: an emptied Redis goes on from there.
-
-        Returns:
-            The first one.
+        ``above`` is the highest ticket that the caller has seen: numbering continues there if Redis
+        was emptied.
         """
         key = self.key("tickets")
         kept = ("PEXPIRE", key, TICKETS_TTL_S * 1000)
@@ -259,7 +247,7 @@ class Registry:
     # --- KV events: the publishing side ----------------------------------------------------------
 
     async def publish(self, batch: EventBatch, checksum: int) -> None:
-        """One MULTI: add to the worker's log and to the stream, bump the sequence."""
+        """Append a batch to the worker's log and stream and update its mark, in one MULTI."""
         blocks_key, log_key, _ = self._kv_keys(batch.incarnation)
         stored = b"".join(batch.stored)
         removed = b"".join(batch.removed)
@@ -276,7 +264,7 @@ class Registry:
         self.streams.appended(answers[-1])
 
     async def publish_snapshot(self, snapshot: Snapshot, checksum: int) -> None:
-        """Replace the worker's whole set; readers are told to read it again."""
+        """Replace the worker's whole set and let readers read it again."""
         await self._replace(
             snapshot,
             *self._stamp(snapshot.incarnation, snapshot.sequence, checksum),
@@ -284,11 +272,11 @@ class Registry:
         )
 
     async def fold(self, snapshot: Snapshot) -> None:
-        """Put the log into the set: the same blocks, so that readers need not know of it."""
+        """Replace set and log by one set with the same blocks; readers need not notice."""
         await self._replace(snapshot)
 
     async def _replace(self, snapshot: Snapshot, *commands: Command) -> None:
-        """The set in a few values, not one for each block: it is written and read as a whole."""
+        # The set has a few large values instead of one per block, since it is read as a whole.
         blocks_key, log_key, _ = self._kv_keys(snapshot.incarnation)
         scratch = blocks_key + b":new"
         packed = snapshot.packed
@@ -306,11 +294,10 @@ class Registry:
         await self.send(*swap, *commands, atomic=True)
 
     async def refresh(self, incarnation: bytes) -> tuple[int, int, int, int] | None:
-        """Keep an incarnation's keys alive.
+        """Refresh an incarnation's keys.
 
         Returns:
-            (sequence, checksum, values of its set, batches in its log) as Redis has them, or None
-            if it has nothing.
+            (sequence, checksum, values of its set, batches in its log) in Redis, or None.
         """
         blocks_key, log_key, mark_key = self._kv_keys(incarnation)
         keys = (mark_key, blocks_key, log_key, self.key("kv:live"), self.streams.key(incarnation))
@@ -330,7 +317,7 @@ class Registry:
         return [("PEXPIRE", key, int(KV_TTL_S * 1000)) for key in (blocks_key, log_key)]
 
     async def forget(self, incarnation: bytes) -> None:
-        """Drop all that a dead incarnation held, in O(1), and tell the readers."""
+        """Delete everything of a dead incarnation in O(1), and notify the readers."""
         if not incarnation:
             return
         blocks_key, log_key, mark_key = self._kv_keys(incarnation)
@@ -344,7 +331,7 @@ class Registry:
     # --- KV events: the reading side -------------------------------------------------------------
 
     async def refreshes(self) -> dict[bytes, bytes]:
-        """When each incarnation in the index last refreshed its keys, by its own clock."""
+        """Return the last refresh of each incarnation in the index, by its own clock."""
         (flat,) = await self.send(("ZRANGE", self.key("kv:live"), 0, -1, "WITHSCORES"))
         found = zip(flat[::2], flat[1::2], strict=True)
         return {one: at for one, at in found if len(one) == INCARNATION_BYTES}
@@ -352,10 +339,10 @@ class Registry:
     async def marks(
         self, incarnations: Collection[bytes]
     ) -> AsyncIterator[dict[bytes, tuple[int, int]]]:
-        """(sequence, checksum) of every incarnation in the index, some at a time.
+        """Yield (sequence, checksum) of every incarnation in the index, in slices.
 
-        What has expired is taken off the list here, by Redis' own clock: a host whose clock is
-        wrong takes off nobody.
+        Removes expired incarnations from the list. Expiry is by Redis' own clock, so that a host
+        with a wrong clock removes none.
         """
         for part in slices(list(incarnations)):
             (marks,) = await self.send(("MGET", *(self._kv_keys(one)[-1] for one in part)))
@@ -366,7 +353,7 @@ class Registry:
             yield {bytes(one): mark for one, mark in found if mark is not None}
 
     async def snapshot(self, incarnation: bytes) -> tuple[Snapshot, int] | None:
-        """One incarnation's set with its checksum; None if Redis lacks it, or it is damaged."""
+        """Return an incarnation's set and checksum; None if it is missing or damaged."""
         blocks_key, log_key, mark_key = self._kv_keys(incarnation)
         lists = [("LRANGE", key, 0, -1) for key in (blocks_key, log_key)]
         mark, values, log = await self.send(("GET", mark_key), *lists, atomic=True)
@@ -377,15 +364,15 @@ class Registry:
         return Snapshot(incarnation=incarnation, sequence=known[0], packed=packed), known[1]
 
     async def stream_tops(self) -> dict[bytes, bytes]:
-        """The id of the newest entry of each stream; ``0-0`` if there is none."""
+        """Return the id of the newest entry of each stream; ``0-0`` if there is none."""
         return self.streams.top_positions(await self.send(*self.streams.tops()))
 
     async def read_streams(
         self, after: Mapping[bytes, bytes], count: int, wait_s: float = 0.0
     ) -> tuple[dict[bytes, bytes], list[dict[bytes, bytes]]]:
-        """Up to ``count`` entries of each stream, unparsed, and the positions to go on from.
+        """Return the new positions and up to ``count`` unparsed entries of each stream.
 
-        Waits up to ``wait_s`` (below 3) for the first.
+        Waits up to ``wait_s`` (below 3 s) for the first entry.
         """
         (answer,) = await self.send(self.streams.read(after, count, wait_s))
         positions = dict(after)
@@ -398,7 +385,7 @@ class Registry:
     # --- plumbing --------------------------------------------------------------------------------
 
     def key(self, *parts: str) -> bytes:
-        """A key of this fleet."""
+        """Return a key of this fleet."""
         return (self._prefix + ":".join(parts)).encode()
 
     def _kv_keys(self, incarnation: bytes) -> tuple[bytes, bytes, bytes]:
@@ -416,7 +403,7 @@ class Registry:
         return self.streams.append(incarnation, "n", sequence, *fields)
 
     async def send(self, *commands: Command, atomic: bool = False) -> Sequence[Any]:
-        """One round trip; with ``atomic`` in MULTI/EXEC.
+        """Send commands in one round trip; with ``atomic`` in MULTI/EXEC.
 
         Raises:
             RegistryUnavailableError: Redis did not answer, or refused.
@@ -428,7 +415,7 @@ class Registry:
                 async with asyncio.timeout(_CALL_LIMIT_S):
                     answers: Sequence[Any] = await pipe.execute()
         except (TimeoutError, RedisError, OSError, RedisUrlError, RuntimeError) as error:
-            # uvloop says by a RuntimeError, and redis-py passes on, that a connection was closed.
+            # uvloop reports a closed connection by a RuntimeError, which redis-py passes on.
             self.connected = False
             self.errors += 1
             raise RegistryUnavailableError(f"Redis: {error}") from error
@@ -437,7 +424,7 @@ class Registry:
 
 
 def slices(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
-    """So few at a time that none holds the loop."""
+    """Yield slices that are small enough not to block the event loop for long."""
     return (items[at : at + _SLICE] for at in range(0, len(items), _SLICE))
 
 

@@ -1,4 +1,4 @@
-"""What each router of a fleet has to do, told to the others a few times a second."""
+"""Load of each router of a fleet, shared with the others a few times a second."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ _TTL_MS = 60_000
 
 
 class TenantDemand(msgspec.Struct, frozen=True, array_like=True):
-    """One tenant at one router: sequences that run and that wait, tokens served so far."""
+    """Load of one tenant at one router: running and waiting sequences, tokens served so far."""
 
     running: int = 0
     waiting: int = 0
@@ -18,10 +18,7 @@ class TenantDemand(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RouterDemand(msgspec.Struct, frozen=True, kw_only=True):
-    """One router.
-
-    ``beat`` counts what it has told; ``queued`` are requests that wait there.
-    """
+    """Load of one router: ``queued`` requests wait there; ``beat`` counts its reports."""
 
     beat: int
     queued: int = 0
@@ -29,17 +26,16 @@ class RouterDemand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterDemands:
-    """All routers' demands, in one hash.
+    """Loads of all routers, in one hash.
 
-    Args:
-        registry: Of the fleet. Every call may raise its ``RegistryUnavailableError``.
+    Every call may raise the registry's ``RegistryUnavailableError``.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
     async def exchange(self, router_id: str, own: RouterDemand) -> dict[str, RouterDemand]:
-        """Tell of one router, and hear of all others."""
+        """Report the load of one router and return the loads of all others."""
         key = self._registry.key("routers")
         _, found, _ = await self._registry.send(
             ("HSET", key, router_id, msgspec.msgpack.encode(own)),
@@ -55,10 +51,10 @@ class RouterDemands:
             try:
                 if router_id != own_id:
                     demands[router_id] = msgspec.msgpack.decode(raw, type=RouterDemand)
-            except msgspec.DecodeError as error:  # of another version
+            except msgspec.DecodeError as error:  # another version
                 self._registry.skip(f"router {router_id}", str(error))
         return demands
 
     async def forget(self, *router_ids: str) -> None:
-        """Take routers out that are gone."""
+        """Remove routers that are gone."""
         await self._registry.send(("HDEL", self._registry.key("routers"), *router_ids))

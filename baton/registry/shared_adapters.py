@@ -1,4 +1,4 @@
-"""The LoRA adapters that clients may name, as routers share them."""
+"""LoRA adapters that clients may use, shared by all routers of a fleet."""
 
 from collections.abc import Collection, Mapping
 
@@ -8,10 +8,9 @@ _TTL_MS = 24 * 3600 * 1000
 
 
 class SharedAdapters:
-    """The table of all routers of a fleet; what an entry is, its users know.
+    """Table of adapters; its entries are opaque bytes.
 
-    Args:
-        registry: Of the fleet. Every call may raise its ``RegistryUnavailableError``.
+    Every call may raise the registry's ``RegistryUnavailableError``.
     """
 
     def __init__(self, registry: Registry) -> None:
@@ -19,7 +18,7 @@ class SharedAdapters:
         self._key = registry.key("adapters")
 
     async def adapters(self) -> dict[str, bytes]:
-        """What routers wrote, by name. Each read keeps it for another day."""
+        """Return the entries by name, and keep them for another day."""
         pairs, _ = await self._registry.send(
             ("HGETALL", self._key), ("PEXPIRE", self._key, _TTL_MS)
         )
@@ -27,10 +26,10 @@ class SharedAdapters:
         return {name: bytes(pairs[raw]) for name, raw in names.items()}
 
     async def put_adapters(self, entries: Mapping[str, bytes]) -> None:
-        """Write entries, over those of the same name."""
+        """Write entries, replacing those of the same name."""
         fields = [part for name, raw in entries.items() for part in (name, raw)]
         await self._registry.send(("HSET", self._key, *fields))
 
     async def drop_adapters(self, names: Collection[str]) -> None:
-        """Remove entries."""
+        """Remove entries by name."""
         await self._registry.send(("HDEL", self._key, *names))

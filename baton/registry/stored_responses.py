@@ -1,17 +1,17 @@
-"""Responses that clients asked to be kept: in Redis, for a time, and never more than so many bytes.
+"""Responses that clients asked to store: in Redis, for a limited time and within size limits.
 
     responses:<tenant> <id>    one response                                        its time
-    responses:of:<tenant>      sorted set: a tenant's, by when they were used last the same
-    responses:all              sorted set: everybody's                             the same
-    responses:sizes            hash: bytes of each                                 the same
+    responses:of:<tenant>      sorted set: a tenant's responses, by last use       the same
+    responses:all              sorted set: all responses, by last use              the same
+    responses:sizes            hash: bytes of each response                        the same
     responses:totals           hash: bytes of each tenant, and of all              the same
 
-What a tenant has beyond its share goes, its least recently used first; then what all have beyond
-theirs. One script does it, so that routers that write at once agree on the sums. A key holds the
-tenant's name: who asks for another tenant's response asks for a key that is not there.
+Beyond a tenant's limit its least recently used responses are removed, then those of all tenants
+beyond theirs. One script does it, so that concurrent routers agree on the sums. A key contains the
+tenant's name, so a tenant cannot read another tenant's response.
 
-A Redis that is full may drop any of these keys. A size that is gone is measured again, and a sum
-of no responses is set to nothing.
+A full Redis may evict any of these keys. A missing size is measured again, and a sum without
+responses is reset.
 """
 
 import re
@@ -21,9 +21,9 @@ from baton.registry.redis_store import Registry
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-# KEYS: the prefix. ARGV: what to do, tenant, id, time to live in ms, and for `put` the value, a
-# tenant's limit and everybody's. Redis' own clock counts, so that a host with a wrong one does no
-# harm. A tenant's name has no space and no colon in it.
+# KEYS: the prefix. ARGV: verb, tenant, id, time to live in ms, and for `put` the value, the
+# tenant's limit and the limit of all. The script uses Redis' own clock, so that a host with a wrong
+# clock does no harm. A tenant's name contains no space and no colon.
 _SCRIPT = """
 local prefix, verb, tenant, ttl = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[4])
 local member = tenant .. ' ' .. ARGV[3]
@@ -87,7 +87,7 @@ return 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """How long responses are kept after their last use, and how much of Redis they may take."""
+    """Time that responses are kept after their last use, and size limits."""
 
     keep_s: float
     tenant_bytes: int
@@ -95,31 +95,26 @@ class StoreLimits:
 
 
 class StoredResponses:
-    """Responses by tenant and id. Every call may raise ``RegistryUnavailableError``.
-
-    Args:
-        registry: Where they are.
-        limits: Of time and of size.
-    """
+    """Responses by tenant and id. Every call may raise ``RegistryUnavailableError``."""
 
     def __init__(self, registry: Registry, limits: StoreLimits) -> None:
         self._registry = registry
         self._limits = limits
 
     async def put(self, tenant: str, name: str, value: bytes) -> None:
-        """Keep a response under an id that none had before it."""
+        """Store a response under a new id."""
         limits = self._limits
         await self._run("put", tenant, name, value, limits.tenant_bytes, limits.total_bytes)
 
     async def get(self, tenant: str, name: str) -> bytes | None:
-        """A response of this tenant's, which from now on is kept as long as a new one."""
+        """Return a tenant's response, if it exists, and restart its time to live."""
         if _ID.fullmatch(name) is None:
             return None
         value = await self._run("get", tenant, name)
         return value if isinstance(value, bytes) else None
 
     async def delete(self, tenant: str, name: str) -> bool:
-        """Take a response away. Returns whether it was there."""
+        """Delete a response. Returns whether it existed."""
         return _ID.fullmatch(name) is not None and bool(await self._run("delete", tenant, name))
 
     async def _run(self, verb: str, tenant: str, name: str, *more: bytes | int) -> object:

@@ -1,4 +1,4 @@
-"""Entries of the stream of KV events, as Redis holds them."""
+"""Redis format of the entries in the streams of KV events."""
 
 import contextlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from baton.registry.types import HASH_BYTES, INCARNATION_BYTES, EventBatch, spli
 
 
 class StreamMark(msgspec.Struct, frozen=True):
-    """An entry of the stream that carries no hashes: ``snapshot`` or ``forget``."""
+    """Stream entry without hashes: ``snapshot`` or ``forget``."""
 
     incarnation: bytes
     sequence: int
@@ -20,7 +20,7 @@ StreamEntry = EventBatch | StreamMark
 
 
 def parse_entry(fields: dict[bytes, bytes]) -> StreamEntry | None:
-    """What an entry says; None if it is of another version."""
+    """Parse a stream entry; None for an entry of another version."""
     kind = fields.get(b"k")
     try:
         incarnation = fields[b"i"]
@@ -36,27 +36,27 @@ def parse_entry(fields: dict[bytes, bytes]) -> StreamEntry | None:
                 cleared=fields[b"c"] == b"1",
             )
     except (KeyError, ValueError):
-        return None  # from another version: the sequence will show a hole
+        return None  # another version: the gap in the sequence is noticed later
     kinds = {b"s": "snapshot", b"f": "forget"}
     return StreamMark(incarnation, sequence, kinds[kind]) if kind in kinds else None
 
 
 def _split(packed: bytes) -> tuple[bytes, ...]:
     if len(packed) % HASH_BYTES:
-        raise ValueError(f"{len(packed)} bytes are no hashes of {HASH_BYTES} each")
+        raise ValueError(f"{len(packed)} bytes are not hashes of {HASH_BYTES} bytes each")
     return tuple(split_hashes(packed))
 
 
 def parse_mark(mark: bytes | None) -> tuple[int, int] | None:
-    """Sequence and checksum of a set; None if there is no mark, or one of another version."""
+    """Return sequence and checksum of a set; None without a readable mark."""
     sequence, _, checksum = (mark or b"").partition(b" ")
     return (int(sequence), int(checksum)) if sequence.isdigit() and checksum.isdigit() else None
 
 
 def with_log(packed: bytes, log: Sequence[bytes]) -> bytes:
-    """A worker's set of hashes, and the batches that changed it since, as one set.
+    """Apply a log of batches to a worker's set of hashes.
 
-    What cannot be read is left out: the checksum tells.
+    Unreadable batches are skipped; the checksum reveals them.
     """
     if not log:
         return packed

@@ -1,4 +1,7 @@
-"""What operators asked of a running fleet beyond its file, so that a new controller knows it."""
+"""Sizes and nodes that operators set at run time, so that a new controller learns them.
+
+Every call may raise the registry's ``RegistryUnavailableError``.
+"""
 
 import msgspec
 
@@ -8,28 +11,18 @@ _TTL_MS = 7 * 24 * 3600 * 1000
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and nodes, asked of a fleet that was started with a certain file.
+    """Settings made at run time, for a fleet that was started with a certain file."""
 
-    Attributes:
-        of: Digest of what the fleet was started with: another file is another wish.
-        pools: Replicas by role.
-        closed_nodes: Node addresses where nothing is placed.
-        drained: Workers that stay down until they are restarted.
-    """
-
-    of: str
-    pools: dict[str, int] = {}
-    closed_nodes: tuple[str, ...] = ()
-    drained: tuple[str, ...] = ()
+    of: str  # digest of the fleet file; the sizes do not apply to another file
+    pools: dict[str, int] = {}  # replicas by role
+    closed_nodes: tuple[str, ...] = ()  # addresses of nodes that take no workers
+    drained: tuple[str, ...] = ()  # workers that stay down until they are restarted
 
 
 async def read(registry: Registry, of: str) -> Wanted:
-    """What was asked of the fleet that was started with ``of``.
+    """Return the settings for the fleet file with digest ``of``.
 
-    Of one that was started with another file the sizes do not count: that file has its own.
-
-    Raises:
-        RegistryUnavailableError: Redis does not answer.
+    Sizes that were set for another file do not apply, since that file has its own.
     """
     (raw,) = await registry.send(("GET", registry.key("wanted")))
     if raw is not None:
@@ -45,19 +38,11 @@ async def read(registry: Registry, of: str) -> Wanted:
 
 
 async def write(registry: Registry, wanted: Wanted) -> None:
-    """Keep it for a week from now.
-
-    Raises:
-        RegistryUnavailableError: Redis does not answer.
-    """
+    """Store the settings for a week."""
     raw = msgspec.msgpack.encode(wanted)
     await registry.send(("SET", registry.key("wanted"), raw, "PX", _TTL_MS))
 
 
 async def forget(registry: Registry) -> None:
-    """The fleet ends: the next one begins as its file says.
-
-    Raises:
-        RegistryUnavailableError: Redis does not answer.
-    """
+    """Delete the settings at the end of a fleet: the next one follows its file."""
     await registry.send(("DEL", registry.key("wanted")))

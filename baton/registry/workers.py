@@ -1,4 +1,4 @@
-"""The workers in the registry: how one keeps its record there, and a list that outlives Redis."""
+"""Workers in the registry: heartbeats of a worker, and the list of workers for routers."""
 
 import asyncio
 import contextlib
@@ -20,18 +20,15 @@ _LAST_HEARTBEAT_S = 1.0
 
 HEARTBEAT_S = 1.0
 POLL_S = 0.25
-WHOLE_S = 4.0  # the list is read so often though nobody said that it changed
-FORGET_AFTER_S = 10.0  # of absence while Redis answers; a death is reported as state `dead`
-REFILL_S = 60.0  # an emptied Redis gets this long to be filled again by the workers
+WHOLE_S = 4.0  # the list is read at least this often
+FORGET_AFTER_S = 10.0  # of absence while Redis answers; deaths are reported as state `dead`
+REFILL_S = 60.0  # time for the workers to fill an emptied Redis again
 
 
 class Presence:
-    """Keeps a worker's record in Redis fresh, in the background; never raises because of Redis.
+    """Keeps a worker's record in Redis fresh, in the background. Never raises because of Redis.
 
-    Args:
-        registry: Of the fleet.
-        record: What the worker says about itself.
-        count_failure: Told of the background task's name when it raised.
+    ``count_failure`` receives the name of a background task that raised.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class Presence:
             self._task = self._tasks.keep(self._run, "presence")
 
     def update(self, state: WorkerState, reason: str = "") -> None:
-        """Change the state; written at once, or when Redis is back."""
+        """Change the state; it is written at once, or when Redis is back."""
         self.record = msgspec.structs.replace(self.record, state=state, reason=reason)
         self._changed.set()
 
@@ -87,7 +84,7 @@ class Presence:
                 written = record
             except RegistryUnavailableError as error:
                 if self.connected:
-                    _LOG.warning("registry away, serving goes on: %s", error)
+                    _LOG.warning("serving without the registry: %s", error)
                 self.connected = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
@@ -95,7 +92,7 @@ class Presence:
 
 
 class WorkerChange(msgspec.Struct, frozen=True):
-    """One slot's record changed; ``after`` is None when the slot left the list."""
+    """Change of one slot's record; ``after`` is None when the slot left the list."""
 
     worker_id: str
     before: WorkerRecord | None
@@ -105,10 +102,10 @@ class WorkerChange(msgspec.Struct, frozen=True):
 def merged(
     slots: Mapping[str, WorkerRecord], workers: Mapping[str, WorkerRecord]
 ) -> dict[str, WorkerRecord]:
-    """One record per slot, from what the controller and the workers say.
+    """Merge the records of the controller and of the workers into one per slot.
 
-    The later life wins. Within one life the worker knows its addresses and the controller knows of
-    draining and death.
+    The later life wins. Within one life the worker has its addresses, and the controller has
+    drains and deaths.
     """
     result: dict[str, WorkerRecord] = {}
     for worker_id in slots.keys() | workers.keys():
@@ -128,53 +125,49 @@ def merged(
 
 
 class RegistryWatcher:
-    """The list of workers, for a router: ``async for change in watcher``.
+    """List of workers, for a router: ``async for change in watcher``.
 
-    While Redis is away the list stays as it was. An emptied Redis has a minute to be filled again
-    by the workers before anything is taken off the list. With a file, the last known list survives
-    a restart of the router while Redis is away.
-
-    Args:
-        registry: Of the fleet.
-        last_known: JSON file for the list, or None.
+    While Redis is unreachable the list does not change. An emptied Redis has a minute to be filled
+    by the workers before any is removed. With the JSON file ``last_known``, the list survives a
+    restart of the router without Redis.
     """
 
     def __init__(self, registry: Registry, last_known: Path | None = None) -> None:
         self._registry = registry
         self._file = last_known
         self._missing_since_s: dict[str, float] = {}
-        self._birth: bytes | None = None  # mark of the life of Redis that was last seen
+        self._birth: bytes | None = None  # id of the last known life of Redis
         self._changes: bytes | None = None
-        self._whole_s = 0.0  # when the list is read again in any case
-        self._refilled_s = 0.0  # if that one was emptied, it has until then
-        self._untold: deque[WorkerChange] = deque()
+        self._whole_s = 0.0  # time of the next full read
+        self._refilled_s = 0.0  # until then an emptied Redis is being filled
+        self._pending: deque[WorkerChange] = deque()
         self.workers: dict[str, WorkerRecord] = {}
         self.connected = False
 
     @property
     def known(self) -> bool:
-        """Whether a list was read, be it the last known one."""
+        """True if a list was read, or loaded from the file."""
         return self.connected or bool(self.workers)
 
     async def __aiter__(self) -> AsyncIterator[WorkerChange]:
         while True:
-            self._untold += await self.poll()
-            while self._untold:  # kept for a reader that comes back after a fault of its own
-                yield self._untold.popleft()
+            self._pending += await self.poll()
+            while self._pending:  # kept for a reader that returns after an error of its own
+                yield self._pending.popleft()
             await asyncio.sleep(POLL_S)
 
     async def poll(self) -> list[WorkerChange]:
-        """What changed since the last call. Never raises because of Redis."""
+        """Return the changes since the last call. Never raises because of Redis."""
         try:
             birth, changes = await self._registry.state()
             now_s = time.monotonic()
-            told = (birth, changes) != (self._birth, self._changes)
-            if self.connected and not (told or self._missing_since_s or now_s >= self._whole_s):
+            changed = (birth, changes) != (self._birth, self._changes)
+            if self.connected and not (changed or self._missing_since_s or now_s >= self._whole_s):
                 return []
             listed = merged(*await self._registry.records())
         except RegistryUnavailableError as error:
             if self.connected:
-                _LOG.warning("registry away, going on with the last known workers: %s", error)
+                _LOG.warning("using the last known workers, registry unreachable: %s", error)
             self.connected = False
             self._missing_since_s.clear()
             return [] if self.workers else self._apply(self._load())
@@ -189,7 +182,7 @@ class RegistryWatcher:
     def _with_missing(
         self, listed: dict[str, WorkerRecord], now_s: float
     ) -> dict[str, WorkerRecord]:
-        """``listed``, and those that are missing for a short time only."""
+        """Return ``listed``, plus known workers that are missing only for a short time."""
         result = dict(listed)
         for worker_id, record in self.workers.items():
             if worker_id in listed:
@@ -210,7 +203,7 @@ class RegistryWatcher:
         for worker_id in sorted(before.keys() | now.keys()):
             was = before.get(worker_id)
             is_now = now.get(worker_id)
-            if was is not is_now and was != is_now:  # what is as it was is mostly the same object
+            if was is not is_now and was != is_now:  # an unchanged one is mostly the same object
                 changes.append(WorkerChange(worker_id, was, is_now))
         if changes:
             keep(self._file, self.workers)

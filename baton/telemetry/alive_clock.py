@@ -1,15 +1,15 @@
-"""The time in which this process could have received something.
+"""Clock that excludes the time in which this process could not have received anything.
 
-A silence, a lease or a budget blames a peer for a time in which nothing came. While this process
-stood still (SIGSTOP, a blocked event loop, a starved core), what the peer sent lay unread, so that
-time must not count. Each process has one clock, ``ALIVE``: monotonic time less the standstills.
+A timeout, a lease or a budget blames a peer for a time without messages. While this process is
+suspended (SIGSTOP, a blocked event loop, a starved core), messages wait unread, so that time must
+not count. Each process has one clock, ``ALIVE``: monotonic time minus the suspensions.
 
-    async with tasks.beside(ALIVE.run(), "alive clock"):   # measures standstills meanwhile
+    async with tasks.beside(ALIVE.run(), "alive clock"):   # measures suspensions meanwhile
         last_ns = ALIVE.now_ns()
         async with ALIVE.timeout(3.0):                     # as asyncio.timeout, on this clock
             await call.read()
 
-Where nothing runs the clock it is the monotonic clock.
+If nothing runs the clock, it equals the monotonic clock.
 """
 
 import asyncio
@@ -19,28 +19,28 @@ from time import monotonic_ns
 
 TICK_S = 0.1
 TOLERANCE_NS = 250_000_000
-"""A tick may come so long after the one before it: an ordinary busy moment counts in full."""
+"""Longest pause between two ticks that counts in full: an ordinary busy moment."""
 
 
 class Standstills:
-    """The sum of the times in which no tick came. Sans-IO."""
+    """Total time without ticks. Does no I/O."""
 
     def __init__(self) -> None:
         self._lost_ns = 0
-        self._ticked_ns: int | None = None  # None: nothing ticks
+        self._ticked_ns: int | None = None  # None: not running
 
     def tick(self, now_ns: int) -> None:
-        """Note that the process runs."""
+        """Record that the process is running."""
         self._lost_ns += self._late_ns(now_ns)
         self._ticked_ns = now_ns
 
     def stop(self, now_ns: int) -> None:
-        """Note that no more ticks come, and that this is no standstill."""
+        """Stop expecting ticks, so that the time from now on is no standstill."""
         self.tick(now_ns)
         self._ticked_ns = None
 
     def alive_ns(self, now_ns: int) -> int:
-        """The monotonic time ``now_ns`` without the standstills; it never decreases."""
+        """Return the monotonic time ``now_ns`` minus the standstills; it never decreases."""
         return now_ns - self._lost_ns - self._late_ns(now_ns)
 
     def _late_ns(self, now_ns: int) -> int:
@@ -50,18 +50,18 @@ class Standstills:
 
 
 class AliveClock:
-    """The clock of one process."""
+    """Alive clock of one process."""
 
     def __init__(self) -> None:
         self._standstills = Standstills()
         self._runs = 0
 
     def now_ns(self) -> int:
-        """Monotonic nanoseconds without this process's standstills."""
+        """Return monotonic nanoseconds minus the standstills of this process."""
         return self._standstills.alive_ns(monotonic_ns())
 
     async def run(self) -> None:
-        """Measure standstills until cancelled. Several components of a process may run it."""
+        """Measure standstills until cancelled. Several components may run it at once."""
         self._runs += 1
         try:
             while True:

@@ -1,7 +1,7 @@
-"""Histograms that cost little: a router observes one value for every token.
+"""Fast histograms: a router observes one value per token.
 
-They show what ``prometheus_client``'s own show, which look at one bucket after the other and take a
-lock for each of three numbers.
+They export the same series as those of ``prometheus_client``, which search the buckets linearly and
+take a lock for each of three numbers.
 """
 
 from bisect import bisect_left
@@ -15,14 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class Histogram(Collector):
-    """A histogram, and each of its series: the one without labels, or those that `labels` makes.
-
-    Args:
-        name: Of the metric.
-        text: Its help.
-        labels: Their names.
-        bounds: Upper bounds of the buckets, rising; values above the last one count too.
-    """
+    """Histogram and its labelled series; ``bounds`` are increasing upper bounds of the buckets."""
 
     def __init__(
         self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]
@@ -37,7 +30,7 @@ class Histogram(Collector):
         self._lock = Lock()
 
     def labels(self, *values: str) -> "Histogram":
-        """The series of these values, in the order of the label names."""
+        """Return the series of these label values, in the order of the label names."""
         if len(values) != len(self._labels) or not values:
             raise ValueError(f"{self._name} takes labels {self._labels}, got {values}")
         series = self._series.get(values)
@@ -47,17 +40,17 @@ class Histogram(Collector):
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count a value, once or several times."""
-        place = bisect_left(self._bounds, value)
+        index = bisect_left(self._bounds, value)
         with self._lock:
-            self._counts[place] += times
+            self._counts[index] += times
             self._sum += value * times
 
     def collect(self) -> Iterable[Metric]:
-        """The family, as Prometheus writes it."""
+        """Yield the family in Prometheus' form."""
         family = Metric(self._name, self._text, "histogram")
         series = list(self._series.items()) if self._labels else [((), self)]
-        for values, one in series:
-            one._add_to(family, dict(zip(self._labels, values, strict=True)))  # noqa: SLF001
+        for values, histogram in series:
+            histogram._add_to(family, dict(zip(self._labels, values, strict=True)))  # noqa: SLF001
         yield family
 
     def _add_to(self, family: Metric, labels: dict[str, str]) -> None:
@@ -65,7 +58,7 @@ class Histogram(Collector):
             totals = list(accumulate(self._counts))
             total = self._sum
         for bound, count in zip((*self._bounds, float("inf")), totals, strict=True):
-            spelled = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
-            family.add_sample(f"{self._name}_bucket", {**labels, "le": spelled}, count)
+            text = str(floatToGoString(bound))  # type: ignore[no-untyped-call]
+            family.add_sample(f"{self._name}_bucket", {**labels, "le": text}, count)
         family.add_sample(f"{self._name}_count", labels, totals[-1])
         family.add_sample(f"{self._name}_sum", labels, total)

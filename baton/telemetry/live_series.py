@@ -1,11 +1,11 @@
-"""What happened in each of the last seconds, for the live page and `baton top`. Sans-IO.
+"""Figures per second, for the live page and `baton top`. Does no I/O.
 
     series.first_token(0.12)            # as it happens
     series.close(now, queued=0, running=3)  # once a second
     series.after(41)                    # samples 42, 43 …
 
-Bounded: ``limit`` samples, and of each second no more than ``VALUES_PER_SAMPLE`` waits are kept for
-its percentiles (counts and sums are of all).
+Bounded: ``limit`` samples, and at most ``VALUES_PER_SAMPLE`` random durations per second for the
+percentiles. Counts and sums include all.
 """
 
 import random
@@ -15,15 +15,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 VALUES_PER_SAMPLE = 512
-MAX_EDGES = 256  # pairs of workers that a sample names
+MAX_EDGES = 256  # pairs of workers in one sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One closed interval, about a second long. Percentiles are None where nothing was measured.
+    """Figures of one closed interval of about a second. Percentiles are None without values.
 
-    ``number`` rises from one to the next, and is about the Unix second of its end: routers that
-    share a port have the same number for the same second.
+    ``number`` rises and is about the Unix second of the end, equal for all routers of a port.
     """
 
     number: int
@@ -39,15 +38,15 @@ class Sample:
     failed: int
     queued: int
     running: int
-    handoffs: dict[str, int]  # "prefill-0>decode-0": first tokens that came over this pair
+    handoffs: dict[str, int]  # first tokens per pair of workers: "prefill-0>decode-0"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the sample as a dict for JSON."""
         return asdict(self)
 
 
-class _Waits:
-    """A bounded random sample of many durations."""
+class _Durations:
+    """Bounded random sample of durations."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -58,12 +57,11 @@ class _Waits:
         self._seen += 1
         if len(self._kept) < VALUES_PER_SAMPLE:
             self._kept.append(seconds)
-        # `randrange` would take four times as long, and this is done for every token.
+        # `randrange` takes four times as long, and this runs for every token.
         elif (place := int(self._random.random() * self._seen)) < VALUES_PER_SAMPLE:
             self._kept[place] = seconds
 
     def percentiles(self) -> tuple[float | None, float | None]:
-        """The 50th and the 99th."""
         ordered = sorted(self._kept)
         return _percentile(ordered, 0.5), _percentile(ordered, 0.99)
 
@@ -76,10 +74,8 @@ def _percentile(ordered: Sequence[float], share: float) -> float | None:
 
 @dataclass(slots=True)
 class _Open:
-    """The second that runs."""
-
-    ttft: _Waits = field(default_factory=_Waits)
-    itl: _Waits = field(default_factory=_Waits)
+    ttft: _Durations = field(default_factory=_Durations)
+    itl: _Durations = field(default_factory=_Durations)
     generated_tokens: int = 0
     prompt_tokens: int = 0
     ended: int = 0
@@ -88,11 +84,7 @@ class _Open:
 
 
 class LiveSeries:
-    """A ring of samples.
-
-    Args:
-        limit: Samples that are kept.
-    """
+    """Ring of the latest ``limit`` samples."""
 
     def __init__(self, limit: int = 600) -> None:
         self._samples: deque[Sample] = deque(maxlen=limit)
@@ -101,39 +93,33 @@ class LiveSeries:
         self._closed_at_s: float | None = None
 
     def first_token(self, wait_s: float) -> None:
-        """The first byte of an answer went out, so long after its request came."""
+        """Record the first byte of a response, ``wait_s`` after its request arrived."""
         self._open.ttft.add(wait_s)
 
     def tokens(self, gap_s: float, count: int) -> None:
-        """Tokens came after a gap of ``gap_s`` each; the first ones of an answer have no gap."""
+        """Record ``count`` tokens, ``gap_s`` apart; 0 for the first tokens of a response."""
         self._open.generated_tokens += count
         if gap_s > 0:
             for _ in range(count):
                 self._open.itl.add(gap_s)
 
     def handed_over(self, prefill: str, decode: str) -> None:
-        """An answer began on this pair."""
+        """Record a response that began on this pair of workers."""
         edge = f"{prefill}>{decode}"
         if edge in self._open.handoffs or len(self._open.handoffs) < MAX_EDGES:
             self._open.handoffs[edge] += 1
 
     def prompt(self, computed_tokens: int) -> None:
-        """A prompt was read: so many of its tokens were computed for it."""
+        """Record the number of prompt tokens that were computed for a request."""
         self._open.prompt_tokens += computed_tokens
 
     def ended(self, *, failed: bool) -> None:
-        """A request is over."""
+        """Record the end of a request."""
         self._open.ended += 1
         self._open.failed += failed
 
     def close(self, at_s: float, *, queued: int, running: int) -> Sample:
-        """End the interval that runs, and begin the next.
-
-        Args:
-            at_s: Unix time.
-            queued: Requests that wait in the router now.
-            running: Requests at the workers now.
-        """
+        """Close the interval at a Unix time, with the requests that wait and run; open the next."""
         now = self._open
         self._open = _Open()
         took_s = 1.0 if self._closed_at_s is None else max(at_s - self._closed_at_s, 1e-3)
@@ -162,9 +148,9 @@ class LiveSeries:
 
     @property
     def last(self) -> int:
-        """The number of the latest sample; 0 before the first."""
+        """Number of the latest sample; 0 before the first."""
         return self._number
 
     def after(self, number: int) -> list[Sample]:
-        """The samples that are still here of those after ``number`` (0: all)."""
+        """Return the kept samples after ``number``; 0 returns all."""
         return [sample for sample in self._samples if sample.number > number]

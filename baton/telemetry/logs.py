@@ -1,12 +1,12 @@
-"""What a line of a log looks like, and which request and trace it belongs to.
+"""Log format, with the ids of the request and trace that a line belongs to.
 
     set_up_logs("json")                                # once for each process
-    with request_context("req-1", traceparent):        # everything in it, and tasks that it begins
+    with request_context("req-1", traceparent):        # this block and the tasks it starts
         _LOG.warning("a frame was refused")            # has request_id and trace_id
 
-As text, the ids stand in brackets behind the message. As JSON, each line is one object: ``time``,
+Text lines have the ids in brackets after the message. A JSON line is one object: ``time``,
 ``level``, ``logger``, ``message``, ``request_id``, ``trace_id``, ``client_request_id``,
-``exc_info``, and whatever the caller gave as ``extra``.
+``exc_info``, and the fields that the caller passes as ``extra``.
 """
 
 import logging
@@ -36,13 +36,9 @@ _ids: ContextVar[_Ids] = ContextVar("baton_log_ids", default=_Ids())  # noqa: B0
 def set_up_logs(
     layout: LogFormat, stream: TextIO | None = None, *, before: str = "", level: int = logging.INFO
 ) -> None:
-    """Send this process's log to one stream, in place of whatever was set up before.
+    """Send this process's log to one stream, replacing any earlier configuration.
 
-    Args:
-        layout: ``text`` or ``json``.
-        stream: Standard error unless said.
-        before: In text, stands before the level: the pid, where several processes share a file.
-        level: What is less urgent is left out.
+    In text, ``before`` stands before the level: the pid, where several processes share a file.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.addFilter(add_ids)
@@ -52,12 +48,7 @@ def set_up_logs(
 
 @contextmanager
 def request_context(request_id: str, traceparent: str) -> Iterator[None]:
-    """Lines that are written inside, also by tasks begun there, belong to this request.
-
-    Args:
-        request_id: Of the request; ``""`` where there is none yet.
-        traceparent: W3C; ``""`` or nonsense is no trace.
-    """
+    """Mark log lines of this block, and of tasks started in it, with the ids of a request."""
     client_id = _ids.get().client_request_id
     token = _ids.set(_Ids(request_id, trace_id_of(traceparent), client_id))
     try:
@@ -68,7 +59,7 @@ def request_context(request_id: str, traceparent: str) -> Iterator[None]:
 
 @contextmanager
 def client_context(client_request_id: str) -> Iterator[None]:
-    """Lines that are written inside belong to the call that a client names so."""
+    """Mark log lines of this block with the request id that a client gave."""
     token = _ids.set(_ids.get()._replace(client_request_id=client_request_id))
     try:
         yield
@@ -77,7 +68,7 @@ def client_context(client_request_id: str) -> Iterator[None]:
 
 
 def trace_id_of(traceparent: str) -> str:
-    """The trace's id, 32 hexadecimal digits, or ``""``."""
+    """Return the trace id of 32 hexadecimal digits, or ``""``."""
     parts = traceparent.split("-")
     trace_id = parts[1] if len(parts) >= 4 else ""
     is_hex = len(trace_id) == 32 and all(digit in "0123456789abcdef" for digit in trace_id)
@@ -85,7 +76,7 @@ def trace_id_of(traceparent: str) -> str:
 
 
 def add_ids(record: logging.LogRecord) -> bool:
-    """A filter of a handler: put the ids of the present request on the record."""
+    """Add the ids of the current request to a log record. Usable as a handler's filter."""
     for name, value in _ids.get()._asdict().items():
         if value and not hasattr(record, name):
             setattr(record, name, value)

@@ -1,7 +1,8 @@
 """Every metric that Baton exports, declared in one table.
 
-Names start with ``baton_``, units are in them. ``vllm:*`` aliases stand in the last column, for the
-names that people already graph. To add a metric: declare it here and set it where it happens.
+Names start with ``baton_`` and contain their unit. ``vllm:*`` aliases exist for names that people
+already graph. To add a metric, declare it here and record it in the code. To rename one, add the
+old name to `DEPRECATED_NAMES`, so that it is exported for one more version.
 """
 
 from typing import Literal, NamedTuple
@@ -17,15 +18,15 @@ _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384,
 
 
 class MetricSpec(NamedTuple):
-    """One metric. Counters are named without ``_total``, which the exposition adds.
+    """Declaration of one metric. Counters omit ``_total``, which the exposition adds.
 
-    ``vllm`` is the alias of all series; ``vllm_by_label`` has pairs (value of the only label,
-    alias) where vLLM has a metric of its own for what is one series here. ``from_start`` has values
-    of the only label whose series are there before anything happened: a rate over a series that
-    appears with its first event misses that event.
+    ``vllm`` is the alias of all series. ``vllm_by_label`` has pairs (value of the only label,
+    alias) where vLLM has a metric of its own for one series here. ``from_start`` has values of the
+    only label whose series exist before the first event: a rate over a series that appears with
+    its first event misses that event.
 
-    ``together``: what a gauge of several routers with one port is. Most describe the fleet, which
-    each of them sees whole: the largest; ``sum`` is of those that are a router's own.
+    ``together`` combines the gauges of several routers that share a port. Most gauges describe the
+    fleet, which each router sees whole, so the largest is taken; ``sum`` is for a router's own.
     """
 
     kind: Kind
@@ -67,45 +68,34 @@ def _sizes(text: str, *labels: str, vllm: str | None = None) -> MetricSpec:
     return MetricSpec("histogram", text, labels, _COUNTS, vllm)
 
 
-# A request as the router sees it. Durations are taken on the router's clock only.
+# Requests as the router sees them. Durations are measured on the router's clock only.
 REQUEST_METRICS: dict[str, MetricSpec] = {
-    "baton_requests": _count(
-        "Requests that ended, by HTTP status.", "endpoint", "status", "tenant"
-    ),
+    "baton_requests": _count("Finished requests by HTTP status.", "endpoint", "status", "tenant"),
     "baton_finished_choices": _count(
-        "Choices that ended, by finish reason.", "reason", "tenant", vllm="request_success"
+        "Finished choices by reason.", "reason", "tenant", vllm="request_success"
     ),
     "baton_stored_responses": _count(
-        "Responses of /v1/responses that were to be kept, by what became of them.",
+        "Responses of /v1/responses that clients asked to store, by result.",
         "result",
         from_start=("stored", "too_large", "failed"),
     ),
     "baton_rejections": _count("Requests refused, by error code.", "code", "tenant"),
     "baton_ignored_fields": _count(
-        "Fields of bodies that nobody knows and that were left aside, by the object they stood in.",
-        "where",
+        "Unknown fields of request bodies that were ignored, by enclosing object.", "where"
     ),
     "baton_timeouts": _count(
-        "Requests whose deadline passed, by phase.",
+        "Requests past their deadline, by phase.",
         "phase",
-        from_start=(
-            "queue",
-            "prefill",
-            "decode",
-        ),
+        from_start=("queue", "prefill", "decode"),
     ),
     "baton_cancellations": _count(
-        "Requests whose client went away, by phase.",
-        "phase",
-        from_start=(
-            "queue",
-            "prefill",
-            "decode",
-        ),
+        "Requests whose client left, by phase.", "phase", from_start=("queue", "prefill", "decode")
     ),
-    "baton_release_seconds": _seconds("Cancel or timeout to the worker's confirmed end."),
+    "baton_release_seconds": _seconds(
+        "Time from cancellation or timeout to the worker's confirmation that the request ended."
+    ),
     "baton_phase_seconds": _seconds(
-        "Parts of a request: queue, tokenize, prefill, transfer, decode, delivery, unattributed. "
+        "Phases of a request: queue, tokenize, prefill, transfer, decode, delivery, unattributed. "
         "They add up to baton_e2e_seconds.",
         "phase",
         vllm_by_label=(
@@ -115,229 +105,205 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         ),
     ),
     "baton_request_prompt_tokens": _sizes(
-        "Prompt tokens of a request.", vllm="request_prompt_tokens"
+        "Prompt tokens per request.", vllm="request_prompt_tokens"
     ),
     "baton_request_generation_tokens": _sizes(
-        "Tokens sent of a request.", vllm="request_generation_tokens"
+        "Output tokens per request.", vllm="request_generation_tokens"
     ),
     "baton_transfer_exposed_seconds": _seconds(
-        "Hand-off time not hidden by compute: first to second token, less a median decode step."
+        "KV transfer time not hidden by computation: time from the first to the second token, less "
+        "a median decode step."
     ),
     "baton_time_to_first_token_seconds": _seconds(
-        "Arrival at the router to the first content byte out.",
+        "Time from arrival at the router to the first byte of content sent.",
         "tenant",
         vllm="time_to_first_token_seconds",
     ),
-    "baton_time_to_second_token_seconds": _seconds("Arrival to the second token."),
+    "baton_time_to_second_token_seconds": _seconds("Time from arrival to the second token."),
     "baton_inter_token_seconds": _seconds(
-        "Each gap between two tokens of one request.", vllm="inter_token_latency_seconds"
+        "Time between two tokens of a request.", vllm="inter_token_latency_seconds"
     ),
     "baton_time_per_output_token_seconds": _seconds(
-        "(last token - first token) / (n - 1), per request.",
+        "Mean time per output token of a request: (last token - first token) / (n - 1).",
         "tenant",
         vllm="request_time_per_output_token_seconds",
     ),
     "baton_e2e_seconds": _seconds(
-        "Arrival to the last byte out.", "tenant", vllm="e2e_request_latency_seconds"
+        "Time from arrival to the last byte sent.", "tenant", vllm="e2e_request_latency_seconds"
     ),
     "baton_prompt_tokens": _count("Prompt tokens of all requests.", "tenant", vllm="prompt_tokens"),
     "baton_prefix_queries_tokens": _count(
-        "Prompt tokens that were looked for in a cache.", vllm="prefix_cache_queries"
+        "Prompt tokens looked up in a cache.", vllm="prefix_cache_queries"
     ),
-    "baton_generation_tokens": _count("Tokens sent.", "tenant", vllm="generation_tokens"),
+    "baton_generation_tokens": _count(
+        "Output tokens of all requests.", "tenant", vllm="generation_tokens"
+    ),
     "baton_prefix_tokens": _count(
-        "Prompt tokens by where their KV came from: local, memory, disk, pulled, peer, computed.",
+        "Prompt tokens by source of their KV: local, memory, disk, pulled, peer, computed.",
         "source",
         vllm_by_label=(("local", "prefix_cache_hits"),),
     ),
-    "baton_adapter_requests": _count("Requests that a LoRA adapter answered.", "adapter"),
-    "baton_adapter_prompt_tokens": _count("Prompt tokens of these requests.", "adapter"),
-    "baton_adapter_generation_tokens": _count("Tokens sent of these requests.", "adapter"),
-    "baton_grammar_compile_seconds": _seconds("Trying a new grammar before admission."),
+    "baton_adapter_requests": _count("Requests served with a LoRA adapter.", "adapter"),
+    "baton_adapter_prompt_tokens": _count("Prompt tokens with a LoRA adapter.", "adapter"),
+    "baton_adapter_generation_tokens": _count("Output tokens with a LoRA adapter.", "adapter"),
+    "baton_grammar_compile_seconds": _seconds("Time to check a new grammar before admission."),
     "baton_grammar_refusals": _count(
-        "Grammars refused: invalid, too_large, too_expensive.", "reason"
+        "Rejected grammars: invalid, too_large, too_expensive.", "reason"
     ),
     "baton_schema_violations": _count(
-        "Complete answers of `strict: false` that do not keep a keyword that no grammar follows.",
+        "Complete responses with `strict: false` that violate a keyword outside the grammar.",
         "keyword",
     ),
-    "baton_grammar_incomplete": _count(
-        "Choices with a grammar that were cut before the grammar was satisfied.", "reason"
-    ),
+    "baton_grammar_incomplete": _count("Choices cut before their grammar was satisfied.", "reason"),
     "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant", together="sum"),
-    "baton_queue_limit_requests": _gauge("Size of the queue; beyond it 429."),
+    "baton_queue_limit_requests": _gauge("Queue limit; beyond it requests are rejected with 429."),
 }
 
-# What the router decides and what goes wrong around it.
+# Decisions of the router, and failures around it.
 ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_routes": _count(
         "Placements by mode: disaggregated, colocated.",
         "mode",
-        from_start=(
-            "disaggregated",
-            "colocated",
-        ),
+        from_start=("disaggregated", "colocated"),
     ),
     "baton_fallbacks": _count(
-        "Placements that differ from the first choice.", "reason", from_start=("local prefill",)
+        "Placements that differ from the first choice, by reason.",
+        "reason",
+        from_start=("local prefill",),
     ),
     "baton_retries": _count(
-        "Requests placed again before any token, by reason.",
+        "Requests placed again before their first token, by reason.",
         "reason",
-        from_start=(
-            "worker lost",
-            "worker leaving",
-            "prefill replaced",
-            "submit failed",
-        ),
+        from_start=("worker lost", "worker leaving", "prefill replaced", "submit failed"),
     ),
     "baton_migrations": _count(
-        "Answers that went on at another worker, behind the tokens that they had, by reason.",
+        "Responses resumed on another worker, by reason.",
         "reason",
-        from_start=(
-            "worker lost",
-            "worker leaving",
-        ),
+        from_start=("worker lost", "worker leaving"),
     ),
     "baton_stream_errors": _count(
-        "Streams to workers that broke.",
-        "kind",
-        from_start=(
-            "broken",
-            "refused",
-            "dead",
-        ),
+        "Broken streams to workers.", "kind", from_start=("broken", "refused", "dead")
     ),
-    "baton_poison_requests": _count("Requests ended because workers died of them."),
-    "baton_predicted_seconds": _seconds("Predicted cost of the placement chosen.", "mode"),
-    "baton_actual_seconds": _seconds("Measured cost of the placement chosen.", "mode"),
-    "baton_prediction_error_seconds": _seconds("Absolute error of the prediction.", "mode"),
+    "baton_poison_requests": _count("Requests ended because two workers died while serving them."),
+    "baton_predicted_seconds": _seconds("Predicted cost of the chosen placement.", "mode"),
+    "baton_actual_seconds": _seconds("Measured cost of the chosen placement.", "mode"),
+    "baton_prediction_error_seconds": _seconds("Absolute error of the predicted cost.", "mode"),
     "baton_router_regret_seconds": _seconds(
-        "Cost of the placement chosen less that of the best candidate, both priced afterwards.",
+        "Cost of the chosen placement minus that of the best candidate, both computed afterwards.",
         "mode",
     ),
-    "baton_workers": _gauge("Workers known, by role and state.", "role", "state"),
+    "baton_workers": _gauge("Workers in the registry, by role and state.", "role", "state"),
     "baton_batch_lines": _count(
-        "Lines of batches that ended: completed, failed.",
-        "outcome",
-        from_start=("completed", "failed"),
+        "Batch lines: completed, failed.", "outcome", from_start=("completed", "failed")
     ),
     "baton_fleet_running_requests": _gauge(
-        "Requests in the batches of all workers, as they last reported.",
+        "Requests in the batches of all workers, by their latest reports.",
         vllm="num_requests_running",
     ),
     "baton_fleet_waiting_requests": _gauge(
-        "Requests that wait, at this router and at all workers.", vllm="num_requests_waiting"
+        "Requests waiting in this router and in all workers.", vllm="num_requests_waiting"
     ),
     "baton_fleet_kv_usage_ratio": _gauge(
-        "Leased blocks / total, of all workers.", vllm="kv_cache_usage_perc"
+        "Share of KV blocks in use, over all workers.", vllm="kv_cache_usage_perc"
     ),
     "baton_client_timeouts": _count(
-        "Clients that were too slow and were dropped: header, body, write.",
+        "Client connections closed for slowness, by phase: header, body, write.",
         "kind",
-        from_start=(
-            "header",
-            "body",
-            "write",
-        ),
+        from_start=("header", "body", "write"),
     ),
-    "baton_connections_refused": _count("Connections beyond clients.max_connections."),
-    "baton_open_connections": _gauge("Connections of clients.", together="sum"),
-    "baton_intake_waiting": _gauge("Calls that wait for a turn of the event loop.", together="sum"),
-    "baton_adapters_served": _gauge("LoRA adapters that clients may name."),
-    "baton_mirror_names": _gauge("Block hashes in the prefix index."),
-    "baton_mirror_sequence_gaps": _count("Holes found in a worker's event stream."),
+    "baton_connections_refused": _count("Connections refused beyond clients.max_connections."),
+    "baton_open_connections": _gauge("Open client connections.", together="sum"),
+    "baton_intake_waiting": _gauge("Calls waiting for the event loop.", together="sum"),
+    "baton_adapters_served": _gauge("LoRA adapters available to clients."),
+    "baton_prefix_index_hashes": _gauge("Block hashes in the prefix index."),
+    "baton_prefix_index_sequence_gaps": _count("Gaps found in the event streams of workers."),
+    "baton_prefix_index_snapshots": _count("Snapshots read to repair the prefix index."),
     "baton_registry_records_skipped": _count("Registry records that could not be read."),
-    "baton_mirror_snapshots": _count("Snapshots read to heal the prefix index."),
 }
 
-# A worker: its pool, its engine, its side of the hand-off.
+# A worker: its KV pool, its engine, its side of KV transfers.
 WORKER_METRICS: dict[str, MetricSpec] = {
-    "baton_kv_blocks": _gauge("KV blocks: total, free, cached, leased, quarantined.", "state"),
+    "baton_kv_blocks": _gauge(
+        "KV blocks by state: total, free, cached, leased, quarantined.", "state"
+    ),
     "baton_kv_tier_blocks": _gauge(
-        "Blocks below the pool, by tier (memory, disk) and state: held, total.", "tier", "state"
+        "KV blocks below the pool, by tier (memory, disk) and state (held, total).", "tier", "state"
     ),
     "baton_kv_tier_moved_bytes": _count(
-        "KV copied into a tier (saved) and back into the pool (brought).", "tier", "direction"
+        "KV bytes copied into a tier (saved) and back into the pool (brought).", "tier", "direction"
     ),
     "baton_kv_tier_failures": _count(
-        "Blocks that were evicted before the tier had them (lost), came back wrong (damaged) or "
-        "could not be written (failed), and prompts that waited no longer for theirs (late).",
+        "Failures of a KV tier: blocks evicted before they were saved (lost), read back wrong "
+        "(damaged) or not written (failed), and prompts that stopped waiting for blocks (late).",
         "tier",
         "reason",
     ),
-    "baton_kv_usage_ratio": _gauge("Leased blocks / total.", vllm="kv_cache_usage_perc"),
-    "baton_kv_evictions": _count("Cached blocks given up for new ones."),
+    "baton_kv_usage_ratio": _gauge("Share of KV blocks in use.", vllm="kv_cache_usage_perc"),
+    "baton_kv_evictions": _count("Cached blocks evicted to make room."),
     "baton_preemptions": _count("Requests preempted and recomputed.", vllm="num_preemptions"),
     "baton_spec_drafts": _count(
-        "Rows that were computed with draft tokens behind them.", vllm="spec_decode_num_drafts"
+        "Sequence steps computed with draft tokens.", vllm="spec_decode_num_drafts"
     ),
     "baton_spec_draft_tokens": _count(
         "Draft tokens proposed.", vllm="spec_decode_num_draft_tokens"
     ),
     "baton_spec_accepted_tokens": _count(
-        "Draft tokens that were accepted.", vllm="spec_decode_num_accepted_tokens"
+        "Draft tokens accepted.", vllm="spec_decode_num_accepted_tokens"
     ),
     "baton_running_requests": _gauge("Requests in the batch.", vllm="num_requests_running"),
-    "baton_waiting_requests": _gauge("Requests waiting.", vllm="num_requests_waiting"),
-    "baton_step_seconds": _seconds("Engine steps: decode, prefill, mixed.", "kind"),
+    "baton_waiting_requests": _gauge(
+        "Requests waiting for admission to the batch.", vllm="num_requests_waiting"
+    ),
+    "baton_step_seconds": _seconds("Time of an engine step: decode, prefill, mixed.", "kind"),
     "baton_batch_requests": _sizes("Requests per engine step."),
     "baton_batch_tokens": _sizes(
         "Tokens per engine step: prefill, decode.", "kind", vllm="iteration_tokens_total"
     ),
     "baton_prefix_tokens": _count(
-        "Prompt tokens by where their KV came from: local, memory, disk, pulled, peer, computed.",
+        "Prompt tokens by source of their KV: local, memory, disk, pulled, peer, computed.",
         "source",
     ),
-    "baton_grammar_mask_seconds": _seconds("Of an engine step, what grammars took."),
+    "baton_grammar_mask_seconds": _seconds("Time per engine step to compute grammar masks."),
     "baton_prefix_pulls": _count(
-        "Pulls of cached prefixes from other workers by outcome: pulled, refused, late, abandoned.",
+        "Prefix pulls from other workers, by outcome: pulled, refused, late, abandoned.",
         "outcome",
         from_start=("pulled", "refused", "late", "abandoned"),
     ),
     "baton_transfers": _count(
-        "Hand-offs by outcome: committed, failed, abandoned.",
+        "KV transfers by outcome: committed, failed, abandoned.",
         "outcome",
-        from_start=(
-            "committed",
-            "failed",
-        ),
+        from_start=("committed", "failed"),
     ),
     "baton_transfer_bytes": _count(
-        "KV payload bytes: sent, received.",
-        "direction",
-        from_start=(
-            "sent",
-            "received",
-        ),
+        "KV payload bytes: sent, received.", "direction", from_start=("sent", "received")
     ),
-    "baton_transfer_seconds": _seconds("First chunk asked for to commit."),
-    "baton_credit_wait_seconds": _seconds("Of each pull of KV, for credit to receive."),
+    "baton_transfer_seconds": _seconds("Time from the request for the first chunk to commit."),
+    "baton_credit_wait_seconds": _seconds(
+        "Time that a KV pull waits for permission to receive (credit)."
+    ),
     "baton_pulled_bytes": _count(
-        "KV payload bytes that were pulled and verified, as they were on the wire.",
-        "transport",
-        "encoding",
+        "KV payload bytes pulled and verified, as sent on the wire.", "transport", "encoding"
     ),
     "baton_transfer_fallbacks": _count(
-        "Pulls that gRPC had to finish, by the transport that could not: late, broke, short, "
+        "Pulls completed by gRPC after another transport failed, by reason: late, broke, short, "
         "damaged.",
         "transport",
         "reason",
     ),
     "baton_loans_overdue": _count(
-        "Slices lent to a reader on this host that were taken back before it let go."
+        "Slices lent to a reader on this host that were taken back before the reader released them."
     ),
     "baton_pulls_refused": _count(
-        "Pulls of KV without a capability that lets the reader have it: missing, malformed, "
-        "forged, expired.",
+        "KV pulls refused without a valid capability, by reason: missing, malformed, forged, "
+        "expired.",
         "reason",
     ),
     "baton_chunks_refused": _count("Chunks that failed verification, by cause.", "cause"),
-    "baton_chunks_repaired": _count("Chunks pulled again after damage."),
-    "baton_orphans": _count("Requests that lapsed by lease."),
-    "baton_quarantines": _count("Page ranges quarantined because a drain was not proven."),
+    "baton_chunks_repaired": _count("Damaged chunks that were pulled again."),
+    "baton_orphans": _count("Requests ended because their lease lapsed."),
+    "baton_quarantines": _count("Page ranges quarantined because a writer may still use them."),
     "baton_adapter_requests_info": _gauge(
-        "Unix time; the labels name the adapters of live requests, loaded and not yet loaded.",
+        "Unix time; the labels name the LoRA adapters of live requests: loaded, not yet loaded.",
         "max_lora",
         "running_lora_adapters",
         "waiting_lora_adapters",
@@ -347,27 +313,48 @@ WORKER_METRICS: dict[str, MetricSpec] = {
     "baton_adapter_loads": _count(
         "LoRA adapters read from disk: loaded, failed.", "adapter", "outcome"
     ),
-    "baton_adapter_evictions": _count("LoRA adapters that gave their place up.", "adapter"),
+    "baton_adapter_evictions": _count("LoRA adapters evicted from memory.", "adapter"),
     "baton_adapter_load_seconds": _seconds("Time to read and prepare a LoRA adapter."),
     "baton_model_load_seconds": _gauge("Time to load the weights."),
     "baton_kv_events": _count("KV events published: stored, removed, cleared.", "kind"),
-    "baton_kv_snapshots": _count("Whole sets published again after trouble with Redis."),
+    "baton_kv_snapshots": _count("Full sets of block hashes published after a Redis failure."),
 }
 
-# Every process.
+# Routers and workers.
 COMMON_METRICS: dict[str, MetricSpec] = {
     "baton_engine_info": _gauge(
-        "1; the labels say whether engines are real or emulated, and by which timing model.",
+        "Always 1; the labels name the engine (real or emulated) and the timing model.",
         "engine",
         "timing",
     ),
-    "baton_registry_connected": _gauge("1 while Redis answers.", together="min"),
-    "baton_registry_errors": _count("Calls to Redis that failed."),
-    "baton_task_failures": _count("Background tasks that raised, by their names.", "task"),
-    "baton_label_overflows": _count("Label values folded into `other`.", "metric"),
+    "baton_registry_connected": _gauge("1 while Redis answers, else 0.", together="min"),
+    "baton_registry_errors": _count("Failed calls to Redis."),
+    "baton_task_failures": _count("Background tasks that raised, by name.", "task"),
+    "baton_label_overflows": _count(
+        "Label values counted as `other` because a metric has too many series.", "metric"
+    ),
 }
 
+DEPRECATED_NAMES: dict[str, str] = {
+    "baton_mirror_names": "baton_prefix_index_hashes",
+    "baton_mirror_sequence_gaps": "baton_prefix_index_sequence_gaps",
+    "baton_mirror_snapshots": "baton_prefix_index_snapshots",
+}
+"""Old name -> new name. Code records the new one; both are exported for one version."""
+
+
+def _with_old_names(specs: dict[str, MetricSpec]) -> dict[str, MetricSpec]:
+    old = {
+        name: specs[new]._replace(
+            help=f"deprecated: use {new}", vllm=None, vllm_by_label=(), from_start=()
+        )
+        for name, new in DEPRECATED_NAMES.items()
+        if new in specs
+    }
+    return {**specs, **old}
+
+
 METRICS_BY_COMPONENT: dict[str, dict[str, MetricSpec]] = {
-    "router": {**REQUEST_METRICS, **ROUTER_METRICS, **COMMON_METRICS},
-    "worker": {**WORKER_METRICS, **COMMON_METRICS},
+    "router": _with_old_names({**REQUEST_METRICS, **ROUTER_METRICS, **COMMON_METRICS}),
+    "worker": _with_old_names({**WORKER_METRICS, **COMMON_METRICS}),
 }

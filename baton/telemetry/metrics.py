@@ -1,10 +1,10 @@
-"""Metrics, and the page they are read from.
+"""Metrics of one component, and the HTTP server for its ``/metrics`` page.
 
     metrics = Metrics("worker", model="smollm2")
     metrics.inc("baton_transfer_bytes", 4096, direction="received")
     server = await serve_metrics(metrics)          # http://127.0.0.1:<free port>/metrics
 
-Nothing is global: each component owns its registry.
+Nothing is global: each component has its own registry.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import contextlib
 import ssl
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -19,24 +20,22 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from baton.telemetry.histograms import Histogram
-from baton.telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
+from baton.telemetry.metric_names import DEPRECATED_NAMES, METRICS_BY_COMPONENT, MetricSpec
 
-MAX_LABEL_SETS = 256  # per metric; further ones are counted under "other"
+MAX_LABEL_SETS = 256  # per metric; further label values are counted as "other"
 _OTHER = "other"
 _REQUEST_LIMIT_S = 5.0
 
 _Instrument = Counter | Gauge | Histogram
+_OLD_NAMES = {new: old for old, new in DEPRECATED_NAMES.items()}
 
 
 class Metrics:
-    """The declared metrics of one component.
+    """Declared metrics of one component, ``router`` or ``worker``.
 
-    Args:
-        component: ``"router"`` or ``"worker"``; says which metrics exist.
-        model: Served model name, for the ``vllm:*`` aliases' ``model_name`` label.
-
-    A name that is not declared, or labels that differ from the declaration, raise ``KeyError`` or
-    ``ValueError``: both are faults of the program.
+    A name that is not declared raises ``KeyError``, and labels that differ from the declaration
+    raise ``ValueError``: both are programming errors. ``model`` is the served model name, for the
+    label of the ``vllm:*`` aliases.
     """
 
     content_type = CONTENT_TYPE_LATEST
@@ -46,16 +45,18 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._specs = METRICS_BY_COMPONENT[component]
         self._instruments = {
-            name: _instrument(name, spec, self._registry) for name, spec in self._specs.items()
+            name: _instrument(name, spec, self._registry)
+            for name, spec in self._specs.items()
+            if name not in DEPRECATED_NAMES
         }
         self._children: dict[tuple[str, tuple[str, ...]], _Instrument] = {}
-        self._found: dict[tuple[object, ...], _Instrument] = {}  # the same, as callers ask for them
+        self._found: dict[tuple[object, ...], _Instrument] = {}  # children, by call signature
         self._label_sets: dict[str, int] = {}
         self._model = model
         for name, spec in self._specs.items():
             for value in spec.from_start:
                 self._child(name, {spec.labels[0]: value})
-        self.before_page: list[Callable[[], None]] = []  # set what is only known when asked
+        self.before_page: list[Callable[[], None]] = []  # set the gauges that are read on demand
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter or gauge."""
@@ -65,9 +66,9 @@ class Metrics:
         child.inc(value)
 
     def count_up(self, name: str, total: float, **labels: str) -> None:
-        """Bring a counter up to a total that another component counts.
+        """Raise a counter to a total that another component counts.
 
-        Only this series is read: an engine reports its totals with each step.
+        Reads one series only, since an engine reports its totals after each step.
         """
         if total <= 0:
             return
@@ -79,14 +80,14 @@ class Metrics:
             child.inc(delta)
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge."""
+        """Set a gauge to ``value``."""
         child = self._child(name, labels)
         if not isinstance(child, Gauge):
             raise ValueError(f"{name} is not a gauge")
         child.set(value)
 
     def set_info(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge that has one series at a time: its labels carry the information."""
+        """Set a gauge that has a single series, whose labels carry the information."""
         gauge = self._instruments[name]
         if not isinstance(gauge, Gauge):
             raise ValueError(f"{name} is not a gauge")
@@ -94,31 +95,31 @@ class Metrics:
         gauge.labels(**labels).set(value)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Put one value into a histogram."""
+        """Add one value to a histogram."""
         self.histogram(name, **labels).observe(value)
 
     def histogram(self, name: str, **labels: str) -> Histogram:
-        """One series of a histogram, for callers that keep it: they observe at every token."""
+        """Return one series of a histogram, for callers that observe once per token."""
         child = self._child(name, labels)
         if not isinstance(child, Histogram):
             raise ValueError(f"{name} is not a histogram")
         return child
 
     def value(self, name: str, **labels: str) -> float:
-        """The present value: of a histogram its sum. For tests and status pages."""
+        """Return the current value, or the sum of a histogram. For tests and status pages."""
         labels = {label: str(value) for label, value in labels.items()}
         samples = {"counter": f"{name}_total", "gauge": name, "histogram": f"{name}_sum"}
         return self._registry.get_sample_value(samples[self._specs[name].kind], labels) or 0.0
 
     def render(self) -> bytes:
-        """The page in Prometheus' text format."""
+        """Return the page in Prometheus' text format."""
         for show in self.before_page:
             show()
         return generate_latest(_Page(self._instruments, self._specs, self._model))
 
     @property
     def together(self) -> dict[str, str]:
-        """How gauges of several routers are put together, by every name that they have."""
+        """Rule to combine the gauges of several routers, by name and alias."""
         gauges = ((name, spec) for name, spec in self._specs.items() if spec.kind == "gauge")
         return {
             alias: spec.together
@@ -143,7 +144,7 @@ class Metrics:
             return child
         known = self._label_sets.get(name, 0)
         if known >= MAX_LABEL_SETS:
-            # Values may come from requests (a tenant's name): they must not grow this process.
+            # Values may come from requests (a tenant's name) and must not grow this process.
             self.inc("baton_label_overflows", metric=name)
             return self._instruments[name].labels(*(_OTHER for _ in values))
         self._label_sets[name] = known + 1
@@ -152,7 +153,7 @@ class Metrics:
 
 
 class _Page(Collector):
-    """All families as they are exported: own names, then ``vllm:*`` aliases."""
+    """All exported families: own names, deprecated names, then ``vllm:*`` aliases."""
 
     def __init__(
         self, instruments: Mapping[str, _Instrument], specs: Mapping[str, MetricSpec], model: str
@@ -162,7 +163,7 @@ class _Page(Collector):
         self._model = model
 
     def collect(self) -> Iterable[Metric]:
-        """Families without the ``_created`` series, which double the page and are not used."""
+        """Yield families without the ``_created`` series, which double the page and are unused."""
         for name, instrument in self._instruments.items():
             for family in instrument.collect():
                 family.samples = [
@@ -170,22 +171,32 @@ class _Page(Collector):
                 ]
                 yield family
                 spec = self._specs[name]
+                if name in _OLD_NAMES:
+                    old = _OLD_NAMES[name]
+                    yield _renamed(family, old, self._specs[old].help)
+                model = {"model_name": self._model}
                 if spec.vllm is not None:
-                    yield self._renamed(family, f"vllm:{spec.vllm}")
+                    yield _renamed(family, f"vllm:{spec.vllm}", spec.help, model)
                 for value, alias in spec.vllm_by_label:
-                    yield self._renamed(family, f"vllm:{alias}", {spec.labels[0]: value})
+                    only = {spec.labels[0]: value}
+                    yield _renamed(family, f"vllm:{alias}", spec.help, model, only)
 
-    def _renamed(self, family: Metric, name: str, only: Mapping[str, str] | None = None) -> Metric:
-        """The family under another name; with ``only`` the series of that label, without it."""
-        renamed = Metric(name, family.documentation, family.type)
-        only = only or {}
-        for sample in family.samples:
-            if any(sample.labels[label] != value for label, value in only.items()):
-                continue
-            kept = {label: value for label, value in sample.labels.items() if label not in only}
-            suffix = sample.name.removeprefix(family.name)
-            renamed.add_sample(name + suffix, {"model_name": self._model, **kept}, sample.value)
-        return renamed
+
+def _renamed(
+    family: Metric,
+    name: str,
+    text: str,
+    added: Mapping[str, str] = MappingProxyType({}),
+    only: Mapping[str, str] = MappingProxyType({}),
+) -> Metric:
+    renamed = Metric(name, text, family.type)
+    for sample in family.samples:
+        if any(sample.labels[label] != value for label, value in only.items()):
+            continue
+        kept = {label: value for label, value in sample.labels.items() if label not in only}
+        suffix = sample.name.removeprefix(family.name)
+        renamed.add_sample(name + suffix, {**added, **kept}, sample.value)
+    return renamed
 
 
 def _instrument(name: str, spec: MetricSpec, registry: CollectorRegistry) -> _Instrument:
@@ -199,7 +210,7 @@ def _instrument(name: str, spec: MetricSpec, registry: CollectorRegistry) -> _In
 
 
 class MetricsServer:
-    """A small HTTP server with one page, ``/metrics``. Made by `serve_metrics`."""
+    """HTTP server for the page ``/metrics``, started by `serve_metrics`."""
 
     def __init__(self, server: asyncio.Server, address: str) -> None:
         self._server = server
@@ -208,7 +219,7 @@ class MetricsServer:
     async def close(self) -> None:
         """Stop listening and close open connections."""
         self._server.close()
-        if sys.version_info >= (3, 13):  # before, connections end by themselves
+        if sys.version_info >= (3, 13):  # in older versions connections end by themselves
             self._server.close_clients()
 
 
@@ -218,17 +229,10 @@ async def serve_metrics(
     port: int = 0,
     tls: ssl.SSLContext | None = None,
 ) -> MetricsServer:
-    """Serve ``metrics`` over HTTP, or HTTPS.
-
-    Args:
-        metrics: What to show.
-        host: Address to bind, loopback unless told.
-        port: 0 takes a free port; see ``MetricsServer.address``.
-        tls: What to show, and of whom to ask for a certificate; None is plain text.
-    """
+    """Serve ``metrics`` over HTTP, or over HTTPS with ``tls``; port 0 chooses a free one."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A peer that goes away or sends no valid request concerns only this connection.
+        # A peer that disconnects or sends an invalid request affects only this connection.
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(_REQUEST_LIMIT_S):
                 head = await reader.readuntil(b"\r\n\r\n")

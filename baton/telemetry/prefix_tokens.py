@@ -1,4 +1,4 @@
-"""Counts prompt tokens by where their KV came from."""
+"""Metric of prompt tokens by source of their KV."""
 
 from collections.abc import Mapping
 
@@ -6,16 +6,10 @@ from baton.telemetry.metrics import Metrics
 
 
 def count_cached(metrics: Metrics, tier_tokens: Mapping[str, int], cached_tokens: int) -> None:
-    """Count tokens of a prompt that needed no computing.
-
-    Args:
-        metrics: Of the worker.
-        tier_tokens: What tiers gave back of it, by tier.
-        cached_tokens: All of them; those that no tier gave back were in the pool.
-    """
+    """Count prompt tokens from tiers; the other cached tokens were in the pool."""
     left = cached_tokens
     for tier, brought in tier_tokens.items():
-        tokens = min(brought, left)  # what was brought back may have been evicted once more
+        tokens = min(brought, left)  # a restored block may have been evicted again
         metrics.inc("baton_prefix_tokens", tokens, source=tier)
         left -= tokens
     metrics.inc("baton_prefix_tokens", left, source="local")

@@ -1,13 +1,10 @@
-"""A mean that follows its samples, for figures that a process measures of itself."""
+"""Exponentially weighted mean, for figures that a process measures of itself."""
 
 
 class RunningMean:
-    """Moves towards each sample by a fixed part of the way.
+    """Mean that moves towards each sample by the share ``weight`` of the difference.
 
-    Args:
-        weight: Of a new sample, between 0 and 1.
-        prior: The mean before the first sample, and part of all later ones; None: the first
-            sample is taken as it is.
+    Without a prior it starts with the first sample.
     """
 
     __slots__ = ("_value", "_weight")
@@ -18,16 +15,16 @@ class RunningMean:
 
     @property
     def measured(self) -> bool:
-        """Whether there is a mean: a sample came, or there was a prior."""
+        """True if there is a mean: from a sample or a prior."""
         return self._value is not None
 
     @property
     def value(self) -> float:
-        """The mean; 0 until there is one."""
+        """Current mean; 0 before the first sample."""
         return self._value or 0.0
 
     def add(self, sample: float) -> None:
-        """Take a new sample into the mean."""
+        """Add a sample to the mean."""
         if self._value is None:
             self._value = sample
         else:

@@ -1,15 +1,15 @@
-"""Background tasks with an owner who hears their end.
+"""Background tasks whose failures their owner learns about.
 
     tasks = BackgroundTasks("router", lambda name: metrics.inc("baton_task_failures", task=name))
     tasks.spawn(self._submit_alone(submission), "submit")  # once
-    tasks.keep(self._follow, "directory")  # begun again, with back-off, if it raises
-    tasks.vital(self._listen(), "listen", self._fail)      # if it breaks, ``_fail`` decides
-    async with tasks.beside(self._watch(), "watch"):       # as long as the block runs
+    tasks.keep(self._follow, "directory")                  # restarted with back-off if it raises
+    tasks.vital(self._listen(), "listen", self._fail)      # if it raises, ``_fail`` decides
+    async with tasks.beside(self._watch(), "watch"):       # cancelled at the end of the block
         ...
     await tasks.close()
 
-A task that raises is logged with its trace and counted, whichever of these began it. Names are
-constants: they are labels of a metric. Product code begins no task in another way (a test looks).
+A task that raises is logged with its traceback and counted in every case. Names are constants:
+they are labels of a metric. Product code starts all its tasks here, which a test checks.
 """
 
 import asyncio
@@ -22,21 +22,16 @@ _LOG = logging.getLogger(__name__)
 
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 30.0
-UNHEARD_S = 5.0
-"""A task that goes on for so long after its cancel did not hear of it: libraries lose some."""
+CANCEL_RETRY_S = 5.0
+"""Time until a task is cancelled again: some libraries lose a cancellation."""
 SETTLED_S = 60.0
-"""A task that has run for so long starts again with the first delay."""
+"""Run time after which a task restarts with the first delay again."""
 
 Work = Coroutine[Any, Any, None]
 
 
 class BackgroundTasks:
-    """The tasks of one component.
-
-    Args:
-        owner: The component, for logs.
-        count_failure: Called with the name of a task that raised.
-    """
+    """Background tasks of one component; ``count_failure`` receives the name of one that raised."""
 
     def __init__(self, owner: str, count_failure: Callable[[str], None] = lambda _: None) -> None:
         self._owner = owner
@@ -47,27 +42,25 @@ class BackgroundTasks:
         return len(self._tasks)
 
     def spawn(self, work: Work, name: str) -> asyncio.Task[None]:
-        """Run something once."""
+        """Start a task that runs once."""
         return self._begin_once(work, name, None)
 
     def vital(
         self, work: Work, name: str, on_failure: Callable[[Exception], None]
     ) -> asyncio.Task[None]:
-        """Run what the owner cannot go on without; ``on_failure`` is told why it broke."""
+        """Start a task that the owner depends on; ``on_failure`` receives its exception."""
         return self._begin_once(work, name, on_failure)
 
     def keep(self, make: Callable[[], Work], name: str) -> asyncio.Task[None]:
-        """Run something until it returns; when it raises, begin it again after a pause.
+        """Start a task that restarts after a pause whenever it raises, until it returns.
 
-        Args:
-            make: Called for each run.
-            name: Of the task.
+        ``make`` is called for each run.
         """
         return self._begin(self._again(make, name), name)
 
     @contextlib.asynccontextmanager
     async def beside(self, work: Work, name: str) -> AsyncIterator[asyncio.Task[None]]:
-        """Run something as long as the block runs; it is cancelled, and awaited, at the end."""
+        """Run a task during the block; cancel it and wait for it at the end."""
         task = self.spawn(work, name)
         try:
             yield task
@@ -75,7 +68,7 @@ class BackgroundTasks:
             await self._end([task])
 
     async def close(self) -> None:
-        """Cancel all and wait for them; the caller's own task, if it is one of them, goes on."""
+        """Cancel all tasks but the current one, and wait for them."""
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         await self._end(others)
 
@@ -83,9 +76,9 @@ class BackgroundTasks:
         while tasks:
             for task in tasks:
                 task.cancel()
-            _, tasks = await asyncio.wait(tasks, timeout=UNHEARD_S)
+            _, tasks = await asyncio.wait(tasks, timeout=CANCEL_RETRY_S)
             for task in tasks:
-                _LOG.warning("%s goes on after its cancel: it is told again", task.get_name())
+                _LOG.warning("task %s ignored cancellation; cancelling again", task.get_name())
 
     def _begin_once(
         self, work: Work, name: str, on_failure: Callable[[Exception], None] | None
@@ -105,7 +98,7 @@ class BackgroundTasks:
     ) -> None:
         try:
             await work
-        except Exception as error:  # noqa: BLE001 - told to the log, the metric and the owner
+        except Exception as error:  # noqa: BLE001 - goes to the log, the metric and the owner
             self._note(name)
             if on_failure is not None:
                 on_failure(error)
@@ -117,7 +110,7 @@ class BackgroundTasks:
             began_s = loop.time()
             try:
                 await make()
-            except Exception:  # noqa: BLE001 - told to the log and the metric, then begun again
+            except Exception:  # noqa: BLE001 - goes to the log and the metric; then restarted
                 self._note(name)
             else:
                 return
@@ -127,5 +120,5 @@ class BackgroundTasks:
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     def _note(self, name: str) -> None:
-        _LOG.exception("%s: the task %r broke", self._owner, name)
+        _LOG.exception("%s: task %r failed", self._owner, name)
         self._count_failure(name)

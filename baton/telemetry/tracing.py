@@ -1,4 +1,4 @@
-"""One component's tracer, and the trace context on the wire.
+"""Tracer of a component, and trace context on the wire.
 
 tracing = Tracing("router")                    # OTEL_* variables; no-op without an endpoint
 with tracing.tracer.start_as_current_span("prefill", context=extract(traceparent)) as span:
@@ -23,16 +23,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class Tracing:
-    """One component's tracer.
+    """Tracer of one component.
 
     Without an OTLP endpoint in the environment spans cost nothing, but an incoming trace context
     still passes through ``inject``. Standard variables: ``OTEL_EXPORTER_OTLP_ENDPOINT``,
     ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``, ``OTEL_EXPORTER_OTLP_PROTOCOL`` (``grpc``, or
-    ``http/protobuf``, the default), ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME``,
-    ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_TRACES_SAMPLER``, ``OTEL_BSP_*``, ``OTEL_SDK_DISABLED``.
-
-    Args:
-        component: ``service.name`` is ``baton-<component>`` unless the environment names one.
+    ``http/protobuf``, the default), ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_SERVICE_NAME``
+    (default: ``baton-<component>``), ``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_TRACES_SAMPLER``,
+    ``OTEL_BSP_*``, ``OTEL_SDK_DISABLED``.
     """
 
     def __init__(self, component: str) -> None:
@@ -45,15 +43,15 @@ class Tracing:
 
     @property
     def enabled(self) -> bool:
-        """Whether spans go anywhere."""
+        """True if spans are exported."""
         return self._pipeline is not None
 
     def shutdown(self, timeout_s: float = 2.0) -> None:
-        """Send what is buffered, then stop; blocks, for about ``timeout_s`` at most."""
+        """Export the buffered spans and stop; blocks for at most about ``timeout_s``."""
         if self._pipeline is None:
             return
         provider, exporter = self._pipeline
-        # The exporter retries for 10 s when nobody listens; its own shutdown ends the waiting.
+        # The exporter retries for 10 s without a collector; its shutdown ends the waiting.
         alarm = threading.Timer(timeout_s, exporter.shutdown)
         alarm.start()
         provider.shutdown()
@@ -86,7 +84,7 @@ def _pipeline(
 
 
 def _exporter(environ: Mapping[str, str]) -> "SpanExporter":
-    """By OTLP over what the environment says; both read their endpoint and headers there."""
+    # Both exporters read endpoint and headers from the environment.
     protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get(
         "OTEL_EXPORTER_OTLP_PROTOCOL"
     )
@@ -95,14 +93,16 @@ def _exporter(environ: Mapping[str, str]) -> "SpanExporter":
 
         return over_grpc.OTLPSpanExporter()
     if protocol not in (None, "", "http/protobuf"):
-        _LOG.warning("traces go by OTLP over http/protobuf: no other than grpc (not %r)", protocol)
+        _LOG.warning(
+            "OTLP protocol %r is not supported (grpc, http/protobuf): using http", protocol
+        )
     from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
 
     return over_http.OTLPSpanExporter()
 
 
 def inject(span: trace.Span | None = None) -> str:
-    """The W3C ``traceparent`` of a span (default: the current one), or ``""`` without a trace."""
+    """Return the W3C ``traceparent`` of a span (default: the current one), or ``""``."""
     if not (trace.get_current_span() if span is None else span).get_span_context().is_valid:
         return ""
     context = None if span is None else trace.set_span_in_context(span)
@@ -112,7 +112,7 @@ def inject(span: trace.Span | None = None) -> str:
 
 
 def extract(traceparent: str) -> Context:
-    """The context to start a child span in; an empty one for ``""`` or nonsense."""
+    """Return the parent context for a child span; empty for ``""`` or an invalid value."""
     if not traceparent:
         return Context()
     return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())

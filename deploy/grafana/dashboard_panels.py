@@ -230,8 +230,8 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 "The router's prefix index",
                 "short",
                 (
-                    ("block hashes", _gauge("baton_mirror_names")),
-                    ("holes", _rate("baton_mirror_sequence_gaps_total")),
+                    ("block hashes", _gauge("baton_prefix_index_hashes")),
+                    ("gaps", _rate("baton_prefix_index_sequence_gaps_total")),
                 ),
             ),
         ),

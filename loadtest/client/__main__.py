@@ -1,9 +1,9 @@
-"""A client process: an order comes in on standard input, records go out on standard output.
+"""Client process: receives its job on standard input and writes records to standard output.
 
-    in    the length of the order (8 bytes), the order (MessagePack), later a line with ZERO_S
+    in    the length of the job (8 bytes), the job (MessagePack), later a line with ZERO_S
     out   a JSON line for each message: Ready, RequestRecord …, ClientReport
 
-It ends when standard input does: a client whose parent is gone sends nothing more.
+It exits when standard input closes, so a client without its parent sends nothing more.
 """
 
 import asyncio
@@ -12,33 +12,33 @@ import sys
 import msgspec
 import uvloop
 
-from loadtest.client.records import ClientOrder, Message, Ready
+from loadtest.client.records import ClientJob, Message, Ready
 from loadtest.client.runner import PlanRunner
 
 
-def _say(message: Message) -> None:
+def _write(message: Message) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
 
 
 async def _run() -> None:
     loop = asyncio.get_running_loop()
-    orders = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
-    size = int.from_bytes(await orders.readexactly(8))
-    order = msgspec.msgpack.decode(await orders.readexactly(size), type=ClientOrder)
-    runner = PlanRunner(order, _say)
-    _say(Ready())
-    zero_s = float(await orders.readline())
+    source = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(source), sys.stdin)
+    size = int.from_bytes(await source.readexactly(8))
+    job = msgspec.msgpack.decode(await source.readexactly(size), type=ClientJob)
+    runner = PlanRunner(job, _write)
+    _write(Ready())
+    zero_s = float(await source.readline())
     async with asyncio.TaskGroup() as group:
         running = group.create_task(runner.run(zero_s))
-        parent = group.create_task(orders.read())
+        parent = group.create_task(source.read())
         await asyncio.wait((running, parent), return_when=asyncio.FIRST_COMPLETED)
         parent.cancel()
         if not running.done():
             running.cancel()
     if not running.cancelled():
-        _say(running.result())
+        _write(running.result())
 
 
 if __name__ == "__main__":

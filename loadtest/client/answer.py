@@ -1,4 +1,4 @@
-"""Reads a streamed answer from the bytes of a connection; sends nothing, waits for nothing.
+"""Parser of a streamed response. Does no I/O.
 
 POST /v1/chat/completions ─▶ HTTP head ─▶ "data: {…}" events ─▶ "data: [DONE]"
 """
@@ -22,8 +22,8 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta | None = None  # of a chat
-    text: str | None = None  # of a completion
+    delta: _Delta | None = None  # chat
+    text: str | None = None  # completion
     finish_reason: str | None = None
 
 
@@ -45,11 +45,7 @@ class _Event(msgspec.Struct):
 
 
 class AnswerReader:
-    """One answer, as far as it has come.
-
-    Args:
-        keep_text: Whether ``text`` is put together.
-    """
+    """Incremental parser of one response, which can collect its text."""
 
     def __init__(self, *, keep_text: bool) -> None:
         self.status = 0
@@ -63,23 +59,23 @@ class AnswerReader:
         self._events = msgspec.json.Decoder(_Event)
         self._line = b""
         self._error_body = b""
-        self._complete = False  # the server says that this was all
-        self._done = False  # [DONE] came
+        self._complete = False  # the HTTP message is complete
+        self._done = False  # [DONE] was received
         self._failure: tuple[End, str] | None = None
         self._now_s = 0.0
 
     @property
     def ended(self) -> bool:
-        """Nothing more is to come: the client may close the connection."""
+        """True if nothing more is expected, so that the client may close the connection."""
         return self._complete or self._done or self._failure is not None
 
     @property
     def text(self) -> str:
-        """What was answered."""
+        """Text of the response so far."""
         return "".join(self._texts)
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Bytes that arrived at ``now_s``."""
+        """Parse bytes that arrived at ``now_s``."""
         self._now_s = now_s
         try:
             self._parser.feed_data(data)
@@ -87,13 +83,13 @@ class AnswerReader:
             self._fail("broken_stream" if self.status else "connection", f"not HTTP: {error}")
 
     def outcome(self, lost: str = "") -> tuple[End, str]:
-        """How the request ended, now that the connection is closed.
+        """Return how the request ended, after the connection is closed.
 
         Args:
-            lost: Why the connection was lost, if it was.
+            lost: Reason for the loss of the connection, or "".
 
         Returns:
-            The end and, unless all is well, a detail for people.
+            The end and, unless it is "ok", a detail for people.
         """
         if self._failure is not None:
             return self._failure
@@ -103,21 +99,21 @@ class AnswerReader:
             return "http_error", self._error_detail()
         if self._done or (self._complete and self.finish_reason):
             return "ok", ""
-        return "broken_stream", lost or "the stream ended before the answer did"
+        return "broken_stream", lost or "the stream ended before the response was complete"
 
     # --- called by the parser --------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the answer."""
+        """Process a header of the response."""
         if name.lower() == b"x-request-id":
             self.request_id = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """Process the end of the headers."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body, without the frame of chunked encoding."""
+        """Process a part of the body, after chunked decoding."""
         if self.status != 200:
             self._error_body = (self._error_body + body)[:_MAX_ERROR_BYTES]
             return
@@ -127,7 +123,7 @@ class AnswerReader:
                 self._take(line[5:].strip())
 
     def on_message_complete(self) -> None:
-        """The server says that the body is whole."""
+        """Process the end of the HTTP message."""
         self._complete = True
 
     # --- events ----------------------------------------------------------------------------------
@@ -179,7 +175,6 @@ class AnswerReader:
 
 
 def _detail_of(error: object) -> str:
-    """OpenAI's error object in one line."""
     if not isinstance(error, dict):
         return str(error)
     kind = error.get("code") or error.get("type") or ""

@@ -1,10 +1,9 @@
-"""One request on a connection of its own.
+"""HTTP exchange of one request on its own connection.
 
-Every request opens a connection and closes it: the time to connect is part of what a client
-sees, load balancers can spread requests, and none can fail because the server closed an idle
-connection at that moment. The protocol below stands directly on asyncio: httpx spends four to
-five times as much on each chunk (``docs/measurements/2026-11.md``), and what the client computes is
-missing from what it measures.
+Every request opens and closes a connection: connecting is part of what a client experiences, load
+balancers can spread requests, and none fails because the server closes an idle connection at that
+moment. The protocol uses asyncio directly: httpx needs four to five times as much CPU per chunk
+(``docs/measurements/2026-11.md``), which distorts the measurement.
 """
 
 import asyncio
@@ -21,23 +20,19 @@ from loadtest.client.records import End
 
 
 class Target(NamedTuple):
-    """Where requests go, and what stands at the head of each."""
+    """Destination of requests, with the start of each request's head."""
 
     host: str
     port: int
     tls: ssl.SSLContext | None
-    head: bytes  # request line and headers, without the length and the caller's own
+    head: bytes  # request line and headers, without length and per-request headers
 
     @classmethod
     def of(cls, url: str, path: str, headers: dict[str, str]) -> "Target":
-        """The target of a URL without its path.
-
-        Raises:
-            ValueError: It is no http or https URL.
-        """
+        """Return the target for a base URL and a path."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no http:// or https:// URL")
+            raise ValueError(f"{url!r} is not an http:// or https:// URL")
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if tls else 80)
         lines = [
@@ -53,7 +48,7 @@ class Target(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What became of a request; times on the monotonic clock."""
+    """Result of an exchange; times are on the monotonic clock."""
 
     reader: AnswerReader
     sent_s: float
@@ -73,7 +68,7 @@ class _Connection(asyncio.Protocol):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment] # a stream's, as asyncio says
+        self._transport = transport  # type: ignore[assignment] # asyncio passes a Transport
         self.connected_s = time.monotonic()
         transport.write(self._request)  # type: ignore[attr-defined]
 
@@ -104,15 +99,9 @@ async def exchange(
     abort_after_s: float | None = None,
     keep_text: bool = False,
 ) -> Exchanged:
-    """Send a request and read its answer to the end, whatever that is; never raises for it.
+    """Send ``body`` as JSON and read the response to the end. Failures are returned, not raised.
 
-    Args:
-        target: Where to.
-        body: Becomes JSON.
-        headers: Of this request alone.
-        timeout_s: For all of it, from now.
-        abort_after_s: Hang up so long after the bytes were written.
-        keep_text: Whether the answer's text is kept.
+    ``timeout_s`` limits the whole exchange; ``abort_after_s`` after sending the client disconnects.
     """
     payload = msgspec.json.encode(body)
     own = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
@@ -132,9 +121,9 @@ async def exchange(
                 async with asyncio.timeout(abort_after_s):
                     await connection.closed
             except TimeoutError:
-                stopped = "aborted", "the plan said so"
+                stopped = "aborted", "the plan aborted it"
     except TimeoutError:
-        stopped = "timeout", f"no end within {timeout_s:g} s"
+        stopped = "timeout", f"not finished within {timeout_s:g} s"
     except OSError as error:
         lost = str(error)
     finally:

@@ -1,4 +1,4 @@
-"""Several client processes that act as one: their shares of a plan, one clock, one list of ends."""
+"""Several client processes that act as one: shares of a plan, a common clock, merged records."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from typing import IO
 import msgspec
 
 from loadtest.client.records import (
-    ClientOrder,
+    ClientJob,
     ClientReport,
     Message,
     Ready,
@@ -21,14 +21,14 @@ from loadtest.client.records import (
 from loadtest.workloads.plan import Plan
 
 _START_DELAY_S = 0.3
-"""Between the last client's readiness and 0 s, so that all of them have heard of it."""
+"""Time from the last client's readiness to second 0 of the plan, enough to notify all clients."""
 
 _MAX_LINE_BYTES = 1 << 26
 _STOP_LIMIT_S = 5.0
 
 
 class ClientFailedError(RuntimeError):
-    """A client process ended before its work did: what was measured is not the whole load."""
+    """A client process died, so that the measured load is incomplete."""
 
 
 async def run_clients(
@@ -40,33 +40,25 @@ async def run_clients(
     keep_answers: bool = False,
     on_start: Callable[[float], None] | None = None,
 ) -> list[ClientReport]:
-    """Send a plan from several processes.
+    """Run a plan with several client processes; return one report per client.
 
-    Args:
-        plan: All of it; conversations are dealt out in turn.
-        server: Where to, and how.
-        clients: How many processes.
-        record: Told of each request that ended, in the order of their ends, nearly.
-        keep_answers: Whether records hold the answers' texts.
-        on_start: Told the moment on the monotonic clock that the plan calls 0 s.
-
-    Returns:
-        A report of each client.
+    Conversations are distributed round-robin. ``record`` receives each finished request, nearly in
+    the order of their ends; ``on_start`` receives second 0 of the plan on the monotonic clock.
 
     Raises:
-        ClientFailedError: A client died.
+        ClientFailedError: A client process died.
     """
     reports: list[ClientReport] = []
     async with contextlib.AsyncExitStack() as stack:
         running = []
         for number in range(clients):
-            order = ClientOrder(
+            job = ClientJob(
                 client=number,
                 server=server,
                 plan=plan.share(number, clients),
                 keep_answers=keep_answers,
             )
-            running.append(await stack.enter_async_context(_client(order)))
+            running.append(await stack.enter_async_context(_client(job)))
         for client in running:
             await client.expect_ready()
         first_s = min((c.start_s for c in plan.conversations), default=0.0)
@@ -89,13 +81,13 @@ class _Client:
         if not line:
             code = await self._process.wait()
             self._errors.seek(0)
-            said = self._errors.read()[-2000:].decode("utf-8", "replace").strip()
-            raise ClientFailedError(f"a client process ended with exit code {code}: {said}")
+            output = self._errors.read()[-2000:].decode("utf-8", "replace").strip()
+            raise ClientFailedError(f"a client process ended with exit code {code}: {output}")
         return self._messages.decode(line)
 
     async def expect_ready(self) -> None:
         if not isinstance(message := await self._next(), Ready):
-            raise ClientFailedError(f"a client began with {message}")
+            raise ClientFailedError(f"a client sent {message} before it was ready")
 
     async def follow(
         self,
@@ -117,7 +109,7 @@ class _Client:
 
 
 async def _together(works: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run all until the first failure, which is raised as itself and not in a group."""
+    """Run all until the first failure, and raise it without an exception group."""
     failures: list[ClientFailedError] = []
     try:
         async with asyncio.TaskGroup() as group:
@@ -130,8 +122,8 @@ async def _together(works: Iterable[Coroutine[None, None, None]]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _client(order: ClientOrder) -> AsyncIterator[_Client]:
-    """A process that has its order; it is ended with the block."""
+async def _client(job: ClientJob) -> AsyncIterator[_Client]:
+    """Run a client process with its job during the block."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -142,13 +134,13 @@ async def _client(order: ClientOrder) -> AsyncIterator[_Client]:
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C is the parent's to hear
+            start_new_session=True,  # Ctrl-C reaches only the parent
         )
         try:
-            payload = msgspec.msgpack.encode(order)
+            payload = msgspec.msgpack.encode(job)
             if process.stdin is not None:
                 process.stdin.write(len(payload).to_bytes(8) + payload)
-                with contextlib.suppress(ConnectionError):  # what it said tells why
+                with contextlib.suppress(ConnectionError):  # its standard error has the reason
                     await process.stdin.drain()
             yield _Client(process, errors)
         finally:
@@ -157,7 +149,7 @@ async def _client(order: ClientOrder) -> AsyncIterator[_Client]:
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     if process.stdin is not None:
-        process.stdin.close()  # it ends by itself then
+        process.stdin.close()  # the client exits then
     try:
         async with asyncio.timeout(_STOP_LIMIT_S):
             await process.wait()

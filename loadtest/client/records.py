@@ -1,84 +1,81 @@
-"""What a client writes down of a request, and of itself.
+"""Records of requests and of clients.
 
-Times are seconds since the begin of the run on the machine's monotonic clock, which all client
-processes share; a run begins when its plan says 0 s.
+Times are seconds since second 0 of the plan, on the machine's monotonic clock, which all client
+processes share.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from loadtest.workloads.plan import Plan
 
 End = Literal[
-    "ok",  # the whole answer came
-    "http_error",  # a status other than 200; `status` and `detail` say which
-    "stream_error",  # the server said in the stream, typed, that it failed
-    "broken_stream",  # the stream ended, or was unreadable, before the answer did
-    "timeout",  # the client's own limit passed
-    "connection",  # no connection, or none that gave an answer's head
-    "aborted",  # the plan said to hang up
+    "ok",  # the whole response arrived
+    "http_error",  # a status other than 200; see `status` and `detail`
+    "stream_error",  # the server sent a typed error in the stream
+    "broken_stream",  # the stream ended or was unreadable before the response was complete
+    "timeout",  # the client's time limit passed
+    "connection",  # no connection, or no response headers on it
+    "aborted",  # the plan aborted it
 ]
-
-ENDS: tuple[End, ...] = (
-    *("ok", "http_error", "stream_error", "broken_stream", "timeout", "connection", "aborted"),
-)
+ENDS: tuple[End, ...] = get_args(End)
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
-    """One request, from intention to end."""
+    """Record of a request, from its planned time to its end."""
 
-    index: int  # of the plan
+    index: int  # in the plan
     client: int
     group: str = ""
     tenant: str = ""
-    intended_s: float  # when the plan wanted it sent; latencies count from here
-    sent_s: float  # when the client turned to it: the connection was begun
-    connected_s: float | None = None  # when its bytes were written; None: no connection
-    chunk_s: list[float] = []  # arrival of each chunk that holds text
+    intended_s: float  # planned time; latencies count from here
+    sent_s: float  # the client started to connect
+    connected_s: float | None = None  # the request was written; None without a connection
+    chunk_s: list[float] = []  # arrival of each chunk with text
     ended_s: float
     end: End
-    status: int = 0  # HTTP; 0: none came
+    status: int = 0  # HTTP status; 0 without a response
     detail: str = ""
     finish_reason: str = ""
     planned_prompt_tokens: int
     planned_answer_tokens: int
-    prompt_tokens: int | None = None  # this and the next two as the server counted
+    prompt_tokens: int | None = None  # this and the next two as counted by the server
     answer_tokens: int | None = None
     cached_tokens: int | None = None
-    request_id: str = ""  # of the answer's header x-request-id, or its `id`
-    answer: str | None = None  # its text, where asked for
+    request_id: str = ""  # header x-request-id, or `id` of the response
+    answer: str | None = None  # text, if kept
 
 
 class ClientReport(msgspec.Struct, frozen=True, kw_only=True, tag="client"):
-    """How well a client kept time; its last words."""
+    """Timing quality of a client, sent when it ends."""
 
     client: int
     requests: int
-    lag_p50_s: float  # of its event loop: how late it woke up
+    lag_p50_s: float  # delay of timers in its event loop
     lag_p99_s: float
     lag_max_s: float
-    cpu_share: float  # of one core, while it ran
+    cpu_share: float  # average share of one core
     wall_s: float
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests to this server are written."""
+    """Server, and options of requests to it."""
 
     url: str  # http://host:port, without /v1
     model: str
     api_key: str = ""
     tenant_keys: dict[str, str] = {}  # tenant of the plan -> its API key
     endpoint: Literal["chat", "completions"] = "chat"
-    token_ids: bool = False  # prompts as ids; completions only
-    ignore_eos: bool = True  # answers are as long as planned
+    token_ids: bool = False  # send prompts as token ids; completions only
+    ignore_eos: bool = True  # make responses as long as planned
     include_usage: bool = True
     timeout_s: float = 600.0
     headers: dict[str, str] = {}
 
 
-class ClientOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client process is told on its standard input."""
+class ClientJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Job of a client process, sent to its standard input."""
 
     client: int
     server: ServerOptions
@@ -87,7 +84,7 @@ class ClientOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """A client has read its order and waits to hear when 0 s is."""
+    """Signal of a client that it has read its job and waits for second 0."""
 
 
 Message = RequestRecord | ClientReport | Ready

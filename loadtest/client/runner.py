@@ -1,4 +1,4 @@
-"""Keeps a plan's time: sends each request when it is meant to be sent, and records its end."""
+"""Runs a plan in real time: sends each request at its time, and records its end."""
 
 import asyncio
 import time
@@ -10,29 +10,29 @@ import numpy as np
 import psutil
 
 from loadtest.client.exchange import Exchanged, Target, exchange
-from loadtest.client.records import ClientOrder, ClientReport, RequestRecord, ServerOptions
+from loadtest.client.records import ClientJob, ClientReport, RequestRecord, ServerOptions
 from loadtest.workloads.plan import Conversation, Turn
 from loadtest.workloads.prompts import PromptWriter
 
 _LAG_PERIOD_S = 0.02
-_ROUND = 6  # digits after the point of a recorded second: microseconds
+_ROUND = 6  # decimal places of recorded seconds: microseconds
 
 
 class LagMeter:
-    """How late this process's event loop wakes up, sampled fifty times a second."""
+    """Measures the delay of timers in this process's event loop, fifty times a second."""
 
     def __init__(self) -> None:
         self._lags_s: list[float] = []
 
     async def watch(self) -> None:
-        """Sample until cancelled."""
+        """Sample the delay until cancelled."""
         while True:
             due_s = time.monotonic() + _LAG_PERIOD_S
             await asyncio.sleep(_LAG_PERIOD_S)
             self._lags_s.append(max(0.0, time.monotonic() - due_s))
 
     def percentiles_s(self) -> tuple[float, float, float]:
-        """p50, p99 and the worst."""
+        """Return p50, p99 and maximum."""
         if not self._lags_s:
             return 0.0, 0.0, 0.0
         p50, p99, worst = np.percentile(self._lags_s, [50, 99, 100])
@@ -40,24 +40,18 @@ class LagMeter:
 
 
 class PlanRunner:
-    """One client.
+    """Runs a job; calls ``record`` for each finished request."""
 
-    Args:
-        order: What to send, and to whom.
-        record: Told of each request that ended.
-    """
-
-    def __init__(self, order: ClientOrder, record: Callable[[RequestRecord], None]) -> None:
-        self._order = order
+    def __init__(self, job: ClientJob, record: Callable[[RequestRecord], None]) -> None:
+        self._job = job
         self._record = record
-        self._requests = RequestWriter(order.server, order.plan.seed)
+        self._requests = RequestWriter(job.server, job.plan.seed)
         self._count = 0
 
     async def run(self, zero_s: float) -> ClientReport:
         """Send everything and return when the last request has ended.
 
-        Args:
-            zero_s: The moment of the monotonic clock that the plan calls 0 s.
+        ``zero_s`` is second 0 of the plan on the monotonic clock.
         """
         meter = LagMeter()
         process = psutil.Process()
@@ -66,9 +60,9 @@ class PlanRunner:
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(meter.watch())
             async with asyncio.TaskGroup() as conversations:
-                ordered = sorted(self._order.plan.conversations, key=lambda c: c.start_s)
+                ordered = sorted(self._job.plan.conversations, key=lambda c: c.start_s)
                 for conversation in ordered:
-                    # Written before its time, so that writing it does not make it late.
+                    # Built early, so that building does not delay the request.
                     body = self._requests.body(conversation.turns[0], [])
                     await _sleep_until(zero_s + conversation.start_s)
                     conversations.create_task(self._converse(conversation, body, zero_s))
@@ -76,7 +70,7 @@ class PlanRunner:
         wall_s = time.monotonic() - began_s
         p50_s, p99_s, worst_s = meter.percentiles_s()
         return ClientReport(
-            client=self._order.client,
+            client=self._job.client,
             requests=self._count,
             lag_p50_s=p50_s,
             lag_p99_s=p99_s,
@@ -101,9 +95,9 @@ class PlanRunner:
             else:
                 body = first
             exchanged = await self._requests.send(
-                turn, body, keep_text=self._order.keep_answers or turn is not last
+                turn, body, keep_text=self._job.keep_answers or turn is not last
             )
-            if exchanged.reader.text:  # a server may refuse a question without its answer
+            if exchanged.reader.text:  # a server may refuse a question without a reply
                 history = [*history, (self._requests.prompt(turn), exchanged.reader.text)]
             self._count += 1
             self._record(self._record_of(turn, exchanged, intended_s, zero_s))
@@ -116,7 +110,7 @@ class PlanRunner:
         connected_s = exchanged.connected_s
         return RequestRecord(
             index=turn.index,
-            client=self._order.client,
+            client=self._job.client,
             group=turn.group,
             tenant=turn.tenant,
             intended_s=round(intended_s - zero_s, _ROUND),
@@ -134,17 +128,12 @@ class PlanRunner:
             answer_tokens=reader.usage.completion_tokens,
             cached_tokens=details.cached_tokens if details else None,
             request_id=reader.request_id,
-            answer=reader.text if self._order.keep_answers else None,
+            answer=reader.text if self._job.keep_answers else None,
         )
 
 
 class RequestWriter:
-    """Turns of a plan as requests to one server.
-
-    Args:
-        server: How it wants them.
-        seed: Of the plan's words.
-    """
+    """Converts turns of a plan to requests; ``seed`` is the plan's."""
 
     def __init__(self, server: ServerOptions, seed: int) -> None:
         self._server = server
@@ -153,16 +142,11 @@ class RequestWriter:
         self._completions = Target.of(server.url, "/v1/completions", server.headers)
 
     def prompt(self, turn: Turn) -> str:
-        """The turn's own text."""
+        """Return the turn's own text."""
         return self._prompts.text(turn.prompt)
 
     def body(self, turn: Turn, history: list[tuple[str, str]]) -> dict[str, Any]:
-        """The JSON body of a turn.
-
-        Args:
-            turn: The turn.
-            history: (question, answer) of the turns before.
-        """
+        """Return the JSON body of a turn, after a history of (question, response) pairs."""
         server = self._server
         body: dict[str, Any] = {"max_tokens": turn.max_tokens, "temperature": 0}
         if turn.body:
@@ -190,11 +174,11 @@ class RequestWriter:
         return body
 
     async def send(self, turn: Turn, body: dict[str, Any], *, keep_text: bool) -> Exchanged:
-        """Send a turn and read its answer."""
+        """Send a turn and read its response."""
         key = self._server.tenant_keys.get(turn.tenant, self._server.api_key)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         if turn.tenant and turn.tenant not in self._server.tenant_keys:
-            headers["x-baton-tenant"] = turn.tenant  # `user` says it to other servers
+            headers["x-baton-tenant"] = turn.tenant  # other servers get `user`
         return await exchange(
             self._chat if "messages" in body else self._completions,
             body,
@@ -206,7 +190,7 @@ class RequestWriter:
 
 
 async def _sleep_until(moment_s: float) -> None:
-    """Never wake up early: uvloop's timers count whole milliseconds."""
+    """Sleep, but never wake up early: uvloop's timers count whole milliseconds."""
     while (left_s := moment_s - time.monotonic()) > 0:  # noqa: ASYNC110 - time is the event
         await asyncio.sleep(left_s)
 

@@ -1,4 +1,4 @@
-"""What is asked of a server before and after a load: its model, what it accepts, its counters."""
+"""Calls to a server before and after a load test: model, supported options, counters."""
 
 import ssl
 
@@ -12,21 +12,16 @@ _TIMEOUT_S = 60.0
 
 
 class ServerError(RuntimeError):
-    """The server cannot be loaded as asked; the text says why."""
+    """The server cannot be used as requested; the message has the reason."""
 
 
 class Server:
-    """A few calls outside the measurement.
-
-    Args:
-        url: Without ``/v1``.
-        api_key: Sent as bearer, where not empty.
-    """
+    """Calls to a server outside the measurement; a trailing ``/v1`` of its URL is removed."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # A server may close a connection that it kept just as the next question is sent on it.
+        # A server may close an idle connection just as the next request is sent on it.
         once = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(
             base_url=self.url,
@@ -34,7 +29,7 @@ class Server:
             timeout=_TIMEOUT_S,
             trust_env=False,
             limits=once,
-            verify=ssl.create_default_context(),  # which looks at SSL_CERT_FILE; httpx's does not
+            verify=ssl.create_default_context(),  # unlike httpx's, it uses SSL_CERT_FILE
         )
 
     def __enter__(self) -> "Server":
@@ -44,31 +39,27 @@ class Server:
         self._http.close()
 
     def first_model(self) -> str:
-        """The first name in ``/v1/models``.
-
-        Raises:
-            ServerError: It does not answer, or lists none.
-        """
+        """Return the first model in ``/v1/models``."""
         try:
             answer = self._http.get("/v1/models").raise_for_status().json()
             return str(answer["data"][0]["id"])
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise ServerError(f"{self.url}/v1/models: {error}; name one with --model") from error
+            raise ServerError(f"{self.url}/v1/models: {error}; set --model") from error
 
     def emulated(self) -> str:
-        """The timing model of a Baton whose workers are emulated; "" for all other servers."""
+        """Return the timing model of a Baton with emulated workers; "" for all other servers."""
         try:
             return str(self._http.get("/v1/models").json()["data"][0].get("emulated") or "")
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError):
             return ""
 
     def settle(self, options: ServerOptions) -> ServerOptions:
-        """The options that this server accepts, found with one short request, two or three.
+        """Return the options that the server supports, found by one to three short requests.
 
-        ``ignore_eos`` and ``stream_options`` are not everyone's: what is refused is left out.
+        ``ignore_eos`` and ``stream_options`` are dropped if the server rejects them.
 
         Raises:
-            ServerError: The request is refused whatever is left out.
+            ServerError: The server rejects the request also without them.
         """
         tried = [options]
         if options.ignore_eos:
@@ -80,7 +71,7 @@ class Server:
                 return attempt
             if answer.status_code not in (400, 422):
                 break
-        raise ServerError(f"{self.url} answers {answer.status_code}: {answer.text[:300]}")
+        raise ServerError(f"{self.url} responds {answer.status_code}: {answer.text[:300]}")
 
     def _probe(self, options: ServerOptions) -> httpx.Response:
         body: dict[str, object] = {"model": options.model, "max_tokens": 1, "stream": True}
@@ -100,7 +91,7 @@ class Server:
             raise ServerError(f"{self.url}: {error}") from error
 
     def prefix_tokens_by_source(self) -> dict[str, float]:
-        """Baton's counter ``baton_prefix_tokens``, by source; empty for other servers."""
+        """Return Baton's counter ``baton_prefix_tokens`` by source; empty for other servers."""
         try:
             answer = self._http.get("/metrics")
         except httpx.HTTPError:

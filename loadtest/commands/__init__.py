@@ -1,1 +1,1 @@
-"""The commands of ``baton loadtest``; ``loadtest/cli.py`` puts them together."""
+"""Commands of ``baton loadtest``; ``loadtest/cli.py`` combines them."""

@@ -1,4 +1,4 @@
-"""`baton loadtest compare`: two result files, or two servers in turn on equal load."""
+"""`baton loadtest compare`: two result files, or two servers under equal load."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from loadtest.commands import options as o
 from loadtest.commands.loads import Arrivals, Recording
-from loadtest.commands.running import INTERRUPTED, leave, run
+from loadtest.commands.running import INTERRUPTED, run, write_folder
 from loadtest.comparison import compare as rows_of
 from loadtest.comparison import unlike
 from loadtest.results.files import Results, ResultsError, read_results
@@ -19,14 +19,14 @@ from loadtest.results.tables import comparison_table
 
 @dataclass(frozen=True, kw_only=True)
 class _Recording(Recording):
-    limit: Annotated[int | None, typer.Option(min=1, help="Of the trace.")] = None
-    speed: Annotated[float, typer.Option(help="Of the trace.")] = 1.0
-    shrink: Annotated[float, typer.Option(help="Of the trace.")] = 1.0
+    limit: Annotated[int | None, typer.Option(min=1, help="Trace requests to use.")] = None
+    speed: Annotated[float, typer.Option(help="Divisor of the trace's arrival gaps.")] = 1.0
+    shrink: Annotated[float, typer.Option(help="Divisor of the trace's lengths.")] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Arrivals(Arrivals):
-    requests: Annotated[int, typer.Option(min=1, help="In one run.")] = 100
+    requests: Annotated[int, typer.Option(min=1, help="Requests per run.")] = 100
 
 
 @o.with_options(
@@ -37,31 +37,33 @@ def compare(
     arrivals: _Arrivals,
     choices: o.Choices,
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[A B]", help="Result files or their folders.")
+        list[Path] | None, typer.Argument(metavar="[A B]", help="Two result files or folders.")
     ] = None,
-    url: Annotated[list[str], typer.Option(help="Twice: run A and B in turn instead.")] = [],  # noqa: B006 - typer copies it
+    url: Annotated[
+        list[str], typer.Option(help="Server to run on; give it twice, for A and B.")
+    ] = [],  # noqa: B006 - typer copies it
     out: Annotated[
-        Path | None, typer.Option(help="With --url: folder for a folder of each run.")
+        Path | None, typer.Option(help="Folder for the runs' folders (needed with --url).")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="With --url: runs of each.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of A and of B (with --url).")] = 3,
     trace: Annotated[
-        Path | None, typer.Option(help="With --url: play this instead of Poisson arrivals.")
+        Path | None, typer.Option(help="Trace to replay instead of Poisson arrivals (with --url).")
     ] = None,
     header_a: Annotated[
-        list[str], typer.Option(metavar="NAME: VALUE", help="Sent to A only.")
+        list[str], typer.Option(metavar="NAME: VALUE", help="Header for A only.")
     ] = [],  # noqa: B006 - typer copies it
     header_b: Annotated[
-        list[str], typer.Option(metavar="NAME: VALUE", help="Sent to B only.")
+        list[str], typer.Option(metavar="NAME: VALUE", help="Header for B only.")
     ] = [],  # noqa: B006 - typer copies it
 ) -> None:
-    """Put B beside A: latencies, rates, goodput, and how sure the quotients are.
+    """Compare B with A: latencies, rates, goodput, and confidence intervals of the quotients.
 
-    Two files are compared as they are. With two `--url` (the same one twice compares two
-    `--header-…`), each seed's plan is run on A and then on B, on B first for every other seed.
+    Compares two result files. With two `--url` (possibly equal, with different `--header-…`), it
+    runs each seed's plan on A and then on B, and on B first for every other seed.
     """
     if files and not url:
         if len(files) != 2:
-            o.fail(f"{len(files)} files: two are compared")
+            o.fail(f"{len(files)} result files: give two")
         try:
             a, b = (read_results(file) for file in files)
         except ResultsError as error:
@@ -71,7 +73,7 @@ def compare(
     if len(url) != 2 or files:
         o.fail("give two result files, or --url A --url B")
     if out is None:
-        o.fail("--url needs --out DIR for the results")
+        o.fail("--url needs --out DIR")
     sides = []
     for address, headers in zip(url, (header_a, header_b), strict=True):
         own = replace(choices, url=address, headers=headers)
@@ -88,7 +90,7 @@ def compare(
         for side in (0, 1) if seed % 2 == 0 else (1, 0):
             name = f"{'ab'[side]}-seed-{seed}"
             results = run(plan, sides[side], out / name, label=name)
-            leave(results, out / name)
+            write_folder(results, out / name)
             if not results.complete:
                 raise typer.Exit(INTERRUPTED)
             runs[side].append(results)
@@ -96,7 +98,6 @@ def compare(
 
 
 def _names(url: list[str], header_a: list[str], header_b: list[str]) -> tuple[str, str]:
-    """What the columns are called: by address, or by header where the address is the same."""
     a, b = (
         " ".join([address, *own]) for address, own in zip(url, (header_a, header_b), strict=True)
     )

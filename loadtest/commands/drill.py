@@ -1,4 +1,4 @@
-"""`baton loadtest drill`: break the local fleet on purpose and judge what its clients saw."""
+"""`baton loadtest drill`: inject faults into the local fleet and check its responses."""
 
 import asyncio
 from pathlib import Path
@@ -23,43 +23,40 @@ _ALL = "all"
 def drill(
     ctx: typer.Context,
     name: Annotated[
-        list[str], typer.Argument(help=f"One or several of {', '.join(DRILLS)}; or {_ALL}.")
+        list[str], typer.Argument(help=f"One or more of {', '.join(DRILLS)}; or {_ALL}.")
     ],
-    out: Annotated[Path | None, typer.Option(help="Folder of drill.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for drill.json.")] = None,
     rate: Annotated[
-        float, typer.Option(help="Requests per second that the fleet serves with ease.")
+        float, typer.Option(help="Requests per second that the fleet serves easily.")
     ] = 1.0,
     mode: Annotated[
         Literal["auto", "disaggregated", "colocated"],
-        typer.Option(help="x-baton-mode of every request."),
+        typer.Option(help="Header x-baton-mode of every request."),
     ] = "disaggregated",
     timeout_s: Annotated[
-        float, typer.Option(min=1, help="A request without an end by then hangs.")
+        float, typer.Option(min=1, help="Seconds after which a request counts as hung.")
     ] = 120.0,
     api_key: o.ApiKey = "",
     seed: o.Seed = 0,
 ) -> None:
-    """Break the fleet on this machine, one fault at a time, and judge.
+    """Inject faults into the fleet on this machine, one at a time, and judge the outcome.
 
-    Judged are: no wrong token (greedy answers taken before), no hang, one typed end for every
-    request, no leaked block, seconds until requests are answered again. The exit code is 1 when
-    something was found.
+    Checks: no wrong tokens (compared with greedy responses taken before), no hangs, one typed end
+    per request, no leaked blocks, and the seconds until requests succeed again. The exit code is 1
+    if a check fails.
     """
     names = list(DRILLS) if name == [_ALL] else name
     if unknown := [each for each in names if each not in DRILLS]:
-        o.fail(f"no drill is called {unknown[0]!r}; there are {', '.join(DRILLS)} and {_ALL}")
+        o.fail(f"unknown drill {unknown[0]!r}: use {', '.join(DRILLS)} or {_ALL}")
     local = ctx.obj() if ctx.obj is not None else None
     if local is None:
-        o.fail("no single fleet is running here: `baton up` starts one")
+        o.fail("no single fleet is running here: start one with `baton up`")
     choices = o.Choices(
-        url=local.url,
-        api_key=api_key,
-        headers=[f"x-baton-mode: {mode}"],
-        timeout_s=timeout_s,
+        url=local.url, api_key=api_key, headers=[f"x-baton-mode: {mode}"], timeout_s=timeout_s
     )
     server = o.run_options(choices, None).server
     runner = DrillRunner(DrillOptions(server=server, local=local, rate=rate, seed=seed))
-    verdicts = _hold(runner, names)
+    verdicts = _run_all(runner, names)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "drill.json").write_bytes(msgspec.json.format(msgspec.json.encode(verdicts)))
@@ -70,28 +67,28 @@ def drill(
     raise typer.Exit(0 if all(v.passed for v in verdicts) and len(verdicts) == len(names) else 1)
 
 
-def _hold(runner: DrillRunner, names: list[str]) -> list[Verdict]:
+def _run_all(runner: DrillRunner, names: list[str]) -> list[Verdict]:
     verdicts: list[Verdict] = []
 
-    async def hold_all() -> None:
-        o.say("golden answers …")
+    async def run_all() -> None:
+        o.echo("golden responses …")
         await runner.take_golden_answers()
         for name in names:
-            o.say(f"{name}: {DRILLS[name].title} …")
+            o.echo(f"{name}: {DRILLS[name].title} …")
             try:
-                verdicts.append(await runner.hold(name))
-            except DrillError as error:  # the others may still be held
-                o.say(f"[bold red]{name} was not held:[/] {escape(str(error))}")
+                verdicts.append(await runner.run(name))
+            except DrillError as error:  # other drills may still be possible
+                o.echo(f"[bold red]{name} was not run:[/] {escape(str(error))}")
 
     try:
-        asyncio.run(hold_all())
+        asyncio.run(run_all())
     except (DrillError, ClientFailedError) as error:
-        o.say(f"[bold red]error[/] {escape(str(error))}")
+        o.echo(f"[bold red]error[/] {escape(str(error))}")
     return verdicts
 
 
 def _table(verdicts: list[Verdict]) -> Table:
-    table = Table("drill", "verdict", "recovered", "compared", "ends", "what was done")
+    table = Table("drill", "verdict", "recovered", "compared", "ends", "fault")
     for verdict in verdicts:
         recovered = "–" if verdict.recovered_s is None else f"{verdict.recovered_s:.1f} s"
         good = {end: n for end, n in verdict.ends.items() if end in ("ok", "aborted")}

@@ -1,4 +1,4 @@
-"""The loads that several commands send, each as the options that describe it."""
+"""Loads that several commands share, as dataclasses of options."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,96 +22,84 @@ _SWITCHES = {
     "abort_share": ("abort_share", "abort_after_s"),
     "tool_calls": ("tool_calls", "tool_tokens", "tool_s"),
 }
-"""Parts of a load that are off while the option is 0, and the options that belong to each."""
+"""Options that belong to a part of a load, by the option that enables it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """Options of requests that arrive at random."""
+    """Options of random arrivals."""
 
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 1.0
-    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 100
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 100
     cv: Annotated[
-        float, typer.Option(min=0, help="Burstiness of gaps: 0 even, 1 Poisson, 3 very bursty.")
+        float, typer.Option(min=0, help="Burstiness of arrivals: 0 even, 1 Poisson, 3 very bursty.")
     ] = 1.0
     prompt_tokens: o.PromptTokens = "lognormal:128,0.8,1024"
     answer_tokens: o.AnswerTokens = "lognormal:32,0.6,256"
 
     def plan(self, name: str, seed: int) -> Plan:
-        """Return the plan, with its parameters for the report.
-
-        Raises:
-            ValueError: A length or a rate cannot be used.
-        """
+        """Return the plan, with its parameters for the report."""
         load = OpenLoop(**_parsed(asdict(self)))
-        return _told(open_loop_plan(load, name=name, seed=seed), asdict(self))
+        return _with_parameters(open_loop_plan(load, name=name, seed=seed), asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbed(Arrivals):
-    """Options of requests that arrive at random, and of what disturbs them."""
+    """Options of random arrivals with disturbances."""
 
     prefix_groups: Annotated[int, typer.Option(min=0, help="Groups that share a prefix.")] = 0
-    prefix_tokens: Annotated[int, typer.Option(min=0, help="Length of their prefix.")] = 256
+    prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a shared prefix.")] = 256
     hot_tenant: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Share of requests that one tenant sends.")
+        float, typer.Option(min=0, max=0.99, help="Share of requests from one tenant.")
     ] = 0.0
-    long_every: Annotated[int, typer.Option(min=0, help="Each N-th prompt is long.")] = 0
-    long_tokens: Annotated[int, typer.Option(min=1, help="Length of long prompts.")] = 2048
+    long_every: Annotated[int, typer.Option(min=0, help="Make every N-th prompt long.")] = 0
+    long_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a long prompt.")] = 2048
     abort_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of clients that hang up.")
+        float, typer.Option(min=0, max=1, help="Share of clients that disconnect.")
     ] = 0.0
-    abort_after_s: Annotated[float, typer.Option(min=0, help="So long after the send.")] = 0.5
+    abort_after_s: Annotated[
+        float, typer.Option(min=0, help="Mean seconds from sending until a client disconnects.")
+    ] = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Users:
-    """Options of users who ask, read, think and ask again."""
+    """Options of users in conversations."""
 
-    users: Annotated[int, typer.Option(min=1, help="At the same time.")] = 4
-    sessions: Annotated[int, typer.Option(min=1, help="Of each user, one after another.")] = 2
-    turns: Annotated[int, typer.Option(min=1, help="Questions in a session.")] = 4
-    think_s: Annotated[float, typer.Option(min=0, help="Mean pause before the next one.")] = 2.0
-    system_tokens: Annotated[int, typer.Option(min=0, help="Text that all begin with.")] = 64
+    users: Annotated[int, typer.Option(min=1, help="Concurrent users.")] = 4
+    sessions: Annotated[int, typer.Option(min=1, help="Consecutive sessions per user.")] = 2
+    turns: Annotated[int, typer.Option(min=1, help="Questions per session.")] = 4
+    think_s: Annotated[float, typer.Option(min=0, help="Mean seconds before the next one.")] = 2.0
+    system_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the system prompt.")] = 64
     prompt_tokens: o.PromptTokens = "lognormal:48,0.6,512"
     answer_tokens: o.AnswerTokens = "lognormal:32,0.6,256"
-    tool_calls: Annotated[int, typer.Option(min=0, help="Tool results after each question.")] = 0
-    tool_tokens: Annotated[int, typer.Option(min=1, help="Length of a tool's result.")] = 200
-    tool_s: Annotated[float, typer.Option(min=0, help="How long a tool takes.")] = 0.2
+    tool_calls: Annotated[int, typer.Option(min=0, help="Tool results per question.")] = 0
+    tool_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a tool result.")] = 200
+    tool_s: Annotated[float, typer.Option(min=0, help="Seconds that a tool takes.")] = 0.2
 
     def plan(self, seed: int) -> Plan:
-        """Return the plan, with its parameters for the report.
-
-        Raises:
-            LengthsError: A length cannot be used.
-        """
+        """Return the plan, with its parameters for the report."""
         load = Sessions(**_parsed(asdict(self)))
-        return _told(session_plan(load, name="sessions", seed=seed), asdict(self))
+        return _with_parameters(session_plan(load, name="sessions", seed=seed), asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Options of how a trace is played."""
+    """Options for replaying a trace."""
 
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None
-    speed: Annotated[float, typer.Option(help="Gaps between arrivals are divided by it.")] = 1.0
-    shrink: Annotated[float, typer.Option(help="Lengths are divided by it.")] = 1.0
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None
+    speed: Annotated[float, typer.Option(help="Divisor of the gaps between arrivals.")] = 1.0
+    shrink: Annotated[float, typer.Option(help="Divisor of prompt and output lengths.")] = 1.0
 
     def plan(self, trace: Path, seed: int) -> Plan:
-        """Return the plan that plays a trace.
-
-        Raises:
-            TraceError: The trace cannot be read, or not be shrunk.
-            ValueError: A number cannot be used.
-            OSError: There is no such file.
-        """
+        """Return the plan that replays a trace."""
         if not is_recorded(trace):
             requests = read_trace(trace, self.limit)
             return replay_plan(
                 requests, name=trace.name, speed=self.speed, shrink=self.shrink, seed=seed
             )
         if self.shrink != 1:
-            raise TraceError(f"{trace}: recorded texts can't be shrunk; leave --shrink out")
+            raise TraceError(f"{trace}: recorded texts cannot be shrunk: remove --shrink")
         return recorded_plan(trace, limit=self.limit, speed=self.speed)
 
 
@@ -120,8 +108,7 @@ def _parsed(chosen: dict[str, Any]) -> dict[str, Any]:
     return chosen | lengths
 
 
-def _told(plan: Plan, chosen: dict[str, Any]) -> Plan:
-    """The plan with those of its options that are on."""
+def _with_parameters(plan: Plan, chosen: dict[str, Any]) -> Plan:
     off = {name for switch, names in _SWITCHES.items() if not chosen.get(switch) for name in names}
     return msgspec.structs.replace(
         plan, parameters={name: value for name, value in chosen.items() if name not in off}

@@ -1,4 +1,4 @@
-"""Options that the commands of ``baton loadtest`` share, and what is made of them."""
+"""Options that the commands of ``baton loadtest`` share."""
 
 import functools
 import inspect
@@ -26,89 +26,72 @@ _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
 class LocalFleet(NamedTuple):
-    """A Baton fleet on this machine; what only its owner knows."""
+    """Baton fleet on this machine, with what only its owner can access."""
 
     name: str
     url: str
     operator_key: str
-    redis_pid: Callable[[], int | None]  # None where the Redis is not the fleet's own
-    roll: Callable[[], str]  # begins a rolling restart; says what went wrong, or ""
+    redis_pid: Callable[[], int | None]  # None if the fleet does not own its Redis
+    roll: Callable[[], str]  # starts a rolling restart; returns an error message or ""
 
 
 FindFleet = Callable[[], LocalFleet | None]
-"""The running fleet of this machine if there is exactly one; ``fleet/cli`` gives it to us."""
+"""Function that returns the single running fleet of this machine; ``fleet/cli`` provides it."""
 
-Url = Annotated[
-    str,
-    typer.Option(help="http://host:port. Default: the local fleet.", rich_help_panel=_SERVER),
-]
-Model = Annotated[
-    str, typer.Option(help="Default: the first of /v1/models.", rich_help_panel=_SERVER)
-]
+_server = functools.partial(typer.Option, rich_help_panel=_SERVER)
+_run = functools.partial(typer.Option, rich_help_panel=_RUN)
+
+Url = Annotated[str, _server(help="Base URL http://host:port. Default: the local fleet.")]
+Model = Annotated[str, _server(help="Model name. Default: the first of /v1/models.")]
 ApiKey = Annotated[
-    str,
-    typer.Option(
-        envvar="OPENAI_API_KEY", help="Sent as bearer.", show_envvar=True, rich_help_panel=_SERVER
-    ),
+    str, _server(envvar="OPENAI_API_KEY", help="API key, sent as bearer token.", show_envvar=True)
 ]
 TenantKeys = Annotated[
     list[str],
-    typer.Option(
+    _server(
         "--tenant-key",
         metavar="TENANT=KEY",
-        help="API key of a tenant of the load, such as hot=KEY. Else its name alone is sent.",
-        rich_help_panel=_SERVER,
+        help="API key of a tenant of the load, such as hot=KEY. Default: send only its name.",
     ),
 ]
 Endpoint = Annotated[
-    Literal["chat", "completions"],
-    typer.Option(help="/v1/chat/completions or /v1/completions.", rich_help_panel=_SERVER),
+    Literal["chat", "completions"], _server(help="Use /v1/chat/completions or /v1/completions.")
 ]
 TokenIds = Annotated[
     bool,
-    typer.Option(
+    _server(
         "--token-ids",
-        help="Prompts as token ids: exact lengths, by /v1/completions, where the server takes it.",
-        rich_help_panel=_SERVER,
+        help="Send prompts as token ids of exact length to /v1/completions, if supported.",
     ),
 ]
-IgnoreEos = Annotated[
-    bool,
-    typer.Option(help="Answers as long as planned, where the server can.", rich_help_panel=_SERVER),
-]
+IgnoreEos = Annotated[bool, _server(help="Make responses as long as planned, if supported.")]
 Headers = Annotated[
     list[str],
-    typer.Option(
+    _server(
         "--header",
         metavar="NAME: VALUE",
-        help="Sent with every request, such as 'x-baton-mode: colocated'.",
-        rich_help_panel=_SERVER,
+        help="Header of every request, such as 'x-baton-mode: colocated'.",
     ),
 ]
-Timeout = Annotated[
-    float, typer.Option(min=0.1, help="Of one request, in seconds.", rich_help_panel=_SERVER)
-]
-Out = Annotated[Path, typer.Option(help="Folder of results.json and report.html.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of words and arrivals.", rich_help_panel=_RUN)]
-Clients = Annotated[int, typer.Option(min=1, help="Client processes.", rich_help_panel=_RUN)]
+Timeout = Annotated[float, _server(min=0.1, help="Seconds per request.")]
+Out = Annotated[Path, typer.Option(help="Folder for results.json and report.html.")]
+Seed = Annotated[int, _run(min=0, help="Random seed for prompts and arrival times.")]
+Clients = Annotated[int, _run(min=1, help="Client processes.")]
 SloText = Annotated[
+    str, _run("--slo", help="Limits of a good request, with commas: ttft_s=…, tpot_s=…, e2e_s=….")
+]
+Quantile = Annotated[float, _run(help="Share of requests that must be good.")]
+Warmup = Annotated[float, _run("--warmup-s", min=0, help="Seconds excluded from the figures.")]
+Resume = Annotated[bool, _run("--resume", help="Continue after Ctrl-C.")]
+PromptTokens = Annotated[
     str,
     typer.Option(
-        "--slo",
-        help="What a good request is: ttft_s=…, tpot_s=…, e2e_s=…, with commas between.",
-        rich_help_panel=_RUN,
+        help="Prompt lengths: 256, uniform:64-512, lognormal:180,0.9[,MAX], choice:32,1024."
     ),
 ]
-Quantile = Annotated[float, typer.Option(help="The share that must be good.", rich_help_panel=_RUN)]
-Warmup = Annotated[
-    float,
-    typer.Option("--warmup-s", min=0, help="Left out of the figures.", rich_help_panel=_RUN),
+AnswerTokens = Annotated[
+    str, typer.Option(help="Output lengths, in the format of --prompt-tokens.")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on after Ctrl-C.", rich_help_panel=_RUN)]
-PromptTokens = Annotated[
-    str, typer.Option(help="256, uniform:64-512, lognormal:180,0.9[,MAX], choice:32,1024.")
-]
-AnswerTokens = Annotated[str, typer.Option(help="The same for answers.")]
 DEFAULT_SLO = "ttft_s=2,tpot_s=0.1"
 
 
@@ -132,10 +115,9 @@ class Choices:
 
 
 def with_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function: each field of a dataclass that it takes becomes an option.
+    """Turn the fields of a function's dataclass parameters into options, except ``without``.
 
-    Args:
-        without: Fields that are no options of this command and keep their defaults.
+    Excluded fields keep their defaults.
     """
 
     def made(function: Callable[..., None]) -> Callable[..., None]:
@@ -175,10 +157,10 @@ def _options(kind: Any) -> list[inspect.Parameter]:
 
 
 def run_options(choices: Choices, find_fleet: FindFleet | None) -> RunOptions:
-    """Everything a run needs to know, the server's own answers included.
+    """Return the options of a run, after checking the server's support for them.
 
     Raises:
-        typer.Exit: Something is wrong, and was said.
+        typer.Exit: The options or the server cannot be used; the reason was printed.
     """
     try:
         slo = parse_slo(choices.slo, choices.quantile)
@@ -190,7 +172,7 @@ def run_options(choices: Choices, find_fleet: FindFleet | None) -> RunOptions:
         slo=slo,
         clients=choices.clients,
         warmup_s=choices.warmup_s,
-        command=_typed_command(sys.argv[1:]),
+        command=typed_command(sys.argv[1:]),
     )
 
 
@@ -209,9 +191,9 @@ def _settled(choices: Choices, url: str) -> ServerOptions:
         )
         settled = server.settle(wanted)
     for name in ("ignore_eos", "include_usage"):
-        asked = msgspec.structs.asdict(wanted)[name]
-        if asked and not msgspec.structs.asdict(settled)[name]:
-            say(f"[yellow]the server refuses {name}: it is left out[/]")
+        requested = msgspec.structs.asdict(wanted)[name]
+        if requested and not msgspec.structs.asdict(settled)[name]:
+            echo(f"[yellow]the server rejects {name}: it is omitted[/]")
     return settled
 
 
@@ -227,12 +209,12 @@ def _url(url: str, find_fleet: FindFleet | None) -> str:
 def _pair(text: str, separator: str) -> tuple[str, str]:
     name, found, value = text.partition(separator)
     if not found or not name.strip():
-        raise ValueError(f"{text.partition('=')[0]!r}: NAME{separator}VALUE was expected")
+        raise ValueError(f"{text.partition('=')[0]!r} must have the form NAME{separator}VALUE")
     return name.strip(), value.strip()
 
 
-def _typed_command(arguments: Sequence[str]) -> str:
-    """The command line without its secrets."""
+def typed_command(arguments: Sequence[str]) -> str:
+    """Return the command line without its secrets."""
     shown = ["baton"]
     hide = False
     for argument in arguments:
@@ -247,12 +229,12 @@ def _typed_command(arguments: Sequence[str]) -> str:
     return shlex.join(shown)
 
 
-def say(line: str) -> None:
-    """A line on standard error; rich's markup."""
+def echo(line: str) -> None:
+    """Print a line with rich markup to standard error."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(line)
 
 
 def fail(message: str) -> NoReturn:
-    """Say what is wrong and end."""
-    say(f"[bold red]error[/] {escape(message)}")
+    """Print an error and exit."""
+    echo(f"[bold red]error[/] {escape(message)}")
     raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What every command does with a plan: run it under a progress bar, write the folder, show it."""
+"""Steps of every command that runs a plan: progress bar, results folder, summary."""
 
 from pathlib import Path
 
@@ -18,21 +18,13 @@ from loadtest.run import RunOptions, run_plan
 from loadtest.workloads.plan import Plan
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as a shell's."""
+"""Exit code after Ctrl-C, as in a shell."""
 
 
 def run(
     plan: Plan, options: RunOptions, folder: Path | None, *, label: str, resume: bool = False
 ) -> Results:
-    """Run a plan with a progress bar on standard error.
-
-    Args:
-        plan: What to send.
-        options: How.
-        folder: Where an interrupted run keeps its records; None: nowhere.
-        label: At the head of the bar.
-        resume: Whether the folder's interrupted run goes on.
-    """
+    """Run a plan with a progress bar on standard error. ``folder`` keeps an interrupted run."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -58,16 +50,16 @@ def run(
 
 
 def run_and_show(plan: Plan, options: RunOptions, out: Path, *, resume: bool) -> None:
-    """Run, write, print; the exit code is 130 where the run was interrupted."""
+    """Run a plan, write and print its results; exit with 130 if it was interrupted."""
     results = run(plan, options, out, label=plan.name, resume=resume)
     show(Console(), results)
-    leave(results, out)
+    write_folder(results, out)
     if not results.complete:
         raise typer.Exit(INTERRUPTED)
 
 
-def leave(results: Results, out: Path) -> None:
-    """Write ``results.json`` and ``report.html`` and say where they are."""
+def write_folder(results: Results, out: Path) -> None:
+    """Write ``results.json`` and ``report.html`` and print their paths."""
     file = write_results(out, results)
     report = write_report(out, results)
     Console(soft_wrap=True, highlight=False).print(f"{escape(str(file))}\n{escape(str(report))}")

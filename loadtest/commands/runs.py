@@ -1,4 +1,4 @@
-"""`baton loadtest replay`, `poisson` and `sessions`: a plan, a run, a folder."""
+"""`baton loadtest replay`, `poisson` and `sessions`: one plan, one run, one folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +14,7 @@ from loadtest.commands.running import run_and_show
 def replay(
     ctx: typer.Context,
     trace: Annotated[
-        Path,
-        typer.Argument(help="Mooncake JSONL, Azure CSV or recorded requests, told by content."),
+        Path, typer.Argument(help="Mooncake JSONL, Azure CSV, or recorded requests (detected).")
     ],
     out: o.Out,
     recording: Recording,
@@ -23,7 +22,7 @@ def replay(
     seed: o.Seed = 0,
     resume: o.Resume = False,
 ) -> None:
-    """Play a recorded trace: its arrivals, its lengths, and who shares which prefix.
+    """Replay a recorded trace with its arrivals, lengths and shared prefixes.
 
     Recorded requests are JSON lines such as {"timestamp": MS, "body": {"messages": …}}.
     """
@@ -43,9 +42,9 @@ def poisson(
     seed: o.Seed = 0,
     resume: o.Resume = False,
 ) -> None:
-    """Open loop: requests arrive at random, whatever became of those before.
+    """Send requests at random times, independent of earlier responses (open loop).
 
-    Shared prefixes, a hot tenant, long prompts and clients that hang up can be mixed in.
+    Shared prefixes, a hot tenant, long prompts and disconnecting clients can be added.
     """
     try:
         plan = arrivals.plan("poisson" if arrivals.cv == 1 else "gamma", seed)
@@ -63,7 +62,7 @@ def sessions(
     seed: o.Seed = 0,
     resume: o.Resume = False,
 ) -> None:
-    """Closed loop: users who read an answer, think, and ask on, the history growing."""
+    """Simulate users who read each response, think, and ask again (closed loop)."""
     try:
         plan = users.plan(seed)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`baton loadtest search`: the highest rate that meets an objective."""
+"""`baton loadtest search`: the highest rate that meets an SLO."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -9,7 +9,7 @@ from rich.console import Console
 
 from loadtest.commands import options as o
 from loadtest.commands.loads import Arrivals
-from loadtest.commands.running import INTERRUPTED, leave, run
+from loadtest.commands.running import INTERRUPTED, run, write_folder
 from loadtest.rate_search import RateSearch
 from loadtest.results.files import Results, SearchPoint
 from loadtest.results.tables import search_table
@@ -18,8 +18,8 @@ from loadtest.workloads.lengths import parse_lengths
 
 @dataclass(frozen=True, kw_only=True)
 class _Arrivals(Arrivals):
-    rate: Annotated[float, typer.Option(help="Requests per second to begin with.")] = 1.0
-    requests: Annotated[int, typer.Option(min=20, help="For each rate.")] = 200
+    rate: Annotated[float, typer.Option(help="First rate in requests per second.")] = 1.0
+    requests: Annotated[int, typer.Option(min=20, help="Requests per rate.")] = 200
 
 
 @o.with_options("tenant_keys", "ignore_eos", "warmup_s")
@@ -28,15 +28,17 @@ def search(
     out: o.Out,
     arrivals: _Arrivals,
     choices: o.Choices,
-    precision: Annotated[float, typer.Option(min=0.01, help="Stop this close.")] = 0.1,
+    precision: Annotated[
+        float, typer.Option(min=0.01, help="Relative precision of the result.")
+    ] = 0.1,
     warmup_share: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Of each rate's time, left out.")
+        float, typer.Option(min=0, max=0.9, help="Share of each rate's time to exclude.")
     ] = 0.1,
     seed: o.Seed = 0,
 ) -> None:
-    """Find the highest Poisson rate that meets the objective; every rate gets new prompts.
+    """Find the highest Poisson rate that meets the SLO; every rate gets new prompts.
 
-    With `--requests 2000` and three seeds a figure can be published; the default is a first look.
+    For publishable figures use `--requests 2000` and three seeds; the default is a first look.
     """
     try:
         found = RateSearch(arrivals.rate, precision=precision)
@@ -61,12 +63,12 @@ def search(
         raise typer.Exit(INTERRUPTED)
     best = found.best
     number = found.points.index(best) if best is not None else len(runs) - 1
-    leave(msgspec.structs.replace(runs[number], search=found.points), out)
+    write_folder(msgspec.structs.replace(runs[number], search=found.points), out)
     if interrupted:
-        o.say("[yellow]interrupted: the rates tried so far are in the report[/]")
+        o.echo("[yellow]interrupted: the report has the rates tried so far[/]")
         raise typer.Exit(INTERRUPTED)
     if best is None:
-        o.fail(f"no rate that was tried meets {run_options.slo.label()}")
+        o.fail(f"no tried rate meets {run_options.slo.label()}")
     Console().print(
         f"[bold]{run_options.slo.label()} = {best.good_per_s:.2f} good requests/s[/] "
         f"at {best.rate:.2f} requests/s sent"

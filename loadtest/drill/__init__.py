@@ -1,8 +1,8 @@
-"""Drills: one fault at a time on a local fleet under load, and a verdict.
+"""Drills: inject one fault at a time into a local fleet under load, and judge the outcome.
 
-drills.py   which faults there are, what each may cost
-faults.py   how each is done: signals to processes of this machine, orders, traffic
-fleet.py    what is asked of the fleet: workers, blocks
-runner.py   golden answers, load, fault, recovery
-verdict.py  the judgement, from records and block counts (pure)
+drills.py   the drills, and the tolerated effects of each
+faults.py   the faults: signals to processes of this machine, admin commands, traffic
+fleet.py    state of the fleet: workers, blocks
+runner.py   golden responses, load, fault, recovery
+verdict.py  judgement from records and block counts (no I/O)
 """

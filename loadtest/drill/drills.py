@@ -1,4 +1,4 @@
-"""Which drills there are, and what each may cost."""
+"""Table of drills, with the tolerated effects of each."""
 
 from dataclasses import dataclass
 
@@ -8,30 +8,26 @@ from loadtest.drill.faults import Fault
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """One fault under load.
+    """Fault that is injected under load.
 
-    Args:
-        title: What it asks.
-        fault: What is done, ``fault_after_s`` into the load.
-        may_fail: Requests may end with typed errors before their answer has begun (never wrong,
-            silent or late); one that has begun goes on.
-        of_capacity: Sent at so many times the rate that the fleet was seen to serve; None: at the
-            base rate.
-        mode: ``x-baton-mode`` of this drill; None: what was chosen for all.
-        load_s: How long requests are sent.
-        fault_after_s: See ``fault``; the end of a load that is itself the fault.
-        abort_share: This share of clients hangs up.
-        recovery_limit_s: From the fault to answers again.
+    Attributes:
+        may_fail: Tolerate typed errors before the start of a response (never wrong tokens,
+            silence or delays). A response that has started must be completed.
+        of_capacity: Request rate as a multiple of the measured capacity; None for the base
+            rate.
+        fault_after_s: Seconds from the start of the load to the fault; the end of a load that
+            is itself the fault.
+        recovery_limit_s: Longest time in seconds from the fault until requests succeed again.
     """
 
-    title: str
-    fault: Fault
+    title: str  # description of the fault
+    fault: Fault  # function that injects the fault, ``fault_after_s`` into the load
     may_fail: bool = False
     of_capacity: float | None = None
-    mode: str | None = None
-    load_s: float = 20.0
+    mode: str | None = None  # ``x-baton-mode`` of this drill; None for the common one
+    load_s: float = 20.0  # seconds over which requests are sent
     fault_after_s: float = 5.0
-    abort_share: float = 0.0
+    abort_share: float = 0.0  # share of clients that disconnect
     recovery_limit_s: float = 120.0
 
 
@@ -49,23 +45,21 @@ DRILLS: dict[str, Drill] = {
         title="SIGSTOP of a decode worker", fault=faults.freeze("decode"), may_fail=True
     ),
     "cut-prefill": Drill(
-        title="a prefill worker's network is cut",
+        title="network of a prefill worker cut",
         fault=faults.bad_link("prefill", 10.0),
         may_fail=True,
     ),
     "cut-decode": Drill(
-        title="a decode worker's network is cut",
-        fault=faults.bad_link("decode", 10.0),
-        may_fail=True,
+        title="network of a decode worker cut", fault=faults.bad_link("decode", 10.0), may_fail=True
     ),
     "slow-link": Drill(
-        title="a prefill worker's network lets 1 MB/s through",
+        title="network of a prefill worker limited to 1 MB/s",
         fault=faults.bad_link("prefill", 15.0, 1_000_000),
         recovery_limit_s=60.0,
     ),
     "redis": Drill(title="kill -9 of Redis", fault=faults.kill_redis, recovery_limit_s=15.0),
     "abort-storm": Drill(
-        title="three times what the fleet can serve, and 89 % of clients hang up",
+        title="three times the fleet's capacity, and 89 % of clients disconnect",
         fault=faults.only_traffic,
         of_capacity=3.0,
         fault_after_s=20.0,
@@ -73,7 +67,7 @@ DRILLS: dict[str, Drill] = {
         recovery_limit_s=30.0,
     ),
     "overload": Drill(
-        title="three times what the fleet can serve",
+        title="three times the fleet's capacity",
         fault=faults.only_traffic,
         may_fail=True,
         of_capacity=3.0,
@@ -81,9 +75,9 @@ DRILLS: dict[str, Drill] = {
         fault_after_s=15.0,
     ),
     "rolling-restart": Drill(
-        title="every worker restarted, one after another",
+        title="rolling restart of all workers",
         fault=faults.roll,
-        mode="auto",  # a role without a ready worker cannot be asked for by force
+        mode="auto",  # a role without a ready worker cannot be forced
         load_s=60.0,
         recovery_limit_s=30.0,
     ),

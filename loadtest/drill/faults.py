@@ -1,4 +1,4 @@
-"""How faults are done. Each takes the fleet, and says what it did."""
+"""Faults of drills. Each takes the fleet and returns a description of what it did."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ _ROLL_LIMIT_S = 400.0
 
 
 class Scene(NamedTuple):
-    """What a fault may touch."""
+    """Fleet that a fault is injected into."""
 
     fleet: FleetView
     local: LocalFleet
@@ -28,7 +28,7 @@ Fault = Callable[[Scene], Awaitable[str]]
 
 
 def kill(role: str) -> Fault:
-    """SIGKILL to the step loop of the busiest worker of a role."""
+    """Send SIGKILL to the step loop of the busiest worker of a role."""
 
     async def fault(scene: Scene) -> str:
         victim = await scene.fleet.victim(role)
@@ -39,7 +39,7 @@ def kill(role: str) -> Fault:
 
 
 def freeze(role: str) -> Fault:
-    """SIGSTOP for 20 s, unless the fleet ends the process before."""
+    """Send SIGSTOP for 20 s, unless the fleet kills the process before."""
 
     async def fault(scene: Scene) -> str:
         victim = await scene.fleet.victim(role)
@@ -47,15 +47,15 @@ def freeze(role: str) -> Fault:
         process.suspend()
         try:
             async with asyncio.timeout(_FROZEN_S):
-                while _runs(process):  # noqa: ASYNC110 - nobody tells of another's child
+                while _runs(process):  # noqa: ASYNC110 - exits of others' children have no event
                     await asyncio.sleep(0.2)
-            after = "the fleet ended it"
+            after = "the fleet killed it"
         except TimeoutError:
             after = f"SIGCONT after {_FROZEN_S:g} s"
         except psutil.Error:
-            after = "the fleet ended it"
+            after = "the fleet killed it"
         finally:
-            with contextlib.suppress(psutil.Error):  # is_running() knows a pid that was reused
+            with contextlib.suppress(psutil.Error):  # psutil detects a reused pid
                 process.resume()
         return f"SIGSTOP of {victim.id} (pid {victim.pid}); {after}"
 
@@ -67,13 +67,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def bad_link(role: str, seconds: float, bytes_per_s: int | None = None) -> Fault:
-    """All of a worker's network is cut, or slow, for a while; then it heals.
-
-    Args:
-        role: Whose worker: the busiest of them.
-        seconds: For how long.
-        bytes_per_s: What it lets through; None: nothing.
-    """
+    """Cut the network of a role's busiest worker for a while, or limit it to a rate."""
 
     async def fault(scene: Scene) -> str:
         victim = await scene.fleet.victim(role)
@@ -89,16 +83,16 @@ def bad_link(role: str, seconds: float, bytes_per_s: int | None = None) -> Fault
 
 
 async def kill_redis(scene: Scene) -> str:
-    """SIGKILL to the fleet's own Redis; the supervisor starts another one, empty."""
+    """Send SIGKILL to the fleet's own Redis; the supervisor starts another one, empty."""
     pid = scene.local.redis_pid()
     if pid is None:
-        raise DrillError("the fleet's Redis is not its own: this drill would stop another's")
+        raise DrillError("the fleet's Redis is external: this drill would stop other users' Redis")
     os.kill(pid, signal.SIGKILL)
     return f"kill -9 of Redis (pid {pid})"
 
 
 async def roll(scene: Scene) -> str:
-    """A rolling restart: each worker drained, then begun anew; returns when all have been."""
+    """Restart the workers one after another; return when all are ready again."""
     before = {worker.id: worker.epoch for worker in await scene.fleet.workers()}
     if problem := await asyncio.to_thread(scene.local.roll):
         raise DrillError(f"rolling restart: {problem}")
@@ -107,9 +101,9 @@ async def roll(scene: Scene) -> str:
         _ROLL_LIMIT_S,
     )
     new = [w.id for w in workers if w.epoch > before.get(w.id, -1)]
-    return f"rolling restart: new lives of {', '.join(sorted(new)) or 'nobody'}"
+    return f"rolling restart: restarted {', '.join(sorted(new)) or 'no worker'}"
 
 
 async def only_traffic(scene: Scene) -> str:
-    """The load itself is the fault."""
+    """Inject nothing: the load itself is the fault."""
     return "the load itself"

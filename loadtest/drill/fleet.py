@@ -1,11 +1,10 @@
-"""The fleet a drill is held on: its workers as the router shows them."""
+"""Fleet of a drill: its workers as the router reports them."""
 
 import asyncio
 import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import httpx
 import msgspec
@@ -17,7 +16,7 @@ _POLL_S = 0.25
 
 
 class DrillError(RuntimeError):
-    """A drill cannot be held; the text says why. It says nothing about the fleet's behaviour."""
+    """The drill cannot be run; the message has the reason. It is no verdict on the fleet."""
 
 
 class _Fleet(msgspec.Struct):
@@ -25,12 +24,7 @@ class _Fleet(msgspec.Struct):
 
 
 class FleetView:
-    """``GET /fleet`` of a local router.
-
-    Args:
-        url: Of the router.
-        operator_key: A key that may see it.
-    """
+    """Client of a local router's ``GET /fleet``, which needs an operator's key."""
 
     def __init__(self, url: str, operator_key: str) -> None:
         headers = {"authorization": f"Bearer {operator_key}"} if operator_key else {}
@@ -45,20 +39,11 @@ class FleetView:
     async def __aenter__(self) -> "FleetView":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
     async def workers(self) -> list[WorkerState]:
-        """Every worker the router knows.
-
-        Raises:
-            DrillError: The router does not answer as a Baton's does.
-        """
+        """Return every worker that the router has."""
         try:
             answer = (await self._http.get("/fleet")).raise_for_status()
             return msgspec.json.decode(answer.content, type=_Fleet).workers
@@ -66,23 +51,21 @@ class FleetView:
             raise DrillError(f"{self._http.base_url}/fleet: {error}") from error
 
     async def victim(self, role: str) -> WorkerState:
-        """The ready worker of a role that holds the most, on this machine.
-
-        Raises:
-            DrillError: There is none, or it runs elsewhere.
-        """
+        """Return the busiest ready worker of a role, on this machine."""
         ready = [w for w in await self.workers() if w.role == role and w.state == "ready"]
         if not ready:
             raise DrillError(f"no {role} worker is ready")
         chosen = max(ready, key=lambda worker: (worker.running, worker.kv_blocks["leased"]))
         if chosen.host != socket.gethostname():
-            raise DrillError(f"{chosen.id} runs on {chosen.host}: drills send signals here only")
+            raise DrillError(
+                f"{chosen.id} runs on {chosen.host}: drills signal local processes only"
+            )
         return chosen
 
     async def wait(
         self, condition: Callable[[Sequence[WorkerState]], bool], limit_s: float
     ) -> list[WorkerState]:
-        """Poll until the workers are as wanted, or time is up; the last look at them."""
+        """Poll until the condition holds or time is up; return the last state."""
         until_s = time.monotonic() + limit_s
         while True:
             workers = await self.workers()
@@ -92,10 +75,10 @@ class FleetView:
 
 
 def all_ready(workers: Sequence[WorkerState]) -> bool:
-    """Every worker takes requests."""
+    """Return whether every worker accepts requests."""
     return all(worker.state == "ready" for worker in workers)
 
 
 def all_at_rest(workers: Sequence[WorkerState]) -> bool:
-    """Every worker is ready and holds nothing."""
+    """Return whether every worker is ready and has no requests or leased blocks."""
     return all_ready(workers) and not any(worker.leaks() for worker in workers)

@@ -1,7 +1,7 @@
-"""Makes the network of one worker bad, with nftables rules for its port.
+"""Degrades the network of one worker with nftables rules for its port.
 
-The rules stand in a table of their own. They are put there by a shell that takes them away when
-its standard input ends, so that they go with this process however it dies.
+The rules are in a table of their own. A shell adds them, and removes them when its standard input
+closes, so that they disappear with this process even if it is killed.
 """
 
 import asyncio
@@ -13,25 +13,25 @@ from subprocess import PIPE
 
 from loadtest.drill.fleet import DrillError
 
-_SCRIPT = 'nft -f - <<< "$1" && echo there && { cat >/dev/null; nft delete table inet "$2"; }'
+_SCRIPT = 'nft -f - <<< "$1" && echo ready && { cat >/dev/null; nft delete table inet "$2"; }'
 
 
-def why_not() -> str:
-    """Why rules cannot be set here; empty if they can."""
+def missing_requirement() -> str:
+    """Return why rules cannot be set here, or "" if they can."""
     if shutil.which("nft") is None:
         return "needs nft (Debian's package nftables)"
     return "" if os.geteuid() == 0 else "needs root, as nftables rules do"
 
 
 def cut(port: int) -> str:
-    """Rules under which nothing comes to a TCP port or from it."""
+    """Return rules that drop everything to and from a TCP port."""
     return f"tcp dport {port} drop; tcp sport {port} drop"
 
 
 def slow(port: int, bytes_per_s: int) -> str:
-    """Rules under which what comes from a port, above a rate, is lost.
+    """Return rules that drop what a port sends above a rate.
 
-    The kernel's bucket holds one second's worth beside the burst: so much comes at once.
+    The kernel's bucket holds one second's bytes plus the burst, which pass at once.
     """
     burst_bytes = max(bytes_per_s // 4, 65_536)
     limit = f"limit rate over {bytes_per_s} bytes/second burst {burst_bytes} bytes"
@@ -40,15 +40,8 @@ def slow(port: int, bytes_per_s: int) -> str:
 
 @contextlib.asynccontextmanager
 async def rules(body: str) -> AsyncIterator[None]:
-    """Have these rules for what arrives, on this machine's every interface, loopback too.
-
-    Args:
-        body: Of `cut` or `slow`.
-
-    Raises:
-        DrillError: They cannot be set.
-    """
-    if problem := why_not():
+    """Apply rules from `cut` or `slow` to arriving packets on all interfaces, with loopback."""
+    if problem := missing_requirement():
         raise DrillError(problem)
     name = f"baton_drill_{os.getpid()}"
     chain = f"chain in {{ type filter hook input priority 0; {body}; }};"
@@ -58,9 +51,9 @@ async def rules(body: str) -> AsyncIterator[None]:
     )
     assert shell.stdin is not None and shell.stdout is not None and shell.stderr is not None
     try:
-        if (await shell.stdout.readline()).strip() != b"there":
-            told = (await shell.stderr.read()).decode(errors="replace").strip()
-            raise DrillError(f"nftables: {told}")
+        if (await shell.stdout.readline()).strip() != b"ready":
+            output = (await shell.stderr.read()).decode(errors="replace").strip()
+            raise DrillError(f"nftables: {output}")
         yield
     finally:
         shell.stdin.close()

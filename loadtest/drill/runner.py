@@ -1,4 +1,4 @@
-"""Holds a drill: golden answers before, then load, the fault in the middle, and what is left."""
+"""Runs a drill: golden responses first, then load with the fault, then checks of what is left."""
 
 import asyncio
 import itertools
@@ -30,27 +30,16 @@ _PROBE_GAP_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class DrillOptions:
-    """How drills are held.
-
-    Args:
-        server: The fleet's router; greedy, and every answer as long as planned.
-        local: What its owner knows.
-        rate: Requests per second that the fleet serves with ease.
-        seed: Of prompts and arrivals.
-    """
+    """Options of all drills. Requests are greedy, and responses as long as planned."""
 
     server: ServerOptions
-    local: LocalFleet
-    rate: float = 1.0
+    local: LocalFleet  # the fleet on this machine
+    rate: float = 1.0  # requests per second that the fleet serves easily
     seed: int = 0
 
 
 class DrillRunner:
-    """Holds drills one after another, all against the same golden answers.
-
-    Args:
-        options: How.
-    """
+    """Runs drills one after another, all against the same golden responses."""
 
     def __init__(self, options: DrillOptions) -> None:
         self._options = options
@@ -58,12 +47,12 @@ class DrillRunner:
         self._capacity = 0.0  # requests per second
 
     async def take_golden_answers(self) -> None:
-        """Ask every prompt alone and then all at once; the answers must agree.
+        """Send every prompt alone and then all at once; the responses must agree.
 
-        What the second pass takes says how many requests per second the fleet can serve.
+        The second pass also measures the fleet's capacity in requests per second.
 
         Raises:
-            DrillError: They do not, or a request failed: such a fleet cannot be judged.
+            DrillError: They differ, or a request failed, so that the fleet cannot be judged.
         """
         turns = [_turn(index, index) for index in range(_PROMPTS)]
         alone = self._plan((Conversation(start_s=0.0, turns=tuple(turns)),))
@@ -72,27 +61,23 @@ class DrillRunner:
         for plan in (alone, together):
             records = sorted(await self._send(plan), key=lambda record: record.index)
             if bad := [record for record in records if record.end != "ok"]:
-                raise DrillError(f"no golden answers: {bad[0].end} {bad[0].status} {bad[0].detail}")
+                raise DrillError(f"golden response: {bad[0].end} {bad[0].status} {bad[0].detail}")
             passes.append([record.answer or "" for record in records])
             self._capacity = _PROMPTS / max(record.ended_s for record in records)
         if passes[0] != passes[1]:
-            raise DrillError("two greedy answers to one prompt differ without any fault")
+            raise DrillError("two greedy responses to one prompt differ without any fault")
         self._golden = passes[0]
 
-    async def hold(self, name: str) -> Verdict:
-        """Hold one drill on a fleet at rest.
-
-        Raises:
-            DrillError: It could not be held.
-        """
+    async def run(self, name: str) -> Verdict:
+        """Run one drill on an idle fleet."""
         drill = DRILLS[name]
         options = self._options
         async with FleetView(options.local.url, options.local.operator_key) as fleet:
             if not all_at_rest(workers := await fleet.wait(all_at_rest, _READY_LIMIT_S)):
-                raise DrillError(f"the fleet is not at rest before the drill: {_told(workers)}")
+                raise DrillError(f"the fleet is not idle before the drill: {_summary(workers)}")
             run = await self._load_and_fault(drill, Scene(fleet, options.local))
             await self._probe_until_answered(run)
-            await fleet.wait(all_ready, _READY_LIMIT_S)  # a new life may still be loading
+            await fleet.wait(all_ready, _READY_LIMIT_S)  # restarted workers may still be loading
             workers = await fleet.wait(all_at_rest, _REST_LIMIT_S)
         return judge(
             drill=name,
@@ -125,20 +110,20 @@ class DrillRunner:
             run.zero_s = zero_s
             began.set()
 
-        async def injure() -> None:
+        async def inject() -> None:
             await began.wait()
             wait_s = run.zero_s + drill.fault_after_s - time.monotonic()
             await asyncio.sleep(max(0.0, wait_s))
             run.fault_s = time.monotonic() - run.zero_s
             try:
                 run.what_was_done = await drill.fault(scene)
-            except DrillError as error:  # the load goes on to its end, then this is told
+            except DrillError as error:  # raised after the load has ended
                 run.undone = error
 
         plan = self._plan(conversations)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(injure())
+                group.create_task(inject())
                 run.records = await self._send(plan, start, mode=drill.mode)
         except* ClientFailedError as failed:
             run.undone = DrillError(str(failed.exceptions[0]))
@@ -147,19 +132,18 @@ class DrillRunner:
         return run
 
     async def _probe_until_answered(self, run: "_Run") -> None:
-        """Ask one prompt a second until one is answered: the moment of recovery. Then all."""
         until_s = time.monotonic() + _READY_LIMIT_S
         for index in itertools.count(len(run.planned)):
             await self._send_more(run, [index])
             if run.records[-1].end == "ok" or time.monotonic() > until_s:
                 break
             await asyncio.sleep(_PROBE_GAP_S)
-        # The healed fleet must still know the right answer to every prompt.
+        # After recovery the fleet must still give the right response to every prompt.
         first = len(run.planned)
         await self._send_more(run, range(first, first + _PROMPTS))
 
     async def _send_more(self, run: "_Run", indexes: Sequence[int]) -> None:
-        """Requests after the load, one after another, on the run's clock."""
+        """Send requests after the load, one after another, on the run's clock."""
         turns = tuple(_turn(index, index % _PROMPTS) for index in indexes)
         zero: list[float] = []
         records = await self._send(
@@ -169,10 +153,7 @@ class DrillRunner:
         run.records += [_moved(record, zero[0] - run.zero_s) for record in records]
 
     async def _send(
-        self,
-        plan: Plan,
-        on_start: Callable[[float], None] | None = None,
-        mode: str | None = None,
+        self, plan: Plan, on_start: Callable[[float], None] | None = None, mode: str | None = None
     ) -> list[RequestRecord]:
         records: list[RequestRecord] = []
         server = self._options.server
@@ -180,12 +161,7 @@ class DrillRunner:
             headers = {**server.headers, "x-baton-mode": mode}
             server = msgspec.structs.replace(server, headers=headers)
         await run_clients(
-            plan,
-            server,
-            clients=1,
-            record=records.append,
-            keep_answers=True,
-            on_start=on_start,
+            plan, server, clients=1, record=records.append, keep_answers=True, on_start=on_start
         )
         return records
 
@@ -204,7 +180,7 @@ class _Run:
 
 
 def _turn(index: int, prompt: int, abort_after_s: float | None = None) -> Turn:
-    """A request for golden prompt ``prompt``; half of the prompts share their beginning."""
+    """Return a request for golden prompt ``prompt``; half of the prompts share a prefix."""
     shared = (Segment(1, 64),) if prompt % 2 else ()
     own = Segment(UNIQUE_KEYS + prompt, _PROMPT_TOKENS[prompt % len(_PROMPT_TOKENS)])
     return Turn(
@@ -216,7 +192,7 @@ def _turn(index: int, prompt: int, abort_after_s: float | None = None) -> Turn:
 
 
 def _abort_s(drill: Drill, drawn: float, after: float) -> float | None:
-    """0.1 to 1 s after the send, for the drill's share of clients."""
+    """Return 0.1 to 1 s after sending for the drill's share of clients, else None."""
     return 0.1 + 0.9 * after if drawn < drill.abort_share else None
 
 
@@ -231,5 +207,5 @@ def _moved(record: RequestRecord, by_s: float) -> RequestRecord:
     )
 
 
-def _told(workers: list[WorkerState]) -> str:
+def _summary(workers: list[WorkerState]) -> str:
     return "; ".join(f"{w.id} {w.state} {' '.join(w.leaks())}".strip() for w in workers)

@@ -1,10 +1,10 @@
-"""What a drill is judged by; pure.
+"""Judgement of a drill. Does no I/O.
 
-- no wrong token: an answer equals the golden one, what came of a failed one is its beginning
-- no hang: nothing ran into the client's time limit
-- one typed end: each request of the plan has exactly one, and it says what happened
-- no leak: blocks, queues and quarantine are back to nothing, and the block equation holds
-- recovery: from the fault until requests sent are answered again
+- no wrong token: a response equals the golden one, a partial response is its beginning
+- no hang: no request reaches the client's time limit
+- one typed end: each request of the plan has exactly one, with the reason
+- no leak: blocks, queues and quarantine are empty again, and the block equation holds
+- recovery: time from the fault until requests succeed again
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ _SHOWN = 3  # faults of one kind that a verdict names
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of ``GET /fleet``, as far as a drill looks at it."""
+    """Entry of ``GET /fleet``, with the fields that drills check."""
 
     id: str
     role: str
@@ -34,7 +34,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
 
     def leaks(self) -> list[str]:
-        """What is still held although nothing is asked; and blocks that do not add up."""
+        """Return what an idle worker still holds, and blocks that do not add up."""
         found = [
             f"{self.id}: {count} {what}"
             for what, count in (
@@ -48,26 +48,26 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
         parts = sum(self.kv_blocks[k] for k in ("free", "cached", "leased", "quarantined"))
         if parts != self.kv_blocks["total"]:
             found.append(
-                f"{self.id}: {parts} blocks of {self.kv_blocks['total']} are accounted for"
+                f"{self.id}: {parts} of {self.kv_blocks['total']} blocks are accounted for"
             )
         return found
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """How a drill went. It passed when ``faults`` is empty."""
+    """Outcome of a drill; ``faults`` is empty if it passed."""
 
     drill: str
     what_was_done: str
     requests: int
     ends: dict[str, int]
     errors: dict[str, int]  # by name, such as "503 no_workers"
-    compared: int  # answers, whole or in part, held against golden ones
-    recovered_s: float | None  # after the fault; None: it did not
+    compared: int  # responses, whole or partial, compared with golden ones
+    recovered_s: float | None  # after the fault; None if never
     faults: list[str]
 
     @property
     def passed(self) -> bool:
-        """Nothing was found wrong."""
+        """True if no fault was found."""
         return not self.faults
 
 
@@ -85,17 +85,10 @@ def judge(
 ) -> Verdict:
     """Judge a drill.
 
-    Args:
-        drill: Its name.
-        what_was_done: The fault, in words.
-        planned: The index of every request that was to be sent.
-        records: What became of them.
-        golden: The right answer to each request, by index.
-        fault_s: When the fault happened, on the records' clock.
-        may_fail: Typed errors are no fault, as long as no part of the answer had been sent; wrong
-            tokens, hangs, silence, and answers that break off always are.
-        recovery_limit_s: Longer than that is a fault.
-        workers: The fleet, some seconds after the last request ended.
+    ``planned`` has the index of every planned request, and ``golden`` the correct responses by
+    index. ``fault_s`` is on the records' clock. ``may_fail`` tolerates typed errors before the
+    start of a response; wrong tokens, hangs, silence and interrupted responses are always faults.
+    ``workers`` is the state of the fleet some seconds after the last request.
     """
     recovered_s = recovery_s(records, fault_s)
     faults = [
@@ -105,9 +98,9 @@ def judge(
         *(f"{w.id} is {w.state}" for w in workers if w.state != "ready"),
     ]
     if recovered_s is None:
-        faults.append("no request sent after the fault was answered")
+        faults.append("no request after the fault succeeded")
     elif recovered_s > recovery_limit_s:
-        faults.append(f"recovered after {recovered_s:.1f} s; {recovery_limit_s:g} s are allowed")
+        faults.append(f"recovered after {recovered_s:.1f} s, limit {recovery_limit_s:g} s")
     return Verdict(
         drill=drill,
         what_was_done=what_was_done,
@@ -121,9 +114,9 @@ def judge(
 
 
 def recovery_s(records: Sequence[RequestRecord], fault_s: float) -> float | None:
-    """From the fault to the first whole answer that no later request's failure follows.
+    """Return the time from the fault to the first success that no later failure follows.
 
-    None when no request that was sent after the fault, and after the last failure, was answered.
+    None if no request sent after the fault, and after the last failure, succeeded.
     """
     after = [r for r in records if r.intended_s >= fault_s and r.end != "aborted"]
     last_failed_s = max((r.intended_s for r in after if r.end != "ok"), default=fault_s)
@@ -138,7 +131,7 @@ def _wrong_tokens(records: Sequence[RequestRecord], golden: Mapping[int, str]) -
         right = golden[record.index]
         is_right = answer == right if record.end == "ok" else right.startswith(answer)
         if not is_right:
-            wrong.append(f"#{record.index} ({record.end}) said {answer!r} and not {right!r}")
+            wrong.append(f"#{record.index} ({record.end}) sent {answer!r} instead of {right!r}")
     return _shortened("WRONG TOKENS", wrong)
 
 

@@ -1,1 +1,1 @@
-"""`baton lab NAME`: the questions operators ask, each one command with a table and a plot."""
+"""`baton lab NAME`: experiments on common questions of operators, each with a table and a plot."""

@@ -1,4 +1,4 @@
-"""One batch, more and more LoRA adapters in it: what a step costs."""
+"""Lab: cost of a step whose batch has more and more LoRA adapters."""
 
 import json
 import statistics
@@ -23,7 +23,7 @@ _ATTENTION = TARGETS[:4]
 
 
 def run(context: LabContext) -> Findings:
-    """The same requests with 0, 1, 2 … adapters among them."""
+    """Measure the same requests with 0, 1, 2 … adapters."""
     llm = LLM(context.model, threads=context.threads, kv_blocks=256)
     warm(llm)
     steps = 12 if context.quick else 48
@@ -54,10 +54,10 @@ def run(context: LabContext) -> Findings:
                 caption="0: no request has one; 1: all share it; 8: each has its own.",
             )
         ],
-        sentence=f"A batch of {BATCH} with {last[0]} adapters took {float(str(last[1])):.1f} ms a "
-        f"step, {float(str(last[1])) / plain_ms:.2f} × that without; with one for all, "
-        f"{float(str(rows[1][1])) / plain_ms:.2f} ×.",
-        notes=["An adapter that is not held yet must be read first: that time is not in here."],
+        sentence=f"With {last[0]} adapters a step of a batch of {BATCH} took "
+        f"{float(str(last[1])):.1f} ms, {float(str(last[1])) / plain_ms:.2f} × the time without; "
+        f"with one for all, {float(str(rows[1][1])) / plain_ms:.2f} ×.",
+        notes=["Loading an adapter takes additional time, which is excluded."],
     )
 
 
@@ -82,7 +82,6 @@ def _load(llm: LLM, folder: Path, seed: int) -> AdapterRef:
 
 
 def _write(folder: Path, config: ModelConfig, seed: int) -> None:
-    """A PEFT directory with random A and B on every target of every layer."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(seed)
     weights = {}

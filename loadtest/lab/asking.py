@@ -1,4 +1,4 @@
-"""Streams that a lab reads itself, chunk by chunk, and what a fleet says of itself."""
+"""Client of a fleet for labs, which reads streams chunk by chunk, and fleet state."""
 
 import ssl
 import time
@@ -18,7 +18,7 @@ _TIMEOUT_S = 300.0
 
 @dataclass(slots=True)
 class Streamed:
-    """One answer, on the lab's clock."""
+    """Response of a stream, with times on the lab's clock."""
 
     sent_s: float
     chunk_s: list[float] = field(default_factory=list)
@@ -28,16 +28,12 @@ class Streamed:
 
     @property
     def ttft_s(self) -> float:
-        """Until the first chunk with text."""
+        """Time to the first chunk with text in seconds."""
         return self.chunk_s[0] - self.sent_s
 
 
 class Fleet:
-    """A router, asked over HTTP; closed with its context.
-
-    Args:
-        context: Where it is.
-    """
+    """Client of a router, closed with its context."""
 
     def __init__(self, context: LabContext) -> None:
         key = context.api_key
@@ -56,16 +52,16 @@ class Fleet:
         self._http.close()
 
     def model(self) -> str:
-        """The first name that it serves."""
+        """Return the first served model name."""
         return str(self._get("/v1/models").json()["data"][0]["id"])
 
     def workers(self) -> list[dict[str, Any]]:
-        """``/fleet``; half a second old at most."""
+        """Return the workers in ``/fleet``, which is at most half a second old."""
         found: list[dict[str, Any]] = self._get("/fleet").json()["workers"]
         return found
 
     def total(self, name: str) -> tuple[float, float]:
-        """Sum and count of a histogram of the router."""
+        """Return sum and count of a histogram of the router."""
         samples: defaultdict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(self._get("/metrics").text):
             for sample in family.samples:
@@ -75,12 +71,8 @@ class Fleet:
     def stream(
         self, prompt: str, max_tokens: int, *, stop_after: int | None = None, **body: Any
     ) -> Streamed:
-        """A greedy answer, read to its end or hung up on after so many chunks.
-
-        Raises:
-            ServerError: It was refused, or ended with an error.
-        """
-        asked = {
+        """Read a greedy response to its end, or disconnect after ``stop_after`` chunks."""
+        request = {
             "model": self.model(),
             "prompt": prompt,
             "max_tokens": max_tokens,
@@ -91,7 +83,7 @@ class Fleet:
             **body,
         }
         streamed = Streamed(time.monotonic())
-        with self._http.stream("POST", "/v1/completions", json=asked) as answer:
+        with self._http.stream("POST", "/v1/completions", json=request) as answer:
             if answer.status_code != httpx.codes.OK:
                 answer.read()
                 raise ServerError(f"{answer.status_code}: {answer.text[:300]}")

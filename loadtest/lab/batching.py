@@ -1,7 +1,7 @@
-"""Static against continuous batching, over the same requests and the same engine.
+"""Lab: static and continuous batching, for the same requests on the same engine.
 
-Static: a batch is admitted, all of it is waited for, then the next comes. Continuous: whoever ends
-makes room for the next at once.
+Static: a batch is admitted and completed before the next. Continuous: the end of a request makes
+room for the next at once.
 """
 
 import statistics
@@ -16,13 +16,13 @@ from loadtest.lab.results import Findings, Plot, Series
 from loadtest.lab.table import LabContext
 
 PROMPT_TOKENS = 32
-_WHAT = ("tok/s", "mean s", "steps")
+_FIGURES = ("tok/s", "mean s", "steps")
 BATCHES = (2, 4, 8, 16)
 QUICK_BATCHES = (4, 8)
 
 
 def run(context: LabContext) -> Findings:
-    """Both ways for each batch size."""
+    """Measure both ways for each batch size."""
     llm = LLM(context.model, threads=context.threads, kv_blocks=512)
     warm(llm)
     answers = _answer_lengths(24 if context.quick else 64)
@@ -31,7 +31,7 @@ def run(context: LabContext) -> Findings:
         static = _static(llm, answers, batch)
         free = _continuous(llm, answers, batch)
         if static.tokens != free.tokens:
-            raise RuntimeError("the way of batching shows in the tokens")
+            raise RuntimeError("static and continuous batching gave different tokens")
         rates = [sum(answers) / way.total_s for way in (static, free)]
         means = [way.mean_s for way in (static, free)]
         rows.append([batch, *rates, *means, static.steps, free.steps])
@@ -43,13 +43,13 @@ def run(context: LabContext) -> Findings:
             "requests": len(answers),
             "prompt tokens": PROMPT_TOKENS,
             "answer tokens": f"{min(answers)} to {max(answers)}, mean {np.mean(answers):.0f}",
-            "all requests": "there at the begin",
+            "all requests": "submitted at the start",
         },
-        columns=["batch", *(f"{way} {what}" for what in _WHAT for way in ("static", "continuous"))],
+        columns=["batch", *(f"{way} {f}" for f in _FIGURES for way in ("static", "continuous"))],
         rows=[list(row) for row in rows],
         plots=[
             Plot(
-                title="Tokens written a second",
+                title="Output rate",
                 x_label="requests in a batch",
                 y_label="tokens/s",
                 x=sizes,
@@ -59,7 +59,7 @@ def run(context: LabContext) -> Findings:
                 ],
             ),
             Plot(
-                title="Until an answer is complete",
+                title="Time to a complete response",
                 x_label="requests in a batch",
                 y_label="mean seconds",
                 x=sizes,
@@ -69,12 +69,12 @@ def run(context: LabContext) -> Findings:
                 ],
             ),
         ],
-        sentence=f"Continuous batching wrote {gains[best]:.2f} × the tokens a second of static "
-        f"batches at a batch of {rows[best][0]}, in {rows[best][6]} steps for {rows[best][5]}; "
-        "every answer was the same.",
+        sentence=f"Continuous batching gave {gains[best]:.2f} × the tokens per second of static "
+        f"batches at a batch of {rows[best][0]}, in {rows[best][6]} steps instead of "
+        f"{rows[best][5]}; every response was the same.",
         notes=[
-            "mean s: from the begin of the run to the end of an answer, over all requests.",
-            "The numbers of steps do not depend on how busy the machine is; the times do.",
+            "mean s: time from the start of the run to the end of a response, over all requests.",
+            "The numbers of steps do not depend on other load on the machine; the times do.",
         ],
     )
 
@@ -96,13 +96,13 @@ def _static(llm: LLM, answers: list[int], batch: int) -> _Run:
     began_s = time.monotonic()
     ends_s = []
     for first in range(0, len(answers), batch):
-        asked = [
+        requests = [
             driver.submit(driver.prompt(PROMPT_TOKENS, first + i), answer)
             for i, answer in enumerate(answers[first : first + batch])
         ]
         driver.run()
-        # Whoever ends early has an answer early: only the room stays empty.
-        ends_s += [_end(each.ended_s) - began_s for each in asked]
+        # Requests that end early have their end time; only their room stays unused.
+        ends_s += [_end(request.ended_s) - began_s for request in requests]
     return _run_of(driver, began_s, ends_s)
 
 
@@ -112,12 +112,12 @@ def _continuous(llm: LLM, answers: list[int], batch: int) -> _Run:
     for seed, answer in enumerate(answers):
         driver.submit(driver.prompt(PROMPT_TOKENS, seed), answer)
     driver.run()
-    ends_s = [_end(asked.ended_s) - began_s for asked in driver.requests.values()]
+    ends_s = [_end(request.ended_s) - began_s for request in driver.requests.values()]
     return _run_of(driver, began_s, ends_s)
 
 
 def _run_of(driver: Driver, began_s: float, ends_s: list[float]) -> _Run:
-    tokens = [asked.tokens for asked in driver.requests.values()]
+    tokens = [request.tokens for request in driver.requests.values()]
     return _Run(time.monotonic() - began_s, statistics.mean(ends_s), len(driver.steps), tokens)
 
 

@@ -1,7 +1,7 @@
-"""How many requests fit: the prediction beside a real engine that runs into its limit.
+"""Lab: how many requests fit, predicted and measured on a real engine.
 
-Predicted as `baton capacity` does: blocks of a request, and bytes of the process. Measured: with
-more and more requests at once, how many ran together, and when the engine began to preempt.
+Predicted as in `baton capacity`: blocks per request, and bytes of the process. Measured with more
+and more concurrent requests: how many ran together, and when the engine began to preempt.
 """
 
 import psutil
@@ -18,7 +18,7 @@ _MIB = 1 << 20
 
 
 def run(context: LabContext) -> Findings:
-    """One pool, more and more requests."""
+    """Measure one pool with more and more requests."""
     blocks = 30 if context.quick else 100
     llm = LLM(context.model, threads=context.threads, kv_blocks=blocks)
     warm(llm)
@@ -36,7 +36,7 @@ def run(context: LabContext) -> Findings:
     return Findings(
         parameters={
             "pool, blocks of 16 tokens": blocks,
-            "prompt and answer, tokens": f"{PROMPT_TOKENS} and {ANSWER_TOKENS}",
+            "prompt and output tokens": f"{PROMPT_TOKENS} and {ANSWER_TOKENS}",
             "blocks of a request, predicted": request_blocks,
             "requests that fit, predicted": predicted,
             "memory predicted, MiB": predicted_mib,
@@ -44,30 +44,30 @@ def run(context: LabContext) -> Findings:
             "longest request predicted, tokens": blocks * 16,
             "longest request accepted, tokens": longest,
         },
-        columns=["at once", "most running", "most blocks", "preemptions", "tok/s", "worst TTFT s"],
+        columns=["requests", "max running", "max blocks", "preemptions", "tok/s", "max TTFT s"],
         rows=rows,
         plots=[
             Plot(
                 title="Blocks in use, and requests preempted",
-                x_label="requests at once",
+                x_label="concurrent requests",
                 y_label="blocks | preemptions",
                 x=[float(count) for count in counts],
                 series=[
-                    Series("most blocks in use", [float(str(row[2])) for row in rows]),
+                    Series("max blocks in use", [float(str(row[2])) for row in rows]),
                     Series("preemptions", [float(str(row[3])) for row in rows]),
-                    Series("the pool", [float(blocks)] * len(rows)),
+                    Series("pool", [float(blocks)] * len(rows)),
                 ],
                 caption=f"Predicted to fit: {predicted} requests.",
             )
         ],
         sentence=f"{predicted} requests were predicted to fit; the engine "
         + (f"first preempted at {began}" if began else f"never preempted up to {counts[-1]}")
-        + f", and took no request of more than {longest} tokens ({blocks * 16} predicted). "
+        + f", and accepted requests of up to {longest} tokens ({blocks * 16} predicted). "
         f"Memory: {measured_mib:,.0f} MiB, {predicted_mib:,.0f} predicted.",
         notes=[
-            "Beyond the limit nothing fails: a request is preempted, computed again, and waits.",
-            "Between two counts nothing was tried: the first preemption is among those listed.",
-            "Memory is the lab's process, which also keeps a tokenizer and has no gRPC.",
+            "Beyond the limit nothing fails: a request is preempted, waits, and is recomputed.",
+            "Only the listed counts were tried, so the first preemption may be at a lower one.",
+            "Memory is that of the lab's process, which includes a tokenizer and no gRPC.",
         ],
     )
 
@@ -77,8 +77,8 @@ def _measure(llm: LLM, count: int) -> list[Cell]:
     for seed in range(count):
         driver.submit(driver.prompt(PROMPT_TOKENS, seed), ANSWER_TOKENS)
     took_s = driver.run()
-    asked = list(driver.requests.values())
-    if bad := [each.error for each in asked if each.error or len(each.tokens) != ANSWER_TOKENS]:
+    requests = list(driver.requests.values())
+    if bad := [each.error for each in requests if each.error or len(each.tokens) != ANSWER_TOKENS]:
         raise RuntimeError(f"a request failed: {bad[0]}")
     return [
         count,
@@ -86,19 +86,18 @@ def _measure(llm: LLM, count: int) -> list[Cell]:
         max(step.blocks_in_use for step in driver.steps),
         driver.preemptions,
         count * ANSWER_TOKENS / took_s,
-        max(each.ttft_s for each in asked),
+        max(each.ttft_s for each in requests),
     ]
 
 
 def _longest_accepted(llm: LLM, upper: int) -> int:
-    """The longest request that is not refused at once, found by halving."""
     low = 1
     high = upper + 64
     while low < high:
         middle = (low + high + 1) // 2
         driver = Driver(llm)
-        asked = driver.submit(driver.prompt(8, 0), middle - 8) if middle > 8 else None
-        refused = asked is not None and bool(asked.error)
+        request = driver.submit(driver.prompt(8, 0), middle - 8) if middle > 8 else None
+        refused = request is not None and bool(request.error)
         for name in driver.requests:
             driver.core.scheduler.cancel(name)
         driver.core.take_events()

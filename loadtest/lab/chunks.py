@@ -1,4 +1,4 @@
-"""The size of a prompt's chunks: what it costs the answers beside it, and the prompt itself."""
+"""Lab: effect of a prompt's chunk size on concurrent responses, and on the prompt itself."""
 
 import statistics
 
@@ -14,7 +14,7 @@ QUICK_SIZES = (64, 256, 1024)
 
 
 def run(context: LabContext) -> Findings:
-    """A long prompt comes while answers are written, with each size of chunks."""
+    """Measure a long prompt beside running responses, for each chunk size."""
     llm = LLM(context.model, threads=context.threads, kv_blocks=512)
     warm(llm)
     length, rounds = (768, 1) if context.quick else (2048, 3)
@@ -30,35 +30,35 @@ def run(context: LabContext) -> Findings:
     return Findings(
         parameters={
             "long prompt, tokens": length,
-            "answers beside it": ANSWERS,
+            "concurrent responses": ANSWERS,
             "their context, tokens": CONTEXT,
             "rounds": rounds,
         },
-        columns=["chunk", "first token s", "longest gap ms", "median gap ms", "largest chunk"],
+        columns=["chunk", "first token s", "longest ITL ms", "median ITL ms", "largest chunk"],
         rows=[*rows, ["as served", *served[1:]]],
         plots=[
             Plot(
-                title="What the answers feel",
-                x_label="tokens in a step, at most",
-                y_label="gap, ms",
+                title="Effect on the responses",
+                x_label="limit of tokens per step",
+                y_label="ITL, ms",
                 x=sizes,
                 series=[Series("longest", column(2)), Series("median, no prompt", column(3))],
             ),
             Plot(
-                title="What the prompt feels",
-                x_label="tokens in a step, at most",
+                title="Effect on the prompt",
+                x_label="limit of tokens per step",
                 y_label="first token, s",
                 x=sizes,
                 series=[Series("first token", column(1))],
             ),
         ],
-        sentence=f"In chunks of {smallest[0]} tokens the longest gap of an answer was "
+        sentence=f"In chunks of {smallest[0]} tokens the longest ITL of a response was "
         f"{shown(smallest[2])} ms and the prompt's first token came after {shown(smallest[1])} s; "
         f"in chunks of {largest[4]}, {shown(largest[2])} ms and {shown(largest[1])} s. As served, "
-        f"bounded in time: {shown(served[2])} ms and {shown(served[1])} s.",
+        f"with a time limit: {shown(served[2])} ms and {shown(served[1])} s.",
         notes=[
-            "As served: at most 512 tokens, and a step beside answers bounded to 250 ms by what "
-            "the engine has measured. For the other rows that bound is off.",
+            "As served: at most 512 tokens, and steps beside responses limited to 250 ms, as "
+            "predicted from earlier steps. For the other rows that limit is off."
         ],
     )
 

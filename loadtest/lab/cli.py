@@ -1,11 +1,10 @@
-"""`baton lab`: list the labs, or run one and leave its results and its report.
+"""`baton lab`: lists the labs, or runs one and writes its results and report.
 
-``fleet/cli/main.py`` gives the context a function that finds the local fleet, as for
-``baton loadtest``: nothing here imports ``fleet``.
+As for ``baton loadtest``, ``fleet/cli/main.py`` sets the context to a function that finds the local
+fleet, since nothing here imports ``fleet``.
 """
 
 import os
-import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +17,8 @@ from rich.table import Table
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from loadtest.client.server import Server, ServerError
-from loadtest.commands.options import FindFleet, fail
-from loadtest.lab.places import PlaceError, fleet_of, in_own_process, machine
+from loadtest.commands.options import FindFleet, fail, typed_command
+from loadtest.lab.places import LabError, fleet_of, machine, run_in_process
 from loadtest.lab.report import show, write_report
 from loadtest.lab.results import LabResults, write_results
 from loadtest.lab.table import LABS, Lab, LabContext
@@ -27,30 +26,31 @@ from loadtest.lab.table import LABS, Lab, LabContext
 
 def lab(
     ctx: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Which; without one they are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Lab to run; omit to list all.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of results.json and report.html. [lab-NAME]")
+        Path | None, typer.Option(help="Folder for results.json and report.html. [lab-NAME]")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer points: under two minutes on two cores.")
+        bool, typer.Option("--quick", help="Measure fewer points: under 2 minutes on two cores.")
     ] = False,
     url: Annotated[
-        str, typer.Option(help="Router of a fleet to ask. Default: the local fleet.")
+        str, typer.Option(help="Router of the fleet to use. Default: the local fleet.")
     ] = "",
     fleet: Annotated[
-        Path | None, typer.Option(help="Fleet file to start a fleet of, for this lab only.")
+        Path | None, typer.Option(help="Fleet file of a fleet to start for this lab only.")
     ] = None,
     api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="An operator's, where there are keys.")
+        str,
+        typer.Option(envvar="OPENAI_API_KEY", help="Operator's API key, if the fleet has keys."),
     ] = "",
     model: Annotated[
-        str, typer.Option(help="Model reference, for labs that run an engine of their own.")
+        str, typer.Option(help="Model reference, for labs with an engine of their own.")
     ] = DEFAULT_MODEL,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Of that engine. Default: the cores, 2 at most.")
+        int | None, typer.Option(min=1, help="Threads of that engine. Default: cores, at most 2.")
     ] = None,
 ) -> None:
-    """Answer one of the questions that operators ask, with a table and a plot.
+    """Run an experiment on a common question of operators, with a table and a plot.
 
     Example: `baton lab chunks --quick --out /tmp/chunks`.
     """
@@ -58,17 +58,14 @@ def lab(
         _list()
         return
     if name not in LABS:
-        fail(f"no lab {name!r}; there are: {', '.join(LABS)}")
+        fail(f"unknown lab {name!r}; use one of {', '.join(LABS)}")
     found = LABS[name]
     context = LabContext(
-        quick=quick,
-        model=model,
-        threads=threads or min(os.cpu_count() or 1, 2),
-        api_key=api_key,
+        quick=quick, model=model, threads=threads or min(os.cpu_count() or 1, 2), api_key=api_key
     )
     try:
         results = _run(found, context, url, fleet, ctx.obj)
-    except (PlaceError, ServerError) as error:
+    except (LabError, ServerError) as error:
         fail(str(error))
     console = Console()
     show(console, results)
@@ -93,17 +90,17 @@ def _run(
     emulated = ""
     if lab.needs == "engine":
         subject = f"{context.model}, {context.threads} threads"
-        findings = in_own_process(lab.name, context)
+        findings = run_in_process(lab.name, context)
     else:
-        with fleet_of(url, fleet, find_fleet, context) as asked:
-            with Server(asked.url, asked.api_key) as server:
+        with fleet_of(url, fleet, find_fleet, context) as target:
+            with Server(target.url, target.api_key) as server:
                 emulated = server.emulated()
-                subject = f"{server.first_model()} at {asked.url}"
-            findings = lab.run(asked)
+                subject = f"{server.first_model()} at {target.url}"
+            findings = lab.run(target)
     return LabResults(
         lab=lab.name,
         question=lab.question,
-        command=_typed(),
+        command=typed_command(sys.argv[1:]),
         created=created,
         machine=machine(),
         load_average=load,
@@ -112,13 +109,3 @@ def _run(
         quick=context.quick,
         findings=findings,
     )
-
-
-def _typed() -> str:
-    """The command line without its secret."""
-    shown: list[str] = []
-    for argument in sys.argv[1:]:
-        hidden = bool(shown) and shown[-1] == "--api-key"
-        secret = argument.startswith("--api-key=")
-        shown.append("…" if hidden else "--api-key=…" if secret else argument)
-    return shlex.join(["baton", *shown])

@@ -1,4 +1,4 @@
-"""An engine that a lab steps by hand, and what it saw of every step and every request."""
+"""Engine that a lab steps by hand, with a record of every step and request."""
 
 import time
 from collections.abc import Sequence
@@ -16,29 +16,29 @@ from baton.types.params import AdapterRef, SamplingParams
 
 
 @dataclass(slots=True)
-class Asked:
-    """One request, on the driver's clock."""
+class DrivenRequest:
+    """Request to the engine, with times on the driver's clock."""
 
     submitted_s: float
-    token_s: list[float] = field(default_factory=list)  # when each token came
+    token_s: list[float] = field(default_factory=list)  # time of each token
     tokens: list[int] = field(default_factory=list)
     ended_s: float | None = None
     error: str = ""
 
     @property
     def ttft_s(self) -> float:
-        """Until the first token."""
+        """Time to the first token in seconds."""
         return self.token_s[0] - self.submitted_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between tokens."""
+        """Times between tokens in seconds."""
         return [float(gap) for gap in np.diff(self.token_s)]
 
 
 @dataclass(slots=True)
 class Step:
-    """One step of the engine."""
+    """Measurements of one engine step."""
 
     seconds: float
     prompt_tokens: int
@@ -48,14 +48,7 @@ class Step:
 
 
 class Driver:
-    """A fresh scheduler and an empty cache over a model that is loaded already.
-
-    Args:
-        llm: Holds the model and the pool.
-        max_batch_requests: Requests in one step.
-        max_step_tokens: Tokens in one step.
-        bounded: Whether chunks are bounded in time, as they are when a fleet serves.
-    """
+    """Fresh scheduler and empty cache for a model. ``bounded`` limits chunks as in a fleet."""
 
     def __init__(
         self,
@@ -67,21 +60,21 @@ class Driver:
     ) -> None:
         self._bounded = bounded
         self.core = EngineCore(llm.runner, SchedulerConfig(max_batch_requests, max_step_tokens))
-        self.requests: dict[str, Asked] = {}
+        self.requests: dict[str, DrivenRequest] = {}
         self.steps: list[Step] = []
         self._vocabulary = llm.artifact.config.vocab_size
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
-        """Random tokens, equal for equal seeds."""
+        """Return random tokens, equal for equal seeds."""
         drawn = np.random.default_rng(seed).integers(0, self._vocabulary, tokens)
         return [int(token) for token in drawn]
 
     def submit(
         self, prompt: Sequence[int], max_tokens: int, adapter: AdapterRef | None = None
-    ) -> Asked:
-        """Queue a request for a greedy answer of exactly so many tokens."""
+    ) -> DrivenRequest:
+        """Queue a request for a greedy response of exactly ``max_tokens`` tokens."""
         name = f"lab-{len(self.requests)}"
-        asked = self.requests[name] = Asked(time.monotonic())
+        request = self.requests[name] = DrivenRequest(time.monotonic())
         spec = RequestSpec(
             kind=Kind.FULL,
             params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
@@ -90,16 +83,16 @@ class Driver:
             adapter=adapter,
             cacheable=False,
         )
-        request = EngineRequest(request_id=name, prompt=list(prompt), spec=spec)
+        engine_request = EngineRequest(request_id=name, prompt=list(prompt), spec=spec)
         try:
-            self.core.scheduler.submit(request, time.monotonic_ns())
+            self.core.scheduler.submit(engine_request, time.monotonic_ns())
         except BatonError as error:
-            asked.error = error.message
-            asked.ended_s = time.monotonic()
-        return asked
+            request.error = error.message
+            request.ended_s = time.monotonic()
+        return request
 
     def step(self) -> None:
-        """One step; its tokens and ends are noted."""
+        """Run one step, and record its tokens and ends."""
         began_ns = time.monotonic_ns()
         plan = self.core.plan(began_ns)
         if not plan.rows:
@@ -107,8 +100,8 @@ class Driver:
             return
         results = self.core.runner.execute(plan)
         now_ns = time.monotonic_ns()
-        told_ns = now_ns - began_ns if self._bounded else 1  # what its bound is computed from
-        events = self.core.apply(plan, results, now_ns, told_ns)
+        step_ns = now_ns - began_ns if self._bounded else 1  # the time limit is computed from it
+        events = self.core.apply(plan, results, now_ns, step_ns)
         load = next(event for event in events if isinstance(event, ev.StepDone))
         seconds = (now_ns - began_ns) / 1e9
         in_use = load.blocks.total - load.blocks.free - load.blocks.cached
@@ -116,7 +109,7 @@ class Driver:
         self._note(events)
 
     def run(self) -> float:
-        """Step until nothing is left; how long it took."""
+        """Step until nothing is left; return the seconds that it took."""
         began_s = time.monotonic()
         while self.core.batch.has_work():
             self.step()
@@ -124,24 +117,24 @@ class Driver:
 
     @property
     def preemptions(self) -> int:
-        """So far."""
+        """Number of preemptions so far."""
         return self.core.batch.preemptions
 
     def _note(self, events: Sequence[ev.Event]) -> None:
         now_s = time.monotonic()
         for event in events:
             if isinstance(event, ev.Tokens):
-                asked = self.requests[event.request_id]
-                asked.token_s += [now_s] * len(event.tokens)
-                asked.tokens += [sampled.token for sampled in event.tokens]
+                request = self.requests[event.request_id]
+                request.token_s += [now_s] * len(event.tokens)
+                request.tokens += [sampled.token for sampled in event.tokens]
             elif isinstance(event, ev.Ended):
-                asked = self.requests[event.request_id]
-                asked.ended_s = now_s
-                asked.error = event.error_message
+                request = self.requests[event.request_id]
+                request.ended_s = now_s
+                request.error = event.error_message
 
 
 def warm(llm: LLM) -> None:
-    """One prompt and some steps that count nowhere."""
+    """Run some requests that are not measured."""
     driver = Driver(llm)
     for seed in range(4):
         driver.submit(driver.prompt(64, seed), 4)

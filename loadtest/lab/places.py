@@ -1,4 +1,4 @@
-"""Where a lab runs: an engine in a process of its own, or a fleet that is there or is started."""
+"""Engine or fleet of a lab: an engine in its own process, or a running or new fleet."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from loadtest.commands.options import FindFleet, say
+from loadtest.commands.options import FindFleet, echo
 from loadtest.lab.results import Findings
 from loadtest.lab.table import LABS, LabContext
 
@@ -20,12 +20,12 @@ _START_LIMIT_S = 600.0
 _STOP_LIMIT_S = 30.0
 
 
-class PlaceError(RuntimeError):
-    """A lab cannot be held; the text says why."""
+class LabError(RuntimeError):
+    """A lab cannot be run; the message has the reason."""
 
 
 def machine() -> str:
-    """The processor and its cores."""
+    """Return the processor name and the number of cores."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -34,12 +34,8 @@ def machine() -> str:
     return f"{found[1] if found else 'unknown processor'}, {os.cpu_count()} cores"
 
 
-def in_own_process(name: str, context: LabContext) -> Findings:
-    """Run an engine's lab in a fresh process, its threads set before torch is imported.
-
-    Raises:
-        PlaceError: It failed; what it said stands on standard error.
-    """
+def run_in_process(name: str, context: LabContext) -> Findings:
+    """Run a lab with an engine in a new process, whose threads are set before torch is imported."""
     threads = str(context.threads)
     environment = {
         **os.environ,
@@ -55,7 +51,7 @@ def in_own_process(name: str, context: LabContext) -> Findings:
         check=False,
     )
     if done.returncode:
-        raise PlaceError(f"the lab's process ended with exit code {done.returncode}")
+        raise LabError(f"the lab's process ended with exit code {done.returncode}")
     return msgspec.json.decode(done.stdout, type=Findings)
 
 
@@ -63,11 +59,7 @@ def in_own_process(name: str, context: LabContext) -> Findings:
 def fleet_of(
     url: str, fleet_file: Path | None, find_fleet: FindFleet | None, context: LabContext
 ) -> Iterator[LabContext]:
-    """The context with a fleet's address: the one named, the one of the file, or the local one.
-
-    Raises:
-        PlaceError: There is none, or it does not start.
-    """
+    """Yield the context with the URL of a fleet: the given one, a new one, or the local one."""
     if fleet_file is not None and not url:
         with _started(fleet_file) as started:
             yield msgspec.structs.replace(context, url=started)
@@ -78,21 +70,20 @@ def fleet_of(
         yield msgspec.structs.replace(context, url=local.url, api_key=key)
         return
     if not url:
-        raise PlaceError("this lab asks a fleet: give --url or --fleet FILE, or `baton up` first")
+        raise LabError("this lab needs a fleet: set --url or --fleet FILE, or run `baton up` first")
     yield msgspec.structs.replace(context, url=url.rstrip("/").removesuffix("/v1"))
 
 
 @contextlib.contextmanager
 def _started(file: Path) -> Iterator[str]:
-    """The URL of a fleet of that file, which ends with the lab."""
-    say(f"[dim]starting a fleet of {file}[/]")
+    echo(f"[dim]starting a fleet of {file}[/]")
     with tempfile.TemporaryDirectory(prefix="baton-lab-") as home:
         output = Path(home) / "output"
-        with output.open("wb") as told:
+        with output.open("wb") as stream:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "fleet.cli.main", "up", str(file)],
                 env={**os.environ, "BATON_HOME": home, "BATON_PORT": "0"},
-                stdout=told,
+                stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -114,15 +105,15 @@ def _wait_ready(process: "subprocess.Popen[bytes]", output: Path) -> str:
         if found := re.search(r"Baton is ready at (\S+)/v1", text):
             return found[1]
         if process.poll() is not None:
-            raise PlaceError(f"the fleet did not start:\n{text[-2000:]}")
+            raise LabError(f"the fleet did not start:\n{text[-2000:]}")
         time.sleep(0.2)
-    raise PlaceError(f"the fleet was not ready after {_START_LIMIT_S:.0f} s")
+    raise LabError(f"the fleet was not ready after {_START_LIMIT_S:.0f} s")
 
 
 def main() -> None:
-    """Entry of the lab's process: the context as JSON comes in, the findings go out."""
+    """Run a lab in this process: read its context from standard input, and write its findings."""
     results = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints is not the findings
+    os.dup2(2, 1)  # keep output of libraries apart from the findings
     context = msgspec.json.decode(sys.stdin.buffer.read(), type=LabContext)
     findings = LABS[sys.argv[1]].run(context)
     with os.fdopen(results, "wb") as out:

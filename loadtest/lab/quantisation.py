@@ -1,4 +1,4 @@
-"""Weights and KV cache in fewer bits: memory, speed, and how far the model's opinion moves."""
+"""Lab: quantised weights and KV cache: memory, speed, and perplexity."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ TEXT = Path(__file__).parent / "alice.txt"
 
 
 def run(context: LabContext) -> Findings:
-    """Each variant on the same text, one engine after another."""
+    """Measure each variant on the same text, one engine after another."""
     scored, steps = (192, 8) if context.quick else (768, 24)
     rows = [
         _examine(context, weights, kv, scored, steps)
@@ -53,10 +53,10 @@ def run(context: LabContext) -> Findings:
                 (f"A decode step, batch {BATCH}", "ms", 4),
             )
         ],
-        sentence=f"{fastest[0]} was the fastest of the quantised: a step of "
-        f"{float(str(fastest[4])):.1f} ms for {float(str(plain[4])):.1f}, weights of "
-        f"{float(str(fastest[1])):.0f} MiB for {float(str(plain[1])):.0f}, perplexity "
-        f"{float(str(fastest[3])):.2f} for {float(str(plain[3])):.2f}.",
+        sentence=f"{fastest[0]} was the fastest quantised variant: steps of "
+        f"{float(str(fastest[4])):.1f} ms instead of {float(str(plain[4])):.1f}, weights of "
+        f"{float(str(fastest[1])):.0f} MiB instead of {float(str(plain[1])):.0f}, perplexity "
+        f"{float(str(fastest[3])):.2f} instead of {float(str(plain[3])):.2f}.",
         notes=["`python -m benchmarks.quality` also examines long contexts and grammars."],
     )
 

@@ -1,4 +1,4 @@
-// The plots of a lab's report.html. Data comes from the element #data; colours follow light and dark mode.
+// Plots of a lab's report.html. Data comes from the element #data; colours follow light and dark mode.
 "use strict";
 (() => {
   const plots = JSON.parse(document.getElementById("data").textContent);

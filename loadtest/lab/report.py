@@ -1,4 +1,4 @@
-"""``report.html`` of a lab, one file that needs nothing else; and its table on the terminal."""
+"""Self-contained ``report.html`` of a lab, and its table for the terminal."""
 
 from pathlib import Path
 
@@ -14,18 +14,18 @@ _HERE = Path(__file__).parent
 
 
 def write_report(folder: Path, results: LabResults) -> Path:
-    """Write ``report.html``."""
+    """Write ``report.html`` to a folder."""
     return write_whole(folder / "report.html", report(results).encode())
 
 
 def report(results: LabResults) -> str:
-    """The page: the question, what was found, the plots, the table, how it was done."""
+    """Return the page: question, findings, plots, table, set-up."""
     plots = msgspec.to_builtins(results.findings.plots)
     return rendered(_HERE, plots, {"shown": shown}, results=results, findings=results.findings)
 
 
 def show(console: Console, results: LabResults) -> None:
-    """Print the table and what was found."""
+    """Print the table and the findings."""
     findings = results.findings
     if results.emulated:
         console.print(

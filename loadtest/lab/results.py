@@ -1,4 +1,4 @@
-"""What a lab has found, as it stands in ``results.json``."""
+"""Results of a lab, in the format of ``results.json``."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,18 +11,14 @@ Cell = str | int | float | None
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One line of a plot; None where it has no value."""
+    """Line of a plot; None for missing values."""
 
     name: str
     y: list[float | None]
 
 
 class Plot(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines over one axis.
-
-    Attributes:
-        x: Where the points are; where these are no numbers, ``labels`` stand at 0, 1, 2 …
-    """
+    """Lines over one axis; for categories, ``labels`` belong to the points 0, 1, 2 of ``x``."""
 
     title: str
     x_label: str
@@ -34,26 +30,18 @@ class Plot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one lab measured.
-
-    Attributes:
-        parameters: Of the set-up.
-        columns: Heads of the table.
-        rows: Its rows, as measured; shown with three digits.
-        sentence: What was found, in one.
-        notes: What a reader must know to believe it.
-    """
+    """Measurements of a lab, with parameters of the set-up."""
 
     parameters: dict[str, Cell]
-    columns: list[str]
-    rows: list[list[Cell]]
+    columns: list[str]  # column heads of the table
+    rows: list[list[Cell]]  # rows of the table, unrounded
     plots: list[Plot]
-    sentence: str
-    notes: list[str] = []
+    sentence: str  # conclusion in one sentence
+    notes: list[str] = []  # conditions of the measurement
 
 
 class LabResults(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of one lab."""
+    """Results of one run of a lab."""
 
     version: Literal[1] = 1
     lab: str
@@ -61,15 +49,15 @@ class LabResults(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     created: str  # ISO 8601, UTC
     machine: str
-    load_average: float  # of the machine at the begin, over a minute: others may work on it
+    load_average: float  # of the machine over the minute before: others may use it
     subject: str  # model or URL
-    emulated: str = ""  # the timing model, where no model ran
+    emulated: str = ""  # timing model of emulated workers
     quick: bool
     findings: Findings
 
 
 def shown(value: Cell) -> str:
-    """A cell as people read it."""
+    """Format a cell for people."""
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -78,6 +66,6 @@ def shown(value: Cell) -> str:
 
 
 def write_results(folder: Path, results: LabResults) -> Path:
-    """Write ``results.json``, whole or not at all."""
+    """Write ``results.json`` to a folder, atomically."""
     content = msgspec.json.format(msgspec.json.encode(results), indent=1)
     return write_whole(folder / "results.json", content)

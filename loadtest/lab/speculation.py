@@ -1,4 +1,4 @@
-"""N-gram speculation on and off, on texts that differ in how well they can be guessed."""
+"""Lab: n-gram speculation on and off, on texts that are more or less predictable."""
 
 import statistics
 import time
@@ -24,21 +24,21 @@ QUICK = ["JSON lines, greedy", "a story, temperature 1"]
 
 @dataclass(frozen=True)
 class Figure:
-    """One case: medians in tokens/s, and what became of the guesses."""
+    """Medians in tokens/s for one case, and the draft tokens of the second engine."""
 
     case: str
     plain_tokens_per_s: float
     speculating_tokens_per_s: float
     ratio: float
-    guesses: int
+    drafted: int
     accepted: int
 
 
 def measure(case: str, plain: LLM, speculating: LLM, tokens: int, rounds: int) -> Figure:
-    """Both engines in turns.
+    """Measure both engines in alternating rounds.
 
     Raises:
-        RuntimeError: They do not give the same tokens.
+        RuntimeError: Their tokens differ.
     """
     prompt, fields = CASES[case]
     speculation = speculating.core.speculation
@@ -54,10 +54,10 @@ def measure(case: str, plain: LLM, speculating: LLM, tokens: int, rounds: int) -
             outputs = llm.generate([prompt], max_tokens=tokens, ignore_eos=True, **params)
             seconds = time.perf_counter() - began
             answers.append([output.token_ids for output in outputs])
-            if turn:  # the first round warms up, and finds the prompt's KV
+            if turn:  # the first round warms up and caches the prompt's KV
                 rates[name].append(sum(map(len, answers[-1])) / seconds)
         if answers[0] != answers[1]:
-            raise RuntimeError(f"{case}: speculation shows in the tokens")
+            raise RuntimeError(f"{case}: the tokens differ with speculation")
     slow = statistics.median(rates["plain"])
     fast = statistics.median(rates["speculating"])
     return Figure(
@@ -71,34 +71,34 @@ def measure(case: str, plain: LLM, speculating: LLM, tokens: int, rounds: int) -
 
 
 def run(context: LabContext) -> Findings:
-    """Each text with and without, in turns; the tokens must be equal."""
+    """Measure each text with and without speculation; the tokens must be equal."""
     plain = LLM(context.model, threads=context.threads, kv_blocks=512)
     speculation = Speculation(NgramProposer())
-    guessing = LLM(context.model, threads=context.threads, kv_blocks=512, speculation=speculation)
+    drafting = LLM(context.model, threads=context.threads, kv_blocks=512, speculation=speculation)
     names = QUICK if context.quick else list(CASES)
     tokens, rounds = (64, 1) if context.quick else (128, 3)
-    figures = [measure(name, plain, guessing, tokens, rounds) for name in names]
-    saved = [figure.accepted / _written(figure, tokens, rounds) for figure in figures]
+    figures = [measure(name, plain, drafting, tokens, rounds) for name in names]
+    saved = [figure.accepted / _output_tokens(figure, tokens, rounds) for figure in figures]
     most = saved.index(max(saved))
     least = saved.index(min(saved))
     return Findings(
-        parameters={"answer tokens": tokens, "rounds": rounds, "numerics": "exact"},
-        columns=["text", "off tok/s", "on tok/s", "on ÷ off", "guesses", "right %", "saved %"],
+        parameters={"output tokens": tokens, "rounds": rounds, "numerics": "exact"},
+        columns=["text", "off tok/s", "on tok/s", "on ÷ off", "drafted", "accepted %", "saved %"],
         rows=[
             [
                 figure.case,
                 figure.plain_tokens_per_s,
                 figure.speculating_tokens_per_s,
                 figure.ratio,
-                figure.guesses,
-                100 * _right(figure),
+                figure.drafted,
+                100 * figure.accepted / max(figure.drafted, 1),
                 100 * share,
             ]
             for figure, share in zip(figures, saved, strict=True)
         ],
         plots=[
             Plot(
-                title="Tokens written a second",
+                title="Output rate",
                 x_label="text",
                 y_label="tokens/s",
                 x=[float(index) for index in range(len(figures))],
@@ -113,17 +113,13 @@ def run(context: LabContext) -> Findings:
         f"{figures[most].ratio:.2f} × as fast; “{names[least]}” {100 * saved[least]:.0f} % and "
         f"{figures[least].ratio:.2f} ×; the tokens were the same.",
         notes=[
-            "saved: rows of decode steps that were not needed, of all; a busy machine does not "
-            "change them by its noise as it does the times.",
-            f"Medians of {rounds} rounds, after one to warm up that also leaves the prompt's KV.",
+            "saved: share of decode rows that were not needed; unlike the times, it does not "
+            "depend on other load on the machine.",
+            f"Medians of {rounds} rounds, after a first one that warms up and caches the prompt.",
         ],
     )
 
 
-def _right(figure: Figure) -> float:
-    return figure.accepted / max(figure.guesses, 1)
-
-
-def _written(figure: Figure, tokens: int, rounds: int) -> int:
-    """Tokens of all answers, those of the first round too."""
+def _output_tokens(figure: Figure, tokens: int, rounds: int) -> int:
+    # includes the first round, whose draft tokens are counted too
     return tokens * (rounds + 1) * int(CASES[figure.case][1].get("n", 1))

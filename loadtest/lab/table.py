@@ -1,4 +1,4 @@
-"""Every lab: its question, what it needs, and the module that holds its ``run``."""
+"""Table of labs: question, requirements, and the module with its ``run``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,33 +11,25 @@ from loadtest.lab.results import Findings
 
 
 class LabContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a lab is told.
+    """Options of a lab."""
 
-    Attributes:
-        quick: Fewer points and repetitions: under two minutes on two cores.
-        model: Reference of the model, for labs that run an engine.
-        threads: Of torch, for these.
-        url: Of the router, for labs that load a fleet; without ``/v1``.
-        api_key: An operator's, where the fleet has keys.
-    """
-
-    quick: bool = False
-    model: str = ""
-    threads: int = 2
-    url: str = ""
-    api_key: str = ""
+    quick: bool = False  # measure fewer points: under two minutes on two cores
+    model: str = ""  # model reference, for labs with an engine
+    threads: int = 2  # threads of that engine
+    url: str = ""  # base URL of the router without ``/v1``, for labs with a fleet
+    api_key: str = ""  # operator's API key, or ""
 
 
 @dataclass(frozen=True)
 class Lab:
-    """One question. ``needs``: an engine in a process of its own, or a fleet."""
+    """Experiment on one question. ``needs`` an engine in its own process, or a fleet."""
 
     name: str
     question: str
     needs: Literal["engine", "fleet"]
 
     def run(self, context: LabContext) -> Findings:
-        """Answer it; an engine's lab imports torch."""
+        """Run the lab. Labs with an engine import torch."""
         run: Callable[[LabContext], Findings] = import_module(f"loadtest.lab.{self.name}").run
         return run(context)
 
@@ -46,12 +38,16 @@ LABS = {
     lab.name: lab
     for lab in (
         Lab("capacity", "How many requests fit into the KV pool, and what happens then?", "engine"),
-        Lab("prefix", "What does a prompt's known beginning save until the first token?", "fleet"),
-        Lab("batching", "What does continuous batching gain over static batches?", "engine"),
-        Lab("cancellation", "How soon is everything free when a client hangs up?", "fleet"),
-        Lab("chunks", "How large may a chunk of a prompt be before answers stutter?", "engine"),
-        Lab("speculation", "Where does n-gram speculation make answers faster?", "engine"),
-        Lab("quantisation", "What do fewer bits save, and what do they lose?", "engine"),
+        Lab(
+            "prefix",
+            "How much sooner is the first token of a prompt with a cached prefix?",
+            "fleet",
+        ),
+        Lab("batching", "How much faster is continuous batching than static batches?", "engine"),
+        Lab("cancellation", "How soon is everything free after a client disconnects?", "fleet"),
+        Lab("chunks", "How large may prompt chunks be before responses stutter?", "engine"),
+        Lab("speculation", "Where does n-gram speculation speed up responses?", "engine"),
+        Lab("quantisation", "What does quantisation save, and what does it cost?", "engine"),
         Lab("adapters", "What does a batch of many LoRA adapters cost?", "engine"),
     )
 }

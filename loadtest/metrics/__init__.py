@@ -1,4 +1,4 @@
-"""Figures from records: of one request, of a run, over several runs. Pure functions.
+"""Figures from records: per request, per run, and over several runs. Pure functions.
 
-Formulas are printed with every table, since tools disagree on what ITL and TPOT mean.
+Tables show the formulas, since tools define ITL and TPOT differently.
 """

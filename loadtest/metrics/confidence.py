@@ -1,10 +1,10 @@
-"""How sure a figure is that was measured a few times."""
+"""Confidence interval of a figure that was measured a few times."""
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Student's t for 95 % in the middle, by degrees of freedom; three seeds have two.
+# Two-sided 95 % quantiles of Student's t by degrees of freedom; three seeds have two.
 _T95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -14,7 +14,7 @@ _T95_LARGE = 1.960
 
 
 class Interval(NamedTuple):
-    """A mean and its 95 % confidence interval; of one value it is infinitely wide."""
+    """Mean with its 95 % confidence interval, which is infinitely wide for one value."""
 
     mean: float
     half_width: float
@@ -22,23 +22,19 @@ class Interval(NamedTuple):
 
     @property
     def low(self) -> float:
-        """Lower end."""
+        """Lower end of the interval."""
         return self.mean - self.half_width
 
     @property
     def high(self) -> float:
-        """Upper end."""
+        """Upper end of the interval."""
         return self.mean + self.half_width
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The mean of independent measurements, one for each seed, with Student's interval.
-
-    Raises:
-        ValueError: There is no value.
-    """
+    """Return the mean of independent measurements, one per seed, with Student's interval."""
     if not values:
-        raise ValueError("an interval of no values")
+        raise ValueError("no values: a confidence interval needs at least one")
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:

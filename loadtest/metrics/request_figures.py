@@ -1,10 +1,11 @@
-"""The figures of one request. All are seconds; None where the request never came so far.
+"""Figures of one request, in seconds; None if the request did not get that far.
 
-The clock starts at the moment the plan wanted the request sent: a client or a server that was busy
-at that moment cannot hide it (coordinated omission).
+Time counts from the intended send: a client or a server that is busy at that moment cannot hide it
+(coordinated omission).
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,45 +14,45 @@ from loadtest.client.records import RequestRecord
 
 FORMULAS = {
     "ttft_s": "first chunk with text − intended send; time to first token",
-    "ttft_from_send_s": "first chunk with text − actual send (to connect is part of it)",
+    "ttft_from_send_s": "first chunk with text − actual send (includes connecting)",
     "second_token_s": "second chunk with text − intended send",
-    "itl_s": "every gap between two chunks of one answer, pooled over all answers",
-    "itl_mean_s": "mean gap of one answer",
-    "itl_worst_tenth_s": "mean of the worst 10 % of an answer's gaps (Mooncake's TBT)",
-    "itl_longest_s": "an answer's longest gap",
-    "tpot_s": "(last chunk − first chunk) ÷ (answer tokens − 1)",
+    "itl_s": "time between two chunks of one response, pooled over all responses",
+    "itl_mean_s": "mean ITL of one response",
+    "itl_worst_tenth_s": "mean of the worst 10 % of a response's ITLs (Mooncake's TBT)",
+    "itl_longest_s": "longest ITL of a response",
+    "tpot_s": "(last chunk − first chunk) ÷ (output tokens − 1)",
     "e2e_s": "end − intended send",
 }
 
 
 def ttft_s(record: RequestRecord) -> float | None:
-    """Time to the first token, from the intended send."""
+    """Return the time to the first token, from the intended send."""
     return record.chunk_s[0] - record.intended_s if record.chunk_s else None
 
 
 def ttft_from_send_s(record: RequestRecord) -> float | None:
-    """Time to the first token, from the actual send."""
+    """Return the time to the first token, from the actual send."""
     return record.chunk_s[0] - record.sent_s if record.chunk_s else None
 
 
 def second_token_s(record: RequestRecord) -> float | None:
-    """Time to the second chunk, where the hand-off between prefill and decode shows."""
+    """Return the time to the second chunk, which shows the cost of a KV transfer."""
     return record.chunk_s[1] - record.intended_s if len(record.chunk_s) > 1 else None
 
 
 def gaps_s(record: RequestRecord) -> NDArray[np.float64]:
-    """Gaps between chunks, shape (chunks - 1,)."""
+    """Return the times between chunks, shape (chunks - 1,)."""
     return np.diff(np.array(record.chunk_s, dtype=np.float64))
 
 
 def itl_mean_s(record: RequestRecord) -> float | None:
-    """Mean gap."""
+    """Return the mean time between chunks."""
     gaps = gaps_s(record)
     return float(gaps.mean()) if gaps.size else None
 
 
 def itl_worst_tenth_s(record: RequestRecord) -> float | None:
-    """Mean of the worst tenth of the gaps, of one gap at least."""
+    """Return the mean of the longest tenth of the times between chunks (at least one)."""
     gaps = np.sort(gaps_s(record))
     if not gaps.size:
         return None
@@ -59,15 +60,15 @@ def itl_worst_tenth_s(record: RequestRecord) -> float | None:
 
 
 def itl_longest_s(record: RequestRecord) -> float | None:
-    """The longest gap."""
+    """Return the longest time between chunks."""
     gaps = gaps_s(record)
     return float(gaps.max()) if gaps.size else None
 
 
 def tpot_s(record: RequestRecord) -> float | None:
-    """Time per output token after the first one; a chunk may hold several tokens.
+    """Return the time per output token after the first; a chunk may contain several tokens.
 
-    Where the server did not count its tokens, its chunks are counted.
+    Without token counts from the server, chunks are counted.
     """
     tokens = answer_tokens(record)
     if len(record.chunk_s) < 2 or tokens < 2:
@@ -76,15 +77,27 @@ def tpot_s(record: RequestRecord) -> float | None:
 
 
 def e2e_s(record: RequestRecord) -> float | None:
-    """From the intended send to the end, of requests that were answered."""
+    """Return the time from the intended send to the end of a complete response."""
     return record.ended_s - record.intended_s if record.end == "ok" else None
 
 
 def answer_tokens(record: RequestRecord) -> int:
-    """Tokens of the answer as the server counted them, else its chunks."""
+    """Return the output tokens as counted by the server, else the number of chunks."""
     return len(record.chunk_s) if record.answer_tokens is None else record.answer_tokens
 
 
 def late_s(record: RequestRecord) -> float:
-    """How late the client turned to the request; how long connecting took is the server's."""
+    """Return the client's delay before it started to connect, which excludes connecting."""
     return record.sent_s - record.intended_s
+
+
+PER_REQUEST: dict[str, Callable[[RequestRecord], float | None]] = {
+    "ttft_s": ttft_s,
+    "ttft_from_send_s": ttft_from_send_s,
+    "second_token_s": second_token_s,
+    "itl_mean_s": itl_mean_s,
+    "itl_worst_tenth_s": itl_worst_tenth_s,
+    "itl_longest_s": itl_longest_s,
+    "tpot_s": tpot_s,
+    "e2e_s": e2e_s,
+}

@@ -1,7 +1,7 @@
-"""A run in figures: distributions, rates, ends, goodput, and whether to believe them."""
+"""Summary of a run: distributions, rates, ends, goodput, and the quality of the measurement."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -11,25 +11,14 @@ from loadtest.client.records import ClientReport, RequestRecord
 from loadtest.metrics import request_figures as figures
 
 MAX_ERROR_S = 0.010
-"""A client that is late by more, or by more than a twentieth of the TTFT, distorts the figures."""
+"""Delay of a client above which figures are distorted; or 5 % of the TTFT, if that is more."""
 
 _MAX_ERROR_SHARE = 0.05
 _MAX_CPU_SHARE = 0.9
 
-_OF_A_REQUEST: dict[str, Callable[[RequestRecord], float | None]] = {
-    "ttft_s": figures.ttft_s,
-    "ttft_from_send_s": figures.ttft_from_send_s,
-    "second_token_s": figures.second_token_s,
-    "itl_mean_s": figures.itl_mean_s,
-    "itl_worst_tenth_s": figures.itl_worst_tenth_s,
-    "itl_longest_s": figures.itl_longest_s,
-    "tpot_s": figures.tpot_s,
-    "e2e_s": figures.e2e_s,
-}
-
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a good request is, and which share of requests must be good."""
+    """Service level objective: limits per request, and the share of requests within them."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -37,15 +26,15 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
     quantile: float = 0.9
 
     def label(self) -> str:
-        """Such as ``goodput@90(ttft 1 s, tpot 0.1 s)``."""
+        """Return a label such as ``goodput@90(ttft 1 s, tpot 0.1 s)``."""
         limits = (("ttft", self.ttft_s), ("tpot", self.tpot_s), ("e2e", self.e2e_s))
         shown = ", ".join(f"{name} {limit:g} s" for name, limit in limits if limit is not None)
-        return f"goodput@{100 * self.quantile:g}({shown or 'any answer'})"
+        return f"goodput@{100 * self.quantile:g}({shown or 'any response'})"
 
     def met_by(self, record: RequestRecord) -> bool:
-        """Whether the whole answer came, within every limit.
+        """Return whether the response is complete and within every limit.
 
-        An answer of one token has no time per token and cannot miss it.
+        A response of one token has no time per token, so it meets that limit.
         """
         if record.end != "ok":
             return False
@@ -58,26 +47,22 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_slo(text: str, quantile: float = 0.9) -> Slo:
-    """An objective as on the command line: ``ttft_s=1,tpot_s=0.1``.
-
-    Raises:
-        ValueError: Another key, a limit that is no positive number, or a quantile outside (0, 1].
-    """
+    """Parse an SLO from the command line: ``ttft_s=1,tpot_s=0.1``."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in ("ttft_s", "tpot_s", "e2e_s"):
-            raise ValueError(f"{key!r} is no limit; such are ttft_s, tpot_s and e2e_s")
+            raise ValueError(f"unknown limit {key!r}: use ttft_s, tpot_s or e2e_s")
         limits[key] = float(value)
         if not limits[key] > 0:
-            raise ValueError(f"{part}: a limit is a positive number of seconds")
+            raise ValueError(f"{part}: a limit must be a positive number of seconds")
     if not 0 < quantile <= 1:
-        raise ValueError(f"a quantile of {quantile:g} is not in (0, 1]")
+        raise ValueError(f"quantile {quantile:g} must be in (0, 1]")
     return Slo(**limits, quantile=quantile)
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles, linear between ranks; of ``count`` values."""
+    """Percentiles, interpolated linearly between ranks, of ``count`` values."""
 
     count: int
     mean: float
@@ -89,7 +74,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, values: Iterable[float] | NDArray[np.float64]) -> "Distribution | None":
-        """The distribution of some values; None of none."""
+        """Return the distribution of some values; None without values."""
         array = np.fromiter(values, dtype=np.float64)
         if not array.size:
             return None
@@ -100,7 +85,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the clients kept up; ``reasons`` is empty where they did."""
+    """Quality of the clients' timing; ``reasons`` has the problems, if any."""
 
     late_send_p99_s: float
     lag_p99_s: float
@@ -109,35 +94,35 @@ class ClientVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def was_bottleneck(self) -> bool:
-        """The figures tell of the client, not only of the server."""
+        """True if the figures depend on the client, not only on the server."""
         return bool(self.reasons)
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A run, without its warm-up."""
+    """Figures of a run, excluding the warm-up."""
 
     warmup_s: float
-    duration_s: float  # from the end of the warm-up (or 0 s) to the last end
-    sent: int  # requests meant to be sent in that time
+    duration_s: float  # from the end of the warm-up to the last end
+    sent: int  # requests planned in that time
     ends: dict[str, int]
-    errors: dict[str, int]  # "429 queue_full" and the like
+    errors: dict[str, int]  # counts by name, such as "429 queue_full"
     distributions: dict[str, Distribution]  # by the names in FORMULAS
     by_group: dict[str, dict[str, Distribution]] = {}  # ttft_s and tpot_s
     prompt_tokens: int
     answer_tokens: int
     cached_tokens: int
-    uncounted: int  # answers without `usage`
-    requests_per_s: float  # answered
+    uncounted: int  # responses without `usage`
+    requests_per_s: float  # complete ones
     prompt_tokens_per_s: float
     answer_tokens_per_s: float
-    tokens_per_chunk: float  # above 1, gaps between chunks are not gaps between tokens
+    tokens_per_chunk: float  # above 1, times between chunks are not times between tokens
     slo: Slo
     good: int
-    attainment: float  # good ÷ sent; what the plan hung up on is in neither
+    attainment: float  # good ÷ sent, both without aborted requests
     good_per_s: float
-    slo_met: bool  # attainment ≥ quantile: then good_per_s is goodput@quantile
+    slo_met: bool  # attainment ≥ quantile; then good_per_s is goodput@quantile
     client: ClientVerdict
-    prefix_tokens_by_source: dict[str, float] = {}  # Baton's own count over the whole run
+    prefix_tokens_by_source: dict[str, float] = {}  # Baton's count over the whole run
 
 
 def summarise(
@@ -148,14 +133,10 @@ def summarise(
     warmup_s: float = 0.0,
     prefix_tokens_by_source: dict[str, float] | None = None,
 ) -> Summary:
-    """The figures of a run.
+    """Summarise a run.
 
-    Args:
-        records: Of all clients, in any order.
-        clients: What each client said of itself.
-        slo: What a good request is.
-        warmup_s: Requests intended before are left out of everything.
-        prefix_tokens_by_source: From Baton's metrics.
+    Requests planned in the first ``warmup_s`` seconds are excluded from all figures.
+    ``prefix_tokens_by_source`` comes from Baton's metrics.
     """
     counted = [record for record in records if record.intended_s >= warmup_s]
     end_s = max((record.ended_s for record in counted), default=warmup_s)
@@ -195,42 +176,38 @@ def summarise(
 
 
 def judge_clients(
-    records: Sequence[RequestRecord],
-    clients: Sequence[ClientReport],
-    ttft: Distribution | None,
+    records: Sequence[RequestRecord], clients: Sequence[ClientReport], ttft: Distribution | None
 ) -> ClientVerdict:
-    """Whether the clients' own delay is small beside what they measured."""
+    """Return whether the clients' own delay is small compared with what they measured."""
     late = Distribution.of(map(figures.late_s, records))
     late_p99_s = late.p99 if late else 0.0
     lag_p99_s = max((client.lag_p99_s for client in clients), default=0.0)
     cpu_share = max((client.cpu_share for client in clients), default=0.0)
     limit_s = max(MAX_ERROR_S, _MAX_ERROR_SHARE * ttft.p50 if ttft else 0.0)
-    limit = f"{1e3 * limit_s:.0f} ms are allowed"
+    limit = f"limit {1e3 * limit_s:.0f} ms"
     reasons = []
     if late_p99_s > limit_s:
         reasons.append(f"1 % of requests were sent over {1e3 * late_p99_s:.0f} ms late ({limit})")
     if lag_p99_s > limit_s:
         reasons.append(f"a client's event loop lagged {1e3 * lag_p99_s:.0f} ms at p99 ({limit})")
     if cpu_share > _MAX_CPU_SHARE:
-        reasons.append(f"a client used {100 * cpu_share:.0f} % of a core: give it more --clients")
+        reasons.append(f"a client used {100 * cpu_share:.0f} % of a core: increase --clients")
     return ClientVerdict(
         late_send_p99_s=late_p99_s, lag_p99_s=lag_p99_s, cpu_share=cpu_share, reasons=reasons
     )
 
 
 def _distributions(records: Sequence[RequestRecord]) -> dict[str, Distribution]:
-    """By name; those without a value are left out."""
     found: dict[str, Distribution | None] = {}
-    for name, figure in _OF_A_REQUEST.items():
+    for name, figure in figures.PER_REQUEST.items():
         found[name] = Distribution.of(v for v in map(figure, records) if v is not None)
-        if name == "second_token_s":  # the pooled gaps stand before those of each request
+        if name == "second_token_s":  # in the table, itl_s comes before itl_mean_s
             gaps = [figures.gaps_s(record) for record in records]
             found["itl_s"] = Distribution.of(np.concatenate(gaps)) if gaps else None
     return {name: distribution for name, distribution in found.items() if distribution}
 
 
 def _by_group(records: Sequence[RequestRecord]) -> dict[str, dict[str, Distribution]]:
-    """TTFT and TPOT of each group and tenant, where there are several."""
     names = {name for record in records for name in (record.group, record.tenant)} - {""}
     found = {}
     for name in sorted(names):
@@ -241,7 +218,7 @@ def _by_group(records: Sequence[RequestRecord]) -> dict[str, dict[str, Distribut
 
 
 def error_name(record: RequestRecord) -> str:
-    """Few enough to count by: the end, the status, and the code before the colon."""
+    """Return a name to count failures by: end, status, and the code before the colon."""
     if record.end == "http_error":
         code = record.detail.partition(":")[0]
         return f"{record.status} {code}".strip() if " " not in code else str(record.status)

@@ -1,1 +1,1 @@
-"""What a run leaves: ``results.json``, ``report.html``, tables on the terminal."""
+"""Results of a run: ``results.json``, ``report.html``, tables on the terminal."""

@@ -1,8 +1,8 @@
-"""Files of a run's folder.
+"""Files in a run's folder.
 
-DIR/results.json     everything: how it was made, the summary, a record of each request
+DIR/results.json     everything: options, summary, one record per request
 DIR/report.html      the same for people
-DIR/partial.jsonl    while it runs, and after Ctrl-C: the records so far, for ``--resume``
+DIR/partial.jsonl    during a run and after Ctrl-C: the records so far, for ``--resume``
 """
 
 from pathlib import Path
@@ -20,11 +20,11 @@ _PARTIAL = "partial.jsonl"
 
 
 class ResultsError(ValueError):
-    """A file that holds no results, or those of something else; the text says what to do."""
+    """Results that cannot be read, or belong to another run; the message has the fix."""
 
 
 class SearchPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One rate that a search tried."""
+    """Result of one rate of a search."""
 
     rate: float
     attainment: float
@@ -34,14 +34,14 @@ class SearchPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """A run, complete or interrupted."""
+    """Results of a run, complete or interrupted."""
 
     version: Literal[1] = VERSION
     command: str
     created: str  # ISO 8601, UTC
     url: str
     model: str
-    server: dict[str, str]  # what is known of it: kind, endpoint, options
+    server: dict[str, str]  # properties of the server: engine, endpoint, options
     workload: str
     seed: int
     parameters: dict[str, str | int | float]
@@ -54,7 +54,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_results(folder: Path, results: Results) -> Path:
-    """Write ``results.json``, whole or not at all."""
+    """Write ``results.json`` to a folder, atomically."""
     return write_whole(folder / _RESULTS, msgspec.json.encode(results))
 
 
@@ -62,7 +62,7 @@ def read_results(path: Path) -> Results:
     """Read a results file, or the one in a folder.
 
     Raises:
-        ResultsError: It can't be read, is of another version, or is something else.
+        ResultsError: The file cannot be read, or is not of this version.
     """
     file = path / _RESULTS if path.is_dir() else path
     try:
@@ -70,24 +70,18 @@ def read_results(path: Path) -> Results:
     except OSError as error:
         raise ResultsError(f"{file}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ResultsError(f"{file} holds no results of version {VERSION}: {error}") from error
+        raise ResultsError(f"{file} has no results of version {VERSION}: {error}") from error
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
-    """The first line of the partial file."""
+    # First line of the partial file.
 
     digest: str
     server: str
 
 
 class Journal:
-    """Records on disk as they come, so that an interrupted run can go on.
-
-    Args:
-        folder: Of the run.
-        digest: Of its plan.
-        server: URL and model.
-    """
+    """Records on disk as they arrive, so that an interrupted run of a plan can be resumed."""
 
     def __init__(self, folder: Path, digest: str, server: str) -> None:
         self._file = folder / _PARTIAL
@@ -95,10 +89,10 @@ class Journal:
         self._stream: IO[bytes] | None = None
 
     def load(self) -> list[RequestRecord]:
-        """The records of the interrupted run; empty where there is none.
+        """Return the records of an interrupted run; empty if there is none.
 
         Raises:
-            ResultsError: The folder's run had another plan or another server.
+            ResultsError: That run had another plan or another server.
         """
         try:
             lines = self._file.read_bytes().split(b"\n")
@@ -111,13 +105,13 @@ class Journal:
         if header != self._header:
             raise ResultsError(
                 f"{self._file} is of another run (options, seed, URL or model differ): "
-                "repeat the command as it was, or begin anew without --resume"
+                "repeat the same command, or start again without --resume"
             )
-        # What follows the last line break was cut off while it was written.
+        # The text after the last line break is an incomplete record.
         return [msgspec.json.decode(line, type=RequestRecord) for line in lines[1:-1]]
 
     def begin(self, kept: list[RequestRecord]) -> None:
-        """Open the file anew with these records."""
+        """Create the file with these records."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._stream = self._file.open("wb")
         self._stream.write(msgspec.json.encode(self._header) + b"\n")
@@ -125,13 +119,13 @@ class Journal:
             self.add(record)
 
     def add(self, record: RequestRecord) -> None:
-        """One more record; on disk when this returns, as far as this process is concerned."""
+        """Append a record, and flush it to the operating system."""
         if self._stream is not None:
             self._stream.write(msgspec.json.encode(record) + b"\n")
             self._stream.flush()
 
     def close(self, *, complete: bool) -> None:
-        """Close the file; a complete run needs it no more."""
+        """Close the file, and delete it if the run is complete."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

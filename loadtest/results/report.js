@@ -1,4 +1,4 @@
-// The plots of report.html. Data comes from the element #data; colours follow light and dark mode.
+// Plots of report.html. Data comes from the element #data; colours follow light and dark mode.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -39,7 +39,7 @@
     plots.push([element, new uPlot({ width, height: 280, ...options }, columns, element)]);
   }
 
-  // Several CDFs have x values of their own: uPlot joins them.
+  // CDFs with different x values are joined by uPlot.
   function cdf(id, names) {
     const found = names.filter(([name]) => data.cdfs[name][0].length);
     if (!found.length) return;
@@ -52,7 +52,7 @@
     });
   }
 
-  // For equal values the highest share counts; a logarithmic axis has no zero.
+  // Keeps the highest share of equal values; a logarithmic axis has no zero.
   function unique([values, shares]) {
     const best = new Map();
     values.forEach((value, i) => best.set(Math.max(value, 1e-5), shares[i]));
@@ -68,7 +68,7 @@
       scales: { x: { time: false }, y: { distr: 3 } },
       axes: [axis(v => v + " s"), axis(short)],
       series: [{ label: "at", value: (_, v) => seconds(v) }, dots("TTFT", colours.series[0], seconds),
-        dots("longest gap", colours.series[1], seconds), dots("failed", colours.bad, v => v == null ? "–" : "failed")],
+        dots("longest ITL", colours.series[1], seconds), dots("failed", colours.bad, v => v == null ? "–" : "failed")],
     });
     const [t, [chunks, underWay, sent, good]] = data.rates;
     draw("goodput", [t, sent, good], {
@@ -80,7 +80,7 @@
       scales: { x: { time: false }, y: { range: (u, low, high) => [0, 1.1 * high || 1] }, n: { range: (u, low, high) => [0, 1.1 * high || 1] } },
       axes: [axis(v => v + " s"), axis(plain), axis(plain, { scale: "n", side: 1, grid: { show: false } })],
       series: [{ label: "at", value: (_, v) => seconds(v) }, line("chunks/s", colours.series[0], plain),
-        line("under way", colours.series[1], plain, { scale: "n" })],
+        line("running", colours.series[1], plain, { scale: "n" })],
     });
     if (data.search.length) {
       const column = i => data.search.map(point => point[i]);
@@ -89,11 +89,11 @@
         axes: [axis(v => v + "/s"), axis(v => Math.round(100 * v) + " %")],
         series: [{ label: "at", value: (_, v) => v == null ? "–" : plain(v) + "/s" },
           line("good", colours.series[0], v => v == null ? "–" : (100 * v).toFixed(1) + " %", { points: { show: true, size: 7 } }),
-          line("asked", colours.bad, v => v == null ? "–" : (100 * v).toFixed(0) + " %", { dash: [6, 4], width: 1 })],
+          line("required", colours.bad, v => v == null ? "–" : (100 * v).toFixed(0) + " %", { dash: [6, 4], width: 1 })],
       });
     }
     cdf("cdf-slow", [["ttft_s", "TTFT"], ["second_token_s", "second token"], ["e2e_s", "E2E"]]);
-    cdf("cdf-fast", [["itl_s", "gap"], ["tpot_s", "TPOT"]]);
+    cdf("cdf-fast", [["itl_s", "ITL"], ["tpot_s", "TPOT"]]);
   }
 
   drawAll();

@@ -1,4 +1,4 @@
-"""``report.html``: one file that needs nothing else, for people who were not there."""
+"""Self-contained ``report.html`` of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def write_report(folder: Path, results: Results) -> Path:
 
 
 def report(results: Results) -> str:
-    """The page: what was asked, the figures with their formulas, plots, the slowest requests."""
+    """Return the page: options, figures with formulas, plots, slowest requests."""
     return rendered(
         _HERE,
         _data(results),

@@ -1,9 +1,6 @@
-"""The lines of the report's plots, from records.
+"""Data for the plots of a report. Times are seconds; a line is (x, y), two equally long lists."""
 
-Times are seconds. A line is (x, y), two lists of equal length.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,20 +17,14 @@ _MAX_BINS = 60
 _MIN_BIN_S = 1.0
 
 CDFS = ("ttft_s", "second_token_s", "itl_s", "tpot_s", "e2e_s")
-_FIGURES: dict[str, Callable[[RequestRecord], float | None]] = {
-    "ttft_s": figures.ttft_s,
-    "second_token_s": figures.second_token_s,
-    "tpot_s": figures.tpot_s,
-    "e2e_s": figures.e2e_s,
-}
 
 
 def cdf(records: Sequence[RequestRecord], name: str) -> Line:
-    """Share of values (0 to 1) over the value, at 200 quantiles."""
+    """Return the cumulative distribution of a figure: (values, shares from 0 to 1)."""
     if name == "itl_s":
         values = np.concatenate([figures.gaps_s(record) for record in records] or [np.empty(0)])
     else:
-        found = (_FIGURES[name](record) for record in records)
+        found = (figures.PER_REQUEST[name](record) for record in records)
         values = np.array([value for value in found if value is not None])
     if not values.size:
         return [], []
@@ -44,9 +35,9 @@ def cdf(records: Sequence[RequestRecord], name: str) -> Line:
 def latency_over_time(
     records: Sequence[RequestRecord],
 ) -> tuple[list[float], list[list[float | None]]]:
-    """Dots of each request at its intended send: TTFT, longest gap, failed (at 0).
+    """Return (times, [TTFT, longest ITL, 0 if failed]) of each request by its intended send.
 
-    Of more than 4,000 requests every k-th one is shown.
+    Of more than 4,000 requests every k-th one is included.
     """
     step = max(1, -(-len(records) // _MAX_DOTS))
     shown = sorted(records, key=lambda record: record.intended_s)[::step]
@@ -62,7 +53,7 @@ def latency_over_time(
 def rates_over_time(
     records: Sequence[RequestRecord], slo: Slo
 ) -> tuple[list[float], list[list[float | None]]]:
-    """Per bin of a second or more: chunks/s, requests under way, sent/s, good/s (by intent)."""
+    """Return bin centres and, per bin, chunks/s, running requests, sent/s and good/s."""
     end_s = max((record.ended_s for record in records), default=0.0)
     begin_s = min((record.intended_s for record in records), default=0.0)
     if end_s <= begin_s:
@@ -83,7 +74,7 @@ def rates_over_time(
 
 
 def slowest(records: Sequence[RequestRecord], count: int = 20) -> list[RequestRecord]:
-    """The requests with the largest TTFT, then the failed ones: whom to ask about."""
+    """Return the requests with the largest TTFT, then failed ones."""
     failed = [record for record in records if record.end not in ("ok", "aborted")]
     answered = [record for record in records if record.end == "ok"]
     answered.sort(key=lambda record: figures.ttft_s(record) or 0.0, reverse=True)

@@ -1,4 +1,4 @@
-"""A run as tables on the terminal."""
+"""Tables of a run for the terminal."""
 
 import math
 
@@ -16,17 +16,17 @@ _COLUMNS = ("p50", "p90", "p95", "p99", "max")
 
 
 def seconds(value: float) -> str:
-    """Milliseconds below a second, three digits or so."""
+    """Format a duration: milliseconds below a second, about three digits."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{1e3 * value:.0f} ms" if value >= 0.1 else f"{1e3 * value:.1f} ms"
 
 
 def show(console: Console, results: Results) -> None:
-    """Print a run: latencies with their formulas, rates, ends, goodput, the client's own lag."""
+    """Print a run: latencies with formulas, rates, ends, goodput, client lag."""
     summary = results.summary
     if note := results.server.get("emulated"):
-        console.print(Text(f"EMULATED WORKERS: {note}; answers are made up", style="bold yellow"))
+        console.print(Text(f"EMULATED WORKERS: {note}; tokens are made up", style="bold yellow"))
     console.print(_latencies(summary))
     console.print(_formulas(summary))
     console.print(_rates(summary))
@@ -55,16 +55,7 @@ def _formulas(summary: Summary) -> Text:
 
 
 def _cells(distribution: Distribution) -> list[str]:
-    return [
-        seconds(value)
-        for value in (
-            distribution.p50,
-            distribution.p90,
-            distribution.p95,
-            distribution.p99,
-            distribution.max,
-        )
-    ]
+    return [seconds(getattr(distribution, column)) for column in _COLUMNS]
 
 
 def _rates(summary: Summary) -> Table:
@@ -75,11 +66,11 @@ def _rates(summary: Summary) -> Table:
     if summary.errors:
         errors = ", ".join(f"{count} × {name}" for name, count in sorted(summary.errors.items()))
         table.add_row("failures", escape(errors))
-    table.add_row("answered", f"{summary.requests_per_s:.2f} requests/s")
+    table.add_row("completed", f"{summary.requests_per_s:.2f} requests/s")
     table.add_row(
         "tokens",
-        f"{summary.prompt_tokens_per_s:.0f} read/s, {summary.answer_tokens_per_s:.1f} written/s, "
-        f"{summary.tokens_per_chunk:.2f} for each chunk",
+        f"{summary.prompt_tokens_per_s:.0f} prompt/s, {summary.answer_tokens_per_s:.1f} output/s, "
+        f"{summary.tokens_per_chunk:.2f} per chunk",
     )
     cached = summary.cached_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
     table.add_row(
@@ -91,7 +82,7 @@ def _rates(summary: Summary) -> Table:
     verdict = "met" if summary.slo_met else "missed"
     table.add_row(
         summary.slo.label(),
-        f"{verdict}: {summary.attainment:.1%} of requests sent were good, "
+        f"{verdict}: {summary.attainment:.1%} of the requests sent were good, "
         f"{summary.good_per_s:.2f} good requests/s",
     )
     return table
@@ -114,7 +105,7 @@ def _groups(summary: Summary) -> Table:
 
 
 def search_table(points: list[SearchPoint]) -> Table:
-    """The rates that were tried, ascending."""
+    """Return the tried rates, ascending."""
     table = Table("requests/s", "good", "good/s", "", title="search", title_justify="left")
     for point in sorted(points, key=lambda point: point.rate):
         mark = "[green]met[/]" if point.met else "[red]missed[/]"
@@ -141,7 +132,7 @@ def _verdicts(results: Results) -> list[Text | Group]:
     if summary.uncounted:
         lines.append(
             Text(
-                f"{summary.uncounted} answers came without usage: their chunks are counted",
+                f"{summary.uncounted} responses without usage: their chunks are counted",
                 style="yellow",
             )
         )
@@ -149,7 +140,7 @@ def _verdicts(results: Results) -> list[Text | Group]:
         lines.append(
             Text(
                 f"interrupted after {len(results.records)} of {results.planned_requests} requests; "
-                "--resume goes on",
+                "continue with --resume",
                 style="bold yellow",
             )
         )
@@ -159,21 +150,19 @@ def _verdicts(results: Results) -> list[Text | Group]:
 def comparison_table(
     rows: list[tuple[str, float | None, float | None, Interval | None]], names: tuple[str, str]
 ) -> Table:
-    """A against B.
+    """Return a table of A and B from rows (name, A, B, interval of B ÷ A over seeds).
 
-    Args:
-        rows: (what, A, B, interval of B ÷ A over seeds); None where there is none.
-        names: Of A and B.
+    ``names`` are the names of A and B.
     """
     table = Table("", *map(escape, names), "B ÷ A", "95 %", title="A and B", title_justify="left")
     for what, a, b, ratio in rows:
         is_time = what.split()[0].endswith("_s")
         cells = ["–" if value is None else _value(value, is_time) for value in (a, b)]
-        sure = ""
+        confidence = ""
         if ratio is not None and math.isfinite(ratio.half_width):
-            sure = f"{ratio.low:.2f} to {ratio.high:.2f} ({ratio.runs} seeds)"
+            confidence = f"{ratio.low:.2f} to {ratio.high:.2f} ({ratio.runs} seeds)"
         quotient = f"{ratio.mean:.2f}" if ratio is not None else "–"
-        table.add_row(what, *cells, quotient, sure)
+        table.add_row(what, *cells, quotient, confidence)
     for column in table.columns[1:]:
         column.justify = "right"
     return table

@@ -1,1 +1,1 @@
-"""The fleet's own machines under a virtual clock."""
+"""Simulator: the fleet's own state machines under a virtual clock."""

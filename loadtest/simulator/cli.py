@@ -1,7 +1,8 @@
-"""``baton simulate``: a trace through the fleet's own machines in virtual time."""
+"""``baton simulate``: runs a trace through the fleet's own state machines in virtual time."""
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,64 +10,57 @@ import typer
 from rich.console import Console
 
 from baton.engine.emulated_timing import H100_70B, TIMINGS
+from loadtest.commands.options import with_options
 from loadtest.simulator.network import LINKS
 from loadtest.simulator.policies import FLEET, POLICIES
 from loadtest.simulator.report import Figures, Slo, as_json, figures, table
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.workloads.traces import TraceError, read_trace
-from router.request import Mode
 
 ALL = "all"
 
 
+@with_options(
+    "policy",
+    "timing",
+    "link",
+    "memory_bytes_per_s",
+    "block_tokens",
+    "max_batch_requests",
+    "max_step_tokens",
+    "max_queued_requests",
+    "check_every_step",
+)
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="Mooncake's JSONL or Azure's CSV.")],
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers; 0: colocated.")] = 8,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 8,
+    trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV file.")],
+    setup: Setup,
     policy: Annotated[
-        str, typer.Option(help=f"{FLEET}, {', '.join(POLICIES)}, or {ALL} in turn.")
+        str, typer.Option(help=f"Routing policy: {FLEET}, {', '.join(POLICIES)}, or {ALL}.")
     ] = FLEET,
-    json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
-    mode: Annotated[str, typer.Option(help="disaggregated, colocated or auto.")] = "disaggregated",
-    worker: Annotated[str, typer.Option(help=f"{', '.join(TIMINGS)}.")] = H100_70B.name,
-    link: Annotated[str, typer.Option(help=f"{', '.join(LINKS)}.")] = "between-nodes",
-    nodes: Annotated[
-        int, typer.Option(min=0, help="With NVLink inside, --link between; 0: one for each worker.")
-    ] = 0,
-    prefill_kv_tokens: Annotated[int, typer.Option(min=1024)] = 3_100_160,
-    decode_kv_tokens: Annotated[int, typer.Option(min=1024)] = 1_048_576,
-    memory_kv_tokens: Annotated[
-        int, typer.Option(min=0, help="Below each prefill worker's pool; 0: none.")
-    ] = 0,
-    pull: Annotated[bool, typer.Option(help="Workers pull prefixes from each other.")] = True,
-    limit: Annotated[int | None, typer.Option(min=1, help="The first so many requests.")] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="Divides gaps.")] = 1.0,
-    spread_s: Annotated[float, typer.Option(min=0, help="Arrivals within a tick.")] = 3.0,
-    mtbf_s: Annotated[float, typer.Option(min=0, help="Of a worker; 0: none dies.")] = 0.0,
-    repair_s: Annotated[float, typer.Option(min=0, help="Until a dead one is back.")] = 30.0,
-    ttft_s: Annotated[float, typer.Option(min=0, help="A good request's first token.")] = 10.0,
-    tpot_s: Annotated[float, typer.Option(min=0, help="A good request's pace.")] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Output file for the figures.")] = None,
+    worker: Annotated[
+        str, typer.Option(help=f"Timing model: {', '.join(TIMINGS)}.")
+    ] = H100_70B.name,
+    link: Annotated[
+        str, typer.Option(help=f"Link between workers: {', '.join(LINKS)}.")
+    ] = "between-nodes",
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None,
+    ttft_s: Annotated[float, typer.Option(min=0, help="TTFT limit of a good request.")] = 10.0,
+    tpot_s: Annotated[float, typer.Option(min=0, help="TPOT limit of a good request.")] = 0.1,
 ) -> None:
-    """Simulate a fleet under a trace: real routing, queues, schedulers and hand-offs, no model.
+    """Simulate a fleet under a trace: real routing, queues, schedulers, KV transfers; no model.
 
-    Worker times are a linear model, described in docs/design/simulator.md. The same arguments give
-    the same bytes of JSON.
+    Step times come from a linear model, described in docs/design/simulator.md. The same arguments
+    give the same bytes of JSON.
     """
-    modes: dict[str, Mode] = {
-        "disaggregated": "disaggregated",
-        "colocated": "colocated",
-        "auto": "auto",
-    }
     for value, allowed, option in (
         (policy, [FLEET, *POLICIES, ALL], "--policy"),
-        (mode, modes, "--mode"),
         (worker, TIMINGS, "--worker"),
         (link, LINKS, "--link"),
     ):
         if value not in allowed:
             raise typer.BadParameter(
-                f"{value!r} is none of {', '.join(allowed)}", param_hint=option
+                f"{value!r} is unknown; use one of {', '.join(allowed)}", param_hint=option
             )
     try:
         requests = read_trace(trace, limit)
@@ -76,26 +70,9 @@ def simulate(
     results: dict[str, Figures] = {}
     written: list[bytes] = []
     for name in [*POLICIES, FLEET] if policy == ALL else [policy]:
-        setup = Setup(
-            prefill_workers=prefill,
-            decode_workers=decode,
-            policy=name,
-            mode=modes[mode],
-            timing=TIMINGS[worker],
-            link=LINKS[link],
-            nodes=nodes,
-            prefill_kv_tokens=prefill_kv_tokens,
-            decode_kv_tokens=decode_kv_tokens,
-            memory_kv_tokens=memory_kv_tokens,
-            pull_prefixes=pull,
-            spread_s=spread_s,
-            speed=speed,
-            mtbf_s=mtbf_s,
-            repair_s=repair_s,
-            seed=seed,
-        )
+        fleet = replace(setup, policy=name, timing=TIMINGS[worker], link=LINKS[link])
         began_s = time.perf_counter()
-        simulation = Simulation(setup, requests)
+        simulation = Simulation(fleet, requests)
         simulation.run()
         results[name] = figures(simulation, requests, slo)
         written.append(as_json(simulation, results[name], slo))

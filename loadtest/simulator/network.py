@@ -1,6 +1,6 @@
-"""How long KV takes from worker to worker: a latency, a rate, and one transfer at a time per end.
+"""Network between workers: a latency, a rate, and one transfer at a time per end.
 
-The constants are lines through NCCL's send/recv times on H100 as microsoft/vidur profiled them
+The constants are linear fits to NCCL's send/recv times on H100 from microsoft/vidur
 (``data/profiling/network/h100_dgx/send_recv.csv``, MIT): medians of 994 sizes from 2 KB to 67 MB,
 least squares of relative errors. Half of the points lie within 3 % of the line, 95 % within 13 %.
 """
@@ -13,13 +13,13 @@ CONTROL_NS = 250_000  # a message without KV; measured: a unary gRPC call takes 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One direction between two workers."""
+    """Latency and rate of one direction between two workers."""
 
     latency_s: float
     bytes_per_s: float
 
     def seconds(self, payload_bytes: float) -> float:
-        """One message alone."""
+        """Return the time for a message alone."""
         return self.latency_s + payload_bytes / self.bytes_per_s
 
 
@@ -31,12 +31,10 @@ LINKS = {
 
 
 class Network:
-    """All links. A worker sends one message at a time, and receives one.
+    """Network of all workers. A worker sends one message at a time, and receives one.
 
-    Args:
-        link: Between workers of two nodes.
-        nodes: Workers are dealt out to so many by their numbers; 0: each has one of its own.
-        within: Between workers of one node.
+    Workers are distributed over ``nodes``, with the link ``within`` inside a node; with 0 nodes
+    each worker has its own.
     """
 
     def __init__(self, link: Link, nodes: int = 0, within: Link = LINKS["nvlink"]) -> None:
@@ -47,18 +45,18 @@ class Network:
         self._receives_until_ns: defaultdict[str, int] = defaultdict(int)
 
     def node(self, worker_id: str) -> str:
-        """Where a worker is; "" where each is elsewhere."""
+        """Return the node of a worker; "" if each worker has its own."""
         if not self._nodes:
             return ""
         return f"node-{int(worker_id.rpartition('-')[2]) % self._nodes}"
 
     def seconds(self, source: str, target: str, payload_bytes: float) -> float:
-        """One message alone."""
+        """Return the time for a message alone."""
         near = self._nodes and self.node(source) == self.node(target)
         return (self._within if near else self.link).seconds(payload_bytes)
 
     def send(self, source: str, target: str, payload_bytes: float, now_ns: int) -> int:
-        """When a message that is ready now will have arrived."""
+        """Send a message that is ready now; return its time of arrival."""
         free_ns = max(self._sends_until_ns[source], self._receives_until_ns[target])
         end_ns = max(free_ns, now_ns) + round(self.seconds(source, target, payload_bytes) * 1e9)
         self._sends_until_ns[source] = self._receives_until_ns[target] = end_ns

@@ -1,6 +1,6 @@
-"""Ways to choose the worker that computes a prompt, to compare with the fleet's own (``fleet``).
+"""Routing policies for comparison with the fleet's own (``fleet``).
 
-Each sees what the fleet's sees: the last reports, what was booked since, and the prefix index.
+Each uses the same data: last reports, bookings since, and the prefix index.
 """
 
 import random
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from router.routing.placement.cost import WorkerLoad
 
 Policy = Callable[[Sequence[WorkerLoad], int, int, random.Random], WorkerLoad]
-"""(workers that compute prompts, prompt tokens, number of the request, draws) to one of them."""
+"""Maps (workers that compute prompts, prompt tokens, request number, random source) to a worker."""
 
 FLEET = "fleet"
 
@@ -21,35 +21,35 @@ def _uncached_tokens(worker: WorkerLoad, prompt_tokens: int) -> int:
 def round_robin(
     workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
 ) -> WorkerLoad:
-    """One after the other."""
+    """Choose workers in turn."""
     return workers[number % len(workers)]
 
 
 def at_random(
     workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
 ) -> WorkerLoad:
-    """Any."""
+    """Choose a worker at random."""
     return draw.choice(workers)
 
 
 def least_loaded(
     workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
 ) -> WorkerLoad:
-    """The one with the fewest prompt tokens to compute."""
+    """Choose the worker with the fewest queued prompt tokens."""
     return min(workers, key=lambda worker: (worker.queued_tokens, draw.random()))
 
 
 def longest_prefix(
     workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
 ) -> WorkerLoad:
-    """The one that holds most of the prompt; among equals the first."""
+    """Choose the worker with the longest cached prefix; the first among equals."""
     return max(workers, key=lambda worker: worker.cached_blocks)
 
 
 def plain_cost(
     workers: Sequence[WorkerLoad], prompt_tokens: int, number: int, draw: random.Random
 ) -> WorkerLoad:
-    """The fewest tokens to compute before the answer begins: those queued, and the prompt's own."""
+    """Choose the worker with the fewest queued and own uncached tokens to compute."""
 
     def tokens(worker: WorkerLoad) -> tuple[int, float]:
         return worker.queued_tokens + _uncached_tokens(worker, prompt_tokens), draw.random()

@@ -1,8 +1,7 @@
-"""Leading blocks of a prompt on their way from other workers' caches into one's own.
+"""Simulated pull of a prompt's prefix from other workers' caches.
 
-What ``decode_worker.prefix_pull`` has real machines do, done here by the same engine commands: a
-reservation at the one worker, HELD blocks at the other, and one message for all bytes; then the
-next worker that has more.
+Uses the same engine commands as ``decode_worker.prefix_pull``: a reservation at the target, HELD
+blocks at the source, and one message for all bytes; then the next source that has more.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +23,7 @@ _PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
 class _Link:
-    """A pull from one worker; it ends once, whatever becomes of either worker.
-
-    Args:
-        record: The request.
-        target: The worker that is to compute the rest.
-        source: The worker that holds the blocks.
-        blocks: How many, from the prompt's first on.
-        block_bytes: Of one block's KV.
-        clock: Of the simulation.
-        network: Between the workers.
-        on_end: Called at the end, also when nothing came.
-    """
+    """Pull of leading blocks from one source; it ends exactly once, also without blocks."""
 
     def __init__(
         self,
@@ -64,7 +52,6 @@ class _Link:
         self._ended = False
 
     def begin(self) -> None:
-        """Ask for pages, and then the source."""
         self._submit(self._target, Kind.REMOTE, self._on_target, emitted=(None,))
 
     def _submit(
@@ -101,7 +88,7 @@ class _Link:
                 self._send()
             case ev.Revoked():
                 generation = event.generation
-                self._target.tell(lambda scheduler: scheduler.drained(self._id, generation))
+                self._target.send(lambda scheduler: scheduler.drained(self._id, generation))
                 self._give_up()
             case ev.Ended():
                 self._end()
@@ -120,7 +107,7 @@ class _Link:
         match event:
             case ev.PromptDone() if not self._ended:
                 bind = partial(Scheduler.bind, request_id=self._id, generation=self._generation)
-                self._clock.after(CONTROL_NS, lambda: self._target.tell(bind))
+                self._clock.after(CONTROL_NS, lambda: self._target.send(bind))
             case ev.Ended() if event.error_code:
                 self._clock.after(CONTROL_NS, self._give_up)
             case _:
@@ -150,17 +137,17 @@ class _Link:
         seconds = (self._clock.now_ns - self._began_ns) / 1e9
         self._target.note_transfer(self._source.worker_id, self._bytes, seconds)
         self._record.pulled_blocks += self._blocks - self._skip_blocks
-        self._target.tell(
+        self._target.send(
             lambda scheduler: scheduler.commit(self._id, self._generation, (), self._clock.now_ns)
         )
 
     def _release(self) -> None:
-        self._source.tell(lambda scheduler: scheduler.release(self._id))
+        self._source.send(lambda scheduler: scheduler.release(self._id))
 
     def _give_up(self) -> None:
         if not self._ended:
             self._release()
-            self._target.tell(lambda scheduler: scheduler.cancel(self._id))
+            self._target.send(lambda scheduler: scheduler.cancel(self._id))
             self._end()
 
     def _end(self) -> None:
@@ -170,16 +157,10 @@ class _Link:
 
 
 class PrefixPull:
-    """What a request pulls: one link after the other.
+    """Pulls of one request, one source after the other.
 
-    Args:
-        record: The request.
-        target: The worker that is to compute the rest.
-        links: Workers that hold leading blocks, and how many, in the order to ask them.
-        block_bytes: Of one block's KV.
-        clock: Of the simulation.
-        network: Between the workers.
-        on_end: Called at the end of the last, also when nothing came.
+    ``links`` has the sources and their numbers of leading blocks, in order. ``on_end`` is called at
+    the end of the last pull, also without blocks.
     """
 
     def __init__(
@@ -207,7 +188,7 @@ class PrefixPull:
         self._on_end = on_end
 
     def begin(self) -> None:
-        """Ask the next worker, or say that there is none left."""
+        """Pull from the next source, or end."""
         link = next(self._left, None)
         if link is None or not self._target.alive:
             self._on_end()

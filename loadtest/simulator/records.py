@@ -1,4 +1,4 @@
-"""One simulated request and all that came of it."""
+"""Record of one simulated request."""
 
 from dataclasses import dataclass, field
 
@@ -10,50 +10,42 @@ HASH_SEED = hash_seed(b"simulated", "simulated", "simulated")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Record:
-    """A request of the trace. Times are virtual nanoseconds; 0: it never came to that.
+    """Request of a trace, with its results. Times are virtual nanoseconds; 0 if never reached.
 
     Attributes:
-        request: As the router sees it; its limit on the answer is not the answer's length.
-        answer_tokens: How long the answer will be.
-        hashes: Names of the prompt's full blocks.
-        blocks: How many blocks the prompt has, a partial one at its end included.
-        placed_ns: When it left the router's queue for the first time.
-        computed_on: The worker that computed the prompt.
-        cached_tokens: Of the prompt, there.
-        pulled_blocks: Of them, that came from another worker's cache.
-        predicted_first_s: What the router expected from its placement to the first token.
-        regret_s: By how much another prefill worker would have been faster, by what the simulator
-            knows of all queues; None where it was not asked.
-        exposed_ns: From the first to the second token.
-        error: Code of the error that ended it; empty for an answer.
+        request: Request as the router receives it; its limit is not the response's length.
+        predicted_first_s: Router's prediction of the time from placement to the first token.
+        regret_s: Time that the best prefill worker would have saved, by the true queues of all
+            workers; None if not computed.
+        exposed_ns: Time from the first to the second token.
     """
 
     request: GenerationRequest = field(repr=False)
-    answer_tokens: int
-    hashes: list[bytes] = field(repr=False)
-    blocks: int
+    answer_tokens: int  # output tokens of the response
+    hashes: list[bytes] = field(repr=False)  # block hashes of the prompt's full blocks
+    blocks: int  # blocks of the prompt, including a partial one at its end
     ticket: int = 0
     attempt: int = 0
-    computed_attempt: int = 0  # the last that yielded a token
+    computed_attempt: int = 0  # the last attempt that yielded a token
     admitted: bool = False
     prefill_id: str | None = None
     decode_id: str | None = None
-    placed_ns: int = 0
+    placed_ns: int = 0  # time when it first left the router's queue
     started_ns: int = 0
     first_ns: int = 0
     second_ns: int = 0
     last_ns: int = 0
     ended_ns: int = 0
-    computed_on: str = ""
-    cached_tokens: int = 0
-    pulled_blocks: int = 0
+    computed_on: str = ""  # id of the worker that computed the prompt
+    cached_tokens: int = 0  # prompt tokens cached on that worker
+    pulled_blocks: int = 0  # blocks of these that came from another worker's cache
     transfer_bytes: float = 0.0
     transfer_ns: int = 0
     longest_gap_ns: int = 0
     tokens: int = 0
     predicted_first_s: float = 0.0
     regret_s: float | None = None
-    error: str = ""
+    error: str = ""  # code of the error that ended it, or ""
     ends: int = 0
     wants_prefill: bool = False
     died_holding: set[bytes] = field(default_factory=set)
@@ -61,26 +53,26 @@ class Record:
 
     @property
     def id(self) -> str:
-        """The request id."""
+        """Id of the request."""
         return self.request.request_id
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """Number of prompt tokens."""
         return len(self.request.prompt)
 
     @property
     def sent(self) -> bool:
-        """Whether the client has a part of the answer."""
+        """True if the client has received tokens."""
         return self.tokens > 0
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another worker can go on behind what has come of the answer."""
+        """True if another worker can resume the response."""
         return self.sent
 
     def on_tokens(self, first_ns: int, last_ns: int, count: int) -> None:
-        """A run of tokens reached the client, evenly between these times."""
+        """Record tokens that reached the client evenly between these times."""
         if not self.tokens:
             self.first_ns = first_ns
         else:

@@ -1,6 +1,7 @@
-"""What a simulation comes to: figures as plain data, and a table."""
+"""Results of a simulation: figures as plain data, and a table."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from statistics import fmean
 
 import msgspec
@@ -14,14 +15,13 @@ from loadtest.workloads.traces import TraceRequest
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request must meet to count as good, failures included in what was sent."""
+    """Limits that a good request must meet."""
 
     ttft_s: float = 10.0
     tpot_s: float = 0.1
 
 
 def _seconds(values_ns: Sequence[float]) -> Distribution:
-    """Of nanoseconds, in seconds to the microsecond; all zero where there are none."""
     found = Distribution.of(np.asarray(values_ns, dtype=np.float64) / 1e9)
     if found is None:
         return Distribution(count=0, mean=0.0, p50=0.0, p90=0.0, p95=0.0, p99=0.0, max=0.0)
@@ -30,25 +30,17 @@ def _seconds(values_ns: Sequence[float]) -> Distribution:
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Shares are between 0 and 1.
+    """Figures of one run. Shares are between 0 and 1.
 
     Attributes:
-        hit_share: Blocks of prompts found where the prompt was computed, of all blocks of all
-            prompts (partial ones at their ends included, which are never found).
-        pulled_share: Of all blocks, those that came from another worker's cache.
-        bound_share: The same of one endless cache that has computed every earlier prompt.
-        max_to_mean_work: Prompt tokens computed by the busiest worker of those that compute
-            prompts, by their mean.
-        ttft: Arrival at the router to the first token.
-        tpot: (last - first) / (tokens - 1) of each answer of two tokens or more.
-        second_token: From the first to the second token: a decode step, and the exposed transfer.
-        longest_gap: Of each answer.
-        queue: Arrival to the prompt's first step: router and worker together.
-        good_per_s: Requests per second that meet the SLO, of those sent.
+        hit_share: Share of all prompt blocks that were cached where the prompt was computed.
+            Partial blocks at the end of prompts count and are never cached.
+        second_token: Time from the first to the second token: a decode step, and the exposed
+            transfer.
         prediction_error: |predicted - actual| time from placement to the first token (policy
             ``fleet`` only).
-        regret: Of every 16th placement: by how much the prompt would have been computed sooner on
-            the best worker, by queues that only the simulator can see.
+        regret: Time that the best worker would have saved, by the true queues, for every 16th
+            placement.
     """
 
     requests: int
@@ -56,20 +48,20 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, int]
     duration_s: float
     hit_share: float
-    pulled_share: float
-    bound_share: float
-    max_to_mean_work: float
+    pulled_share: float  # share of all blocks that came from another worker's cache
+    bound_share: float  # share of blocks cached in one unlimited cache of every earlier prompt
+    max_to_mean_work: float  # maximum / mean of the prompt tokens computed per worker
     busy_share: float
-    ttft: Distribution
-    tpot: Distribution
+    ttft: Distribution  # time from arrival at the router to the first token
+    tpot: Distribution  # (last - first) / (tokens - 1) of responses of two tokens or more
     e2e: Distribution
     second_token: Distribution
-    longest_gap: Distribution
-    queue: Distribution
+    longest_gap: Distribution  # longest ITL of each response
+    queue: Distribution  # time from arrival to the prompt's first step, in router and worker
     transfer: Distribution
     transfer_gb: float
     good_share: float
-    good_per_s: float
+    good_per_s: float  # good requests per second; failed ones are not good
     prediction_error: Distribution
     regret: Distribution
     preemptions: int
@@ -79,7 +71,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bound_share(trace: Sequence[TraceRequest]) -> float:
-    """Blocks that were in an earlier prompt, of all blocks; 0 where the trace has no hashes."""
+    """Return the share of blocks that an earlier prompt has; 0 for a trace without hashes."""
     seen: set[int] = set()
     total = found = 0
     for request in trace:
@@ -90,7 +82,7 @@ def bound_share(trace: Sequence[TraceRequest]) -> float:
 
 
 def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> Figures:
-    """Of a simulation that has run."""
+    """Compute the figures of a finished simulation."""
     setup = simulation.setup
     records = simulation.records
     answered = [record for record in records if not record.error]
@@ -160,7 +152,6 @@ def _ttft_ns(record: Record) -> int:
 
 
 def _busy_s(simulation: Simulation) -> float:
-    """Mean time that a worker of those that compute prompts spent in steps."""
     setup = simulation.setup
     role = "prefill" if setup.prefill_workers else "decode"
     busy_ns = sum(life.busy_ns for life in simulation.lives if life.role == role)
@@ -182,33 +173,20 @@ def _max_to_mean_work(simulation: Simulation) -> float:
 
 
 def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
-    """The figures and what they are of, the same bytes for the same run."""
+    """Return setup and figures as JSON, the same bytes for the same run."""
     setup = simulation.setup
+    described = {each.name: getattr(setup, each.name) for each in fields(setup)}
+    for internal in ("timing", "link", "memory_bytes_per_s", "check_every_step"):
+        del described[internal]
+    described |= {
+        "mode": setup.mode if setup.prefill_workers else "colocated",
+        "worker": setup.timing,
+        "link_latency_s": setup.link.latency_s,
+        "link_bytes_per_s": setup.link.bytes_per_s,
+    }
     content = {
         "emulated": "virtual time: no model ran",
-        "setup": {
-            "prefill_workers": setup.prefill_workers,
-            "decode_workers": setup.decode_workers,
-            "policy": setup.policy,
-            "mode": setup.mode if setup.prefill_workers else "colocated",
-            "prefill_kv_tokens": setup.prefill_kv_tokens,
-            "decode_kv_tokens": setup.decode_kv_tokens,
-            "block_tokens": setup.block_tokens,
-            "max_batch_requests": setup.max_batch_requests,
-            "max_step_tokens": setup.max_step_tokens,
-            "max_queued_requests": setup.max_queued_requests,
-            "memory_kv_tokens": setup.memory_kv_tokens,
-            "pull_prefixes": setup.pull_prefixes,
-            "spread_s": setup.spread_s,
-            "speed": setup.speed,
-            "mtbf_s": setup.mtbf_s,
-            "repair_s": setup.repair_s,
-            "seed": setup.seed,
-            "worker": setup.timing,
-            "link_latency_s": setup.link.latency_s,
-            "link_bytes_per_s": setup.link.bytes_per_s,
-            "nodes": setup.nodes,
-        },
+        "setup": described,
         "slo": slo,
         "figures": result,
     }
@@ -216,7 +194,7 @@ def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
 
 
 def table(results: dict[str, Figures]) -> Table:
-    """One row for each run."""
+    """Return a table with one row per run."""
     shown = Table(title="simulated: virtual time, no model ran", title_justify="left")
     for column in ("policy", "hit", "pulled", "bound", "max:mean", "busy"):
         shown.add_column(column, justify="left" if column == "policy" else "right")

@@ -1,6 +1,6 @@
-"""The simulated router: the real queue, index, bookings and placement, and no event loop around.
+"""Simulated router: the real queue, index, bookings and placement, without an event loop.
 
-What ``router.routing.requests.gateway`` does on frames and timers is done here on the clock, by the
+It does on the clock what ``router.routing.requests.gateway`` does on frames and timers, with the
 same machines and policies: ``Admission``, ``Tickets``, ``Placer``, ``LoadBook``,
 ``recovery_policy``.
 """
@@ -38,12 +38,10 @@ from router.routing.requests.tickets import Tickets
 from router.routing.workers.table import Slot
 from router.settings import RouterSettings
 
-_REGRET_OF_EVERY = 16  # requests: reading all queues takes long
+_REGRET_PERIOD = 16  # requests: reading all queues is slow
 
 
 class _Chosen(NamedTuple):
-    """Where a request is to run, and who gives leading blocks of its prompt, in order."""
-
     prefill_id: str | None
     decode_id: str
     uncached_tokens: int
@@ -51,18 +49,7 @@ class _Chosen(NamedTuple):
 
 
 class SimulatedRouter(WorkerListener):
-    """One router.
-
-    Args:
-        settings: Of the real one.
-        table: The workers.
-        clock: Of the simulation.
-        network: Between the workers.
-        policy: Chooses who computes a prompt; None: the fleet's own placement.
-        block_tokens: Of the pools.
-        kv_bytes_per_token: Of the model.
-        seed: Of all draws.
-    """
+    """Router of a simulation; without a policy it uses the fleet's own placement."""
 
     def __init__(
         self,
@@ -112,10 +99,8 @@ class SimulatedRouter(WorkerListener):
     def _hashes_of(self, request: GenerationRequest, slots: Sequence[Slot]) -> list[bytes]:
         return self.records[request.request_id].hashes
 
-    # ---------------------------------------------------------------- the queue
-
     def submit(self, record: Record) -> None:
-        """A request arrives."""
+        """Process the arrival of a request."""
         self.records[record.id] = record
         request = record.request
         now_ns = self._clock.now_ns
@@ -142,10 +127,8 @@ class SimulatedRouter(WorkerListener):
                 cost_tokens = self._placer.cost_tokens(record.request, uncached_tokens)
                 self._admission.charge(entry, cost_tokens)
 
-    # ---------------------------------------------------------------- placement
-
     def _place(self, record: Record, avoid: bytes = b"") -> int | None:
-        """Choose workers and send; returns the prompt tokens to compute, None if none will do."""
+        """Place and send a request; return the prompt tokens to compute, None if it failed."""
         try:
             chosen = self._choose(record, avoid)
         except UnavailableError as error:
@@ -179,7 +162,7 @@ class SimulatedRouter(WorkerListener):
             )
         else:
             chosen = self._choose_by(self._policy, record, avoid, number)
-        if number % _REGRET_OF_EVERY == 0:
+        if number % _REGRET_PERIOD == 0:
             record.regret_s = self._regret_s(record, chosen.prefill_id or chosen.decode_id)
         return chosen
 
@@ -214,7 +197,7 @@ class SimulatedRouter(WorkerListener):
         return min(decodes, key=lambda load: (load.streams, self._draw.random()))
 
     def _regret_s(self, record: Record, chosen_id: str) -> float:
-        """How much sooner the prompt would be computed elsewhere, by the queues as they are."""
+        """Return the time that the best worker would save for this prompt, by the true queues."""
         role = self._table.worker(chosen_id).role
         seconds = {
             slot.worker_id: self._table.worker(slot.worker_id).first_token_s(
@@ -224,24 +207,22 @@ class SimulatedRouter(WorkerListener):
         }
         return seconds[chosen_id] - min(seconds.values())
 
-    # ---------------------------------------------------------------- attempts speak
-
     def on_started(self, record: Record, worker_id: str, cached_tokens: int) -> None:
-        """See ``AttemptListener``."""
+        """Record the start of a prompt on a worker."""
         if not record.started_ns:
             record.started_ns = self._clock.now_ns
             record.computed_on = worker_id
             record.cached_tokens = cached_tokens
 
     def on_tokens(self, record: Record, first_ns: int, last_ns: int, count: int) -> None:
-        """See ``AttemptListener``."""
+        """Record tokens of a response."""
         if record.computed_attempt != record.attempt:
             record.computed_attempt = record.attempt
             self._book.computed(record.id)
         record.on_tokens(first_ns, last_ns, count)
 
     def on_end(self, record: Record, attempt: Attempt, error: str) -> None:
-        """See ``AttemptListener``."""
+        """End a request with its current attempt."""
         if self._attempts.get(record.id) is attempt:
             self._end(record, error)
 
@@ -260,10 +241,8 @@ class SimulatedRouter(WorkerListener):
             self._placer.learn(record.request, record.tokens)
         self._pump()
 
-    # ---------------------------------------------------------------- workers speak
-
     def on_live(self, worker: SimulatedWorker) -> None:
-        """A life of a worker began: some requests may have waited for it."""
+        """Process the start of a worker, and place requests that wait for it."""
         self._table.note_live(worker)
         for record in self.records.values():
             if record.wants_prefill:
@@ -271,14 +250,14 @@ class SimulatedRouter(WorkerListener):
         self._pump()
 
     def on_status(self, worker: SimulatedWorker, status: WorkerStatus) -> None:
-        """See ``WorkerListener``."""
+        """Update the load report of a worker."""
         link = self._table.link(worker)
         if link is not None:
             link.status = status
             self._book.reported(worker.worker_id, self._clock.now_ns - status.load_age_ns)
 
     def on_cache_changed(self, worker: SimulatedWorker, change: ev.CacheChanged) -> None:
-        """See ``WorkerListener``."""
+        """Apply cache changes of a worker to the prefix index."""
         self._apply(worker.incarnation, change.stored, change.removed)
         for below in change.tiers:
             name = tier_incarnation(worker.incarnation, below.tier)
@@ -297,7 +276,7 @@ class SimulatedRouter(WorkerListener):
             )
 
     def on_dead(self, worker: SimulatedWorker) -> None:
-        """A worker died: its requests are placed again, or end."""
+        """Process the death of a worker: its requests are placed again, or end."""
         self.deaths += 1
         self._table.note_dead(worker)
         self._index.forget(worker.incarnation)
@@ -326,7 +305,7 @@ class SimulatedRouter(WorkerListener):
         self._place(record, worker.incarnation)
 
     def on_peer_needed(self, record: Record, attempt: Attempt, *, died: bool) -> None:
-        """See ``AttemptListener``."""
+        """Find another worker for the prompt."""
         failed = attempt.prefill.incarnation if attempt.prefill is not None else b""
         repair = after_prefill_failure(
             record,
@@ -348,7 +327,7 @@ class SimulatedRouter(WorkerListener):
                 self._end(record, repair.refusal.code if repair.refusal else "transfer_failed")
 
     def _replace_prefill(self, record: Record) -> None:
-        """The least loaded prefill worker that has not failed this request, if there is one."""
+        """Choose the least loaded prefill worker that has not failed this request, if any."""
         slots = self._table.of_role("prefill")
         fit = [slot for slot in slots if slot.incarnation not in record.failed_prefills]
         attempt = self._attempts.get(record.id)

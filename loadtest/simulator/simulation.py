@@ -1,10 +1,13 @@
-"""A trace through a simulated fleet: builds it, lets workers die and come back, and runs it."""
+"""Simulation of a trace on a fleet, with deaths and restarts of workers."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from typing import Annotated
+
+from typer import Option
 
 from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.emulated_timing import H100_70B, WorkerTiming
@@ -22,74 +25,64 @@ from loadtest.workloads.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 from router.request import GenerationRequest, Mode
 from router.settings import RouterSettings
 
-ANSWER_LIMIT_TOKENS = 4096  # what clients ask for: the router does not know how long answers are
+ANSWER_LIMIT_TOKENS = 4096  # max_tokens of requests: the router does not know the real length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is simulated.
+    """Parameters of a simulation. The annotated ones are options of ``baton simulate``."""
 
-    Attributes:
-        prefill_workers: None of them: every worker does both.
-        policy: ``fleet``, or one of ``POLICIES``.
-        mode: As requests may ask for; without prefill workers it is ``colocated``.
-        link: Between two nodes.
-        nodes: Workers are dealt out to so many, with NVLink inside; 0: each has one of its own.
-        prefill_kv_tokens: Of each prefill worker's pool.
-        decode_kv_tokens: Of each decode worker's pool.
-        memory_kv_tokens: Of a tier in host memory below each prefill worker's pool; 0: none.
-        memory_bytes_per_s: Between that tier and the pool.
-        block_tokens: Of all pools; that of the trace's hashes.
-        pull_prefixes: Whether workers get leading blocks from each other's caches.
-        spread_s: Each arrival is drawn from so many seconds from its tick on: Mooncake's stamps
-            come in ticks of 3 s.
-        speed: Divides the gaps between arrivals.
-        mtbf_s: Mean time until a worker dies; 0: none does.
-        repair_s: How long a dead worker's place stays empty.
-        check_every_step: Recount all blocks after each step (tests).
-    """
-
-    prefill_workers: int
-    decode_workers: int
-    policy: str = FLEET
-    mode: Mode = "disaggregated"
+    prefill_workers: Annotated[
+        int, Option("--prefill", min=0, help="Number of prefill workers; 0 for a colocated fleet.")
+    ] = 8
+    decode_workers: Annotated[int, Option("--decode", min=1, help="Number of decode workers.")] = 8
+    policy: str = FLEET  # routing policy: ``fleet``, or one of ``POLICIES``
+    mode: Annotated[Mode, Option(help="Mode of the requests.")] = "disaggregated"
     timing: WorkerTiming = H100_70B
-    link: Link = LINKS["between-nodes"]
-    nodes: int = 0
-    prefill_kv_tokens: int = 3_100_160
-    decode_kv_tokens: int = 1_048_576
-    memory_kv_tokens: int = 0
-    memory_bytes_per_s: float = 20e9  # of a PCIe 4 x16 slot, with little to spare
-    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    link: Link = LINKS["between-nodes"]  # link between two nodes
+    nodes: Annotated[
+        int, Option(min=0, help="Nodes with NVLink inside; 0 for one node per worker.")
+    ] = 0
+    prefill_kv_tokens: Annotated[int, Option(min=1024, help="Pool size of a prefill worker.")] = (
+        3_100_160
+    )
+    decode_kv_tokens: Annotated[int, Option(min=1024, help="Pool size of a decode worker.")] = (
+        1_048_576
+    )
+    memory_kv_tokens: Annotated[
+        int, Option(min=0, help="Memory tier of each prefill worker; 0 for none.")
+    ] = 0
+    memory_bytes_per_s: float = 20e9  # between tier and pool: a PCIe 4 x16 slot
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS  # of all pools, as in the trace's hashes
     max_batch_requests: int = 64
     max_step_tokens: int = 8192
     max_queued_requests: int = 256
-    pull_prefixes: bool = True
-    spread_s: float = 3.0
-    speed: float = 1.0
-    mtbf_s: float = 0.0
-    repair_s: float = 30.0
-    seed: int = 0
-    check_every_step: bool = False
+    pull_prefixes: Annotated[
+        bool, Option("--pull/--no-pull", help="Let workers pull prefixes from each other.")
+    ] = True
+    spread_s: Annotated[
+        float, Option(min=0, help="Seconds from its tick on over which an arrival is drawn.")
+    ] = 3.0  # Mooncake's ticks are 3 s apart
+    speed: Annotated[float, Option(min=0.001, help="Divisor of the gaps between arrivals.")] = 1.0
+    mtbf_s: Annotated[
+        float, Option(min=0, help="Mean seconds until a worker dies; 0 for never.")
+    ] = 0.0
+    repair_s: Annotated[float, Option(min=0, help="Seconds until a dead worker is replaced.")] = (
+        30.0
+    )
+    seed: Annotated[int, Option(help="Random seed.")] = 0
+    check_every_step: bool = False  # recount all blocks after each step (tests)
 
 
 class Simulation:
-    """One run.
-
-    Args:
-        setup: The fleet.
-        trace: Requests in the order of their arrival.
-
-    Raises:
-        ValueError: The fleet has no decode worker, or the policy is not known.
-    """
+    """Simulation of one fleet and one trace, whose requests are in the order of arrival."""
 
     def __init__(self, setup: Setup, trace: Sequence[TraceRequest]) -> None:
         if setup.decode_workers < 1:
             raise ValueError(f"{setup.decode_workers} decode workers: at least 1 is needed")
         if setup.policy != FLEET and setup.policy not in POLICIES:
             names = ", ".join([FLEET, *POLICIES])
-            raise ValueError(f"policy {setup.policy!r} is not known; there are {names}")
+            raise ValueError(f"policy {setup.policy!r} is unknown; use one of {names}")
         self.setup = setup
         self.clock = VirtualClock()
         timing = setup.timing
@@ -117,7 +110,7 @@ class Simulation:
         self._last_arrival_ns = max(record.request.arrived_ns for record in self.records)
 
     def run(self) -> list[Record]:
-        """Let every request end; returns them in the order of their arrival."""
+        """Run until every request has ended; return the records in the order of arrival."""
         names = [f"prefill-{i}" for i in range(self.setup.prefill_workers)]
         names += [f"decode-{i}" for i in range(self.setup.decode_workers)]
         for name in names:
@@ -127,10 +120,7 @@ class Simulation:
         self.clock.run()
         return self.records
 
-    # ---------------------------------------------------------------- workers
-
     def _start(self, worker_id: str, epoch: int, draw: random.Random) -> None:
-        """A life of a worker begins, and its end is drawn."""
         setup = self.setup
         prefill = worker_id.startswith("prefill")
         kv_tokens = setup.prefill_kv_tokens if prefill else setup.decode_kv_tokens
@@ -173,8 +163,6 @@ class Simulation:
         again = partial(self._start, worker.worker_id, epoch + 1, draw)
         self.clock.after(DETECT_NS + round(self.setup.repair_s * 1e9), again)
 
-    # ---------------------------------------------------------------- requests
-
     def _records(self, trace: Sequence[TraceRequest]) -> list[Record]:
         setup = self.setup
         draw = random.Random(f"{self.setup.seed}/arrivals")
@@ -190,7 +178,7 @@ class Simulation:
         colocated = not setup.prefill_workers
         blocks = -(-request.input_tokens // setup.block_tokens)
         full_blocks = request.input_tokens // setup.block_tokens
-        # Without hashes in the trace, no two prompts share anything.
+        # Without hashes in the trace, no two prompts share a prefix.
         names = request.block_hashes or [f"{index}/{block}" for block in range(blocks)]
         hashes = [blake2b(str(name).encode(), digest_size=16).digest() for name in names]
         return Record(

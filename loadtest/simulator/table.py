@@ -1,4 +1,4 @@
-"""The workers as the simulated router sees them: real slots, and links that are never opened."""
+"""Workers as the simulated router sees them: real slots, and links that are never opened."""
 
 from collections.abc import Iterator
 
@@ -12,27 +12,27 @@ from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import Slot
 
 
-class NeverCalled:
-    """Listens to links that are never opened."""
+class NoListener:
+    """Ignores all events, since the links are never opened."""
 
     def on_live(self, link: WorkerLink, *, same_life: bool) -> None:
-        """See ``LinkListener``."""
+        """Ignore the start of a worker."""
 
     def on_frame(self, link: WorkerLink, frame: WorkerFrame) -> None:
-        """See ``LinkListener``."""
+        """Ignore a frame from a worker."""
 
     def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str, *, died: bool) -> None:
-        """See ``LinkListener``."""
+        """Ignore the death of a worker."""
 
     def on_broken(self, link: WorkerLink, kind: str) -> None:
-        """See ``LinkListener``."""
+        """Ignore a broken stream."""
 
     def on_submit_failed(self, link: WorkerLink, submission: Submission, reason: str) -> None:
-        """See ``LinkListener``."""
+        """Ignore a failed submission."""
 
 
 def capabilities(block_tokens: int, kv_bytes_per_token: int) -> Capabilities:
-    """What a worker says of its KV; one layer and one head of as many bytes as all of them."""
+    """Return capabilities with one layer and one head that have all bytes of a token."""
     group = KvGroup(
         id=0,
         layer_ids=[0],
@@ -52,14 +52,10 @@ def capabilities(block_tokens: int, kv_bytes_per_token: int) -> Capabilities:
 
 
 class SimulatedTable:
-    """``router.routing.placement.placer.Workers``, kept by hand.
+    """Fixed slots for ``Placer``: a ``router.routing.placement.placer.Workers``."""
 
-    Args:
-        said: Capabilities of every worker.
-    """
-
-    def __init__(self, said: Capabilities) -> None:
-        self._said = said
+    def __init__(self, advertised: Capabilities) -> None:
+        self._advertised = advertised
         self._slots: dict[str, Slot] = {}
         self._live: dict[str, SimulatedWorker] = {}
         self.usable: list[Slot] = []
@@ -68,21 +64,21 @@ class SimulatedTable:
         return iter(self._slots.values())
 
     def get(self, worker_id: str) -> Slot | None:
-        """The slot of that name."""
+        """Return a worker's slot."""
         return self._slots.get(worker_id)
 
     def news(self) -> None:
-        """Nobody is told: each is looked at."""
+        """Do nothing: the simulated router notifies no listeners."""
 
     def note_live(self, worker: SimulatedWorker) -> None:
-        """A life of a worker began."""
+        """Add a worker that has started."""
         slot = self._slots.get(worker.worker_id)
         if slot is None:
             role: Role = "prefill" if worker.role == "prefill" else "decode"
             record = WorkerRecord(worker_id=worker.worker_id, role=role, state="ready", epoch=1)
             slot = self._slots[worker.worker_id] = Slot(record)
-        link = WorkerLink(worker.worker_id, "", NeverCalled(), Hello())
-        link.capabilities = self._said
+        link = WorkerLink(worker.worker_id, "", NoListener(), Hello())
+        link.capabilities = self._advertised
         link.status = worker.status()
         link.incarnation = worker.incarnation
         link.live = True
@@ -91,7 +87,7 @@ class SimulatedTable:
         self._count()
 
     def note_dead(self, worker: SimulatedWorker) -> None:
-        """It ended."""
+        """Remove a worker that has died."""
         link = self._slots[worker.worker_id].link
         if link is not None:
             link.live = False
@@ -102,15 +98,15 @@ class SimulatedTable:
         self.usable = [slot for slot in self._slots.values() if slot.usable]
 
     def link(self, worker: SimulatedWorker) -> WorkerLink | None:
-        """Of this life; None when it is over."""
+        """Return the link of this life of a worker; None when it is over."""
         slot = self._slots[worker.worker_id]
         link = slot.link
         return link if link is not None and link.incarnation == worker.incarnation else None
 
     def worker(self, worker_id: str) -> SimulatedWorker:
-        """The live worker of that name."""
+        """Return a live worker by id."""
         return self._live[worker_id]
 
     def of_role(self, role: str) -> list[Slot]:
-        """Those that take new requests."""
+        """Return the slots of a role that accept new requests."""
         return [slot for slot in self.usable if slot.role == role]

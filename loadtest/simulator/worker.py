@@ -1,8 +1,8 @@
-"""One worker: the real engine core, stepped by the virtual clock instead of a process.
+"""Simulated worker: the real engine core, stepped by the virtual clock instead of a process.
 
-Where a step's rows all write answers, the same step follows until something happens. Those steps
-are taken at once, and cut short at the end of the step under way when someone has a word for the
-engine; so every command meets the state that it would meet in real time.
+A step in which all rows generate repeats unchanged until something happens. Such steps are
+simulated at once. When a command arrives, they are cut short at the end of the current step, so
+that every command meets the same state as in real time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,14 +34,14 @@ from loadtest.simulator.clock import VirtualClock
 Handler = Callable[[ev.Event], None]
 Command = Callable[[Scheduler], object]
 
-LAYER_GROUPS = 4  # in which a step's KV is published
+LAYER_GROUPS = 4  # parts in which a step's KV is published
 TOKEN = SampledToken(0)
 _STATUS_NS = 250_000_000  # ``decode_worker.service.STATUS_S``
-_KV_EVENTS_NS = 20_000_000  # how long the registry gathers changes of the cache
+_KV_EVENTS_NS = 20_000_000  # time over which the registry gathers cache changes
 
 
 class TimedRunner:
-    """A ``ModelRunner`` that is asked for its shape only: the clock says when a step is done."""
+    """``ModelRunner`` that only provides shapes: the clock decides when a step is done."""
 
     def __init__(self, geometry: KvGeometry) -> None:
         self.geometry = geometry
@@ -54,19 +54,19 @@ class TimedRunner:
         self.mask_ns = 0
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """All."""
+        """Admit all draft tokens."""
         return len(draft_tokens)
 
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
-        """One token for each sample."""
+        """Return one token per sample."""
         return [[TOKEN] * len(row.samples) for row in plan.rows]
 
 
 @dataclass(slots=True)
 class _Steps:
-    """Equal steps under way, each longer than the one before by the same time."""
+    """Repeated steps in progress; each takes ``growth_ns`` longer than the one before."""
 
     plan: StepPlan
     began_ns: int
@@ -79,7 +79,6 @@ class _Steps:
         return round(count * self.first_ns + self.growth_ns * count * (count - 1) / 2)
 
     def done_after(self, elapsed_ns: int) -> int:
-        """The steps that have begun by then."""
         low = 1
         high = self.count
         while low < high:
@@ -92,30 +91,20 @@ class _Steps:
 
 
 class WorkerListener:
-    """What a worker tells the router."""
+    """Interface of the router for reports of workers."""
 
     def on_status(self, worker: "SimulatedWorker", status: WorkerStatus) -> None:
-        """A report of its load."""
+        """Process a load report."""
 
     def on_cache_changed(self, worker: "SimulatedWorker", change: ev.CacheChanged) -> None:
-        """Its blocks, gained and lost."""
+        """Process blocks added to and removed from a worker's cache."""
 
 
 class SimulatedWorker:
-    """One life of one worker.
+    """Simulated worker, from its start to its death.
 
-    Args:
-        worker_id: Such as ``prefill-0``.
-        epoch: Counts the lives.
-        clock: Of the simulation.
-        timing: How long steps take.
-        geometry: Of the pool.
-        config: The scheduler's limits.
-        listener: The router.
-        memory_blocks: Of a tier below the pool; 0: there is none.
-        copy_ns: How long one block takes between the two; they go one after the other.
-        host: The node it is on, as it reports it.
-        check_every_step: Recount all blocks after every step (tests).
+    ``memory_blocks`` are those of a memory tier below the pool; copying a block between the two
+    takes ``copy_ns``, one at a time. ``check_every_step`` recounts all blocks (tests).
     """
 
     def __init__(
@@ -145,7 +134,7 @@ class SimulatedWorker:
             tiers=[TierPlaces(TIERS[0], memory_blocks)] if memory_blocks else (),
             check_every_step=check_every_step,
         )
-        self.run_began_ns = 0  # when the first token of the ``Tokens`` being delivered came
+        self.run_began_ns = 0  # arrival of the first token in the current ``Tokens``
         self.busy_ns = 0
         self._clock = clock
         self._timing = timing
@@ -153,24 +142,22 @@ class SimulatedWorker:
         self._rates = StepRates()
         self._load = ev.StepDone(blocks=self.core.pool.counts())
         self._edges: dict[str, EdgeRate] = {}
-        self._said_edges: dict[str, EdgeRateMessage] = {}
+        self._edge_messages: dict[str, EdgeRateMessage] = {}
         self._handlers: dict[str, Handler] = {}
         self._inbox: list[Command] = []
         self._steps: _Steps | None = None
         self._turn_due = False
         self._status_due = False
-        self._number = 0  # of the steps under way: an end that was put forward is void
+        self._number = 0  # number of the steps in progress: a rescheduled end is void
         self._changes: list[ev.CacheChanged] = []
         self._copy_ns = copy_ns
         self._copier_free_ns = 0
-        self._saved: list[Copied] = []  # to be told before the next step
-
-    # ---------------------------------------------------------------- commands
+        self._saved: list[Copied] = []  # reported before the next step
 
     def submit(self, request: EngineRequest, handler: Handler) -> None:
-        """Queue a request; ``handler`` hears its events, ``Ended`` last."""
+        """Queue a request; ``handler`` receives its events, ``Ended`` last."""
         self._handlers[request.request_id] = handler
-        self.tell(lambda scheduler: self._submit(scheduler, request))
+        self.send(lambda scheduler: self._submit(scheduler, request))
 
     def _submit(self, scheduler: Scheduler, request: EngineRequest) -> None:
         try:
@@ -178,8 +165,8 @@ class SimulatedWorker:
         except BatonError as error:
             self._deliver([ev.Ended(request.request_id, error.code, error.message)])
 
-    def tell(self, command: Command) -> None:
-        """Have the engine do something as soon as its present step is over."""
+    def send(self, command: Command) -> None:
+        """Run a command in the engine at the end of the current step."""
         if not self.alive:
             return
         self._inbox.append(command)
@@ -196,26 +183,24 @@ class SimulatedWorker:
             self._end_at(steps)
 
     def note_transfer(self, prefill_id: str, payload_bytes: float, seconds: float) -> None:
-        """KV came from there, in that time."""
+        """Record a KV transfer from another worker."""
         edge = self._edges.setdefault(prefill_id, EdgeRate())
         edge.note(int(payload_bytes), seconds)
-        if edge.measured:  # said in every report: made once
-            said = self._said_edges.setdefault(
+        if edge.measured:  # reused in every report
+            message = self._edge_messages.setdefault(
                 prefill_id, EdgeRateMessage(prefill_worker_id=prefill_id)
             )
-            said.bytes_per_s = edge.bytes_per_s
+            message.bytes_per_s = edge.bytes_per_s
 
     def die(self) -> None:
-        """Everything is lost, and nobody is told by this worker."""
+        """Lose everything without notifying anyone."""
         self.alive = False
         self._number += 1
         self._handlers.clear()
         self._inbox.clear()
 
-    # ---------------------------------------------------------------- steps
-
     def _turn(self) -> None:
-        """Do what was asked, then begin the next step, if there is one."""
+        """Run pending commands, then start the next step, if there is one."""
         self._turn_due = False
         if not self.alive:
             return
@@ -239,7 +224,7 @@ class SimulatedWorker:
                 return
 
     def _copy(self) -> None:
-        """What a thread copies between the pool and the tier, one block after the other."""
+        """Simulate the thread that copies blocks between pool and tier, one at a time."""
         for copy in self.core.take_copies(self._clock.now_ns):
             end_ns = max(self._copier_free_ns, self._clock.now_ns) + self._copy_ns
             self._copier_free_ns = end_ns
@@ -250,7 +235,7 @@ class SimulatedWorker:
             return
         done = Copied(copy.number, "done", self._copy_ns)
         if copy.target == POOL:
-            self.tell(lambda _: self.core.copied(done, self._clock.now_ns))
+            self.send(lambda _: self.core.copied(done, self._clock.now_ns))
             return
         self._saved.append(done)
         if self._steps is None and not self._turn_due:
@@ -301,8 +286,6 @@ class SimulatedWorker:
         self._deliver(self.core.apply(steps.plan, results, now_ns, span_ns // count, count))
         self._turn()
 
-    # ---------------------------------------------------------------- what it says
-
     def _deliver(self, events: Sequence[ev.Event]) -> None:
         for event in events:
             match event:
@@ -348,13 +331,13 @@ class SimulatedWorker:
             self._report_soon()
 
     def first_token_s(self, hashes: Sequence[bytes], prompt_tokens: int) -> float:
-        """How long a prompt would take from now on, by what only the simulator knows."""
+        """Return the time until a new prompt's first token, by the true queue."""
         pool = self.core.pool
         timing = self._timing
         steps = self._steps
         total_s = 0.0
         if steps is not None and not self.core.batch.count_decodes():
-            total_s = (steps.began_ns - self._clock.now_ns) / 1e9  # done of the step under way
+            total_s = (steps.began_ns - self._clock.now_ns) / 1e9  # part of the step already done
         for item in [*self.core.batch.running, *self.core.batch.queue]:
             if not isinstance(item, TokenSequence) or item.decodes:
                 continue
@@ -364,7 +347,7 @@ class SimulatedWorker:
         return total_s + timing.prompt_s(prompt_tokens, min(cached, prompt_tokens - 1))
 
     def status(self) -> WorkerStatus:
-        """As the Decode service reports it."""
+        """Return the status as the Decode service reports it."""
         load = self._load
         blocks = self._load.blocks
         fit = self._rates.prompt_fit
@@ -398,5 +381,5 @@ class SimulatedWorker:
             queued_prompt_context=load.queued_prompt_context,
             decode_step_s=self._rates.decode_step_s,
             steps=load.step,
-            edges=self._said_edges.values(),
+            edges=self._edge_messages.values(),
         )

@@ -1,4 +1,4 @@
-"""When requests arrive."""
+"""Arrival times of requests."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,27 +7,18 @@ from numpy.typing import NDArray
 def arrival_times_s(
     rng: np.random.Generator, count: int, rate: float, cv: float = 1.0
 ) -> NDArray[np.float64]:
-    """Moments of independent arrivals, ascending; the first one is one gap after 0 s.
+    """Return ascending times of independent arrivals; the first is one gap after 0 s.
 
-    Gaps are gamma distributed with mean 1 / rate. The coefficient of variation says how bursty
-    they are: 0 even, 1 Poisson, 2 to 4 what public chat traffic shows at its worst.
-
-    Args:
-        rng: Where randomness comes from.
-        count: How many.
-        rate: Requests per second, on average.
-        cv: Standard deviation of the gaps / their mean.
-
-    Returns:
-        Seconds, shape (count,).
+    Gaps are gamma distributed with mean 1 / rate. Their coefficient of variation ``cv`` is the
+    burstiness: 0 even, 1 Poisson, 2 to 4 the worst of public chat traffic.
 
     Raises:
-        ValueError: A rate that is not above 0, or a negative ``cv``.
+        ValueError: ``rate`` is not positive, or ``cv`` is negative.
     """
     if not rate > 0:
-        raise ValueError(f"a rate of {rate:g} requests/s: it must be above 0")
+        raise ValueError(f"rate {rate:g} requests/s must be above 0")
     if not cv >= 0:
-        raise ValueError(f"a coefficient of variation of {cv:g}: it cannot be below 0")
+        raise ValueError(f"coefficient of variation {cv:g} must be at least 0")
     if cv == 0:
         gaps = np.full(count, 1.0 / rate)
     else:
@@ -38,17 +29,11 @@ def arrival_times_s(
 def spread_ticks_s(
     rng: np.random.Generator, arrivals_s: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Spread arrivals that were recorded at one moment evenly at random up to the next moment.
+    """Spread arrivals that were recorded at one moment at random up to the next moment.
 
-    Mooncake's conversation trace knows 1,180 moments, 3 s apart, for 12,031 requests: played as
-    they stand, ten requests would arrive at once and nobody in between.
-
-    Args:
-        rng: Where randomness comes from.
-        arrivals_s: Ascending, shape (n,).
-
-    Returns:
-        Ascending, shape (n,); an arrival alone at its moment stays where it is.
+    Mooncake's conversation trace has 1,180 moments, 3 s apart, for 12,031 requests: replayed
+    unchanged, ten requests would arrive at once and none in between. Times are ascending; an
+    arrival alone at its moment stays unchanged.
     """
     moments, first, counts = np.unique(arrivals_s, return_index=True, return_counts=True)
     if len(moments) < 2 or counts.max() == 1:

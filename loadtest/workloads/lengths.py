@@ -1,10 +1,10 @@
-"""Distributions of prompt and answer lengths, as one writes them on the command line.
+"""Distributions of prompt and output lengths, in the format of the command line.
 
 256                        always 256 tokens
-uniform:64-512             each length in between is as likely
+uniform:64-512             every length in the range is equally likely
 lognormal:180,0.9          median 180, sigma 0.9 of the logarithm: chat, with its long tail
-lognormal:180,0.9,2048     the same, never above 2,048
-choice:32,32,1024          one of these; to name one twice makes it twice as likely
+lognormal:180,0.9,2048     the same, at most 2,048
+choice:32,32,1024          one of these; repeating one makes it more likely
 """
 
 from collections.abc import Callable
@@ -17,15 +17,11 @@ Lengths = Callable[[np.random.Generator, int], NDArray[np.int64]]
 
 
 class LengthsError(ValueError):
-    """A text that names no distribution."""
+    """Text that is not a distribution."""
 
 
 def parse_lengths(text: str) -> Lengths:
-    """The distribution that a text names; see the head of this file.
-
-    Raises:
-        LengthsError: The text names none, or one with a length below 1.
-    """
+    """Parse a distribution in the format of this module."""
     kind, _, rest = text.partition(":")
     try:
         if not rest:
@@ -42,7 +38,7 @@ def parse_lengths(text: str) -> Lengths:
     except (TypeError, ValueError):
         pass
     raise LengthsError(
-        f"{text!r} is no distribution of lengths; such are: 256, uniform:64-512, "
+        f"{text!r} is not a distribution of lengths; use 256, uniform:64-512, "
         "lognormal:MEDIAN,SIGMA[,MAXIMUM], choice:32,1024"
     )
 
@@ -55,14 +51,14 @@ def _fixed(tokens: int) -> Lengths:
 def _uniform(low: int, high: int) -> Lengths:
     _at_least_one(low)
     if high < low:
-        raise LengthsError(f"uniform:{low}-{high}: the second length is below the first")
+        raise LengthsError(f"uniform:{low}-{high}: the second length must not be below the first")
     return lambda rng, count: rng.integers(low, high + 1, count)
 
 
 def _lognormal(median: float, sigma: float, maximum: float = 2.0**31) -> Lengths:
     _at_least_one(min(median, maximum))
     if sigma < 0:
-        raise LengthsError(f"lognormal: sigma is {sigma:g}, and cannot be below 0")
+        raise LengthsError(f"lognormal: sigma {sigma:g} must be at least 0")
 
     def draw(rng: np.random.Generator, count: int) -> NDArray[np.int64]:
         drawn = median * np.exp(sigma * rng.standard_normal(count))
@@ -78,4 +74,4 @@ def _choice(lengths: list[int]) -> Lengths:
 
 def _at_least_one(tokens: float) -> None:
     if not tokens >= 1:
-        raise LengthsError(f"a length is {tokens:g} tokens, and must be at least 1")
+        raise LengthsError(f"length {tokens:g} must be at least 1 token")

@@ -1,9 +1,9 @@
-"""Requests of real clients, recorded with their bodies: played as they were, on another server.
+"""Recorded requests of real clients with their bodies, replayed on another server.
 
     {"timestamp": 1500, "body": {"messages": [{"role": "user", "content": "…"}], "max_tokens": 50}}
 
-One object a line; ``timestamp`` in milliseconds, of any clock; ``body`` as it was posted to
-``/v1/chat/completions`` (it has ``messages``) or ``/v1/completions`` (it has ``prompt``).
+One object per line. ``timestamp`` is in milliseconds of any clock. ``body`` is the body of a
+request to ``/v1/chat/completions`` (with ``messages``) or ``/v1/completions`` (with ``prompt``).
 """
 
 from itertools import islice
@@ -21,11 +21,7 @@ class _Line(msgspec.Struct):
 
 
 def is_recorded(path: Path) -> bool:
-    """Whether a file's first line is a recorded request, and not one of a trace.
-
-    Raises:
-        OSError: The file can't be opened.
-    """
+    """Return whether a file's first line is a recorded request."""
     with path.open("rb") as file:
         try:
             msgspec.json.decode(file.readline(), type=_Line)
@@ -35,18 +31,13 @@ def is_recorded(path: Path) -> bool:
 
 
 def recorded_plan(path: Path, *, limit: int | None = None, speed: float = 1.0) -> Plan:
-    """The plan that plays recorded requests.
+    """Return the plan that replays recorded requests, with gaps divided by ``speed``.
 
-    ``model`` and ``stream`` are set when a request is sent; all else in a body stays as it is.
-
-    Args:
-        path: The file.
-        limit: Requests at most; None: all.
-        speed: Gaps are divided by it.
+    ``model`` and ``stream`` are set when a request is sent; the rest of a body stays unchanged.
 
     Raises:
-        TraceError: A line cannot be read, or holds neither messages nor a prompt.
-        OSError: The file can't be opened.
+        TraceError: A line cannot be read, or has neither messages nor a prompt.
+        OSError: The file cannot be opened.
     """
     if not speed > 0:
         raise TraceError(f"speed {speed:g} must be above 0")
@@ -54,12 +45,11 @@ def recorded_plan(path: Path, *, limit: int | None = None, speed: float = 1.0) -
         numbered = ((n, line) for n, line in enumerate(file, start=1) if line.strip())
         lines = [_read(path, number, line) for number, line in islice(numbered, limit)]
     if not lines:
-        raise TraceError(f"{path}: holds no request")
+        raise TraceError(f"{path}: contains no requests")
     lines.sort(key=lambda line: line.timestamp)
     conversations = tuple(
         Conversation(
-            start_s=(line.timestamp - lines[0].timestamp) / 1e3 / speed,
-            turns=(_turn(index, line),),
+            start_s=(line.timestamp - lines[0].timestamp) / 1e3 / speed, turns=(_turn(index, line),)
         )
         for index, line in enumerate(lines)
     )
@@ -83,6 +73,6 @@ def _turn(index: int, line: _Line) -> Turn:
     try:
         max_tokens = msgspec.json.decode(limit, type=int) if limit is not None else 0
     except msgspec.DecodeError:
-        max_tokens = 0  # the server will say what is wrong with it
+        max_tokens = 0  # the server reports the error
     body = msgspec.json.encode(line.body).decode()
     return Turn(index=index, prompt=(), max_tokens=max_tokens, body=body)

@@ -1,4 +1,4 @@
-"""A recorded trace as a plan, scaled down honestly: lengths ÷ k, gaps ÷ x, sharing kept."""
+"""Plan from a recorded trace; scaling lengths and gaps preserves shared prefixes."""
 
 from collections.abc import Sequence
 
@@ -18,17 +18,10 @@ def replay_plan(
     shrink: float = 1.0,
     seed: int = 0,
 ) -> Plan:
-    """The plan that plays a trace.
+    """Return the plan that replays a trace, with gaps ÷ ``speed`` and lengths ÷ ``shrink``.
 
-    Requests whose hashes begin alike get prompts that begin alike, whatever ``shrink`` is: a hash
-    stands for the same words wherever it occurs, 512 ÷ shrink of them.
-
-    Args:
-        requests: In the order of arrival.
-        name: Of the trace, for the report.
-        speed: Gaps between arrivals are divided by it.
-        shrink: Prompt and answer lengths are divided by it, and are at least one token.
-        seed: Of the words, and of where in a recorded tick an arrival falls.
+    A block hash stands for the same 512 ÷ shrink words wherever it occurs, so that prompts share
+    prefixes as in the trace. ``seed`` chooses the words, and arrivals within a recorded tick.
 
     Raises:
         ValueError: ``speed`` or ``shrink`` is not above 0, or a hash is too large for a key.
@@ -59,7 +52,6 @@ def _turn(index: int, request: TraceRequest, shrink: float) -> Turn:
 def _segments(
     index: int, hashes: tuple[int, ...], prompt_tokens: int, shrink: float
 ) -> tuple[Segment, ...]:
-    """The prompt as full blocks, one for each hash, and what is left in the last one."""
     block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS / shrink))
     segments = []
     left = prompt_tokens
@@ -70,6 +62,6 @@ def _segments(
             break
         segments.append(Segment(block_hash, min(block_tokens, left)))
         left -= block_tokens
-    if left > 0:  # no hashes were recorded, or rounding left a few tokens over
+    if left > 0:  # no hashes were recorded, or rounding left a few tokens
         segments.append(Segment(UNIQUE_KEYS + index, left))
     return tuple(segments)

@@ -1,4 +1,4 @@
-"""Loads made from distributions: an open loop with its disturbances, and sessions."""
+"""Synthetic loads from distributions: an open loop with disturbances, and sessions."""
 
 from dataclasses import dataclass
 
@@ -10,48 +10,32 @@ from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
 from loadtest.workloads.prompts import UNIQUE_KEYS
 
 _PREFIX_KEYS = UNIQUE_KEYS - (1 << 20)
-"""Keys of shared prefixes; below the keys of what is not shared."""
+"""First key of shared prefixes; below the keys of unshared segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenLoop:
-    """Requests that arrive whatever became of the ones before.
+    """Requests at random times, independent of earlier responses.
 
-    Args:
-        requests: How many.
-        rate: Requests per second.
-        cv: How bursty, see ``arrival_times_s``.
-        prompt_tokens: Lengths of prompts, shared prefix not counted.
-        answer_tokens: Lengths of answers.
-        prefix_groups: Requests belong to one of so many groups with a common prefix; 0: none.
-        prefix_tokens: Length of these prefixes.
-        hot_tenant: This share of requests is one tenant's, the others are spread over three.
-        long_every: Each so-manieth request has a long prompt and a short answer; 0: none.
-        long_tokens: Length of these prompts.
-        abort_share: This share of clients hangs up.
-        abort_after_s: So long after the send, half to one and a half times.
+    The time from sending to disconnecting is drawn from half to one and a half ``abort_after_s``.
     """
 
     requests: int
     rate: float
-    cv: float = 1.0
-    prompt_tokens: Lengths
+    cv: float = 1.0  # burstiness of arrivals, see ``arrival_times_s``
+    prompt_tokens: Lengths  # lengths of prompts, without a shared prefix
     answer_tokens: Lengths
-    prefix_groups: int = 0
-    prefix_tokens: int = 0
-    hot_tenant: float = 0.0
-    long_every: int = 0
+    prefix_groups: int = 0  # groups of requests with a common prefix; 0 for none
+    prefix_tokens: int = 0  # tokens of these prefixes
+    hot_tenant: float = 0.0  # share of requests from one tenant; the others are spread over three
+    long_every: int = 0  # period of requests with a long prompt and a short response; 0 for none
     long_tokens: int = 0
-    abort_share: float = 0.0
+    abort_share: float = 0.0  # share of clients that disconnect
     abort_after_s: float = 0.5
 
 
 def open_loop_plan(load: OpenLoop, *, name: str, seed: int) -> Plan:
-    """The plan of an open loop.
-
-    Raises:
-        ValueError: As ``arrival_times_s``.
-    """
+    """Return the plan of an open loop."""
     rng = np.random.default_rng(seed)
     arrivals_s = arrival_times_s(rng, load.requests, load.rate, load.cv)
     prompts = load.prompt_tokens(rng, load.requests)
@@ -66,14 +50,14 @@ def open_loop_plan(load: OpenLoop, *, name: str, seed: int) -> Plan:
         prompt: tuple[Segment, ...] = (Segment(UNIQUE_KEYS + index, own_tokens),)
         if load.prefix_groups and load.prefix_tokens:
             prompt = (Segment(_PREFIX_KEYS + int(groups[index]), load.prefix_tokens), *prompt)
-        hangs_up = aborts[index, 0] < load.abort_share
+        disconnects = aborts[index, 0] < load.abort_share
         turns.append(
             Turn(
                 index=index,
                 prompt=prompt,
                 max_tokens=int(answers[index]),
                 abort_after_s=load.abort_after_s * float(0.5 + aborts[index, 1])
-                if hangs_up
+                if disconnects
                 else None,
                 group="long" if is_long else "",
                 tenant=_tenant(float(tenants[index]), load.hot_tenant),
@@ -99,38 +83,28 @@ def _tenant(drawn: float, hot_share: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions:
-    """Users who each hold one conversation after another.
+    """Users with one conversation after another.
 
-    Args:
-        users: At the same time.
-        sessions: Of each user.
-        turns: Questions in one session.
-        system_tokens: Length of the text before the first question, the same for all.
-        prompt_tokens: Lengths of questions.
-        answer_tokens: Lengths of answers.
-        think_s: Mean of the exponential pause before the next question.
-        tool_calls: After each question the answer is a tool's call, so many times; the result,
-            sent as a user's message so that every server takes it, comes ``tool_s`` later.
-        tool_tokens: Length of a tool's result.
-        tool_s: How long a tool takes.
-        ramp_s: Users begin evenly within this time.
+    Attributes:
+        tool_calls: Tool calls after each question. Each result is sent ``tool_s`` later, as a
+            user's message, so that every server accepts it.
     """
 
-    users: int
-    sessions: int = 1
-    turns: int = 4
-    system_tokens: int = 64
-    prompt_tokens: Lengths
+    users: int  # concurrent users
+    sessions: int = 1  # conversations per user
+    turns: int = 4  # questions per conversation
+    system_tokens: int = 64  # tokens of the system prompt, which is the same for all
+    prompt_tokens: Lengths  # lengths of questions
     answer_tokens: Lengths
-    think_s: float = 2.0
+    think_s: float = 2.0  # mean of the exponential pause before the next question, in seconds
     tool_calls: int = 0
     tool_tokens: int = 200
     tool_s: float = 0.2
-    ramp_s: float = 2.0
+    ramp_s: float = 2.0  # seconds over which the users start
 
 
 def session_plan(load: Sessions, *, name: str, seed: int) -> Plan:
-    """The plan of a closed loop: as many requests are under way as there are users, at most."""
+    """Return the plan of a closed loop, with at most one running request per user."""
     rng = np.random.default_rng(seed)
     steps = load.turns * (1 + load.tool_calls)
     conversations = []
@@ -140,18 +114,22 @@ def session_plan(load: Sessions, *, name: str, seed: int) -> Plan:
         answers = load.answer_tokens(rng, load.sessions * steps)
         pauses_s = rng.exponential(load.think_s, load.sessions * steps)
         turns: list[Turn] = []
-        for place in range(load.sessions * steps):
-            step = place % steps
+        for step_index in range(load.sessions * steps):
+            step = step_index % steps
             is_tool = step % (1 + load.tool_calls) > 0
-            question = int(prompts[place // (1 + load.tool_calls)])
+            question = int(prompts[step_index // (1 + load.tool_calls)])
             own = Segment(UNIQUE_KEYS + index, load.tool_tokens if is_tool else question)
             system = (Segment(_PREFIX_KEYS, load.system_tokens),) if load.system_tokens else ()
             turns.append(
                 Turn(
                     index=index,
                     prompt=(own,) if step else (*system, own),
-                    max_tokens=int(answers[place]),
-                    think_s=load.tool_s if is_tool else float(pauses_s[place]) if place else 0.0,
+                    max_tokens=int(answers[step_index]),
+                    think_s=load.tool_s
+                    if is_tool
+                    else float(pauses_s[step_index])
+                    if step_index
+                    else 0.0,
                     continues=step > 0,
                     group="tool" if is_tool else f"turn {1 + step // (1 + load.tool_calls)}",
                     tenant="",

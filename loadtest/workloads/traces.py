@@ -1,7 +1,7 @@
-"""Recorded arrivals and lengths: Mooncake's JSONL and Azure's CSV, told apart by their content.
+"""Traces with arrivals and lengths: Mooncake's JSONL and Azure's CSV, detected by content.
 
 Sources: kvcache-ai/Mooncake (FAST'25 release, Apache-2.0) and Azure/AzurePublicDataset (CC-BY-4.0).
-Neither holds any text; prompts are made from lengths and hashes (``loadtest.workloads.prompts``).
+Neither contains text; ``loadtest.workloads.prompts`` makes prompts from lengths and hashes.
 """
 
 import csv
@@ -14,24 +14,22 @@ from typing import NamedTuple, TextIO
 import msgspec
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens that one of Mooncake's ``hash_ids`` stands for."""
+"""Tokens per entry of Mooncake's ``hash_ids``."""
 
 _AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
 class TraceRequest(NamedTuple):
-    """One recorded request."""
+    """Request of a trace."""
 
     arrival_s: float  # since the first request of the trace
     input_tokens: int
     output_tokens: int
-    block_hashes: tuple[
-        int, ...
-    ] = ()  # one per 512 input tokens, the last may be partial; empty: none recorded
+    block_hashes: tuple[int, ...] = ()  # one per 512 input tokens; the last may be partial
 
 
 class TraceError(ValueError):
-    """A file that is no trace; the text names file, line and what was expected."""
+    """Invalid trace file; the message has file, line and expected content."""
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -42,15 +40,11 @@ class _MooncakeLine(msgspec.Struct):
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """Read a trace, in the order of arrival, the first request at 0 s.
-
-    Args:
-        path: A Mooncake JSONL or an Azure CSV file.
-        limit: Requests at most; None: all.
+    """Read a Mooncake JSONL or Azure CSV file, in the order of arrival, the first request at 0 s.
 
     Raises:
-        TraceError: The file is neither, is empty, or has a line that can't be read.
-        OSError: The file can't be opened.
+        TraceError: The format is unknown, the file is empty, or a line cannot be read.
+        OSError: The file cannot be opened.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
@@ -61,7 +55,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
         except UnicodeDecodeError as error:
             raise TraceError(f"{path}: not a text file ({error.reason})") from error
     if not requests:
-        raise TraceError(f"{path}: holds no request")
+        raise TraceError(f"{path}: contains no requests")
     start_s = requests[0].arrival_s
     return [request._replace(arrival_s=request.arrival_s - start_s) for request in requests]
 
@@ -85,14 +79,14 @@ def _azure(path: Path, file: TextIO) -> Iterator[TraceRequest]:
     if header != _AZURE_COLUMNS:
         raise TraceError(
             f"{path}:1: neither Mooncake's JSON lines nor Azure's CSV "
-            f"(a header {','.join(_AZURE_COLUMNS)} was expected)"
+            f"(expected header {','.join(_AZURE_COLUMNS)})"
         )
     for row in rows:
         if not row:
             continue
         try:
             moment, context, generated = row
-            # Azure writes seven digits of a second; Python reads six.
+            # Azure has seven decimal places; Python reads six.
             arrival_s = datetime.fromisoformat(moment[:26] + "+00:00").timestamp()
             lengths = _lengths(path, rows.line_num, int(context), int(generated))
         except TraceError:

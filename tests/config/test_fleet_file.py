@@ -48,7 +48,7 @@ def test_log_dir_is_an_older_name() -> None:
     assert FleetConfig.model_validate({"log_dir": "/a"}).logs.dir == "/a"
     both = {"log_dir": "/a", "logs": {"format": "json"}}
     assert FleetConfig.model_validate(both).logs == LogsConfig(dir="/a", format="json")
-    with pytest.raises(ValueError, match="say one of them"):
+    with pytest.raises(ValueError, match="remove one of them"):
         FleetConfig.model_validate({"log_dir": "/a", "logs": {"dir": "/b"}})
 
 
@@ -80,7 +80,7 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
         ),
         ("threads_per_rank: 1.5", "fleet.yaml:1: threads_per_rank = 1.5: must be a valid integer"),
         ("served_model_name: [a, 3]", "fleet.yaml:1: served_model_name[1] = 3:"),
-        ("served_model_name: [a, a]", "holds the same name twice"),
+        ("served_model_name: [a, a]", "contains the same name twice"),
         (
             "quantisation:\n  weights: int3",
             "fleet.yaml:2: quantisation.weights = 'int3': must be 'none', 'int8', 'int4' or 'fp8'",
@@ -101,7 +101,7 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
         ),
         (
             "pools: {tensor_parallel: {memory: own, nodes: several}}",
-            "`nodes: several` is for ranks: say `prefill` or `decode` above 1",
+            "`nodes: several` needs several ranks: set `prefill` or `decode` > 1",
         ),
         (
             "pools: {tls: {certificate: /a, key: /b, ca: /c},"
@@ -120,12 +120,12 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
         ("pools: {tensor_parallel: {decode: 2, nodes: two}}", "must be 'one' or 'several'"),
         (
             "quantisation: {weights: int4}\npools: {tensor_parallel: {decode: 2}}",
-            "int4 weights are not split; int8 ones are",
+            "int4 weights cannot be split; use int8",
         ),
         ("redis: localhost", "must be `embedded` or a URL"),
         ("pools: {prefill: 0, decode: 0}", "needs at least one worker"),
         ("pools: {roles: auto, decode: 2}", "`roles: auto` chooses prefill and decode"),
-        ("pools: {roles: auto, tensor_parallel: 2}", "among workers of one rank"),
+        ("pools: {roles: auto, tensor_parallel: 2}", "needs workers of one rank"),
         (
             "max_batch_requests: 600",
             "max_step_tokens = 512: must be at least max_batch_requests (6",
@@ -141,14 +141,14 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
         ("speculation: {ngram: true, draft: a.gguf}", "`ngram` and `draft` exclude each other"),
         ("speculation: {model: x}", "speculation.model: unknown key (known keys: ngram, draft, to"),
         ("port: [", "fleet.yaml:1: not valid YAML"),
-        ("- a", "fleet.yaml:1: a fleet file holds `key: value` lines"),
+        ("- a", "fleet.yaml:1: a fleet file must consist of `key: value` lines"),
         ("adapters: {max_rank: 0}", "fleet.yaml:1: adapters.max_rank = 0: must be at least 1"),
         ("adapters: {max_lora: 1}", "adapters.max_lora: unknown key"),
         ("adapters: {load: {a: 3}}", "adapters.load.a = 3: must be a valid string"),
         ("adapters: {load: {a: /x}, max_loaded: 0}", "adapters.max_loaded is 0"),
         (
             "served_model_name: a\nadapters: {load: {a: /x}}",
-            "adapters.load: 'a' is a name of the model itself",
+            "adapters.load: 'a' is already a name of the model",
         ),
         ("a: &a [*a]", "fleet.yaml:1: nested too deeply"),
     ],
@@ -334,10 +334,10 @@ def test_a_secret_stands_in_no_message(tmp_path: Path, text: str, said: str) -> 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("model: 2024-99-99", ":1: model: not a value: month must be in 1..12; a text stands in"),
-        (f"port: 1{5000 * '0'}", ":1: port: not a value: Exceeds the limit"),
+        ("model: 2024-99-99", ":1: model: not a valid value: month must be in 1..12; put text in"),
+        (f"port: 1{5000 * '0'}", ":1: port: not a valid value: Exceeds the limit"),
         (f"model: {3000 * '['}{3000 * ']'}", ": nested too deeply"),
-        ("pools: {1: x}", ":1: pools.1: a key is a text: put it in quotes"),
+        ("pools: {1: x}", ":1: pools.1: a key must be text: put it in quotes"),
     ],
 )
 def test_what_yaml_makes_of_a_text_is_an_error_with_its_line(
@@ -356,4 +356,4 @@ def test_aliases_that_multiply_are_refused_before_they_fill_the_memory(tmp_path:
 
 @pytest.mark.parametrize("text", ["api_keys:", "api_keys: {}", "api_keys:\n  # sk-key-of-one: a"])
 def test_keys_that_are_all_taken_out_do_not_open_the_fleet(tmp_path: Path, text: str) -> None:
-    assert "api_keys: holds no key: name one, or leave it out" in problem(tmp_path, text)
+    assert "api_keys: contains no key: add one, or remove api_keys" in problem(tmp_path, text)

@@ -58,7 +58,7 @@ def test_the_fleets_name_is_the_one_that_is_verified() -> None:
 
 def test_keys_stand_at_one_place() -> None:
     both = {"api_keys": {"key-of-one": "one"}, "clients": {"api_keys_file": "/keys.yaml"}}
-    with pytest.raises(ValueError, match="say one of them"):
+    with pytest.raises(ValueError, match="remove one of them"):
         FleetConfig.model_validate(both)
     assert FleetConfig.model_validate({"clients": both["clients"]}).has_keys
     star = {"clients": {"api_keys_file": "/keys.yaml", "cors_origins": ["*"]}}

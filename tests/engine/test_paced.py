@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from baton.config.engine import EngineConfig
+from baton.config.pools import EngineConfig
 from baton.engine.core.core import EngineCore
 from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec

@@ -82,7 +82,7 @@ def test_what_a_server_refuses_is_left_out_and_said(tmp_path):
     load = ("--rate", 50, "--requests", 5, "--answer-tokens", 2, "--prompt-tokens", 5)
     with tiny_server(picky) as server:
         said = run("poisson", "--url", server.url, "--out", tmp_path, *load, "--api-key", "s3cret")
-    assert "the server refuses ignore_eos" in said.stderr
+    assert "the server rejects ignore_eos" in said.stderr
     assert read_results(tmp_path).summary.ends == {"ok": 5}
     assert "ignore_eos" not in server.bodies[-1]
     assert server.headers[-1]["authorization"] == "bearer s3cret"
@@ -133,13 +133,13 @@ def test_compare_two_servers_then_their_files(tmp_path):
     ("arguments", "said"),
     [
         (["replay", "/nowhere", "--out", "x"], "No such file"),
-        (["poisson", "--out", "x", "--prompt-tokens", "big"], "no distribution"),
-        (["poisson", "--out", "x", "--slo", "ttft=1"], "no limit"),
+        (["poisson", "--out", "x", "--prompt-tokens", "big"], "is not a distribution"),
+        (["poisson", "--out", "x", "--slo", "ttft=1"], "unknown limit"),
         (["poisson", "--out", "x"], "give --url"),
         (["poisson", "--out", "x", "--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
-        (["compare", "x"], "two are compared"),
+        (["compare", "x"], "give two"),
         (["compare", "x", "y"], "x: No such file"),
-        (["drill", "earthquake"], "no drill is called"),
+        (["drill", "earthquake"], "unknown drill"),
         (["drill", "all"], "no single fleet"),
     ],
 )

@@ -74,7 +74,7 @@ def test_the_report_stands_alone_and_lets_nothing_in(tmp_path):
     data = json.loads(re.search(r'id="data" type="application/json">(.*?)</script>', page)[1])
     assert data["latency"][0] == [10.0, 10.0]
     assert data["cdfs"]["ttft_s"][0][-1] == pytest.approx(1.0)
-    for formula in ("÷ (answer tokens − 1)", "first chunk with text − intended send"):
+    for formula in ("÷ (output tokens − 1)", "first chunk with text − intended send"):
         assert formula in page
 
 
@@ -93,9 +93,9 @@ def printed(run: Results) -> str:
 
 def test_the_table_says_what_happened_and_how_it_was_counted():
     text = printed(results())
-    assert "50.0% of requests sent were good" in text
+    assert "50.0% of the requests sent were good" in text
     assert "1 × 429 queue_full" in text
-    assert "tpot_s = (last chunk − first chunk) ÷ (answer tokens − 1)" in text
+    assert "tpot_s = (last chunk − first chunk) ÷ (output tokens − 1)" in text
     assert "THE CLIENT WAS THE BOTTLENECK: 1 % of requests were sent over 500 ms late" in text
     assert "interrupted after 2 of 9" in printed(results(complete=False, planned_requests=9))
 

@@ -107,7 +107,7 @@ async def test_close_ends_all_but_the_task_that_calls_it(tasks, failures) -> Non
 
 async def test_a_task_that_did_not_hear_its_cancel_is_told_again(tasks, monkeypatch, caplog):
     """A library that swallows one must not keep a process from ending."""
-    monkeypatch.setattr(module, "UNHEARD_S", 0.05)
+    monkeypatch.setattr(module, "CANCEL_RETRY_S", 0.05)
     swallowed = 0
 
     async def deaf() -> None:
@@ -125,7 +125,7 @@ async def test_a_task_that_did_not_hear_its_cancel_is_told_again(tasks, monkeypa
     async with asyncio.timeout(5):
         await tasks.close()
     assert swallowed == 2
-    assert "test: deaf goes on after its cancel" in caplog.text
+    assert "task test: deaf ignored cancellation; cancelling again" in caplog.text
 
 
 async def test_a_task_that_is_cancelled_before_it_ran_leaves_no_warning(tasks, recwarn) -> None:

@@ -158,7 +158,7 @@ def _set_gauges(router: RouterParts) -> None:
     router.metrics.set("baton_fleet_running_requests", running)
     router.metrics.set("baton_fleet_waiting_requests", waiting)
     router.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
-    router.metrics.set("baton_mirror_names", router.prefix_index.total_hashes)
+    router.metrics.set("baton_prefix_index_hashes", router.prefix_index.total_hashes)
     router.metrics.set("baton_adapters_served", len(router.model.adapters.served()))
 
 

@@ -68,12 +68,12 @@ class IndexFeeder:
                 continue
             if isinstance(item, Snapshot):
                 result = await self._take_in(item)
-                self._metrics.inc("baton_mirror_snapshots")
+                self._metrics.inc("baton_prefix_index_snapshots")
             else:
                 result = self._prefix_index.apply(item)
             if result is Applied.SNAPSHOT_NEEDED:
                 events.want(item.incarnation)
-                self._metrics.inc("baton_mirror_sequence_gaps")
+                self._metrics.inc("baton_prefix_index_sequence_gaps")
             if pause.is_due():
                 await asyncio.sleep(0)  # a backlog must not hold up tokens
 

@@ -123,7 +123,7 @@ async def test_tenants_and_options_reach_the_server():
 
 
 async def test_a_client_that_cannot_go_on_fails_the_run():
-    with pytest.raises(ClientFailedError, match="no http"):
+    with pytest.raises(ClientFailedError, match="not an http"):
         await send(even(1, 10.0), options("nonsense"))
 
 

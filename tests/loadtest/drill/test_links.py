@@ -73,7 +73,7 @@ def in_own_network(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(autouse=True)
 def possible() -> None:
-    if problem := links.why_not():
+    if problem := links.missing_requirement():
         pytest.skip(f"links cannot be made bad here: {problem}")
     tried = in_own_network("nft", "add", "table", "inet", "try")
     if tried.returncode:

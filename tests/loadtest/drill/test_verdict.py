@@ -85,7 +85,7 @@ def test_a_request_without_an_end_or_with_two():
         ),
         (
             {"kv_blocks": {"total": 10, "free": 6, "cached": 3, "leased": 0, "quarantined": 0}},
-            "9 blocks of 10",
+            "9 of 10 blocks",
         ),
     ],
 )

@@ -54,7 +54,7 @@ def test_without_a_name_they_are_listed() -> None:
     told = run().output
     for name in LABS:
         assert name in told
-    assert "no lab 'nonsense'; there are: capacity, prefix" in run("nonsense", code=1).stderr
+    assert "unknown lab 'nonsense'; use one of capacity, prefix" in run("nonsense", code=1).stderr
 
 
 def test_a_lab_leaves_results_and_a_report_and_says_what_it_found(
@@ -78,7 +78,7 @@ def test_continuous_batching_takes_fewer_steps(tiny: str, tmp_path: Path) -> Non
 
 
 def test_a_lab_that_needs_a_fleet_says_so() -> None:
-    assert "give --url or --fleet FILE" in run("prefix", "--quick", code=1).stderr
+    assert "set --url or --fleet FILE" in run("prefix", "--quick", code=1).stderr
 
 
 def test_a_lab_that_fails_says_so(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_an_emulated_subject_is_named_in_the_report_and_nothing_in_it_is_html() 
         findings=findings,
     )
     page = report(results)
-    assert "No model ran; steps lasted as in the timing model epyc-135m" in page
+    assert "No model ran; step times come from the timing model epyc-135m" in page
     assert "&lt;script&gt;" in page
     assert '"</script>"' not in page
     cells = [shown(cell) for cell in (None, 1.23456, 12345.6, 7, "a")]

@@ -41,7 +41,7 @@ def test_azure_rows_with_seven_digits_and_a_byte_order_mark(tmp_path):
     [
         ("a,b\n1,2\n", ":1: neither"),
         ("", ":1: neither"),
-        (AZURE, "holds no request"),
+        (AZURE, "contains no requests"),
         (AZURE + "2023-11-16 18:15:46,374\r\n", ":2:"),
         (AZURE + "yesterday,1,1\r\n", ":2:"),
         (AZURE + "2023-11-16 18:15:46,0,1\r\n", ":2: 0 input"),
