@@ -64,13 +64,13 @@ def test_what_happens_within_a_moment_says_nothing():
 async def test_what_comes_while_a_pass_is_held_back_goes_out_with_it():
     deliveries, written = Deliveries(), []
     news = [lambda: written.append("a"), lambda: written.append("b")]
-    deliveries._pace.hold_ns = 20_000_000
+    deliveries._pace.hold_ns = 300_000_000
     deliveries.add(news[0])
     await asyncio.sleep(0.005)
     deliveries.add(news[1])
     deliveries.add(news[0])
     assert written == []
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(0.4)
     assert written == ["a", "b"]
 
 
