@@ -1,14 +1,14 @@
-"""The leader's words to a rank that shares no memory with it: one gRPC stream for both lives.
+"""Messages from the leader to a rank that shares no memory with it, on one gRPC stream.
 
     leader's shell                                   fleet/rank.py, on the rank's host
       Begin ─────────────────────────────────────▶   start the rank's engine process
       Serve ─────────────────────────────────────▶   map its pool, answer pulls of its heads
-      Hold, Publish ───────────── published ◀────    (a slice is announced when its rank knows)
-      Revoke ────────────────────given back ◀────    (pages are free when nobody reads them there)
+      Hold, Publish ───────────── published ◀────    (a slice is announced once its rank has it)
+      Revoke ────────────────────given back ◀────    (pages are free when their reads have ended)
       Take ─────────────────────────── taken ◀───    (a frame counts when each rank has its own)
                                         sent ◀───    (bytes that left its pool)
 
-When the stream breaks the rank is gone, and the replica with it.
+The stream exists as long as both processes. When it breaks, the rank and its replica have failed.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
 
 _BEGIN_S = 60.0
-_SILENT_S = 5.0  # a rank speaks every half second
+_SILENT_S = 5.0  # a rank sends something every half second
 
 
 class RankGoneError(Exception):
-    """The stream to a rank broke; the text says which."""
+    """The stream to a rank broke; the text names the rank."""
 
 
 class RankLink:
-    """One rank, as the leader's shell sees it.
+    """The leader's connection to one rank.
 
     Args:
-        rank: Its number.
-        address: Of its program, for words and for pulls of its heads.
-        channel: To that address; whoever owns it closes it.
-        token: For the call.
-        note_sent: Called with bytes of KV that were pulled from it.
+        rank: Number of the rank.
+        address: Address of the rank's program, for messages and for pulls of its heads.
+        channel: gRPC channel to that address; its owner closes it.
+        token: Fleet token for the call.
+        note_sent: Called with bytes of KV that were pulled from the rank.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RankLink:
         self.address = address
         self.pid = 0
         self.host = ""
-        """Of its engine process, once it serves."""
+        """Host of the rank's engine process, known once it serves (and so is its pid)."""
         self._note_sent = note_sent
         stub = rank_pb2_grpc.RankStub(channel)
         self._call: Any = stub.Link(metadata=token.metadata)
@@ -72,10 +72,10 @@ class RankLink:
         self._tasks.vital(self._listen(), "listen", self._broke)
 
     async def begin(self, engine_settings: bytes) -> str:
-        """Have the rank's engine process started; where it is reached: ``HOST:PORT/SECRET``.
+        """Start the rank's engine process; return where it listens: ``HOST:PORT/SECRET``.
 
         Raises:
-            RankGoneError: Nobody answers there.
+            RankGoneError: The rank does not answer.
         """
         begin = rank_pb2.RankBegin(rank=self.rank, engine_settings=engine_settings)
         self._say(begin=begin)
@@ -84,10 +84,10 @@ class RankLink:
         return f"{host}:{listens.port}/{listens.secret}"
 
     async def serve(self, serve: rank_pb2.RankServe) -> None:
-        """Have the pool mapped and its heads served.
+        """Map the rank's pool and serve its heads.
 
         Raises:
-            RankGoneError: It broke meanwhile.
+            RankGoneError: The link broke meanwhile.
         """
         self._say(serve=serve)
         serves = await self._until(self._serves)
@@ -95,25 +95,25 @@ class RankLink:
         self.host = serves.host
 
     def hold(self, hold: rank_pb2.RankHold, on_given_back: Callable[[], None]) -> None:
-        """A prompt has its pages; ``on_given_back`` is called once, some time after ``revoke``."""
+        """Give a prompt its pages; ``on_given_back`` is called once, some time after ``revoke``."""
         self._on_given_back[hold.name] = on_given_back
         self._say(hold=hold)
 
     def publish(self, name: str, kv_slice: pb.KvSlice) -> "asyncio.Future[None]":
-        """A rectangle of the rank's heads is computed; done when it may be pulled there."""
+        """Publish a computed rectangle of the rank's heads; done when it may be pulled there."""
         serial, known = self._expect()
         self._say(publish=rank_pb2.RankPublish(serial=serial, name=name, kv_slice=kv_slice))
         return known
 
     def revoke(self, name: str) -> None:
-        """The hand-off ends: no more of it may be sent."""
+        """End a KV transfer: the rank sends no more of it."""
         self._say(revoke=rank_pb2.RankRevoke(name=name))
 
     async def take(self, what: rank_pb2.RankTake) -> rank_pb2.RankTaken:
         """Have the rank pull slices into its own pool.
 
         Raises:
-            RankGoneError: The link broke; it is not known what it wrote.
+            RankGoneError: The link broke; it is unknown what the rank wrote.
         """
         serial, taken = self._expect()
         numbered = rank_pb2.RankTake()
@@ -124,7 +124,7 @@ class RankLink:
         return found
 
     async def close(self) -> None:
-        """End the rank."""
+        """Close the stream, which ends the rank."""
         self._call.cancel()
         await self._tasks.close()
         self._broke(RankGoneError("closed"))
@@ -155,7 +155,7 @@ class RankLink:
             async with ALIVE.timeout(_SILENT_S):
                 word = await self._call.read()
             if word is grpc.aio.EOF:
-                raise RankGoneError("it ended")
+                raise RankGoneError("the stream ended")
             match word.WhichOneof("word"):
                 case "listens":
                     self._listens.set_result(word.listens)
@@ -178,7 +178,7 @@ class RankLink:
     def _broke(self, error: Exception) -> None:
         if not self.broken.done():
             details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            details = details or f"it says nothing for {_SILENT_S:.0f} s"
+            details = details or f"no message for {_SILENT_S:.0f} s"
             self.broken.set_result(f"rank {self.rank} at {self.address} is gone: {details}")
         for answer in self._waiting.values():
             self._end(answer)
@@ -187,4 +187,4 @@ class RankLink:
     def _end(self, answer: "asyncio.Future[Any]") -> None:
         if not answer.done():
             answer.set_exception(RankGoneError(self.broken.result()))
-            answer.exception()  # marks it as seen, should nobody wait any more
+            answer.exception()  # marks it as retrieved, in case no task waits any more
