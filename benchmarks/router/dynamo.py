@@ -1,7 +1,7 @@
-"""The peer: NVIDIA Dynamo's frontend with its own emulated workers, in an environment of its own.
+"""The peer: NVIDIA Dynamo's frontend with its own emulated workers, in a separate environment.
 
-It lives below ``$BATON_CACHE`` or ``~/.cache/baton``, and is built by
-``python -m benchmarks.router --build``.
+The environment is below ``$BATON_CACHE`` or ``~/.cache/baton``;
+``python -m benchmarks.router --build`` creates it.
 """
 
 import json
@@ -27,17 +27,17 @@ _BESIDE = (
 
 
 class PeerError(RuntimeError):
-    """Dynamo is not there."""
+    """Dynamo is not installed."""
 
 
 def cache_folder() -> Path:
-    """Where its environment and the model's directory are kept."""
+    """Return the folder of its environment and its model."""
     root = os.environ.get("BATON_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "baton") / "dynamo"
 
 
 def build(folder: Path, model: str, console: Console) -> None:
-    """Install Dynamo, and write the model as it reads it."""
+    """Install Dynamo, and write the model in its format."""
     console.print(f"installing {_DYNAMO} in {folder}: about a minute")
     venv.create(folder / "venv", with_pip=True)
     pip = [str(folder / "venv" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
@@ -47,7 +47,7 @@ def build(folder: Path, model: str, console: Console) -> None:
 
 
 def write_model(folder: Path, model: str) -> None:
-    """A Hugging Face directory without weights: configuration, tokenizer, template."""
+    """Write a Hugging Face directory without weights: configuration, tokenizer, template."""
     artifact = resolve_model(model)
     config = artifact.config
     tokenizer = load_tokenizer(artifact.tokenizer_source())
@@ -83,13 +83,13 @@ def write_model(folder: Path, model: str) -> None:
 
 
 class Dynamo:
-    """Frontend and workers, for as long as the context lasts.
+    """Processes of frontend and workers.
 
     Args:
-        folder: As `build` made it.
-        name: To serve the model as.
-        port: Of the frontend.
-        workers: Emulated ones.
+        folder: Folder that `build` wrote.
+        name: Served name of the model.
+        port: Port of the frontend.
+        workers: Number of emulated workers.
 
     Raises:
         PeerError: It is not built.
@@ -127,15 +127,15 @@ class Dynamo:
 
     @property
     def pids(self) -> tuple[int, int]:
-        """The frontend's and the workers'."""
+        """Process ids of the frontend and of the workers."""
         return self._processes[1].pid, self._processes[0].pid
 
     def log_end(self) -> str:
-        """The last lines of both."""
+        """Return the last lines of both logs."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
 
     def close(self) -> None:
-        """End both."""
+        """End frontend and workers."""
         for process in self._processes:
             process.terminate()
         for process in self._processes:

@@ -1,13 +1,13 @@
-"""Executes step plans: one forward pass over the rows of a plan, against one paged KV pool.
+"""Executes step plans: one forward pass over the rows of a plan, over one paged KV pool.
 
-    plan rows      A: chunk of 5      B: decode      C: decode      (as the scheduler wrote them)
-    flat rows      C  B  A0 A1 A2 A3 A4                             (decodes first, like lengths
+    plan rows      A: chunk of 5      B: decode      C: decode      (in the scheduler's order)
+    flat rows      C  B  A0 A1 A2 A3 A4                             (decodes first, equal lengths
                                                                      and neighbours together)
 
-Prefill chunks, decodes, and mixtures run through the same code. Blocks beyond a sequence's end may
-be read and masked, so NaN in one sequence could reach its neighbour in the pool. Rows with NaN are
-therefore computed again, alone and isolated: who then is clean goes on, and what the others wrote
-is zeroed before they fail.
+Prefill chunks, decodes, and mixtures use the same code. Blocks after a sequence's end may be read
+and masked, so NaN in one sequence could reach its neighbour in the pool. Rows with NaN are
+therefore computed again, alone and isolated. Rows that are clean then continue. The others fail,
+after their KV is zeroed.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
@@ -39,8 +39,6 @@ from baton.types.prompt_outputs import POOLINGS
 
 @dataclass(slots=True)
 class _Batch:
-    """A plan, flattened."""
-
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     decodes: list[Span]
@@ -58,12 +56,12 @@ class CpuRunner:
         pool_buffer: Writable, zeroed (or at least finite) memory: all of the pool, or what this
             rank holds of it.
         geometry: Shape of the pool, with the heads of the whole model.
-        tiling: How attention is cut, from ``attention_tiling``.
-        eos_token_ids: Tokens that end an answer.
-        adapters: What rows may name; by default an empty set in ``exact``.
-        grammars: For requests with a grammar.
-        shared_pool: Whether it is in the files that others map, as are those of other ranks.
-        cores: Claimed for the time of each step.
+        tiling: Units in which attention is cut, from ``attention_tiling``.
+        eos_token_ids: Tokens that end a response.
+        adapters: LoRA adapters that rows may name; by default an empty set in ``exact``.
+        grammars: Compiled grammars of requests.
+        shared_pool: Whether the pool is in files that other processes map.
+        cores: Context of each step, which marks this worker's cores as in use.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class CpuRunner:
     def _make_attention(
         self, geometry: KvGeometry, tiling: AttentionTiling, kv_heads: range | None
     ) -> Attention:
-        """The native kernel where there is one for this pool, else torch's."""
+        """Return the native kernel if there is one for this pool, else torch's."""
         c = self._model.local
         library = native_library(geometry, self._model.dtype, c.num_heads, c.num_kv_heads)
         if library is not None:
@@ -120,7 +118,7 @@ class CpuRunner:
 
     @property
     def geometry(self) -> KvGeometry:
-        """Shape of the pool."""
+        """Shape of the pool, with all heads of the model."""
         return self._geometry
 
     @property
@@ -130,7 +128,7 @@ class CpuRunner:
 
     @property
     def refused_rows(self) -> Mapping[int, BatonError]:
-        """Rows of the last plan whose grammar failed, and why."""
+        """Rows of the last plan whose grammar failed, with the error."""
         return self._sampler.refused_rows
 
     @property
@@ -140,14 +138,14 @@ class CpuRunner:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer unless ``ignore_eos``."""
+        """Tokens that end a response unless ``ignore_eos``."""
         return self._eos_token_ids
 
     @torch.inference_mode()
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
-        """See ``baton.engine.core.model_runner.ModelRunner``."""
+        """Compute a plan and sample its tokens (``ModelRunner.execute``)."""
         if plan.copies:
             self.copy_blocks(plan.copies)
         self._sampler.begin_step()
@@ -197,12 +195,12 @@ class CpuRunner:
         return self._sampler.sample(logits, plan.rows)
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """See ``baton.engine.core.model_runner.ModelRunner``."""
+        """Return how many draft tokens the grammar admits (``ModelRunner.admissible``)."""
         return self._sampler.admissible(spec, draft_tokens)
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
-        """Hidden states ``[len(tokens), E]`` of each row of a plan (self-test and tests)."""
+        """Return hidden states ``[len(tokens), E]`` of each row of a plan, for self-tests."""
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, None)
         pairs = zip(batch.ends, plan.rows, strict=True)
@@ -210,7 +208,7 @@ class CpuRunner:
 
     @torch.inference_mode()
     def follow(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
-        """This rank's part of a pass that the leader makes."""
+        """Compute this rank's part of the leader's pass."""
         self._forward(self._flatten(rows), None, isolated=isolated)
 
     def _forward(
@@ -275,7 +273,7 @@ class CpuRunner:
         return torch.from_numpy(own)
 
     def _broken_rows(self, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
-        """Plan rows with NaN or Inf anywhere: also a prompt's early chunks must not poison KV."""
+        """Return plan rows with NaN or Inf anywhere: early chunks must not damage KV either."""
         finite_T = finite_rows(hidden_TE)
         if all(finite_T):
             return set()
@@ -286,7 +284,7 @@ class CpuRunner:
         return broken
 
     def _retry_isolated(self, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]) -> set[int]:
-        """Compute rows with NaN again, each alone; returns those at fault themselves."""
+        """Compute rows with NaN again, each alone; return those that caused it."""
         self.clear([batch.rows[index] for index in broken])
         guilty = set()
         for index in sorted(broken):
@@ -300,7 +298,7 @@ class CpuRunner:
 
     @torch.inference_mode()
     def clear(self, rows: Sequence[PlanRow]) -> None:
-        """Zero the KV that these rows wrote, also what other ranks wrote of it."""
+        """Zero the KV that these rows wrote, on all ranks."""
         if self._shard is not None:
             self._shard.begin_clear(rows)
         tokens = self._pool.flatten(2, 3)  # [layers, 2, slots, heads, elements]

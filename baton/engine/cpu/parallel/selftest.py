@@ -1,8 +1,8 @@
 """Proof at start that a model split over ranks computes the bits of the whole model.
 
 Two things could differ: a product's columns, when fewer of them are computed together, and
-attention, when there are fewer heads or fewer queries to a KV head. Both are measured, on data that
-makes rounding visible, for the very shapes that the ranks will have.
+attention, with fewer heads or fewer queries to a KV head. Both are measured, on data that makes
+rounding visible, for the exact shapes of the ranks.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
@@ -30,17 +30,17 @@ def prepare_ranks(
     numerics: Numerics,
     quantisation: str = "none",
 ) -> None:
-    """Decide how attention is cut on each rank, prove the split, and wait for the ranks.
+    """Choose the tiling of each rank, prove the split, and wait for the ranks.
 
     Args:
-        shard: The leader's.
-        tiling: How attention of the whole model is cut.
-        dtype: Of weights and KV.
+        shard: Shard of the leader.
+        tiling: Tiling of attention in the whole model.
+        dtype: Dtype of weights and KV.
         numerics: ``fast`` proves nothing.
-        quantisation: Of the weights: ``none`` or ``int8``.
+        quantisation: Format of the weights: ``none`` or ``int8``.
 
     Raises:
-        NumericsSetupError: The split would show in the bits.
+        NumericsSetupError: The split would change the bits.
         RankError: A rank died or hangs.
     """
     config = shard.config
@@ -68,7 +68,7 @@ def _refusal(ranks: int, fault: str) -> NumericsSetupError:
 def exact_tilings(
     whole: AttentionTiling, config: ModelConfig, splits: Sequence[Split], dtype: str
 ) -> list[AttentionTiling]:
-    """The cut of each rank: that of the whole model, as far as query rows to a KV head allow.
+    """Return the tiling of each rank, equal to the whole model's as far as its heads allow.
 
     Raises:
         NumericsSetupError: A rank's attention would not be invariant.
@@ -101,7 +101,7 @@ def attention_split_fault(
     splits: Sequence[Split],
     dtype: str,
 ) -> str | None:
-    """Which rank's heads have other bits than in the whole model; ``None`` if none."""
+    """Return which heads have other bits on their rank than in the whole model, or ``None``."""
     heads = config.num_heads
     kv_heads = config.num_kv_heads
     dim = config.head_dim
@@ -138,13 +138,13 @@ def product_split_fault(
     dtype: torch.dtype,
     make: Callable[[torch.Tensor], Linear] = Linear,
 ) -> str | None:
-    """Which product has other bits when its columns are computed apart; ``None`` if none.
+    """Return which product has other bits when its columns are computed apart, or ``None``.
 
     Args:
-        config: Of the whole model.
+        config: Numbers of the whole model.
         splits: Each rank's part.
-        dtype: Of activations, and of weights that are not quantised.
-        make: A layer of a weight, as the model has them.
+        dtype: Dtype of activations, and of weights that are not quantised.
+        make: Makes a layer like the model's from a weight.
     """
     for name, outputs, inputs, parts in _products(config, splits):
         weight = cancelling(outputs, inputs, dtype, sign=1.0, seed=21)
@@ -160,7 +160,7 @@ def product_split_fault(
 def _products(
     config: ModelConfig, splits: Sequence[Split]
 ) -> Iterator[tuple[str, int, int, Iterable[list[range]]]]:
-    """``(name, outputs, inputs, each rank's columns)``, as the layers stack their weights."""
+    """Yield ``(name, outputs, inputs, each rank's columns)``, as the layers stack their weights."""
     c = config
     dim = config.head_dim
     q = c.num_heads * dim
