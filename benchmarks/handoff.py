@@ -109,13 +109,8 @@ def without_digests() -> Iterator[None]:
 # -------------------------------------------------------------------- the sender's process
 
 
-async def send(tokens: int, scattered: bool, digests: bool) -> None:
+async def send(tokens: int, scattered: bool) -> None:
     """Hold a prompt's KV and serve it until standard input closes."""
-    with contextlib.nullcontext() if digests else without_digests():
-        await _serve(tokens, scattered)
-
-
-async def _serve(tokens: int, scattered: bool) -> None:
     shape = geometry(tokens)
     pool_fd, memory = memory_file(shape.pool_bytes)
     machine = HandoffSender(shape, tokens, 0, FAR_NS, 0)
@@ -215,7 +210,6 @@ class _OnePeer:
 
 
 def _parts_of_puller(peer: _OnePeer, pool: PoolView) -> SimpleNamespace:
-    """Return the parts of a worker that a puller uses; metrics are discarded."""
     return SimpleNamespace(
         pool=pool,
         peers=peer,
@@ -295,8 +289,6 @@ async def sender_process(*options: str) -> AsyncIterator[Peer]:
 
 
 class _GlooStream:
-    """Two processes of ``benchmarks.gloo_stream``."""
-
     def __init__(self, ends: list[asyncio.subprocess.Process]) -> None:
         self._ends = ends
 
@@ -424,7 +416,8 @@ def main() -> None:
     options = parser.parse_args()
     keep_message_memory()  # as workers do
     if options.send:
-        asyncio.run(send(options.tokens, options.scattered, not options.no_digests))
+        with without_digests() if options.no_digests else contextlib.nullcontext():
+            asyncio.run(send(options.tokens, options.scattered))
         return
     bench = asyncio.run(measure(options.tokens, options.rounds, options.scattered))
     pages = "scattered" if options.scattered else "consecutive"

@@ -63,13 +63,7 @@ FIGURES: dict[str, Callable[[Results], float | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A way to divide the machine.
-
-    Args:
-        name: Name of the column.
-        server: Key of ``SERVERS``.
-        headers: Headers of every request.
-    """
+    """A way to divide the machine."""
 
     name: str
     server: str
@@ -115,12 +109,7 @@ def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int)
 
 @contextlib.contextmanager
 def bench_fleet(folder: Path, settings: str) -> Iterator[str]:
-    """Start a fresh fleet of the default model; yield its URL.
-
-    Args:
-        folder: New folder of its file, logs and state.
-        settings: Additional lines of the fleet file.
-    """
+    """Start a fresh fleet of the default model; yield its URL."""
     folder.mkdir(parents=True)
     port = free_port()
     (folder / "fleet.yaml").write_text(
@@ -188,7 +177,6 @@ def columns(console: Console, layouts: Sequence[Layout] = LAYOUTS) -> list[Layou
 def _server_process(
     command: Sequence[str], folder: Path, more: dict[str, str], ready: str
 ) -> Iterator[None]:
-    """Run a server process, from ready to gone."""
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command, env={**os.environ, **more}, stdout=log, stderr=subprocess.STDOUT
@@ -214,7 +202,6 @@ def _answers(url: str) -> bool:
 
 
 def _pin(url: str, cores: int) -> None:
-    """Pin the engine of each role to its own half of the cores."""
     halves = {"prefill": range(cores // 2), "decode": range(cores // 2, cores)}
     for worker in httpx.get(f"{url}/fleet", timeout=10, trust_env=False).json()["workers"]:
         engine = psutil.Process(worker["pid"])

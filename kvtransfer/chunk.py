@@ -33,7 +33,6 @@ class ChunkError(ValueError):
     """A frame does not match the request for it.
 
     Args:
-        message: Difference between the two.
         cause: "torn", "encoding", "size", "claim", "place" or "digest", for metrics.
     """
 
@@ -55,7 +54,6 @@ class PoolView:
     """A KV pool as bytes ``[layer, k|v, block, token, head, dim bytes]``.
 
     Args:
-        pool: Memory of the pool.
         geometry: Geometry of this memory. A rank's own pool counts only its heads.
         first_head: Number in the model of the pool's first head.
     """
@@ -72,20 +70,12 @@ class PoolView:
         self.geometry = geometry
         self.native = native_pool(self._data, geometry, first_head)
         self._first_head = first_head
-
-    @property
-    def parts(self) -> tuple[range, ...]:
-        """Heads that lie together; in a single pool, all of them."""
-        return (range(self._first_head, self._first_head + self.geometry.num_kv_heads),)
+        self.parts: tuple[range, ...] = (range(first_head, first_head + geometry.num_kv_heads),)
+        self.links: tuple[()] = ()  # ranks on other hosts
 
     def holding(self, kv_slice: KvSlice) -> "tuple[PoolView, ...]":
         """Return the pools with these heads; this is the only one."""
         return (self,)
-
-    @property
-    def links(self) -> tuple[()]:
-        """Links to ranks on other hosts; a single pool has none."""
-        return ()
 
     def elsewhere(self, kv_slice: KvSlice) -> tuple[()]:
         """Return the links to ranks with these heads; a single pool has none."""
@@ -257,28 +247,8 @@ def decode(frame: bytes | memoryview) -> tuple[pb.ChunkHeader, memoryview]:
     return header, payload
 
 
-def check_size(
-    payload: memoryview | bytes,
-    expected: KvSlice,
-    geometry: KvGeometry,
-    encoding: ChunkEncoding = PLAIN,
-) -> None:
-    """Check that a payload has the size of the requested slice.
-
-    Raises:
-        ChunkError: The sizes differ.
-    """
-    if len(payload) != payload_bytes(expected, geometry, encoding):
-        wanted = payload_bytes(expected, geometry, encoding)
-        raise ChunkError(f"payload of {len(payload)} bytes instead of {wanted}: {expected}", "size")
-
-
 def check_binding(header: pb.ChunkHeader, expected: KvSlice, bound: bytes) -> None:
-    """Check that a header belongs to the requested slice of this KV transfer.
-
-    Raises:
-        ChunkError: The KV transfer, the sender's incarnation or the slice differs.
-    """
+    """Check that a header belongs to the requested slice of this KV transfer."""
     found = binding(header.request_id, header.attempt, header.generation, header.source_incarnation)
     if found != bound:
         raise ChunkError("the frame belongs to another KV transfer or another incarnation", "claim")
@@ -292,7 +262,6 @@ class ByteFrame:
     """A frame that ``encode`` made; see ``transport.Frame``.
 
     Args:
-        frame: The whole frame, with its header.
         encoding: The requested encoding of its payload.
     """
 
@@ -308,7 +277,10 @@ class ByteFrame:
             asked = ChunkEncoding.Name(self.encoding)
             came = ChunkEncoding.Name(header.encoding)
             raise ChunkError(f"requested encoding {asked}, got {came}", "encoding")
-        check_size(payload, kv_slice, pool.geometry, self.encoding)
+        wanted = payload_bytes(kv_slice, pool.geometry, self.encoding)
+        if len(payload) != wanted:
+            text = f"payload of {len(payload)} bytes instead of {wanted}: {kv_slice}"
+            raise ChunkError(text, "size")
         check_binding(header, kv_slice, bound)
         if not pool.place(blocks, kv_slice, bound, payload, header.digests, self.encoding):
             raise ChunkError(f"digest mismatch at {kv_slice}", "digest")

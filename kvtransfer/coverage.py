@@ -11,7 +11,6 @@ class Coverage:
     """Rectangles that do not overlap, in the order in which they were added.
 
     Args:
-        geometry: Geometry of the pool.
         prompt_tokens: Length of the prompt; its last block may be partial.
         first_head: First of the heads that ``geometry`` counts.
     """
@@ -105,7 +104,6 @@ class Coverage:
         return bytearray()
 
     def _valid(self, kv_slice: KvSlice) -> bytes:
-        """Return the number of valid tokens of each block."""
         tokens = self._geometry.block_tokens
         tail = kv_slice.valid_tokens - (kv_slice.block_count - 1) * tokens
         return bytes([tokens]) * (kv_slice.block_count - 1) + bytes([tail])

@@ -28,12 +28,6 @@ def int8_pays(plain_bytes: int, int8_bytes: int, bytes_per_s: float, frame_bytes
 
     A frame is encoded while others are on the wire. So only one frame's coding adds to the time,
     unless the sender encodes more slowly than the wire transfers.
-
-    Args:
-        plain_bytes: Size of the pull without encoding.
-        int8_bytes: Size of the pull in int8.
-        bytes_per_s: Bandwidth of the wire.
-        frame_bytes: Largest size of a frame without encoding.
     """
     moved_s = max(int8_bytes / bytes_per_s, plain_bytes / _INT8_ENCODED_BYTES_PER_S)
     one_frame_s = min(frame_bytes, plain_bytes) / _INT8_CODED_BYTES_PER_S
@@ -50,17 +44,12 @@ class EdgeRate:
 
     def __init__(self) -> None:
         self._pulls: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)  # bytes/s, bytes
-        self._bytes_per_s = _ASSUMED_BYTES_PER_S
+        self.bytes_per_s = _ASSUMED_BYTES_PER_S  # until the first measurement
 
     @property
     def measured(self) -> bool:
         """True once there is a measurement."""
         return bool(self._pulls)
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Estimated bandwidth, or the assumed one before the first measurement."""
-        return self._bytes_per_s
 
     def note(self, payload_bytes: int, seconds: float) -> None:
         """Record the size and duration of one pull."""
@@ -70,12 +59,12 @@ class EdgeRate:
     def note_late(self, asked_bytes: int, less_than_bytes: int, seconds: float) -> None:
         """Record a pull of ``asked_bytes`` that brought less than so many bytes in its timeout."""
         bytes_per_s = less_than_bytes / seconds
-        if bytes_per_s < self._bytes_per_s:  # otherwise it is no bound on the wire
+        if bytes_per_s < self.bytes_per_s:  # otherwise it is no bound on the wire
             self._add(bytes_per_s, asked_bytes)
 
     def _add(self, bytes_per_s: float, weight_bytes: int) -> None:
         self._pulls.append((bytes_per_s, weight_bytes))
-        self._bytes_per_s = _median_byte(self._pulls)
+        self.bytes_per_s = _median_byte(self._pulls)
 
 
 def _median_byte(pulls: Iterable[tuple[float, int]]) -> float:
@@ -121,12 +110,7 @@ class Edge:
         return self._last.bytes_per_s
 
     def frame_bytes(self, name: str, best_bytes: int) -> int:
-        """Return the frame size of one transport, bounded so that no frame occupies the wire long.
-
-        Args:
-            name: Name of the transport.
-            best_bytes: Frame size with which it is fastest.
-        """
+        """Return the frame size of a transport, so small that no frame occupies the wire long."""
         rate = self.rate(name)
         if not rate.measured:
             return best_bytes
@@ -137,12 +121,7 @@ class Edge:
         return self._way(name).rate
 
     def ways(self, usable: Sequence[str], now_ns: int) -> list[str]:
-        """Return the transport to pull by, followed by the fallback.
-
-        Args:
-            usable: Names of transports that both ends have, best first.
-            now_ns: Current time.
-        """
+        """Return the transport to pull by, then the fallback, of ``usable`` ones (best first)."""
         warm = [
             name
             for name in usable

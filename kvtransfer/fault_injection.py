@@ -30,11 +30,7 @@ class FrameTamperer:
 
     @classmethod
     def parse(cls, text: str) -> "FrameTamperer | None":
-        """Read ``"kind:every"`` or ``"kind:every:head"``; return None for "".
-
-        Raises:
-            ValueError: The kind is unknown.
-        """
+        """Read ``"kind:every"`` or ``"kind:every:head"``; return None for ""."""
         if not text:
             return None
         kind, *numbers = text.split(":")

@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -38,7 +39,6 @@ class GrpcTransport:
 
     Args:
         channels: Channels of this worker; their owner closes them.
-        token: Fleet token that is sent with every call.
     """
 
     frame_bytes = 4 << 20  # in smaller frames the cost of each frame matters more
@@ -62,16 +62,14 @@ class GrpcTransport:
         """Do nothing: the channels are not this transport's own."""
 
 
+@dataclass(frozen=True, slots=True)
 class _GrpcFrames:
-    def __init__(
-        self, call: "grpc.aio.UnaryStreamCall[Any, bytes]", encoding: ChunkEncoding
-    ) -> None:
-        self._call = call
-        self._encoding = encoding
+    call: "grpc.aio.UnaryStreamCall[Any, bytes]"
+    encoding: ChunkEncoding
 
     async def read(self) -> Sequence[Frame]:
         try:
-            frame = await self._call.read()
+            frame = await self.call.read()
         except grpc.aio.AioRpcError as error:
             raise TransportGoneError(str(error)) from error
         except asyncio.CancelledError as error:
@@ -81,10 +79,10 @@ class _GrpcFrames:
             raise TransportGoneError("the channel was closed") from error
         if not isinstance(frame, bytes):
             return []  # gRPC's mark for the end of the stream
-        return [ByteFrame(frame, self._encoding)]
+        return [ByteFrame(frame, self.encoding)]
 
     def close(self) -> None:
-        self._call.cancel()
+        self.call.cancel()
 
 
 class _Message:

@@ -50,12 +50,7 @@ class KvSlice:
         return per_token * self.valid_tokens
 
     def fits(self, geometry: KvGeometry, first_head: int = 0) -> bool:
-        """Return whether the slice lies inside the model and its token count matches its blocks.
-
-        Args:
-            geometry: Geometry of the model, or of some of its heads.
-            first_head: First of these heads.
-        """
+        """Return whether the slice lies inside the model, and its tokens match its blocks."""
         tokens = geometry.block_tokens
         return (
             self.kv_group == 0

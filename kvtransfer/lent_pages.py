@@ -33,14 +33,7 @@ class _Stretch(NamedTuple):
 
 
 def page_digest(pool: PoolView, pages: Sequence[int], kv_slice: KvSlice, bound: bytes) -> bytes:
-    """Return the digest (8 bytes) of a slice that lies in these pages.
-
-    Args:
-        pool: The pool with the pages.
-        pages: One page for each block of the slice.
-        kv_slice: The slice.
-        bound: ``chunk.binding`` of the KV transfer.
-    """
+    """Return the digest (8 bytes) of a slice that lies in these pages."""
     if pool.native is not None:
         return struct.pack("<Q", pool.native.digest(pages, kv_slice, _seed(kv_slice, bound)))
     digest = hasher(kv_slice, bound)
@@ -51,12 +44,7 @@ def page_digest(pool: PoolView, pages: Sequence[int], kv_slice: KvSlice, bound: 
 
 @dataclass(frozen=True, slots=True)
 class LentFrame:
-    """Pages of a peer; see ``transport.Frame``.
-
-    Args:
-        header: Header with the pages and their digest.
-        source: The peer's pool, mapped.
-    """
+    """Pages of a peer; see ``transport.Frame``."""
 
     header: pb.ChunkHeader
     source: PoolView

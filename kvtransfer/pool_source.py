@@ -35,12 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HeldKv:
-    """KV of one transfer.
-
-    Args:
-        machine: State machine that holds the pages.
-        perform: Called with the machine's actions.
-    """
+    """KV of one transfer."""
 
     machine: HandoffSender
     perform: Callable[[list[Action]], None]
@@ -63,7 +58,6 @@ class PoolSource:
         find: Returns the KV of a key, or None.
         note_sent: Called with payload bytes that are sent or lent.
         refusal: Returns why a reader may not have what it requests; "" if it may.
-        tamperer: Damages frames for fault injection, or None.
         encodings: Encodings that frames may have besides PLAIN. Requests for others get PLAIN.
     """
 

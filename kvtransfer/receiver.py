@@ -108,8 +108,6 @@ class HandoffReceiver:
     """State of one request's KV on its way to this worker.
 
     Args:
-        geometry: Geometry of the pool.
-        prompt_tokens: Length of the prompt.
         window_frames: Most frames that are requested and not yet stored. While much is to be
             pulled, requests are for at least half of it, so that a pull is worth its round trip.
         frame_bytes: Size of the pieces in which rectangles are requested from now on.

@@ -80,11 +80,8 @@ class HandoffSender:
     """State of one prompt's KV on the prefill side.
 
     Args:
-        geometry: Geometry of the pool.
-        prompt_tokens: Length of the prompt.
         skip_blocks: Leading blocks that decode has.
         lease_ns: Time after which the transfer ends unless it is renewed.
-        now_ns: Current time.
         first_head: First head that this edge carries; ``geometry`` has their number.
         parts: Heads that lie in one rank's pool, if not all do; each part is announced separately.
     """

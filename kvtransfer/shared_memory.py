@@ -101,15 +101,7 @@ class SharedMemoryTransport:
         await self._tasks.close()
 
     async def line_to(self, peer: Peer, request: pb.PullRequest) -> "_Line":
-        """Return the connection to a peer, opened if there is none.
-
-        Args:
-            peer: Worker with the pool.
-            request: Pull whose capability opens the pool.
-
-        Raises:
-            TransportError: It cannot be opened.
-        """
+        """Return the connection to a peer, or open one with the request's capability."""
         incarnation = peer.target.incarnation
         line = self._lines.get(incarnation)
         if line is None:

@@ -85,8 +85,6 @@ class SharedMemoryServer:
 
 
 class _Lender:
-    """Connection of one reader."""
-
     def __init__(
         self,
         side: ServingSide,
@@ -102,7 +100,6 @@ class _Lender:
         self._tasks = BackgroundTasks("lender")
 
     async def run(self) -> None:
-        """Lend until the reader disconnects, then end all its loans."""
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError, DecodeError, ValueError):
                 async with asyncio.timeout(ATTACH_S):

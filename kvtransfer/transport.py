@@ -34,7 +34,6 @@ class Peer:
     """An incarnation of a prefill worker.
 
     Args:
-        target: Identity and address from the router.
         capabilities: Capabilities from the handshake, with the offered transports.
     """
 
@@ -138,7 +137,6 @@ class ServingSide:
     Args:
         grpc_server: Server that is not started yet.
         token: Token that readers must have.
-        incarnation: Incarnation of the worker.
         pool_fd: Its KV pool, opened for reading; -1 where ranks have separate pools.
         listener: TCP socket that listens for readers; None if KV must be encrypted.
     """
@@ -169,8 +167,6 @@ class TransportKind:
     """Factories of both sides of a transport.
 
     Args:
-        connect: Makes the pulling side from the worker's channels and the fleet's token.
-        serve: Makes the sending side.
         by_default: Whether workers offer it unless their settings name transports.
     """
 

@@ -34,7 +34,6 @@ class Report:
     """Measured rows, on the terminal and in a file.
 
     Args:
-        path: JSON file, rewritten after every row; ``None`` = terminal only.
         budget_s: Time after which further rows are recorded as not run.
     """
 
@@ -174,13 +173,7 @@ def _correctness(machine: Any, report: Report) -> int:
 
 
 class Bench:
-    """All measurements.
-
-    Args:
-        machine: Device, dtype and model shape.
-        report: Receives the rows.
-        quick: Whether to measure fewer rows.
-    """
+    """All measurements of a machine."""
 
     def __init__(self, machine: Any, report: Report, *, quick: bool) -> None:
         self._machine = machine

@@ -24,32 +24,18 @@ class DecodeLoop:
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
     @property
-    def captured(self) -> int:
-        """Number of graphs captured so far."""
-        return self._steps.captured
-
-    @property
     def pending(self) -> int:
         """Number of steps launched and not read."""
         return len(self._pending)
 
     def start(self, rows: Sequence[DecodeRow]) -> None:
-        """Begin a batch, without waiting for the device.
-
-        Raises:
-            RuntimeError: Steps of the previous batch have not been read.
-            ValueError: A block table is wider than ``max_blocks``.
-        """
+        """Begin a batch, without waiting for the device."""
         if self._pending:
             raise RuntimeError(f"{len(self._pending)} steps have not been read")
         self._steps.start(rows)
 
     def launch(self) -> None:
-        """Enqueue a step of the batch, which stores its KV and samples one token per row.
-
-        Raises:
-            ValueError: The longest sequence has reached the context, or its block table's end.
-        """
+        """Enqueue a step of the batch, which stores its KV and samples one token per row."""
         self._steps.step()
         drawn = self._steps.sampled_R
         if not drawn.is_cuda:

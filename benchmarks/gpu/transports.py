@@ -44,13 +44,7 @@ class WrongBytesError(Exception):
 
 
 class PairEnd:
-    """A rank of ``baton.engine.process.pair``, as ``kvtransfer/pair`` starts it.
-
-    Args:
-        rank: ``SENDER`` or ``RECEIVER``.
-        device: Device of its group.
-        store_port: The sender's port; 0 for the sender itself.
-    """
+    """A rank of ``baton.engine.process.pair``, as ``kvtransfer/pair`` starts it."""
 
     def __init__(self, rank: int, device: str, store_port: int = 0) -> None:
         staging_fd = os.memfd_create("probe-pair")
@@ -72,12 +66,7 @@ class PairEnd:
         self.store_port = self._report() if rank == SENDER else 0
 
     def wait(self, timeout_s: float = START_S) -> None:
-        """Wait until the group has formed, or an order is done.
-
-        Raises:
-            ProbeError: The process ended.
-            TimeoutError: There was no report in time.
-        """
+        """Wait until the group has formed, or an order is done."""
         self._control.settimeout(timeout_s)
         self._report()
 

@@ -49,7 +49,6 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         first: TTFT at the client.
         over: TTFT minus the engine's time for the prompt.
         router_cpu: CPU time of the router's process, until the response was complete.
-        answer_tokens: Number of output tokens.
     """
 
     first: float

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import yaml
 
-from benchmarks.router.processes import BenchError, free_port, redis, running, wait_for
+from benchmarks.router.processes import BenchError, cpu_s, free_port, redis, running, wait_for
 from benchmarks.worker import TOKEN, BenchWorker, bench_worker
 
 FLEET = "ladder"
@@ -47,8 +47,7 @@ class LadderFleet:
 
     def router_cpu_s(self) -> float:
         """Return user and system time of the router, all threads."""
-        times = psutil.Process(self._router[0]).cpu_times()
-        return times.user + times.system
+        return cpu_s(self._router[0])
 
 
 def _family(pid: int) -> list[int]:
@@ -66,17 +65,7 @@ def _peak_mib(pid: int) -> float:
 async def ladder_fleet(
     model: str, folder: Path, context_tokens: int, kv_blocks: int
 ) -> AsyncIterator[LadderFleet]:
-    """Start all processes, and wait until the router has both workers.
-
-    Args:
-        model: Reference of the model.
-        folder: Folder of the fleet file and the log.
-        context_tokens: Limit for prompt and response together.
-        kv_blocks: Blocks of each worker's pool.
-
-    Raises:
-        BenchError: A process did not start.
-    """
+    """Start all processes, and wait until the router has both workers."""
     engine = {
         "model": model,
         "kv_blocks": kv_blocks,

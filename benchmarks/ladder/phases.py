@@ -37,7 +37,6 @@ class Phases(NamedTuple):
         hashes: Computing its block hashes.
         placement: Choosing among four workers, without the hashes.
         submission: Encoding the message to the worker.
-        tokens: Number of prompt tokens.
     """
 
     body: float

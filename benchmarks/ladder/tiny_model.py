@@ -23,11 +23,6 @@ _SPREAD = 0.3  # of the weights: large enough that responses differ
 def write_tiny_model(folder: Path, like: ModelArtifact, context_tokens: int) -> str:
     """Write the model, with tokenizer, template and end tokens of another one.
 
-    Args:
-        folder: Folder to create.
-        like: The other model.
-        context_tokens: Limit for prompt and response together.
-
     Returns:
         Reference of the model.
     """

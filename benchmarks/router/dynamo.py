@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.model.artifact import resolve_model
+from baton.model.locate import cache_root
 from baton.text.tokenizer import load_tokenizer
 
 VERSION = "1.6.1"
@@ -32,8 +33,7 @@ class PeerError(RuntimeError):
 
 def cache_folder() -> Path:
     """Return the folder of its environment and its model."""
-    root = os.environ.get("BATON_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "baton") / "dynamo"
+    return cache_root() / "dynamo"
 
 
 def build(folder: Path, model: str, console: Console) -> None:
@@ -83,17 +83,7 @@ def write_model(folder: Path, model: str) -> None:
 
 
 class Dynamo:
-    """Processes of frontend and workers.
-
-    Args:
-        folder: Folder that `build` wrote.
-        name: Served name of the model.
-        port: Port of the frontend.
-        workers: Number of emulated workers.
-
-    Raises:
-        PeerError: It is not built.
-    """
+    """Processes of frontend and workers."""
 
     def __init__(self, folder: Path, name: str, port: int, workers: int) -> None:
         python = folder / "venv" / "bin" / "python"

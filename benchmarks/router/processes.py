@@ -88,13 +88,7 @@ def workers(redis_url: str, count: int, step_s: float) -> Iterator[int]:
 
 @contextlib.contextmanager
 def router(tree: Path, redis_url: str, count: int) -> Iterator[tuple[int, int]]:
-    """Run the router of a checkout; yield its process id and its port.
-
-    Args:
-        tree: The checkout.
-        redis_url: URL of the registry.
-        count: Number of workers that it waits for.
-    """
+    """Run the router of a checkout; yield its process id and its port."""
     port = free_port()
     settings = {
         "fleet": FLEET,

@@ -70,7 +70,6 @@ class _Stream:
         return len(self._running)
 
     def step(self) -> None:
-        """Add one token for each request."""
         frame = self.frame
         over = []
         for request_id, (submission, index) in self._running.items():
@@ -108,7 +107,6 @@ class _Stream:
         self.dirty.set()
 
     def take(self) -> pb.WorkerFrame:
-        """Return everything since the last call."""
         frame = self.frame
         self.frame = pb.WorkerFrame()
         frame.heard = self.answered = self.heard

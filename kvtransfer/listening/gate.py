@@ -29,7 +29,6 @@ class Gate(Generic[T]):
         listener: Listening socket; its owner closes it, after the tasks.
         hello: Authenticates a connection, and raises if that fails.
         serve: Serves a connection with the result of its hello, and closes it.
-        hello_s: Timeout of a hello.
         tasks: Owner of one task for each connection; the caller closes it.
     """
 

@@ -54,13 +54,7 @@ class _Meeting:
 async def prove_to_worker(
     link: socket.socket, transport: str, incarnation: bytes, token: FleetToken
 ) -> None:
-    """Run the reader's side of the hello.
-
-    Args:
-        link: Fresh, non-blocking connection.
-        transport: Name of the transport.
-        incarnation: Incarnation of the expected worker.
-        token: The fleet's token.
+    """Run the reader's side of the hello, on a fresh, non-blocking connection.
 
     Raises:
         HelloError: Another version of the hello, another token or another incarnation.
@@ -100,11 +94,7 @@ async def prove_to_reader(
 
 
 def check_same_user(link: socket.socket) -> None:
-    """Check that the process at the other end of a Unix socket belongs to our user.
-
-    Raises:
-        HelloError: It belongs to another user.
-    """
+    """Check that the process at the other end of a Unix socket belongs to our user."""
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.geteuid():
@@ -112,11 +102,7 @@ def check_same_user(link: socket.socket) -> None:
 
 
 async def receive(link: socket.socket, into: memoryview) -> None:
-    """Fill a buffer.
-
-    Raises:
-        OSError: The connection ended before the buffer was full.
-    """
+    """Fill a buffer."""
     loop = asyncio.get_running_loop()
     while into:
         count = await loop.sock_recv_into(link, into)

@@ -18,8 +18,6 @@ DIGEST_BYTES = 8
 
 
 class _Pool(ctypes.Structure):
-    """The struct ``Pool`` of ``kv.h``."""
-
     _fields_ = (
         ("bytes", ctypes.c_void_p),
         ("blocks", ctypes.c_int64),
@@ -39,14 +37,7 @@ def native_pool(
 
 
 class NativePool:
-    """A pool whose copies run in C++.
-
-    Args:
-        loaded: The library.
-        data: All of the pool.
-        geometry: Geometry of the pool.
-        first_head: Number in the model of the pool's first head.
-    """
+    """A pool whose copies run in C++."""
 
     def __init__(
         self,

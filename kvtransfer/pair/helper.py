@@ -24,11 +24,7 @@ _ORDER_BYTES = 24
 
 
 class Helper:
-    """A process at one end of a group. ``start`` it, and always ``kill`` it in the end.
-
-    Args:
-        tasks: Background tasks of the edge.
-    """
+    """A process at one end of a group. ``start`` it, and always ``kill`` it in the end."""
 
     def __init__(self, tasks: BackgroundTasks) -> None:
         self.store_port = 0
@@ -42,11 +38,7 @@ class Helper:
         self._dead = False
 
     async def start(self, rank: int, store: str, host: str, device: str = "cpu") -> None:
-        """Start the process, and set the sending end's ``store_port``; the group forms later.
-
-        Raises:
-            TransportError: The process did not start.
-        """
+        """Start the process, and set the sending end's ``store_port``; the group forms later."""
         staging_fd = os.memfd_create("baton-pair")
         ours, theirs = socket.socketpair()
         try:
@@ -82,11 +74,7 @@ class Helper:
         self._tasks.spawn(self._listen(reader), "helper")
 
     async def until_it_stands(self) -> None:
-        """Wait until both ranks have joined the group.
-
-        Raises:
-            TransportError: The process ended.
-        """
+        """Wait until both ranks have joined the group."""
         await asyncio.shield(self._stands)
 
     async def credit(self) -> int:

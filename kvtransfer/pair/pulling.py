@@ -33,7 +33,6 @@ class PairTransport:
 
     Args:
         channels: Channels of this worker, for control streams; their owner closes them.
-        token: Fleet token that is sent with every call.
     """
 
     frame_bytes = SLOT_BYTES
@@ -107,7 +106,6 @@ class _ReceivingEdge:
                 came.let_go()
 
     async def run(self, call: Any) -> None:
-        """Open the group, and run it until anything ends it."""
         tasks = BackgroundTasks("pair")
         helper = Helper(tasks)
         over = TransportError("the worker is closing")
@@ -175,7 +173,6 @@ class _ReceivingEdge:
             self._posted.put_nowait((reply, slot, helper.order(slot, reply.posted_bytes)))
 
     async def _deliver(self, helper: Helper) -> None:
-        """Deliver received frames to their pulls, in order."""
         while True:
             reply, slot, received = await self._posted.get()
             frame: _Came = None
@@ -213,10 +210,6 @@ class _SlotFrame:
 
     Storing it frees the slot. A frame that is not stored when the next one is wanted is copied, so
     that a puller that keeps frames does not block others.
-
-    Args:
-        frame: The frame's memory.
-        give_back: Frees the slot.
     """
 
     def __init__(self, frame: memoryview, give_back: Callable[[], None]) -> None:
@@ -241,7 +234,6 @@ class _SlotFrame:
             self.let_go()
 
     def let_go(self) -> None:
-        """Free the slot, once."""
         give_back = self._give_back
         self._give_back = None
         if give_back is not None:

@@ -69,7 +69,6 @@ class _SendingEdge:
     """Connection of one reader.
 
     Args:
-        source: Source of the frames.
         host: Address of the interface that the reader can reach.
     """
 
@@ -79,7 +78,6 @@ class _SendingEdge:
         self._host = host
 
     async def run(self, requests: AsyncIterator[pb.PairRequest]) -> None:
-        """Serve pulls, one after the other, until the stream or the group ends."""
         tasks = BackgroundTasks("pair")
         helper = Helper(tasks)
         try:

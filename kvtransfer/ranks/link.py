@@ -36,10 +36,8 @@ class RankLink:
     """The leader's connection to one rank.
 
     Args:
-        rank: Number of the rank.
         address: Address of the rank's program, for messages and for pulls of its heads.
         channel: gRPC channel to that address; its owner closes it.
-        token: Fleet token for the call.
         note_sent: Called with bytes of KV that were pulled from the rank.
     """
 
@@ -72,11 +70,7 @@ class RankLink:
         self._tasks.vital(self._listen(), "listen", self._broke)
 
     async def begin(self, engine_settings: bytes) -> str:
-        """Start the rank's engine process; return where it listens: ``HOST:PORT/SECRET``.
-
-        Raises:
-            RankGoneError: The rank does not answer.
-        """
+        """Start the rank's engine process; return where it listens: ``HOST:PORT/SECRET``."""
         begin = rank_pb2.RankBegin(rank=self.rank, engine_settings=engine_settings)
         self._say(begin=begin)
         listens = await self._until(self._listens)
@@ -84,11 +78,7 @@ class RankLink:
         return f"{host}:{listens.port}/{listens.secret}"
 
     async def serve(self, serve: rank_pb2.RankServe) -> None:
-        """Map the rank's pool and serve its heads.
-
-        Raises:
-            RankGoneError: The link broke meanwhile.
-        """
+        """Map the rank's pool and serve its heads."""
         self._say(serve=serve)
         serves = await self._until(self._serves)
         self.pid = serves.pid

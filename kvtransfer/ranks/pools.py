@@ -46,7 +46,6 @@ class RankPools:
 
     Args:
         memory: One pool with all heads, or one for each rank on this host, the leader's first.
-        geometry: Geometry of the whole replica.
         links: Links to the ranks on other hosts, whose numbers follow.
     """
 
@@ -65,6 +64,7 @@ class RankPools:
             (own, PoolView(pool, shape, own.start))
             for own, pool, shape in zip(heads, memory, shapes, strict=False)
         ]
+        self.links = links
         self._links = list(zip(heads[len(memory) :], links, strict=True))
 
     def holding(self, kv_slice: KvSlice) -> Sequence[PoolView]:
@@ -74,11 +74,6 @@ class RankPools:
     def elsewhere(self, kv_slice: KvSlice) -> Sequence[RankLink]:
         """Return the links to ranks on other hosts with these heads."""
         return [link for own, link in self._links if _has(own, kv_slice)]
-
-    @property
-    def links(self) -> Sequence[RankLink]:
-        """Links to all ranks on other hosts."""
-        return [link for _, link in self._links]
 
     @property
     def served_elsewhere(self) -> Sequence[tuple[range, str]]:

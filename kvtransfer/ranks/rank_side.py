@@ -22,7 +22,6 @@ class RankHandoffs:
     """Prompts of which this rank holds some KV.
 
     Args:
-        pool: Pool of this rank.
         given_back: Called with the name of an ended KV transfer when its pages are not read.
     """
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from batonpb import prefill_pb2 as pb
 
@@ -61,11 +62,7 @@ class TcpTransport:
         return _TcpFrames(self, peer, request)
 
     async def link_to(self, peer: Peer) -> socket.socket:
-        """Return a connection that carries no pull.
-
-        Raises:
-            TransportError: The connection fails.
-        """
+        """Return a connection that carries no pull."""
         for place, (incarnation, link) in enumerate(self._idle):
             if incarnation == peer.target.incarnation:
                 del self._idle[place]
@@ -107,20 +104,19 @@ class TcpTransport:
             self._idle.pop()[1].close()
 
 
+@dataclass(frozen=True, slots=True)
 class _TcpFrame:
     """A frame whose buffer is reused once the frame is deleted."""
 
-    def __init__(self, frame: ByteFrame, buffers: Buffers, buffer: memoryview) -> None:
-        self._frame = frame
-        self._buffers = buffers
-        self._buffer = buffer
+    frame: ByteFrame
+    buffers: Buffers
+    buffer: memoryview
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
-        """Store the frame; see ``transport.Frame``."""
-        self._frame.store(pool, blocks, kv_slice, bound)
+        self.frame.store(pool, blocks, kv_slice, bound)
 
     def __del__(self) -> None:
-        self._buffers.give_back(self._buffer)
+        self.buffers.give_back(self.buffer)
 
 
 class _TcpFrames:

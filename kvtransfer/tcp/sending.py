@@ -68,7 +68,6 @@ class TcpServer:
         await prove_to_reader(link, NAME, self._side.incarnation, self._side.token)
 
     async def _serve(self, link: socket.socket, source: FrameSource) -> None:
-        """Serve one reader until it disconnects."""
         with link, contextlib.suppress(OSError, DecodeError):
             while True:
                 request = pb.PoolRequest.FromString(await receive_message(link)).pull
@@ -113,7 +112,6 @@ _Written = tuple[memoryview, int]
 
 
 async def _next(frames: AsyncIterator[int]) -> int:
-    """Return the size of the next frame; 0 after the last."""
     return await anext(frames, 0)
 
 

@@ -112,8 +112,6 @@ class _Tile:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Queries of one sequence, cut into tiles."""
-
     row: int
     count: int
     lead: int  # padding queries before the first
@@ -175,12 +173,8 @@ class PagedAttention:
 
     Args:
         pool: The KV pool; the caller keeps every value in it finite.
-        geometry: Shape of the pool.
-        num_heads: Number of query heads.
-        tiling: Units in which calls are cut.
         windows: Keys that a query sees, its own included, for each layer; ``None`` is all of them.
         kv_heads: KV heads that are read here, if not all (``num_heads`` are their queries).
-        codec: Encoding of K and V in the pool, if any.
     """
 
     def __init__(

@@ -4,13 +4,14 @@
 """
 
 import logging
+import os
 from collections.abc import Callable
 
 import torch
 
 from baton.engine.core.model_runner import ModelInfo
 from baton.engine.cpu.attention import AttentionTiling
-from baton.engine.cpu.cores import SharedCores, cores_file, host_cores
+from baton.engine.cpu.cores import SharedCores, cores_file
 from baton.engine.cpu.decoder import Decoder
 from baton.engine.cpu.load import load_model
 from baton.engine.cpu.lora import CpuAdapters
@@ -40,22 +41,7 @@ def build_cpu_runner(
     grammars: Grammars,
     ranks: RankProcesses | None = None,
 ) -> tuple[CpuRunner, ModelInfo]:
-    """Load a model, prove its numerics, and return its runner (``engine.build.build_runner``).
-
-    Args:
-        settings: Engine settings: dtype, numerics, number of blocks.
-        artifact: The model.
-        max_context_tokens: Longest sequence.
-        map_pool: Returns the pool's memory, zeroed.
-        progress: Called with one line of text at a time.
-        grammars: Compiled grammars of requests.
-        ranks: The other ranks of a tensor-parallel replica.
-
-    Raises:
-        ModelError: The model cannot be loaded.
-        RankError: A rank died or hangs.
-        NumericsSetupError: ``exact`` is impossible on this machine.
-    """
+    """Load a model, prove its numerics, and return its runner (``engine.build.build_runner``)."""
     if ranks is not None and settings.weight_quantisation == "int4":
         raise ModelError("tensor_parallel does not support int4 weights; use int8 or none")
     choose_native(settings.native)
@@ -92,7 +78,7 @@ def _shared_cores(settings: EngineSettings) -> SharedCores | None:
     """Return this worker's entry in the table of shared cores; ranks lend and do not borrow."""
     if not settings.lends_cores:
         return None
-    cores = host_cores()
+    cores = len(os.sched_getaffinity(0))
     own = settings.threads * settings.tensor_parallel
     most = settings.threads if settings.tensor_parallel > 1 else cores
     try:
@@ -109,7 +95,6 @@ def _load(
     progress: Callable[[str], None],
     ranks: RankProcesses | None,
 ) -> tuple[Decoder, AttentionTiling]:
-    """Return the model, or this rank's part of it, and the tiling of its attention."""
     c = artifact.config
     dtype = settings.dtype
     numerics = numerics_of(settings.numerics)

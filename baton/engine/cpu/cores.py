@@ -32,11 +32,6 @@ _ENTRY_BYTES = 2
 _TABLE_BYTES = PLACES * _ENTRY_BYTES
 
 
-def host_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
 def cores_file() -> Path:
     """Return the path of this user's table on this host."""
     memory = Path("/dev/shm")  # noqa: S108 - owner and mode are checked when it is opened
@@ -53,8 +48,6 @@ class SharedCores:
     Args:
         own: Number of cores that always belong to this worker.
         most: Threads of its team, with borrowed cores.
-        cores: Cores of the host.
-        path: Path of the table.
     """
 
     def __init__(self, own: int, most: int, cores: int, path: Path) -> None:

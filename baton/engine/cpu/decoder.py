@@ -43,8 +43,6 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Dense:
-    """Gated feed-forward part."""
-
     gate_up: Linear
     down: Linear
 
@@ -57,11 +55,9 @@ class Decoder:
     """A loaded model: packed weights and the forward pass.
 
     Args:
-        config: The model's numbers.
         weights: Tensors by canonical name (``families.weight_table``); Q and K with adjacent pairs.
             Emptied while packing, so that the peak stays near one copy.
         dtype: ``bf16`` or ``fp32``, of weights and activations.
-        pack: Makes a linear layer from a name and a weight.
         quantisation: Name of the quantisation in ``pack``; part of the numerics id.
         shard: This rank's part of a tensor-parallel model; ``weights`` are cut to it.
     """
@@ -105,7 +101,6 @@ class Decoder:
     def _layer(
         self, index: int, weights: MutableMapping[str, torch.Tensor], pack: PackFn
     ) -> _Layer:
-        """Take the weights of one layer and pack them."""
         c = self.config
 
         def linear(*names: str) -> Linear:
@@ -153,9 +148,9 @@ class Decoder:
             rotations.append(torch.polar(torch.full_like(angles, magnitude), angles))
         return rotations
 
-    def layer_parts(self) -> list[LayerParts] | None:
-        """Return the layers for a native pass; ``None`` with experts or ranks."""
-        if self.shard is not None:
+    def native_layers(self, attention: object) -> NativeLayers | None:
+        """Return all layers as one native call over a pool, or ``None`` if a part is not native."""
+        if not isinstance(self._rows, NativeRows) or self.shard is not None:
             return None
         parts = []
         for layer in self._layers:
@@ -163,16 +158,8 @@ class Decoder:
                 return None
             linears = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
             parts.append(LayerParts(linears, layer.vectors, layer.frequencies))
-        return parts
-
-    def native_layers(self, attention: object) -> NativeLayers | None:
-        """Return all layers as one native call over a pool, or ``None`` if a part is not native."""
-        if not isinstance(self._rows, NativeRows):
-            return None
         is_gelu = self._family.activation != "silu"
-        return native_layers(
-            self.layer_parts(), attention, self.config.rms_norm_eps, is_gelu=is_gelu
-        )
+        return native_layers(parts, attention, self.config.rms_norm_eps, is_gelu=is_gelu)
 
     def begin(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor
@@ -194,12 +181,7 @@ class Decoder:
         """Return ``[T, E]`` fp32: hidden rows after the last layer, before the final norm.
 
         The sum over the layers is kept in fp32, which halves the error of bf16 at hardly any cost.
-
-        Args:
-            tokens_T: Token ids.
-            positions_T: Positions of the tokens.
-            attention: Stores K and V, and attends.
-            on_layers_done: Called with 1, 2, ... as soon as that many layers' KV is stored.
+        ``on_layers_done`` gets 1, 2, ... as soon as that many layers' KV is stored.
         """
         x_TE, h_TE, rotations = self.begin(tokens_T, positions_T)
         rows = self._rows

@@ -25,8 +25,6 @@ class Experts:
 
     Attributes:
         router: Weight ``[N, E]`` that gives a score for each expert.
-        gate_up: Gate and up projections, one per expert.
-        down: Down projections, one per expert.
         chosen: Number of experts that compute a token.
         normalise: Whether the weights of the chosen add up to one.
     """

@@ -25,12 +25,7 @@ _TINY = 1e-20  # a vector of zeros has a scale too, so that 0 / scale is 0
 
 @dataclass(frozen=True, slots=True)
 class KvCodec:
-    """Conversion between the model's K and V and the bytes of the pool.
-
-    Attributes:
-        kind: ``int8`` or ``fp8``.
-        dtype: Dtype of the model's K and V.
-    """
+    """Conversion between the model's K and V and the bytes of the pool."""
 
     kind: str
     dtype: torch.dtype

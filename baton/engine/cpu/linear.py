@@ -65,10 +65,8 @@ class RowCounts:
     """Row counts that give the bits of the 16-row tile.
 
     Attributes:
-        equal: Probed counts with equal bits.
         free_from: Every probed count from here to ``limit`` was equal, odd ones too, so that any
             count between is computed whole; ``None`` if there is no such range.
-        limit: Largest probed count.
     """
 
     equal: frozenset[int]
@@ -187,7 +185,6 @@ class Linear:
         return self._packed if is_native and self.rows is ANY_ROWS else None
 
     def _pack(self, weight_NK: torch.Tensor) -> Any:
-        """Return the weight as ``_multiply`` needs it."""
         weight_NK = weight_NK.contiguous()
         if native_fits(self.inputs, self.dtype):
             return NativeWeight(weight_NK)
@@ -198,11 +195,7 @@ class Linear:
         return y_MN
 
     def check(self) -> None:
-        """Prove on this weight that every way of cutting rows gives the tile's bits.
-
-        Raises:
-            NumericsSetupError: The bits differ; the message names the shape and the count.
-        """
+        """Prove on this weight that every way of cutting rows gives the tile's bits."""
         x = cancelling(64, self.inputs, self.dtype, sign=-1.0, seed=4)
         x += cancelling(64, self.inputs, self.dtype, sign=1.0, seed=5, scale=1e-3)
         tiles = torch.cat([self._multiply(tile) for tile in torch.split(x, TILE_ROWS)])

@@ -22,12 +22,7 @@ from baton.types.params import AdapterRef
 
 
 class StepDeltas:
-    """Deltas of one step, each for the rows of its adapter.
-
-    Args:
-        rows: Row numbers in the flat batch, ascending, by adapter.
-        adapters: Loaded adapters.
-    """
+    """Deltas of one step, each for the rows of its adapter."""
 
     def __init__(self, rows: Mapping[str, Sequence[int]], adapters: "CpuAdapters") -> None:
         self._groups = [(_selected(numbers), adapters[name]) for name, numbers in rows.items()]
@@ -56,10 +51,7 @@ class CpuAdapters:
     """Adapters of one model; an ``baton.engine.core.model_runner.AdapterStore``.
 
     Args:
-        config: Numbers of the base model.
-        dtype: Dtype of its activations.
         numerics: ``exact`` probes the permitted row counts of each new shape.
-        max_rank: Largest LoRA rank that is served.
         shard: This rank's part of a tensor-parallel model: its rows of every ``B``.
     """
 

@@ -110,9 +110,6 @@ class Int8Linear(Linear):
 class Int4Linear(Linear):
     """Linear layer with 4-bit levels; a scale and an offset per output and 32 inputs."""
 
-    def __init__(self, weight_NK: torch.Tensor) -> None:
-        super().__init__(weight_NK, ANY_ROWS)
-
     def _pack(self, weight_NK: torch.Tensor) -> Any:
         outputs, inputs = weight_NK.shape
         groups = inputs // INT4_GROUP_INPUTS
@@ -176,10 +173,6 @@ def quantise_groups(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def packer(quantisation: str, dtype: str) -> Callable[[str, torch.Tensor], Linear | None]:
     """Return a function that makes quantised layers, or ``None`` for a layer that stays plain.
 
-    Args:
-        quantisation: ``none``, ``int8`` or ``int4``.
-        dtype: Dtype of the activations, ``bf16`` or ``fp32``.
-
     Raises:
         ModelError: The combination is not supported; the message names it.
         IntegerKernelError: The kernels of this machine overflow.
@@ -218,9 +211,6 @@ def check_integer_kernel() -> None:
     """Prove that the greatest products are summed without overflow, for few and many rows.
 
     Old CPUs add pairs of 8-bit products in 16 bits, which are too few.
-
-    Raises:
-        IntegerKernelError: A sum overflows.
     """
     weight = torch.full((48, 256), 127.0)
     weight[1::2] = -127.0

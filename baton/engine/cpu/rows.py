@@ -21,7 +21,6 @@ class TorchRows:
 
     Args:
         dtype: Dtype of the rows that products take.
-        eps: Epsilon of the norms.
     """
 
     def __init__(self, dtype: torch.dtype, eps: float) -> None:

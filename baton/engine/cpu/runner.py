@@ -52,14 +52,10 @@ class CpuRunner:
     """``baton.engine.core.model_runner.ModelRunner`` over torch, on the CPU.
 
     Args:
-        model: A loaded model.
         pool_buffer: Writable, zeroed (or at least finite) memory: all of the pool, or what this
             rank holds of it.
         geometry: Shape of the pool, with the heads of the whole model.
-        tiling: Units in which attention is cut, from ``attention_tiling``.
-        eos_token_ids: Tokens that end a response.
         adapters: LoRA adapters that rows may name; by default an empty set in ``exact``.
-        grammars: Compiled grammars of requests.
         shared_pool: Whether the pool is in files that other processes map.
         cores: Context of each step, which marks this worker's cores as in use.
     """
@@ -86,8 +82,8 @@ class CpuRunner:
         self._model = model
         self.adapters = adapters or CpuAdapters(model.config, model.dtype)
         self._shard = model.shard
-        self._geometry = geometry
-        self._eos_token_ids = eos_token_ids
+        self.geometry = geometry
+        self.eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
         held = geometry if self._shard is None else self._shard.held(geometry)
         count = held.pool_bytes // held.itemsize_bytes
@@ -105,7 +101,6 @@ class CpuRunner:
     def _make_attention(
         self, geometry: KvGeometry, tiling: AttentionTiling, kv_heads: range | None
     ) -> Attention:
-        """Return the native kernel if there is one for this pool, else torch's."""
         c = self._model.local
         library = native_library(geometry, self._model.dtype, c.num_heads, c.num_kv_heads)
         if library is not None:
@@ -115,11 +110,6 @@ class CpuRunner:
         return PagedAttention(
             self._pool, geometry, c.num_heads, tiling, c.layer_windows, kv_heads, self._codec
         )
-
-    @property
-    def geometry(self) -> KvGeometry:
-        """Shape of the pool, with all heads of the model."""
-        return self._geometry
 
     @property
     def rewritten_rows(self) -> tuple[int, ...]:
@@ -135,11 +125,6 @@ class CpuRunner:
     def mask_ns(self) -> int:
         """Time that the last step spent on grammars."""
         return self._sampler.mask_ns
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response unless ``ignore_eos``."""
-        return self._eos_token_ids
 
     @torch.inference_mode()
     def execute(
@@ -268,10 +253,6 @@ class CpuRunner:
             rows,
         )
 
-    def _slots(self, row: PlanRow) -> torch.Tensor:
-        own = slots_of(row.start, len(row.tokens), row.block_ids, self._geometry.block_tokens)
-        return torch.from_numpy(own)
-
     def _broken_rows(self, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
         """Return plan rows with NaN or Inf anywhere: early chunks must not damage KV either."""
         finite_T = finite_rows(hidden_TE)
@@ -302,7 +283,9 @@ class CpuRunner:
         if self._shard is not None:
             self._shard.begin_clear(rows)
         tokens = self._pool.flatten(2, 3)  # [layers, 2, slots, heads, elements]
+        size = self.geometry.block_tokens
         for row in rows:
-            tokens[:, :, self._slots(row)] = 0
+            own = slots_of(row.start, len(row.tokens), row.block_ids, size)
+            tokens[:, :, torch.from_numpy(own)] = 0
         if self._shard is not None:
             self._shard.settle()

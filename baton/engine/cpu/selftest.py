@@ -51,9 +51,6 @@ def attention_tiling(
             nothing.
         kv_dtype: Dtype of the pool, if it differs.
         split: Whether ranks share the heads; then some share may not suit the native kernel.
-
-    Raises:
-        NumericsSetupError: ``exact`` is impossible.
     """
     c = config
     group = c.num_heads // c.num_kv_heads
@@ -102,9 +99,6 @@ def choose_tiling(
     """Return the cheapest tiling whose bits do not depend on batch and chunking on this machine.
 
     With a ``window``, layers with and without it are probed.
-
-    Raises:
-        NumericsSetupError: All tilings fail.
     """
     for tiling in candidate_tilings(num_heads // num_kv_heads):
         if attention_fault(tiling, num_heads, num_kv_heads, head_dim, dtype, window) is None:
@@ -221,9 +215,6 @@ def verify_exact(model: Decoder, tiling: AttentionTiling, dtype: str, kv_dtype: 
     """Prove ``exact`` on the loaded model: the same bits alone, in odd chunks, and in a batch.
 
     Attention alone was tested when its tiling was chosen.
-
-    Raises:
-        NumericsSetupError: The bits differ; the message names the positions.
     """
     for linear in model.linears().values():
         linear.check()
@@ -283,6 +274,5 @@ def numerics_id(
 
 
 def _runner(model: Decoder, tiling: AttentionTiling, kv_dtype: str) -> CpuRunner:
-    """Return a runner for the model over a small private pool."""
     geometry = kv_geometry(model.config, kv_dtype, _MODEL_BLOCKS)
     return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)

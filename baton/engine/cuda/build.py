@@ -124,21 +124,7 @@ def build_cuda_runner(
     grammars: Grammars | None = None,
     device: torch.device | None = None,
 ) -> tuple[CudaRunner, ModelInfo]:
-    """Load a model, prove its numerics, and return its runner (``engine.build.build_runner``).
-
-    Args:
-        settings: Engine settings: dtype, numerics, number of blocks.
-        artifact: The model.
-        max_context_tokens: Longest sequence.
-        map_pool: Returns the memory of the pool in host memory, zeroed.
-        progress: Called with one line of text at a time.
-        grammars: Compiled grammars of requests.
-        device: Device of the model, by default ``cuda``.
-
-    Raises:
-        ModelError: The model cannot be loaded.
-        NumericsSetupError: ``exact`` is impossible on this device.
-    """
+    """Load a model, prove its numerics, and return its runner (``engine.build.build_runner``)."""
     _refuse(settings, artifact)
     device = device or torch.device("cuda")
     c = artifact.config
@@ -166,7 +152,6 @@ def build_cuda_runner(
 
 
 def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
-    """Raise ModelError for settings and models that the CUDA path does not support."""
     escape = "hide the GPU with CUDA_VISIBLE_DEVICES= to serve on the CPU"
     if artifact.config.num_experts:
         raise ModelError(
@@ -193,7 +178,6 @@ def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
 
 
 def _refuse_fp8(settings: EngineSettings, c: ModelConfig) -> None:
-    """Raise ModelError if this start does not meet the needs of fp8 weights."""
     if settings.dtype != "bf16":
         raise ModelError(
             f"quantisation.weights fp8 does not support dtype {settings.dtype}; use bf16"

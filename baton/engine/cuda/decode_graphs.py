@@ -74,7 +74,6 @@ class _State:
         return memory[begin : begin + size].view(kind)
 
     def fill(self, rows: Sequence[DecodeRow]) -> None:
-        """Begin with these rows, without waiting for the device."""
         pad = self.rows - len(rows)
         used = [1] * len(rows) + [0] * pad
         index = [i if is_used else -1 for i, is_used in enumerate(used)]
@@ -98,7 +97,6 @@ class _State:
         self._fill_tables([list(row.blocks) for row in rows])
 
     def _fill_tables(self, tables: list[list[int]]) -> None:
-        """Copy the tables that have changed."""
         changed = [i for i, table in enumerate(tables) if table != self.tables[i]]
         if not changed:
             return
@@ -134,8 +132,6 @@ class DecodeSteps:
     """Steps of one batch at a time, one token per row.
 
     Args:
-        decoder: Model and pool.
-        max_blocks: Widest block table of a sequence.
         graphs: Whether to capture steps as CUDA graphs; by default on CUDA.
     """
 
@@ -153,11 +149,6 @@ class DecodeSteps:
         self._room = 0
 
     @property
-    def captured(self) -> int:
-        """Number of graphs captured so far."""
-        return len(self._graphs)
-
-    @property
     def sampled_R(self) -> torch.Tensor:  # noqa: N802 - a shape
         """Tokens of the last step, until the next one; -1 = NaN or Inf in that row's logits."""
         return self._state.sampled_R[: self._rows]
@@ -169,11 +160,7 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def start(self, rows: Sequence[DecodeRow]) -> None:
-        """Begin a batch, without waiting for the device.
-
-        Raises:
-            ValueError: A block table is wider than ``max_blocks``.
-        """
+        """Begin a batch, without waiting for the device."""
         widest = max(len(row.blocks) for row in rows)
         if widest > self._max_blocks:
             raise ValueError(f"a block table has {widest} blocks, limit {self._max_blocks}")

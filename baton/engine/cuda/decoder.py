@@ -33,7 +33,6 @@ class DecoderShape:
         windows: Keys that a query sees in each layer, its own included; 0 = all. Empty: no layer
             has a window.
         gelu: Whether the gate's activation is GELU in its tanh form instead of SiLU.
-        embed_scale: Factor of embeddings.
         query_scale: Factor of scores, if not ``1 / sqrt(head_dim)``; only for a model that norms
             its heads.
     """
@@ -100,15 +99,12 @@ class CudaDecoder:
     """Packed weights, the pool, and the forward pass.
 
     Args:
-        shape: The model's numbers.
         weights: Tensors by canonical name (``baton.engine.models.families.weight_table``); Q and K
             with adjacent pairs. Emptied while packing. They determine the parts of a layer.
         ropes: Angle per position of each pair, ``[D / 2]`` fp32, and factor of rotated pairs; a
             second item is for the layers with a window.
         dtype: Dtype of weights, activations and KV.
         device: ``cuda``, or ``cpu`` for the interpreter.
-        num_blocks: Size of the pool.
-        block_tokens: Tokens of a block.
         exact: Whether a row's bits must not depend on the other rows.
         fp8: Whether the layers' matrices are kept in fp8, with a scale per output.
 
@@ -162,7 +158,6 @@ class CudaDecoder:
         return turned.to(self.device)
 
     def _layer(self, index: int, weights: dict[str, torch.Tensor]) -> _Layer:
-        """Take the weights of one layer and pack them."""
         s = self.shape
 
         def matrix(*names: str) -> Weight:
@@ -188,12 +183,10 @@ class CudaDecoder:
     def forward(
         self, batch: Batch, on_layers_done: Callable[[int], None] | None = None
     ) -> torch.Tensor:
-        """Return ``[T, E]`` fp32 sums after the last layer, before the final norm; stores K and V.
+        """Return ``[T, E]`` fp32 sums before the final norm, and store K and V.
 
-        Args:
-            batch: Rows of the step.
-            on_layers_done: Called with 1, 2, ... when that many layers' KV is *enqueued* (wait for
-                the device before reading it elsewhere).
+        ``on_layers_done`` gets 1, 2, ... when that many layers' KV is *enqueued*: wait for the
+        device before reading it elsewhere.
         """
         eps = self.shape.rms_norm_eps
         x_TE = F.embedding(batch.tokens_T, self._embed).float()
@@ -278,12 +271,6 @@ class CudaDecoder:
         deltas: Deltas | None = None,
     ) -> Batch:
         """Put a step on the device. Sequences with few queries are spread over their keys.
-
-        Args:
-            tokens: Tokens of all rows.
-            spans: Rows of each sequence, in the order of the rows.
-            tables: Block ids by sequence.
-            deltas: LoRA deltas of the products.
 
         Raises:
             ValueError: A position is beyond the context, where the device has no rotations.

@@ -17,8 +17,6 @@ from baton.engine.core.plan import PlanRow, StepPlan
 
 @dataclass(slots=True)
 class _Known:
-    """Pages of a sequence on the device, valid up to ``end``."""
-
     blocks: list[int]
     end: int
 

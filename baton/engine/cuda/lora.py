@@ -23,8 +23,6 @@ class StepDeltas:
 
     Args:
         rows: Row numbers in the flat batch by adapter.
-        adapters: Loaded adapters.
-        device: Device of the rows.
     """
 
     def __init__(
@@ -64,8 +62,6 @@ class CudaAdapters:
     """Adapters of one model on the device; an ``baton.engine.core.model_runner.AdapterStore``.
 
     Args:
-        config: Numbers of the base model.
-        decoder: The base model.
         max_rank: Largest LoRA rank that is served.
     """
 

@@ -56,7 +56,6 @@ class _Computed:
     """Results of a forward pass.
 
     Attributes:
-        hidden_TE: Flat rows.
         ends: End of each plan row's flat rows.
         broken: Plan rows with NaN or Inf; then nothing is sampled.
         sampled: Tokens that the device sampled, and the logits of the other rows.
@@ -72,12 +71,8 @@ class CudaRunner:
     """``baton.engine.core.model_runner.ModelRunner`` on a GPU, or on the CPU in the interpreter.
 
     Args:
-        decoder: Model and pool on the device.
         pool_buffer: Writable memory of the host's pool, of ``geometry.pool_bytes`` bytes.
-        geometry: Shape of both pools.
-        eos_token_ids: Tokens that end a response.
         adapters: LoRA adapters that rows may name.
-        grammars: Compiled grammars of requests.
     """
 
     def __init__(
@@ -91,8 +86,8 @@ class CudaRunner:
     ) -> None:
         self._decoder = decoder
         self._head = _Head(decoder)
-        self._geometry = geometry
-        self._eos_token_ids = eos_token_ids
+        self.geometry = geometry
+        self.eos_token_ids = eos_token_ids
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
         self._host_pool = HostPoolSync(flat.view(geometry.shape), decoder.pool)
@@ -104,16 +99,6 @@ class CudaRunner:
         self.capabilities = RunnerCapabilities(
             prompt_logprobs=True, poolings=POOLINGS, grammars=grammars is not None, adapters=True
         )
-
-    @property
-    def geometry(self) -> KvGeometry:
-        """Shape of both pools."""
-        return self._geometry
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response unless ``ignore_eos``."""
-        return self._eos_token_ids
 
     @property
     def rewritten_rows(self) -> tuple[int, ...]:
@@ -156,7 +141,7 @@ class CudaRunner:
             raise not_finite_error(broken, len(plan.rows))
         self._host_pool.after(plan.rows)
         if on_layers_done is not None:
-            for layers in range(1, self._geometry.num_layers + 1):
+            for layers in range(1, self.geometry.num_layers + 1):
                 on_layers_done(layers)
         for part in collected:
             part.hand_over()
@@ -196,7 +181,6 @@ class CudaRunner:
         return _Computed(hidden_RE, range(1, len(rows) + 1), broken, sampled)
 
     def _launch(self, rows: Sequence[PlanRow]) -> _Computed:
-        """Compute rows of any kind."""
         hidden_TE, ends = self._forward(rows)
         sampled_from: list[tuple[int, int, Specs]] = [
             (index, end - 1 - back, specs)
@@ -252,7 +236,6 @@ def _is_captured(row: PlanRow) -> bool:
 
 
 def _is_sampled_in_step(samples: Specs) -> bool:
-    """Return whether a captured step can sample it."""
     if len(samples) != 1:
         return False
     return is_on_device(samples[0]) and not is_filtered(samples[0].params)

@@ -30,7 +30,6 @@ class SampledRows:
     It implements ``baton.engine.sampling.speculative.LogitsRows``.
 
     Attributes:
-        numbers: Numbers of the rows.
         on_device: Tokens that the device sampled, by row.
         host_logits: Logits ``[1, V]`` of all other rows.
     """

@@ -28,12 +28,7 @@ SELFTEST_BLOCKS = 2 * -(-_PROBE_TOKENS // BLOCK_TOKENS)
 
 
 def verify_exact(decoder: CudaDecoder) -> None:
-    """Prove ``exact`` on the loaded model: same bits in one chunk, in odd chunks, and in a batch.
-
-    Raises:
-        NumericsSetupError: The bits differ; the message names the positions.
-        ModelError: The pool is too small for the self-test.
-    """
+    """Prove ``exact`` on the loaded model: same bits whole, in odd chunks, and in a batch."""
     length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
     tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
     blocks = -(-length // decoder.block_tokens)
@@ -65,12 +60,7 @@ def verify_exact(decoder: CudaDecoder) -> None:
 
 @torch.inference_mode()
 def verify_steps(decoder: CudaDecoder, steps: DecodeSteps) -> None:
-    """Prove that a captured step, padded to its bucket, computes what single launches compute.
-
-    Raises:
-        NumericsSetupError: The results differ.
-        ModelError: The pool is too small for the self-test.
-    """
+    """Prove that a captured step, padded to its bucket, computes what single launches compute."""
     length = min(_STEP_TOKENS, decoder.shape.max_context_tokens)
     tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
     ends = [length - 1, length // 2, 1]
@@ -106,11 +96,7 @@ def _near(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def numerics_id(decoder: CudaDecoder, dtype: str) -> str:
-    """Return the id that two workers must share for their KV and tokens to be interchangeable.
-
-    Raises:
-        ModelError: The pool is too small to compute it.
-    """
+    """Return the id that two workers must share for their KV and tokens to be interchangeable."""
     length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
     tokens = [(104729 * i + 5) % decoder.shape.vocab_size for i in range(length)]
     blocks = list(range(-(-length // decoder.block_tokens)))

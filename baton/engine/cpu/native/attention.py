@@ -76,11 +76,6 @@ class NativeAttention:
     """Attention by the native kernel, with the interface of ``PagedAttention``.
 
     Args:
-        library: The library, from ``native_library``.
-        pool: The KV pool: bf16, or bytes.
-        geometry: Shape of the pool.
-        num_heads: Number of query heads.
-        tiling: Only stored; this kernel cuts nothing.
         windows: Keys that a query sees, for each layer; ``None`` is all of them.
         kv_heads: KV heads that are read here, if not all.
     """

@@ -61,7 +61,6 @@ class LayerParts(NamedTuple):
 
     Attributes:
         linears: ``qkv``, ``o``, ``gate_up``, ``down``.
-        vectors: Norms and biases.
         frequencies: Index of the layer's RoPE base.
     """
 
@@ -185,17 +184,10 @@ def _at(vector: torch.Tensor | None) -> Any:
 
 
 def native_layers(
-    parts: Sequence[LayerParts] | None, attention: object, eps: float, *, is_gelu: bool
+    parts: Sequence[LayerParts], attention: object, eps: float, *, is_gelu: bool
 ) -> NativeLayers | None:
-    """Return the layers as one native call, or ``None`` if a part is not native.
-
-    Args:
-        parts: The layers; ``None`` if they have experts or belong to a rank.
-        attention: Attention over the pool, of any kind.
-        eps: Epsilon of the norms.
-        is_gelu: Whether the activation is GELU by tanh instead of SiLU.
-    """
-    if parts is None or not isinstance(attention, NativeAttention):
+    """Return the layers as one native call, or ``None`` if a part is not native."""
+    if not isinstance(attention, NativeAttention):
         return None
     linears = [linear for part in parts for linear in part.linears]
     if any(linear.native is None for linear in linears):

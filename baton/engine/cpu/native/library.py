@@ -62,11 +62,7 @@ def load() -> ctypes.CDLL | None:
 
 @functools.cache
 def sums() -> int:
-    """Return how this process computes sums: ``PAIRS``, or one of ``TILES``.
-
-    Raises:
-        RuntimeError: ``BATON_NATIVE`` is invalid, or requires AMX and there is none.
-    """
+    """Return how this process computes sums: ``PAIRS``, or one of ``TILES``."""
     wanted = _wanted()
     if wanted == "vdp" or (wanted == "auto" and _is_vdp_faster()):
         return PAIRS
@@ -94,11 +90,7 @@ def description() -> str:
 
 
 def choose_native(native: str) -> None:
-    """Configure this process and its children; call this before ``load``.
-
-    Args:
-        native: ``auto``, ``tile``, ``vdp``, or ``off``.
-    """
+    """Set ``auto``, ``tile``, ``vdp`` or ``off`` here and in child processes, before ``load``."""
     os.environ.setdefault("BATON_NATIVE", "0" if native == "off" else native)
 
 

@@ -27,7 +27,7 @@ from baton.engine.cpu.native.library import choose_native
 from baton.engine.cpu.parallel import rank_processes as ranks
 from baton.engine.cpu.parallel.shard import Group, Shard
 from baton.engine.cpu.runner import CpuRunner
-from baton.engine.ipc import map_pool
+from baton.engine.ipc import FrameReader, map_pool
 from baton.engine.loading.memory import give_back_memory
 from baton.engine.models.lora import Adapter
 from baton.engine.numerics import DTYPES, Numerics, numerics_of
@@ -39,20 +39,12 @@ from baton.types.params import AdapterRef
 
 
 class AdapterDesk:
-    """Reads adapters in a thread, until the leader ends.
-
-    Args:
-        loader: This end of the socket pair for adapters.
-        adapters: Store that reads an adapter.
-    """
+    """Reads adapters in a thread, on orders from a socket, until the leader ends."""
 
     def __init__(self, loader: socket.socket, adapters: CpuAdapters) -> None:
         self._loader = loader
         self._adapters = adapters
         self._prepared: dict[str, Adapter] = {}  # read, and not yet in use
-
-    def start(self) -> None:
-        """Start the thread that reads adapters."""
         threading.Thread(target=self._read, daemon=True).start()
 
     def take(self, digest: str) -> Adapter:
@@ -60,7 +52,7 @@ class AdapterDesk:
         return self._prepared.pop(digest)
 
     def _read(self) -> None:
-        reader = ranks.loader_reader()
+        reader = FrameReader(msgspec.msgpack.Decoder(list[ranks.LoaderOrder]))
         with contextlib.suppress(OSError):
             while data := self._loader.recv(1 << 16):
                 for order in reader.feed(data):
@@ -83,14 +75,7 @@ class AdapterDesk:
 
 
 class Rank:
-    """A rank that has loaded its part of the model: orders in, parts of tensors out.
-
-    Args:
-        model: This rank's part of the model.
-        adapters: Adapters in use.
-        desk: Reads adapters beside the steps.
-        pool_fd: Memory file of the KV pool.
-    """
+    """A rank that has loaded its part of the model: orders in, parts of tensors out."""
 
     def __init__(
         self, model: Decoder, adapters: CpuAdapters, desk: AdapterDesk, pool_fd: int
@@ -149,16 +134,7 @@ def serve(
     store: str,
     settings: EngineSettings,
 ) -> None:
-    """Join the group, load on the leader's order, then execute its orders until it ends.
-
-    Args:
-        number: Number of this rank, from 1.
-        leader: This end of the socket pair for orders.
-        loader: This end of the socket pair for adapters.
-        pool_fd: Memory file of the KV pool.
-        store: File in which the ranks find each other.
-        settings: Engine settings.
-    """
+    """Join the group, load on the leader's order, then execute its orders until it ends."""
     torch.set_num_threads(settings.threads)
     choose_native(settings.native)
     leader.sendall(ranks.frame(ranks.Started()))
@@ -170,7 +146,6 @@ def serve(
     dtype = DTYPES[settings.dtype]
     adapters = CpuAdapters(artifact.config, dtype, numerics, settings.max_adapter_rank, shard)
     desk = AdapterDesk(loader, adapters)
-    desk.start()
     orders = orders_of(leader)
     if not isinstance(next(orders, None), ranks.Load):
         return  # the leader ended
@@ -184,7 +159,7 @@ def serve(
 
 def orders_of(leader: socket.socket) -> Iterator[ranks.Order]:
     """Yield the leader's orders until it ends."""
-    reader = ranks.order_reader()
+    reader = FrameReader(msgspec.msgpack.Decoder(list[ranks.Order]))
     while data := leader.recv(1 << 20):
         yield from reader.feed(data)
 
@@ -193,7 +168,6 @@ def orders_of(leader: socket.socket) -> Iterator[ranks.Order]:
 def _load(
     artifact: ModelArtifact, settings: EngineSettings, numerics: Numerics, shard: Shard
 ) -> Decoder:
-    """Load this rank's part of the model, and prove it in ``exact``."""
     model = load_model(
         artifact,
         settings.dtype,

@@ -171,16 +171,6 @@ def frame(message: Order | LoaderOrder | Answer | Prepared) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def order_reader() -> FrameReader[Order]:
-    """Return a reader of orders, for a rank."""
-    return FrameReader(msgspec.msgpack.Decoder(list[Order]))
-
-
-def loader_reader() -> FrameReader[LoaderOrder]:
-    """Return a reader of adapter orders, for a rank's thread."""
-    return FrameReader(msgspec.msgpack.Decoder(list[LoaderOrder]))
-
-
 @dataclass(slots=True)
 class _Rank:
     process: subprocess.Popen[bytes] | None  # None: on another host
@@ -292,11 +282,7 @@ class RankProcesses:
                 raise self.failure(error) from error
 
     def wait_until(self, stage: type[Started] | type[Loaded]) -> None:
-        """Wait until every rank has reported this stage.
-
-        Raises:
-            RankError: A rank is gone, or reports a failure.
-        """
+        """Wait until every rank has reported this stage."""
         self._wait(lambda rank: stage in rank.reached, stage.__name__)
 
     def prepare(self, ref: AdapterRef, own: Callable[[], _T]) -> _T:
@@ -327,7 +313,6 @@ class RankProcesses:
                 raise RankError(f"rank {number} stopped reading adapters: {error}") from error
 
     def _problems(self, digest: str) -> list[str]:
-        """Return the problems of the ranks, once all have answered."""
         answers = [_prepared(number, rank, digest) for number, rank in enumerate(self._ranks, 1)]
         return [answer.problem for answer in answers if answer.problem]
 
@@ -340,11 +325,7 @@ class RankProcesses:
             self.check()
 
     def check(self) -> None:
-        """Read the reports of the ranks.
-
-        Raises:
-            RankError: A rank is gone, or reports a failure.
-        """
+        """Read the reports of the ranks."""
         self._listen()
         if any(rank.closed or rank.failed for rank in self._ranks):
             raise self.failure()
@@ -425,8 +406,3 @@ def _end_of(number: int, rank: _Rank) -> str:
     if rank.failed:
         return f"{name}: {rank.failed}"
     return f"{name} ended with code {code}" if code is not None else ""
-
-
-def rows_of(rows: Sequence[PlanRow]) -> list[Row]:
-    """Return what the ranks need of a plan's rows."""
-    return [Row.of(row) for row in rows]

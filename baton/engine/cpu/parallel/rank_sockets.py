@@ -13,12 +13,7 @@ _DEAD_MS = 10_000  # a connection without acknowledgements for so long is broken
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """First bytes of a connection.
-
-    Attributes:
-        secret: Secret from the rank's program.
-        store: Address where the ranks of the replica meet: ``tcp://HOST:PORT``.
-    """
+    """First bytes of a connection."""
 
     secret: str
     store: str
@@ -40,32 +35,20 @@ class RankAddress(NamedTuple):
 
 
 def connect(address: RankAddress, timeout_s: float) -> socket.socket:
-    """Open a connection to a rank.
-
-    Raises:
-        OSError: The rank cannot be reached.
-    """
+    """Open a connection to a rank."""
     connection = socket.create_connection((address.host, address.port), timeout_s)
     steady(connection)
     return connection
 
 
 def greet(connection: socket.socket, address: RankAddress, store: str) -> None:
-    """Send the hello; orders follow it.
-
-    Raises:
-        OSError: The connection broke.
-    """
+    """Send the hello; orders follow it."""
     body = msgspec.msgpack.encode(Hello(address.secret, store))
     connection.sendall(LENGTH.pack(len(body)) + body)
 
 
 async def read_hello(connection: socket.socket) -> Hello:
-    """Read the hello, and not a byte more.
-
-    Raises:
-        ValueError, OSError: The bytes are not a hello, or the connection ended.
-    """
+    """Read the hello, and not a byte more."""
     connection.setblocking(False)
     (length,) = LENGTH.unpack(await _exactly(connection, LENGTH.size))
     if length > _MOST_BYTES:

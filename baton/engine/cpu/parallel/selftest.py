@@ -30,19 +30,7 @@ def prepare_ranks(
     numerics: Numerics,
     quantisation: str = "none",
 ) -> None:
-    """Choose the tiling of each rank, prove the split, and wait for the ranks.
-
-    Args:
-        shard: Shard of the leader.
-        tiling: Tiling of attention in the whole model.
-        dtype: Dtype of weights and KV.
-        numerics: ``fast`` proves nothing.
-        quantisation: Format of the weights: ``none`` or ``int8``.
-
-    Raises:
-        NumericsSetupError: The split would change the bits.
-        RankError: A rank died or hangs.
-    """
+    """Choose the tiling of each rank, prove the split unless ``fast``, and wait for the ranks."""
     config = shard.config
     splits = shard.splits
     if numerics == "fast":
@@ -54,7 +42,7 @@ def prepare_ranks(
         make = Linear if quantisation == "none" else Int8Linear
         if fault := product_split_fault(config, splits, DTYPES[dtype], make):
             raise _refusal(len(splits), fault)
-    shard.set_tilings(tilings)
+    shard.tilings = tilings
     shard.wait_loaded()
 
 
@@ -68,11 +56,7 @@ def _refusal(ranks: int, fault: str) -> NumericsSetupError:
 def exact_tilings(
     whole: AttentionTiling, config: ModelConfig, splits: Sequence[Split], dtype: str
 ) -> list[AttentionTiling]:
-    """Return the tiling of each rank, equal to the whole model's as far as its heads allow.
-
-    Raises:
-        NumericsSetupError: A rank's attention would not be invariant.
-    """
+    """Return the tiling of each rank, equal to the whole model's as far as its heads allow."""
     by_shape: dict[tuple[int, int], AttentionTiling] = {}
     for split in splits:
         shape = (len(split.heads), len(split.kv_heads))
@@ -138,14 +122,7 @@ def product_split_fault(
     dtype: torch.dtype,
     make: Callable[[torch.Tensor], Linear] = Linear,
 ) -> str | None:
-    """Return which product has other bits when its columns are computed apart, or ``None``.
-
-    Args:
-        config: Numbers of the whole model.
-        splits: Each rank's part.
-        dtype: Dtype of activations, and of weights that are not quantised.
-        make: Makes a layer like the model's from a weight.
-    """
+    """Return which product has other bits when its columns are computed apart, or ``None``."""
     for name, outputs, inputs, parts in _products(config, splits):
         weight = cancelling(outputs, inputs, dtype, sign=1.0, seed=21)
         x = cancelling(TILE_ROWS, inputs, dtype, sign=-1.0, seed=22)

@@ -55,8 +55,8 @@ from baton.engine.cpu.parallel.rank_processes import (
     Open,
     RankError,
     RankProcesses,
+    Row,
     Started,
-    rows_of,
 )
 from baton.engine.models.split import splits_of
 from baton.model.artifact import ModelConfig
@@ -74,16 +74,10 @@ class Group:
     All ranks make every call, in the same order. No process-wide default group is set.
 
     Args:
-        rank: Number of this rank.
-        ranks: Number of all ranks.
         store: Path of a file in which they find each other, or ``tcp://HOST:PORT``.
-        device: Device of the tensors.
         explain: Makes a more precise error of a broken collective, if possible.
         host: Address of the interface by which the others reach this rank.
         meeting: The leader's listening socket, if they meet by TCP.
-
-    Raises:
-        RankError: A rank did not join.
     """
 
     def __init__(
@@ -205,17 +199,7 @@ def _side_by_side(got_RTN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
 
 
 def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) -> "Shard":
-    """Return the leader's shard, with its group connected.
-
-    Args:
-        config: Numbers of the whole model.
-        ranks: The other ranks.
-        own_pools: Whether each rank has its own KV pool.
-
-    Raises:
-        ModelError: The model cannot be split over so many ranks.
-        RankError: A rank did not join.
-    """
+    """Return the leader's shard, with its group connected."""
     splits_of(config, ranks.count)  # raises before any rank waits
     ranks.wait_until(Started)  # the group would wait for a rank that dies before it joins
     splits_of(config, ranks.count)  # refused before anybody waits
@@ -236,10 +220,6 @@ class Shard:
     """This rank's part of a model, and its connection to the others.
 
     Args:
-        config: Numbers of the whole model.
-        rank: Number of this rank.
-        group: Collectives between the ranks.
-        others: The other ranks, at the leader; else ``None``.
         own_pools: Whether each rank has its own KV pool, with its heads only.
     """
 
@@ -255,7 +235,7 @@ class Shard:
         self.splits = splits_of(config, group.ranks)
         self.split = self.splits[rank]
         self.group = group
-        self._tilings: tuple[AttentionTiling, ...] = ()
+        self.tilings: Sequence[AttentionTiling] = ()  # of all ranks, at the leader
         self._others = others
         self._own_pools = own_pools
         self.config = config
@@ -329,31 +309,21 @@ class Shard:
             self._others.wait_until(Loaded)
         self.group.begin_steps()
 
-    def set_tilings(self, tilings: Sequence[AttentionTiling]) -> None:
-        """Set the tiling of each rank's attention."""
-        self._tilings = tuple(tilings)
-
     def open(
         self, geometry: KvGeometry, tiling: AttentionTiling, *, shared: bool
     ) -> AttentionTiling:
-        """Order the ranks to use a pool of this shape; return this rank's tiling.
-
-        Args:
-            geometry: Shape of the whole pool.
-            tiling: Tiling of the whole model, or what the leader gave to this rank.
-            shared: Whether the pool is in files that others map; otherwise it is for a self-test.
-        """
+        """Order the ranks to use a pool, shared or for a self-test; return our tiling."""
         if self._others is None:
             return tiling
-        for rank, part in enumerate(self._tilings[1:], 1):
+        for rank, part in enumerate(self.tilings[1:], 1):
             fields = (part.unit, part.tile, part.align, part.decode_rows)
             self._others.send(Open(geometry, fields, shared), rank)
-        return self._tilings[0]
+        return self.tilings[0]
 
     def forward(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
         """Order the ranks to begin a pass."""
         if self._others is not None:
-            self._others.send(Forward(rows_of(rows), isolated))
+            self._others.send(Forward([Row.of(row) for row in rows], isolated))
 
     def begin_copies(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Order ranks with own pools to copy blocks, as the leader does; then ``settle``."""
@@ -363,7 +333,7 @@ class Shard:
     def begin_clear(self, rows: Sequence[PlanRow]) -> None:
         """Order ranks with own pools to zero what rows wrote; then ``settle``."""
         if self._others is not None and self._own_pools:
-            self._others.send(Clear(rows_of(rows)))
+            self._others.send(Clear([Row.of(row) for row in rows]))
 
     def settle(self) -> None:
         """Wait until all pools have executed the order: their pages may be reused next."""

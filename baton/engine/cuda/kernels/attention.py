@@ -85,7 +85,6 @@ class Tiles:
         table_4N: int32 rows: first row, queries (0 = nothing to do), first position, sequence.
         splits: 0: each program processes all keys; else the number of splits of the grid, at least
             as many as the longest sequence needs.
-        max_queries: Most queries of a tile.
     """
 
     table_4N: torch.Tensor

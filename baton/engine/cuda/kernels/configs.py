@@ -18,8 +18,6 @@ class AttentionConfig:
         block_m: Rows of a tile (queries times the query heads that share a KV head).
         kv_tile: Keys per inner step; a multiple of 16 (the matrix units' smallest side).
         split: Tokens per split, a multiple of ``kv_tile``; 0 = one split (prefill in ``fast``).
-        num_warps: Warps of a program, for Triton.
-        num_stages: Pipeline stages, for Triton.
     """
 
     block_m: int
@@ -29,11 +27,7 @@ class AttentionConfig:
     num_stages: int
 
     def queries(self, group: int) -> int:
-        """Return the queries of a tile when ``group`` query heads share a KV head.
-
-        Raises:
-            ValueError: One query is too many.
-        """
+        """Return the queries of a tile when ``group`` query heads share a KV head."""
         if group > self.block_m:
             raise ValueError(f"{group} heads share a KV head; a tile has {self.block_m} rows")
         return self.block_m // group
@@ -57,11 +51,7 @@ FAST: dict[tuple[Kind, int], AttentionConfig] = {
 
 
 def attention_config(kind: Kind, head_dim: int, *, exact: bool) -> AttentionConfig:
-    """Return the sizes for a kind of work and a head dim.
-
-    Raises:
-        ValueError: Heads are wider than 256.
-    """
+    """Return the sizes for a kind of work and a head dim."""
     if head_dim > 256:
         raise ValueError(f"head_dim is {head_dim}, the attention kernels' limit is 256")
     if exact and head_dim <= 128:

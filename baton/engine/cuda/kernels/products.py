@@ -102,11 +102,7 @@ def scaled_linear(x_TE: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
 
 
 class Products:
-    """Products ``x @ weight.T`` for the weights of one model.
-
-    Args:
-        exact: Whether a row's bits must not depend on the number of rows.
-    """
+    """Products ``x @ weight.T`` for the weights of one model."""
 
     def __init__(self, *, exact: bool) -> None:
         self._exact = exact
@@ -135,11 +131,7 @@ class Products:
         return F.linear(x_TE.to(kind), weight.to(kind))
 
     def prepare(self, weight: Weight, dtype: torch.dtype) -> None:
-        """Probe a shape before graphs are captured, when that is impossible.
-
-        Raises:
-            RuntimeError: The device cannot multiply in fp8.
-        """
+        """Probe a shape now: it is impossible during the capture of a graph."""
         values_NE = weight.values_NE if isinstance(weight, Fp8Weight) else weight
         if not values_NE.is_cuda:
             return
@@ -166,15 +158,7 @@ class Products:
 def same_bits_by_cut(
     width_out: int, width_in: int, dtype: torch.dtype, device: torch.device, *, scaled: bool
 ) -> bool:
-    """Return whether both sizes give the same bits, on pairs that cancel but for their rounding.
-
-    Args:
-        width_out: Number of outputs.
-        width_in: Number of inputs.
-        dtype: Dtype of the rows.
-        device: Device of the products.
-        scaled: Whether weights are in fp8.
-    """
+    """Return whether both sizes give the same bits, on pairs that cancel but for their rounding."""
     generator = torch.Generator().manual_seed(0)
     half_in = (width_in + 1) // 2
     rows = min(_MANY, 2 * EXACT_MANY_ROWS.block_m)

@@ -29,25 +29,19 @@ def add_norm(
     With ``post_E``, the RMS norm of ``delta`` is added instead.
     """
     out_TE = torch.empty(x_TE.shape, dtype=dtype, device=x_TE.device)
-    _launch_add_norm(x_TE, delta_TE, weight_E, eps, out_TE, post_E)
+    add_to(x_TE, delta_TE, eps, post_E, weight_E, out_TE)
     return out_TE
 
 
 def add_to(
-    x_TE: torch.Tensor, delta_TE: torch.Tensor, eps: float, post_E: torch.Tensor | None
-) -> None:
-    """Add ``delta`` to the fp32 sum ``x`` in place, without a norm of the sum."""
-    _launch_add_norm(x_TE, delta_TE, None, eps, None, post_E)
-
-
-def _launch_add_norm(
     x_TE: torch.Tensor,
     delta_TE: torch.Tensor | None,
-    weight_E: torch.Tensor | None,
     eps: float,
-    out_TE: torch.Tensor | None,
     post_E: torch.Tensor | None,
+    weight_E: torch.Tensor | None = None,
+    out_TE: torch.Tensor | None = None,
 ) -> None:
+    """Add ``delta`` to the fp32 sum ``x`` in place, and store the sum's norm in ``out``, if any."""
     count, width = x_TE.shape
     padded = triton.next_power_of_2(width)
     rows.add_norm_kernel[(count,)](
