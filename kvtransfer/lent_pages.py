@@ -88,7 +88,7 @@ class LentFrame:
         if struct.pack("<Q", digest.intdigest()) == expected:
             return True
         for (target,) in _tiles(kv_slice, (pool, ours)):
-            target[...] = 0  # a NaN behind a mask would still be one
+            target[...] = 0  # a masked NaN would still be NaN
         return False
 
 

@@ -66,20 +66,20 @@ class RankLink:
         self._serves: asyncio.Future[rank_pb2.RankServes] = loop.create_future()
         self.broken: asyncio.Future[str] = loop.create_future()
         self._tasks = BackgroundTasks("rank link")
-        self._tasks.vital(self._speak(), "speak", self._broke)
+        self._tasks.vital(self._write_all(), "write", self._broke)
         self._tasks.vital(self._listen(), "listen", self._broke)
 
     async def begin(self, engine_settings: bytes) -> str:
         """Start the rank's engine process; return where it listens: ``HOST:PORT/SECRET``."""
         begin = rank_pb2.RankBegin(rank=self.rank, engine_settings=engine_settings)
-        self._say(begin=begin)
+        self._send(begin=begin)
         listens = await self._until(self._listens)
         host = self.address.rpartition(":")[0]
         return f"{host}:{listens.port}/{listens.secret}"
 
     async def serve(self, serve: rank_pb2.RankServe) -> None:
         """Map the rank's pool and serve its heads."""
-        self._say(serve=serve)
+        self._send(serve=serve)
         serves = await self._until(self._serves)
         self.pid = serves.pid
         self.host = serves.host
@@ -87,17 +87,17 @@ class RankLink:
     def hold(self, hold: rank_pb2.RankHold, on_given_back: Callable[[], None]) -> None:
         """Give a prompt its pages; ``on_given_back`` is called once, some time after ``revoke``."""
         self._on_given_back[hold.name] = on_given_back
-        self._say(hold=hold)
+        self._send(hold=hold)
 
     def publish(self, name: str, kv_slice: pb.KvSlice) -> "asyncio.Future[None]":
         """Publish a computed rectangle of the rank's heads; done when it may be pulled there."""
         serial, known = self._expect()
-        self._say(publish=rank_pb2.RankPublish(serial=serial, name=name, kv_slice=kv_slice))
+        self._send(publish=rank_pb2.RankPublish(serial=serial, name=name, kv_slice=kv_slice))
         return known
 
     def revoke(self, name: str) -> None:
         """End a KV transfer: the rank sends no more of it."""
-        self._say(revoke=rank_pb2.RankRevoke(name=name))
+        self._send(revoke=rank_pb2.RankRevoke(name=name))
 
     async def take(self, what: rank_pb2.RankTake) -> rank_pb2.RankTaken:
         """Have the rank pull slices into its own pool.
@@ -109,7 +109,7 @@ class RankLink:
         numbered = rank_pb2.RankTake()
         numbered.CopyFrom(what)
         numbered.serial = serial
-        self._say(take=numbered)
+        self._send(take=numbered)
         found: rank_pb2.RankTaken = await taken
         return found
 
@@ -126,7 +126,7 @@ class RankLink:
             self._end(answer)
         return serial, answer
 
-    def _say(self, **word: Any) -> None:
+    def _send(self, **word: Any) -> None:
         self._words.put_nowait(rank_pb2.LeaderWord(**word))
 
     async def _until(self, answer: "asyncio.Future[Any]") -> Any:
@@ -136,7 +136,7 @@ class RankLink:
             raise RankGoneError(self.broken.result())
         return answer.result()
 
-    async def _speak(self) -> None:
+    async def _write_all(self) -> None:
         while True:
             await self._call.write(await self._words.get())
 

@@ -150,7 +150,6 @@ class CudaRunner:
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
         """Return hidden states ``[len(tokens), E]`` of each row of a plan, for self-tests."""
-        """Hidden states ``[len(tokens), E]`` of each row of a plan (self-test and tests)."""
         self._host_pool.before(plan)
         hidden_TE, ends = self._forward(plan.rows)
         self._host_pool.after(plan.rows)

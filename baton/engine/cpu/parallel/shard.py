@@ -202,8 +202,6 @@ def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) 
     """Return the leader's shard, with its group connected."""
     splits_of(config, ranks.count)  # raises before any rank waits
     ranks.wait_until(Started)  # the group would wait for a rank that dies before it joins
-    splits_of(config, ranks.count)  # refused before anybody waits
-    ranks.wait_until(Started)  # a rank that dies before it comes would be waited for
     group = Group(
         LEADER,
         ranks.count,
