@@ -119,7 +119,7 @@ def test_rope_scaling_reaches_the_device() -> None:
 def test_other_architectures_and_settings_are_refused_by_name(artifact: Any) -> None:
     artifact.architecture = "Qwen3MoeForCausalLM"
     artifact.config = dataclasses.replace(SHALLOW, num_experts=4, experts_per_token=2)
-    with pytest.raises(ModelError, match=r"Qwen3Moe.*mixture.*not run on CUDA.*hide the GPU"):
+    with pytest.raises(ModelError, match=r"Qwen3Moe.*mixture.*not supported on CUDA.*hide the GPU"):
         cuda_build.build_cuda_runner(SETTINGS, artifact, 36, memory, print, device=tiny.CPU)
     artifact.config = SHALLOW
     strange = msgspec.structs.replace(SETTINGS, emulated_token_s=1.0)
@@ -132,7 +132,7 @@ def test_other_architectures_and_settings_are_refused_by_name(artifact: Any) -> 
     [
         ("int8", "bf16", "int8 is not supported on CUDA; use fp8"),
         ("fp8", "fp32", "fp8 does not support dtype fp32; use bf16"),
-        ("fp8", "bf16", "a width of 24 is not a multiple of 16"),
+        ("fp8", "bf16", "width 24 is not a multiple of 16"),
     ],
 )
 def test_quantised_weights_are_fp8_of_even_widths(
