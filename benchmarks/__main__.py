@@ -1,4 +1,4 @@
-"""`make bench`: every bench of this folder, one after the other."""
+"""`make bench`: the engine beside a dense program."""
 
 import typer
 

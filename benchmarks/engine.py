@@ -1,11 +1,11 @@
-"""Engine against the dense program of ``dense.py``, in one process, interleaved.
+"""Engine beside the dense program of ``dense.py``, in one process, interleaved.
 
     python -m benchmarks.engine [--engines exact,fast] [--threads 2] [--dtype bf16] [--rounds 5]
 
-The machine is noisy, so the figure to read is the ratio: median time of the dense program divided
-by the median time of the engine (scheduler and sampling included), taken in turns. 1.0 is equal,
-above is faster. Several engines stand beside each other: ``exact`` and ``fast``, or ``exact`` with
-fewer bits (``int8``, ``int4`` weights; ``+kv``: int8 KV too).
+The machine is noisy, so read the ratio: median time of the dense program divided by the median time
+of the engine (scheduler and sampling included), taken in turns. 1.0 is equal, more is faster.
+Several engines can be compared: ``exact`` and ``fast``, or ``exact`` with fewer bits (``int8``,
+``int4`` weights; ``+kv``: int8 KV too).
 """
 
 import json
@@ -39,7 +39,7 @@ ENGINES: dict[str, tuple[Numerics, str, str]] = {
     "int8+kv": ("exact", "int8", "int8"),
     "int4+kv": ("exact", "int4", "int8"),
 }
-"""Numerics, weights and KV of each engine by name; no KV: as the activations."""
+"""Numerics, weights and KV of each engine by name; no KV: same as the activations."""
 
 PREFILLS = (512, 2048)
 BATCHES = (32, 16, 4, 1)
@@ -49,7 +49,7 @@ STEPS = 6
 
 @dataclass(frozen=True)
 class Figure:
-    """One case: medians in tokens/s, and each engine's ratio to the dense program."""
+    """Result of a case: medians in tokens/s, and each engine's ratio to the dense program."""
 
     case: str
     tokens_per_s: dict[str, float]
@@ -63,7 +63,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 class Bench:
-    """All contestants over one model."""
+    """All engines, and the dense program, over one model."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Bench:
             rates = {"dense": _timed(lambda: self._dense_long.step(prompt, 0))}
             for mode, engine in self._engines.items():
                 rates[mode] = _timed(partial(engine.prefill, tokens))
-            if turn:  # the first warms caches and the allocator
+            if turn:  # the first round warms caches and the allocator
                 for name, value in rates.items():
                     times[name].append(value)
         self._record(f"prefill {tokens}", tokens, times)
@@ -151,7 +151,7 @@ def main(
     model: Annotated[str, typer.Option(help="Model reference.")] = DEFAULT_MODEL,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
-    engines: Annotated[str, typer.Option(help=f"Of {', '.join(ENGINES)}.")] = "exact,fast",
+    engines: Annotated[str, typer.Option(help=f"Names from {', '.join(ENGINES)}.")] = "exact,fast",
     rounds: Annotated[int, typer.Option(help="Interleaved repetitions.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
 ) -> None:
@@ -160,7 +160,7 @@ def main(
     console = Console()
     names = engines.split(",")
     if unknown := set(names) - set(ENGINES):
-        raise typer.BadParameter(f"--engines: {sorted(unknown)} not among {', '.join(ENGINES)}")
+        raise typer.BadParameter(f"--engines: unknown {sorted(unknown)}; use {', '.join(ENGINES)}")
     bench = Bench(resolve_model(model), dtype, names, rounds, console)
     bench.run()
     table = Table(title=f"tokens/s and ratio to the dense program; {dtype}, {threads} threads")

@@ -2,15 +2,15 @@
 
     python -m benchmarks.fleet --out DIR [--rounds 3] [--only pair,llama-server]
 
-Closed loop: 1, 4 and 16 clients who each ask again as soon as they have their answer, 64 tokens,
-streamed. Open loop: a request a second, every fourth with a prompt of 1,024 tokens. Columns:
+Closed loop: 1, 4 and 16 clients, each with one streamed request of 64 output tokens after another.
+Open loop: one request per second, every fourth with a prompt of 1,024 tokens. Columns:
 
 - ``pair``: one prefill and one decode worker that lend each other their cores (``auto`` threads)
 - ``pinned``: the same two, each on its half of the cores
 - ``colocated``: one worker with all cores
 
-The last row of each table is the ratio to llama-server, of tokens per second. Medians over rounds,
-in an order that turns.
+The last row of each table is the ratio to llama-server, of tokens per second. Cells are medians
+over rounds, in alternating order.
 """
 
 import json
@@ -44,7 +44,7 @@ _OPEN_FIGURES = {"TTFT p99 s": ("ttft_s", "p99"), "ITL p99 s": ("itl_s", "p99")}
 
 
 def load(clients: int, seed: int) -> Plan:
-    """So many clients without a pause."""
+    """Return a plan of so many clients without a pause."""
     sessions = Sessions(
         users=clients,
         sessions=_ASKED_BY_EACH[clients],
@@ -59,7 +59,7 @@ def load(clients: int, seed: int) -> Plan:
 
 
 def loads(seed: int) -> dict[str, Plan]:
-    """All loads of one round."""
+    """Return all loads of one round."""
     open_loop = OpenLoop(
         requests=_OPEN_REQUESTS,
         rate=1.0,
@@ -77,7 +77,7 @@ def loads(seed: int) -> dict[str, Plan]:
 def measure(
     out: Path, rounds: int, only: str, console: Console
 ) -> dict[str, dict[str, list[Results]]]:
-    """All runs: load to layout to the results of each round."""
+    """Run everything; return the results of each round, by load and layout."""
     wanted = only.split(",") if only else [*(layout.name for layout in LAYOUTS), PEER.name]
     layouts = [layout for layout in columns(console, LAYOUTS) if layout.name in wanted]
     found: dict[str, dict[str, list[Results]]] = {}
@@ -104,19 +104,19 @@ def _median(runs: list[Results], distribution: str, field: str) -> float:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of all results.")],
-    rounds: Annotated[int, typer.Option(min=1, max=20)] = 3,
-    only: Annotated[str, typer.Option(help="Run these columns alone: NAME,NAME.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, max=20, help="Rounds in turns.")] = 3,
+    only: Annotated[str, typer.Option(help="Columns to run: NAME,NAME; by default all.")] = "",
 ) -> None:
-    """Run the comparison; alone on the machine."""
+    """Compare a fleet with llama-server; nothing else may run on the machine."""
     console = Console(soft_wrap=True)
-    told: dict[str, dict[str, dict[str, float]]] = {}
+    record: dict[str, dict[str, dict[str, float]]] = {}
     for what, runs in measure(out, rounds, only, console).items():
         wanted = _FIGURES if "clients" in what else {**_FIGURES, **_OPEN_FIGURES}
         figures = {
             layout: {name: _median(of, *field) for name, field in wanted.items()}
             for layout, of in runs.items()
         }
-        told[what] = figures
+        record[what] = figures
         table = Table(what, *figures)
         for name in wanted:
             table.add_row(name, *(f"{column[name]:.3g}" for column in figures.values()))
@@ -125,7 +125,7 @@ def main(
             ratios = (column["tokens/s"] / peer for column in figures.values())
             table.add_row(f"÷ {PEER.name}", *(f"{ratio:.2f}" for ratio in ratios))
         console.print(table)
-    (out / "fleet.json").write_text(json.dumps(told, indent=1))
+    (out / "fleet.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

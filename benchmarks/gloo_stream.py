@@ -1,7 +1,7 @@
-"""What a bare two-rank gloo group moves: ``python -m benchmarks.gloo_stream RANK PORT``.
+"""Rate of a bare two-rank gloo group: ``python -m benchmarks.gloo_stream RANK PORT``.
 
-Rank 0 says its store's port. Each line on standard input is a number of messages to move; "done"
-is answered when they are.
+Rank 0 prints its store's port. Each line on standard input is a number of messages to move; the
+response is "done" once they are moved.
 """
 
 import sys
@@ -30,19 +30,14 @@ def main() -> None:
         wait_for_workers=False,
     )
     if rank == SENDER:
-        _say(str(store.port))
+        print(store.port, flush=True)
     pair = Pair(rank, store, "127.0.0.1", "cpu")
     message = torch.ones(MESSAGE_BYTES, dtype=torch.uint8)
-    _say("ready")
+    print("ready", flush=True)
     for line in sys.stdin:
         for _ in range(int(line)):
             pair.move(message)
-        _say("done")
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+        print("done", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Speed of the hand-off by each transport, beside the bare primitive that it stands on.
+"""Rate of a KV transfer by each transport, beside the bare primitive below it.
 
     python -m benchmarks.handoff [--rounds 7] [--tokens 1024] [--scattered]
 
-A sender in a process of its own holds one prompt's KV (shapes of an 8B model: 32 layers, 8 KV heads
-of 128, bf16); this process pulls all of it with the machine, the puller and the transport that a
-decode worker has, verified, into its pages. Payload bytes per second, median of the rounds; each
-round measures everything once, the primitives too, so that a busy moment hits all alike:
+A separate sender process holds one prompt's KV (shapes of an 8B model: 32 layers, 8 KV heads of
+128, bf16). This process pulls all of it, verified, into its pages, with a decode worker's state
+machine, puller and transport. Figures are payload bytes per second, median of the rounds. Each
+round measures everything once, the primitives too, so that a busy moment affects all alike:
 
 memcpy       one thread, as many bytes from one memory file to another: pools are such files
 grpc.aio     a byte stream of 1 MiB messages between the same two processes, thrown away
@@ -64,17 +64,17 @@ MESSAGE_BYTES = 1 << 20
 TOKEN = "bench"
 BARE = "/baton.bench.Bare/Stream"
 FAR_NS = 1 << 62
-_MEETINGS = 3
+_ATTEMPTS = 3
 
 
 def geometry(tokens: int) -> KvGeometry:
-    """A pool with room for the prompt, twice."""
+    """Return the geometry of a pool with room for the prompt, twice."""
     blocks = 2 * tokens // BLOCK_TOKENS
     return KvGeometry(num_layers=32, num_kv_heads=8, head_dim=128, num_blocks=blocks, dtype="bf16")
 
 
 def page_table(tokens: int, scattered: bool) -> tuple[int, ...]:
-    """Pages of the prompt: one run, or all over the pool."""
+    """Return pages of the prompt: consecutive, or scattered over the pool."""
     blocks = tokens // BLOCK_TOKENS
     if not scattered:
         return tuple(range(blocks))
@@ -82,19 +82,17 @@ def page_table(tokens: int, scattered: bool) -> tuple[int, ...]:
 
 
 class _NoDigest:
-    """In place of a digest, to see what the copy alone would cost."""
+    """Replaces a digest, to measure the copy alone; equal on both sides."""
 
-    def update(self, _: object) -> None:
-        """Nothing."""
+    def update(self, _: object) -> None: ...
 
     def intdigest(self) -> int:
-        """Equal on both sides."""
         return 0
 
 
 @contextlib.contextmanager
 def without_digests() -> Iterator[None]:
-    """Meanwhile frames are believed as they are, in this process."""
+    """Accept all frames without verification, in this process."""
     digest = lent_pages.hasher
     native = library.load()
     lent_pages.hasher = lambda *_: _NoDigest()  # type: ignore[assignment]
@@ -111,13 +109,8 @@ def without_digests() -> Iterator[None]:
 # -------------------------------------------------------------------- the sender's process
 
 
-async def send(tokens: int, scattered: bool, digests: bool) -> None:
+async def send(tokens: int, scattered: bool) -> None:
     """Hold a prompt's KV and serve it until standard input closes."""
-    with contextlib.nullcontext() if digests else without_digests():
-        await _serve(tokens, scattered)
-
-
-async def _serve(tokens: int, scattered: bool) -> None:
     shape = geometry(tokens)
     pool_fd, memory = memory_file(shape.pool_bytes)
     machine = HandoffSender(shape, tokens, 0, FAR_NS, 0)
@@ -155,7 +148,7 @@ async def _serve(tokens: int, scattered: bool) -> None:
 
 
 def memory_file(size_bytes: int) -> tuple[int, memoryview]:
-    """Its descriptor, and the file mapped and filled."""
+    """Return the descriptor of a memory file, and the file mapped and filled."""
     file = os.memfd_create("bench-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, size_bytes)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -165,7 +158,7 @@ def memory_file(size_bytes: int) -> tuple[int, memoryview]:
 
 
 def rectangles(shape: KvGeometry, tokens: int) -> list[KvSlice]:
-    """As prefill publishes them: layer by layer of each chunk."""
+    """Return the prompt's rectangles in prefill's order: layer by layer of each chunk."""
     blocks = CHUNK_TOKENS // BLOCK_TOKENS
     return [
         KvSlice(layer, 1, 0, shape.num_kv_heads, chunk * blocks, blocks, CHUNK_TOKENS)
@@ -189,8 +182,8 @@ def _bare_handler() -> Any:
 # -------------------------------------------------------------------- the reader
 
 
-class OnePeer:
-    """Stands where a worker's ``Peers`` does: one prefill worker, and one transport to it."""
+class _OnePeer:
+    """Replaces a worker's ``Peers`` by one prefill worker, and one transport to it."""
 
     def __init__(self, transport: Transport, way: str, peer: Peer) -> None:
         self._transport = transport
@@ -199,43 +192,37 @@ class OnePeer:
         self._edge = Edge()
 
     def ways(self, target: PrefillTarget, now_ns: int) -> list[str]:
-        """The one."""
         return [self._way]
 
     def address(self, target: PrefillTarget, kv_slice: KvSlice) -> str:
-        """All heads are at the worker's own."""
         return target.address
 
     def encoding(
         self, target: PrefillTarget, way: str, plain_bytes: int, int8_bytes: int
     ) -> ChunkEncoding:
-        """As it is in the pool."""
         return PLAIN
 
     def edge(self, worker_id: str) -> Edge:
-        """To the one worker."""
         return self._edge
 
     def pull(self, target: PrefillTarget, request: pb.PullRequest, way: str) -> FrameStream:
-        """From it."""
         return self._transport.pull(self._peer, request)
 
 
-def parts_of_puller(peer: OnePeer, pool: PoolView) -> SimpleNamespace:
-    """What a puller asks of its worker."""
+def _parts_of_puller(peer: _OnePeer, pool: PoolView) -> SimpleNamespace:
     return SimpleNamespace(
         pool=pool,
         peers=peer,
         pacer=ReceivePacer(0.0),
-        metrics=SimpleNamespace(inc=ignore, observe=ignore),
+        metrics=SimpleNamespace(inc=_ignore, observe=_ignore),
         identity=SimpleNamespace(incarnation=b""),
     )
 
 
 async def hand_off(transport: Transport, way: str, peer: Peer, pool: PoolView, tokens: int) -> None:
-    """One prompt's KV, from the first pull to the last verified byte."""
+    """Pull a prompt's KV, from the first request to the last verified byte."""
     machine = HandoffReceiver(pool.geometry, tokens, frame_bytes=transport.frame_bytes)
-    parts = parts_of_puller(OnePeer(transport, way, peer), pool)
+    parts = _parts_of_puller(_OnePeer(transport, way, peer), pool)
     wanted = rectangles(pool.geometry, tokens)
     total_bytes = sum(kv_slice.payload_bytes(pool.geometry) for kv_slice in wanted)
     async with asyncio.TaskGroup() as pulls:
@@ -256,19 +243,19 @@ async def hand_off(transport: Transport, way: str, peer: Peer, pool: PoolView, t
             machine.published(kv_slice, 0)
         perform(machine.bound(1, tuple(range(tokens // BLOCK_TOKENS))))
     if machine.payload_bytes != total_bytes or machine.repairs:
-        raise RuntimeError(f"{machine.payload_bytes} of {total_bytes} bytes came")
+        raise RuntimeError(f"got {machine.payload_bytes} of {total_bytes} bytes")
 
 
-async def stands(transport: Transport, peer: Peer, kv_slice: KvSlice) -> bool:
-    """Have the connection opened: that of a pair takes seconds, more where others compute."""
-    for _ in range(_MEETINGS):
+async def connects(transport: Transport, peer: Peer, kv_slice: KvSlice) -> bool:
+    """Return whether a first pull opens the connection; for `pair` that takes seconds."""
+    for _ in range(_ATTEMPTS):
         with contextlib.suppress(TransportError):
-            await _meet(transport, peer, kv_slice)
+            await _pull_once(transport, peer, kv_slice)
             return True
     return False
 
 
-async def _meet(transport: Transport, peer: Peer, kv_slice: KvSlice) -> None:
+async def _pull_once(transport: Transport, peer: Peer, kv_slice: KvSlice) -> None:
     incarnation = peer.target.incarnation
     request = pb.PullRequest(
         request_id="r",
@@ -283,13 +270,12 @@ async def _meet(transport: Transport, peer: Peer, kv_slice: KvSlice) -> None:
     pull.close()
 
 
-def ignore(*_: object, **__: object) -> None:
-    """Nobody reads the bench's metrics."""
+def _ignore(*_: object, **__: object) -> None: ...
 
 
 @contextlib.asynccontextmanager
 async def sender_process(*options: str) -> AsyncIterator[Peer]:
-    """``send`` in a process of its own."""
+    """Run ``send`` in a separate process."""
     process = await _python("benchmarks.handoff", "--send", *options)
     target, capabilities = json.loads(await _pipe(process.stdout).readline())
     try:
@@ -303,13 +289,10 @@ async def sender_process(*options: str) -> AsyncIterator[Peer]:
 
 
 class _GlooStream:
-    """Two processes of ``benchmarks.gloo_stream``."""
-
     def __init__(self, ends: list[asyncio.subprocess.Process]) -> None:
         self._ends = ends
 
     async def move(self, messages: int) -> None:
-        """Send so many from one to the other."""
         for end in self._ends:
             _pipe(end.stdin).write(b"%d\n" % messages)
         for end in self._ends:
@@ -318,7 +301,7 @@ class _GlooStream:
     @classmethod
     @contextlib.asynccontextmanager
     async def opened(cls) -> AsyncIterator["_GlooStream"]:
-        """Both, when they have met."""
+        """Start both processes, and wait until they have joined."""
         ends: list[asyncio.subprocess.Process] = []
         port = b"0"
         try:
@@ -360,19 +343,19 @@ class Bench:
         self.rates: dict[str, list[float]] = {}
 
     async def take(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Time one run."""
+        """Time one run of ``work``."""
         began_s = time.perf_counter()
         await work()
         taken_s = time.perf_counter() - began_s
         self.rates.setdefault(name, []).append(self.payload_bytes / taken_s)
 
     def gb_per_s(self, name: str) -> float:
-        """Median."""
+        """Return the median rate of a name."""
         return statistics.median(self.rates[name]) / 1e9
 
 
 async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
-    """All rounds; the first one warms up and does not count."""
+    """Run all rounds; the first one warms up and does not count."""
     shape = geometry(tokens)
     payload_bytes = tokens // BLOCK_TOKENS * shape.block_bytes
     bench = Bench(payload_bytes)
@@ -401,8 +384,8 @@ async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
             await gloo.move(payload_bytes // MESSAGE_BYTES)
 
         for name, way in list(transports.items()):
-            if not await stands(way, peer, rectangles(shape, tokens)[0]):
-                sys.stdout.write(f"  {name}: not run, it did not come to stand\n")
+            if not await connects(way, peer, rectangles(shape, tokens)[0]):
+                sys.stdout.write(f"  {name}: not run, cannot connect\n")
                 del transports[name]
                 await way.close()
         for number in range(rounds + 1):
@@ -423,22 +406,23 @@ async def measure(tokens: int, rounds: int, scattered: bool) -> Bench:
 
 
 def main() -> None:
-    """Print one line per way."""
+    """Print one line per transport."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--scattered", action="store_true", help="pages all over the pool")
+    parser.add_argument("--tokens", type=int, default=1024, help="length of the prompt")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds")
+    parser.add_argument("--scattered", action="store_true", help="scatter pages over the pool")
     parser.add_argument("--send", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-digests", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     keep_message_memory()  # as workers do
     if options.send:
-        asyncio.run(send(options.tokens, options.scattered, not options.no_digests))
+        with without_digests() if options.no_digests else contextlib.nullcontext():
+            asyncio.run(send(options.tokens, options.scattered))
         return
     bench = asyncio.run(measure(options.tokens, options.rounds, options.scattered))
-    pages = "pages all over the pool" if options.scattered else "pages in one run"
+    pages = "scattered" if options.scattered else "consecutive"
     size = f"{bench.payload_bytes >> 20} MiB, {options.tokens} tokens of an 8B model"
-    sys.stdout.write(f"hand-off of {size}, the sender's {pages}; median of {options.rounds}\n")
+    sys.stdout.write(f"transfer of {size}, {pages} pages; median of {options.rounds}\n")
     compared = {"grpc": "bare grpc.aio stream", "pair": "bare gloo"}
     for name in bench.rates:
         base = compared.get(name, "memcpy")

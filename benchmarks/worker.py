@@ -1,4 +1,4 @@
-"""A worker in a process of its own, for benches."""
+"""Separate worker processes for benchmarks."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ START_S = 120.0
 
 @dataclass(slots=True)
 class BenchWorker:
-    """One worker in a process of its own."""
+    """A worker in a separate process."""
 
     process: asyncio.subprocess.Process
     record: WorkerRecord
@@ -30,8 +30,8 @@ class BenchWorker:
 async def bench_worker(
     worker_id: str, engine: dict[str, Any], *launcher: str, **settings: Any
 ) -> AsyncIterator[BenchWorker]:
-    """Start one; ``launcher`` are words before its command, to pin it or to put it elsewhere."""
-    told = {
+    """Start a worker; ``launcher`` precedes its command, to pin it or to move it elsewhere."""
+    worker_settings = {
         "worker_id": worker_id,
         "role": worker_id.partition("-")[0],
         "epoch": 1,
@@ -52,9 +52,9 @@ async def bench_worker(
         stdout=asyncio.subprocess.PIPE,
     )
     if process.stdin is None or process.stdout is None:
-        raise RuntimeError("a worker has no pipes")
+        raise RuntimeError("the worker process has no pipes")
     try:
-        process.stdin.write(json.dumps(told).encode())
+        process.stdin.write(json.dumps(worker_settings).encode())
         process.stdin.close()
         line = await asyncio.wait_for(process.stdout.readline(), START_S)
         yield BenchWorker(process, msgspec.json.decode(line, type=WorkerRecord))

@@ -1,1 +1,1 @@
-"""The hand-off of KV: chunks, digests, both state machines, one file per transport. No torch."""
+"""KV transfer: chunks, digests, both state machines, and one module per transport. No torch."""

@@ -1,9 +1,9 @@
 """KV bytes between a pool and the wire, and the digests that bind bytes to their slice.
 
-Wire order is (block, head, layer, K|V, token, dim), so the bytes of one (block, head) are one run
-whatever the split over ranks on either side; one digest covers each run. The digest's seed covers
-the request, the reservation, the sender's life and the slice, so bytes that are right but belong
-elsewhere fail just as damaged ones do.
+Wire order is (block, head, layer, K|V, token, dim), so the bytes of one (block, head) are
+contiguous whatever the split over ranks on either side. One digest covers each such run. The
+digest's seed covers the request, the reservation, the sender's incarnation and the slice, so intact
+bytes that belong elsewhere fail just like damaged ones.
 """
 
 import struct
@@ -30,10 +30,9 @@ Words = npt.NDArray[np.uint64] | npt.NDArray[np.uint32]
 
 
 class ChunkError(ValueError):
-    """A frame is not what it should be.
+    """A frame does not match the request for it.
 
     Args:
-        message: What differs.
         cause: "torn", "encoding", "size", "claim", "place" or "digest", for metrics.
     """
 
@@ -47,7 +46,7 @@ class GoneError(Exception):
 
 
 def binding(request_id: str, attempt: int, generation: int, source_incarnation: bytes) -> bytes:
-    """What all digests of one hand-off are bound to, besides the slice."""
+    """Return what all digests of one KV transfer are bound to, besides the slice."""
     return b"%s|%d|%d|%s" % (request_id.encode(), attempt, generation, source_incarnation)
 
 
@@ -55,8 +54,7 @@ class PoolView:
     """A KV pool as bytes ``[layer, k|v, block, token, head, dim bytes]``.
 
     Args:
-        pool: Its memory.
-        geometry: Of this memory: of a rank's own pool, with its heads only.
+        geometry: Geometry of this memory. A rank's own pool counts only its heads.
         first_head: Number in the model of the pool's first head.
     """
 
@@ -72,23 +70,15 @@ class PoolView:
         self.geometry = geometry
         self.native = native_pool(self._data, geometry, first_head)
         self._first_head = first_head
-
-    @property
-    def parts(self) -> tuple[range, ...]:
-        """See ``ranks.pools.KvPools``: all heads lie together."""
-        return (range(self._first_head, self._first_head + self.geometry.num_kv_heads),)
+        self.parts: tuple[range, ...] = (range(first_head, first_head + geometry.num_kv_heads),)
+        self.links: tuple[()] = ()  # ranks on other hosts
 
     def holding(self, kv_slice: KvSlice) -> "tuple[PoolView, ...]":
-        """See ``ranks.pools.KvPools``: this is the only one."""
+        """Return the pools with these heads; this is the only one."""
         return (self,)
 
-    @property
-    def links(self) -> tuple[()]:
-        """See ``ranks.pools.KvPools``: there are none."""
-        return ()
-
     def elsewhere(self, kv_slice: KvSlice) -> tuple[()]:
-        """See ``ranks.pools.KvPools``: nobody else has any of it."""
+        """Return the links to ranks with these heads; a single pool has none."""
         return ()
 
     def copy_out(
@@ -99,7 +89,7 @@ class PoolView:
         into: memoryview,
         encoding: ChunkEncoding = PLAIN,
     ) -> bytes:
-        """Copy ``kv_slice`` in wire order into a buffer of its size; its ``digests``."""
+        """Copy ``kv_slice`` in wire order into a buffer of its size, and return its ``digests``."""
         if encoding == INT8:
             plain = memoryview(bytearray(kv_slice.payload_bytes(self.geometry)))
             self.copy_out(table, kv_slice, bound, plain)
@@ -117,25 +107,25 @@ class PoolView:
         kv_slice: KvSlice,
         bound: bytes,
         payload: memoryview | bytes,
-        said: bytes,
+        expected: bytes,
         encoding: ChunkEncoding = PLAIN,
     ) -> bool:
-        """Scatter wire bytes into the pages of ``table`` if they are what the digests say."""
+        """Scatter wire bytes into the pages of ``table``; return False if digests differ."""
         if encoding == INT8:
-            if digests(payload, kv_slice, wire_geometry(self.geometry), bound) != said:
+            if digests(payload, kv_slice, wire_geometry(self.geometry), bound) != expected:
                 return False
             self.write(table, kv_slice, decode_int8(payload, self.geometry.head_dim))
             return True
         if self.native is not None:
             pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
-            return self.native.scatter(pages, kv_slice, _seed(kv_slice, bound), payload, said)
-        if digests(payload, kv_slice, self.geometry, bound) != said:
+            return self.native.scatter(pages, kv_slice, _seed(kv_slice, bound), payload, expected)
+        if digests(payload, kv_slice, self.geometry, bound) != expected:
             return False
         self.write(table, kv_slice, payload)
         return True
 
     def read(self, table: Sequence[int], kv_slice: KvSlice) -> bytes:
-        """Bytes of ``kv_slice`` in wire order; ``table`` maps the prompt's blocks to pages."""
+        """Return ``kv_slice`` in wire order; ``table`` maps the prompt's blocks to pages."""
         pages = table[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
         region = self._region(pages, kv_slice)  # [layer, kv, block, token, head, dim]
         wire = region.transpose(2, 4, 0, 1, 3, 5)
@@ -164,7 +154,7 @@ class PoolView:
             self._data[layers, :, pages[full], :tail, heads] = rest.transpose(1, 2, 3, 0, 4)
 
     def row(self, layer: int, kv: int, kv_slice: KvSlice) -> Words:
-        """One layer's keys (``kv`` 0) or values of all pages: ``[block, token, head, words]``."""
+        """Return one layer's K (``kv`` 0) or V of all pages: ``[block, token, head, words]``."""
         return self._data[layer, kv, :, :, self._heads(kv_slice)]
 
     def _heads(self, kv_slice: KvSlice) -> slice:
@@ -176,7 +166,7 @@ class PoolView:
         heads = self._heads(kv_slice)
         first = pages[0]
         count = len(pages)
-        if list(pages) == list(range(first, first + count)):  # a run needs no gather
+        if list(pages) == list(range(first, first + count)):  # consecutive pages need no gather
             return self._data[layers, :, first : first + count, :, heads]
         return self._data[layers][:, :, np.asarray(pages)][:, :, :, :, heads]
 
@@ -184,10 +174,10 @@ class PoolView:
 def digests(
     payload: memoryview | bytes, kv_slice: KvSlice, geometry: KvGeometry, bound: bytes
 ) -> bytes:
-    """One xxh3-64 per (block, head), little-endian, in wire order.
+    """Return one xxh3-64 per (block, head), little-endian, in wire order.
 
-    The key covers hand-off, layers, block, head and valid tokens and nothing of how the rest was
-    split, so that any two tensor-parallel widths agree on the digest of a (block, head).
+    The key covers KV transfer, layers, block, head and valid tokens, but not how the rest was
+    split. So any two tensor-parallel widths agree on the digest of a (block, head).
     """
     view = memoryview(payload)
     seed = _seed(kv_slice, bound)
@@ -211,40 +201,40 @@ def _seed(kv_slice: KvSlice, bound: bytes) -> int:
 
 
 def payload_bytes(kv_slice: KvSlice, geometry: KvGeometry, encoding: ChunkEncoding = PLAIN) -> int:
-    """Bytes of a slice on the wire."""
+    """Return the size of a slice on the wire."""
     return kv_slice.payload_bytes(wire_geometry(geometry) if encoding == INT8 else geometry)
 
 
 def make_room(header: pb.ChunkHeader, kv_slice: KvSlice, geometry: KvGeometry) -> int:
-    """Bytes of a frame in front of its payload; its digests may be filled in afterwards."""
+    """Return the bytes in front of a frame's payload; its digests may be filled in afterwards."""
     header.payload_bytes = payload_bytes(kv_slice, geometry, header.encoding)
     header.digests = bytes(digests_bytes(kv_slice))
     return int(_LENGTH.size + header.ByteSize())
 
 
 def put_header(header: pb.ChunkHeader, frame: memoryview, room_bytes: int) -> None:
-    """Write the header of a frame whose payload is there, into the room that was made."""
+    """Write the header into the bytes that ``make_room`` left in front of the payload."""
     head = header.SerializeToString()
     frame[:room_bytes] = _LENGTH.pack(room_bytes - _LENGTH.size) + head
 
 
 def encode(header: pb.ChunkHeader, payload: bytes) -> bytes:
-    """One frame: header length, header, raw payload."""
+    """Return one frame: header length, header, raw payload."""
     head = header.SerializeToString()
     return b"".join((_LENGTH.pack(len(head)), head, payload))
 
 
 def decode(frame: bytes | memoryview) -> tuple[pb.ChunkHeader, memoryview]:
-    """Header and payload (a view into ``frame``).
+    """Return header and payload (a view into ``frame``).
 
     Raises:
         ChunkError: The frame is torn.
     """
     if len(frame) < _LENGTH.size:
-        raise ChunkError(f"a frame of {len(frame)} bytes has no header", "torn")
+        raise ChunkError(f"frame of {len(frame)} bytes has no header", "torn")
     (length,) = _LENGTH.unpack_from(frame)
     if _LENGTH.size + length > len(frame):
-        raise ChunkError(f"a header of {length} bytes in a frame of {len(frame)}", "torn")
+        raise ChunkError(f"header of {length} bytes in a frame of {len(frame)} bytes", "torn")
     payload = memoryview(frame)[_LENGTH.size + length :]
     header = pb.ChunkHeader()
     try:
@@ -252,65 +242,50 @@ def decode(frame: bytes | memoryview) -> tuple[pb.ChunkHeader, memoryview]:
     except DecodeError as error:
         raise ChunkError(f"unreadable chunk header: {error}", "torn") from error
     if not header.HasField("error") and header.payload_bytes != len(payload):
-        said = header.payload_bytes
-        raise ChunkError(f"payload of {len(payload)} bytes, header says {said}", "torn")
+        promised = header.payload_bytes
+        raise ChunkError(f"payload of {len(payload)} bytes instead of {promised}", "torn")
     return header, payload
 
 
-def check_size(
-    payload: memoryview | bytes,
-    expected: KvSlice,
-    geometry: KvGeometry,
-    encoding: ChunkEncoding = PLAIN,
-) -> None:
-    """Whether a payload has the size of what was asked for.
-
-    Raises:
-        ChunkError: It has not.
-    """
-    if len(payload) != payload_bytes(expected, geometry, encoding):
-        raise ChunkError(f"{len(payload)} bytes for {expected}", "size")
-
-
-def check_claim(header: pb.ChunkHeader, expected: KvSlice, bound: bytes) -> None:
-    """Whether a header speaks of what was asked for.
-
-    Raises:
-        ChunkError: Of another hand-off, life or place.
-    """
-    said = binding(header.request_id, header.attempt, header.generation, header.source_incarnation)
-    if said != bound:
-        raise ChunkError("the frame belongs to another hand-off or another life", "claim")
-    if KvSlice.from_wire(header.kv_slice) != expected:
-        raise ChunkError(f"asked for {expected}, got {KvSlice.from_wire(header.kv_slice)}", "place")
+def check_binding(header: pb.ChunkHeader, expected: KvSlice, bound: bytes) -> None:
+    """Check that a header belongs to the requested slice of this KV transfer."""
+    found = binding(header.request_id, header.attempt, header.generation, header.source_incarnation)
+    if found != bound:
+        raise ChunkError("the frame belongs to another KV transfer or another incarnation", "claim")
+    kv_slice = KvSlice.from_wire(header.kv_slice)
+    if kv_slice != expected:
+        raise ChunkError(f"requested {expected}, got {kv_slice}", "place")
 
 
 @dataclass(frozen=True, slots=True)
 class ByteFrame:
-    """A frame as ``encode`` made it; see ``transport.Frame``.
+    """A frame that ``encode`` made; see ``transport.Frame``.
 
     Args:
-        frame: As it came.
-        encoding: That was asked for.
+        encoding: The requested encoding of its payload.
     """
 
     frame: bytes | memoryview
     encoding: ChunkEncoding = PLAIN
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
-        """Verify, then scatter."""
+        """Verify the frame, then scatter its payload."""
         header, payload = decode(self.frame)
         if header.HasField("error"):
             raise GoneError(header.error.message)
         if header.encoding != self.encoding:
-            asked, came = (ChunkEncoding.Name(one) for one in (self.encoding, header.encoding))
-            raise ChunkError(f"asked for {asked}, got {came}", "encoding")
-        check_size(payload, kv_slice, pool.geometry, self.encoding)
-        check_claim(header, kv_slice, bound)
+            asked = ChunkEncoding.Name(self.encoding)
+            came = ChunkEncoding.Name(header.encoding)
+            raise ChunkError(f"requested encoding {asked}, got {came}", "encoding")
+        wanted = payload_bytes(kv_slice, pool.geometry, self.encoding)
+        if len(payload) != wanted:
+            text = f"payload of {len(payload)} bytes instead of {wanted}: {kv_slice}"
+            raise ChunkError(text, "size")
+        check_binding(header, kv_slice, bound)
         if not pool.place(blocks, kv_slice, bound, payload, header.digests, self.encoding):
             raise ChunkError(f"digest mismatch at {kv_slice}", "digest")
 
 
 def manifest_digest(kv_slices: Sequence[KvSlice]) -> int:
-    """Digest over all published rectangles, in order."""
+    """Return a digest over all published rectangles, in order."""
     return int(xxhash.xxh3_64_intdigest(b"".join(kv_slice.packed() for kv_slice in kv_slices)))

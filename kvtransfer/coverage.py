@@ -1,4 +1,4 @@
-"""Which rectangles of a prompt's KV were published, so that a question costs its own blocks only.
+"""Published rectangles of a prompt's KV; looking one up costs no more than its own blocks.
 
 One row per layer and range of heads, one byte per block of the prompt: its valid tokens, or zero.
 """
@@ -11,9 +11,8 @@ class Coverage:
     """Rectangles that do not overlap, in the order in which they were added.
 
     Args:
-        geometry: Of the pool.
         prompt_tokens: Length of the prompt; its last block may be partial.
-        first_head: The first head of those that ``geometry`` counts.
+        first_head: First of the heads that ``geometry`` counts.
     """
 
     def __init__(self, geometry: KvGeometry, prompt_tokens: int, first_head: int = 0) -> None:
@@ -33,7 +32,7 @@ class Coverage:
         return len(self.kv_slices)
 
     def fits(self, kv_slice: KvSlice) -> bool:
-        """Whether a rectangle lies inside the model and inside the prompt."""
+        """Return whether a rectangle lies inside the model and inside the prompt."""
         begin_token = kv_slice.block_begin * self._geometry.block_tokens
         return (
             kv_slice.fits(self._geometry, self._first_head)
@@ -42,7 +41,7 @@ class Coverage:
         )
 
     def add(self, kv_slice: KvSlice) -> bool:
-        """Take a rectangle in; False, and nothing changes, if any of it is there already."""
+        """Add a rectangle; if any of it is there already, change nothing and return False."""
         valid = self._valid(kv_slice)
         begin = kv_slice.block_begin
         end = kv_slice.block_begin + kv_slice.block_count
@@ -57,7 +56,7 @@ class Coverage:
         return True
 
     def covers(self, kv_slice: KvSlice) -> bool:
-        """Whether all of a piece was published, heads as they were published included."""
+        """Return whether a slice was published as a whole; a part of published heads counts."""
         if not self.fits(kv_slice):
             return False
         tail = self._valid(kv_slice)[-1]
@@ -70,7 +69,7 @@ class Coverage:
         return True
 
     def complete(self, skip_blocks: int) -> bool:
-        """Whether everything behind ``skip_blocks`` blocks is there, for every layer and head."""
+        """Return whether all blocks after ``skip_blocks`` are there, for every layer and head."""
         tokens = self._geometry.block_tokens
         head_ranges = sorted({key[1:] for key in self._rows})
         whole = bytes([tokens]) * (self._blocks - 1)
@@ -94,7 +93,7 @@ class Coverage:
         return self._rows.setdefault(key, bytearray(self._blocks))
 
     def _covering_row(self, layer: int, kv_slice: KvSlice) -> bytearray:
-        """The row of the published range of heads that holds those of ``kv_slice``."""
+        """Return the row of the published range of heads that contains those of ``kv_slice``."""
         exact = self._rows.get((layer, kv_slice.head_begin, kv_slice.head_count))
         if exact is not None:
             return exact
@@ -105,7 +104,6 @@ class Coverage:
         return bytearray()
 
     def _valid(self, kv_slice: KvSlice) -> bytes:
-        """Valid tokens of each block."""
         tokens = self._geometry.block_tokens
         tail = kv_slice.valid_tokens - (kv_slice.block_count - 1) * tokens
         return bytes([tokens]) * (kv_slice.block_count - 1) + bytes([tail])

@@ -1,7 +1,7 @@
-"""Damage on purpose: what a test does to frames before they leave prefill.
+"""Fault injection: deliberate damage to frames before they leave the prefill worker.
 
-Switched on by ``WorkerSettings.fault_injection`` only, as ``"flip:3"``: every third frame, or
-``"flip:3:1"``: every third one of those whose heads begin with number 1.
+``WorkerSettings.fault_injection`` switches it on: ``"flip:3"`` damages every third frame,
+``"flip:3:1"`` every third one of the frames whose first head is number 1.
 """
 
 from dataclasses import dataclass, field
@@ -16,10 +16,9 @@ class FrameTamperer:
     """Damages every ``every``-th frame.
 
     flip: one bit of the payload; swap: the payload of the frame before; replay: header and payload
-    of the frame before; incarnation: another life's header; torn: half of the payload.
+    of the frame before; incarnation: another incarnation in the header; torn: half of the payload.
 
-    What is lent has no payload: there the same is done to the list of its pages, and for flip to
-    its digest.
+    Lent pages have no payload: there the list of pages is damaged, or, for flip, their digest.
     """
 
     kind: str
@@ -31,21 +30,17 @@ class FrameTamperer:
 
     @classmethod
     def parse(cls, text: str) -> "FrameTamperer | None":
-        """From ``"kind:every"`` or ``"kind:every:head"``; None for "".
-
-        Raises:
-            ValueError: The kind is unknown.
-        """
+        """Read ``"kind:every"`` or ``"kind:every:head"``; return None for ""."""
         if not text:
             return None
         kind, *numbers = text.split(":")
         if kind not in KINDS:
-            raise ValueError(f"unknown fault {kind!r}; known: {', '.join(KINDS)}")
+            raise ValueError(f"unknown fault {kind!r}; known kinds: {', '.join(KINDS)}")
         every = int(numbers[0]) if numbers else 1
         return cls(kind, every, int(numbers[1]) if len(numbers) > 1 else None)
 
     def apply(self, header: pb.ChunkHeader, payload: bytes) -> tuple[pb.ChunkHeader, bytes]:
-        """The frame as it will be sent."""
+        """Return the frame as it will be sent."""
         previous = self._take_turn(header, payload)
         if previous is None:
             return header, payload
@@ -63,7 +58,7 @@ class FrameTamperer:
                 return _changed(header, payload_bytes=len(half)), half
 
     def apply_to_loan(self, header: pb.ChunkHeader) -> pb.ChunkHeader:
-        """The header as it will be sent."""
+        """Return the header as it will be sent."""
         previous = self._take_turn(header, b"")
         if previous is None:
             return header
@@ -82,7 +77,7 @@ class FrameTamperer:
     def _take_turn(
         self, header: pb.ChunkHeader, payload: bytes
     ) -> tuple[pb.ChunkHeader, bytes] | None:
-        """The frame before this one if this one is to be damaged, else None."""
+        """Return the previous frame if this one is to be damaged, else None."""
         if self.head is not None and header.kv_slice.head_begin != self.head:
             return None
         self.count += 1

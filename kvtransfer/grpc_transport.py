@@ -1,8 +1,9 @@
-"""The gRPC byte transport: raw frames on ``/baton.v1.KvTransfer/Pull``."""
+"""gRPC byte transport: raw frames on ``/baton.v1.KvTransfer/Pull``."""
 
 import asyncio
 import ctypes
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -37,73 +38,68 @@ class GrpcTransport:
     """Pulls over the channel that the control streams to the same peer use.
 
     Args:
-        channels: Of this worker; whoever owns them closes them.
-        token: For every call.
+        channels: Channels of this worker; their owner closes them.
     """
 
-    frame_bytes = 4 << 20  # in smaller ones what each costs beside its bytes counts for more
+    frame_bytes = 4 << 20  # in smaller frames the cost of each frame matters more
 
     def __init__(self, channels: Channels, token: FleetToken) -> None:
         self._channels = channels
         self._token = token
 
     def reaches(self, peer: Peer) -> bool:
-        """Every peer has an address."""
+        """Return whether the peer has an address; every worker has."""
         return bool(peer.target.address)
 
     def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
-        """Ask a peer for frames."""
+        """Request frames from a peer."""
         method: Any = self._channels.to(peer.target.address).unary_stream(
             PULL, request_serializer=pb.PullRequest.SerializeToString
         )
         return _GrpcFrames(method(request, metadata=self._token.metadata), request.encoding)
 
     async def close(self) -> None:
-        """Nothing is the transport's own."""
+        """Do nothing: the channels are not this transport's own."""
 
 
+@dataclass(frozen=True, slots=True)
 class _GrpcFrames:
-    def __init__(
-        self, call: "grpc.aio.UnaryStreamCall[Any, bytes]", encoding: ChunkEncoding
-    ) -> None:
-        self._call = call
-        self._encoding = encoding
+    call: "grpc.aio.UnaryStreamCall[Any, bytes]"
+    encoding: ChunkEncoding
 
     async def read(self) -> Sequence[Frame]:
         try:
-            frame = await self._call.read()
+            frame = await self.call.read()
         except grpc.aio.AioRpcError as error:
             raise TransportGoneError(str(error)) from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # it is we who are cancelled, not the call
-            raise TransportGoneError("its channel was closed") from error
+                raise  # this task is cancelled, not the call
+            raise TransportGoneError("the channel was closed") from error
         if not isinstance(frame, bytes):
-            return []  # gRPC's mark for the end
-        return [ByteFrame(frame, self._encoding)]
+            return []  # gRPC's mark for the end of the stream
+        return [ByteFrame(frame, self.encoding)]
 
     def close(self) -> None:
-        self._call.cancel()
+        self.call.cancel()
 
 
 class _Message:
-    """Room for one message at a time: gRPC takes nothing but ``bytes``.
+    """Memory for one message at a time: gRPC accepts only ``bytes``.
 
-    They are made without a value and written once, before anyone else has seen them: Python's API
-    allows that. Whoever still writes into the room holds them.
+    The object is created uninitialised and written once, before other code sees it; Python's C API
+    allows that. Code that still writes into the memory holds a reference to it.
     """
 
     def __init__(self) -> None:
         self._message = b""
 
     async def room(self, size_bytes: int) -> memoryview:
-        """See ``transport.Room``."""
         self._message = _NEW_BYTES(None, size_bytes)
         return np.asarray(_Writable(self._message)).data
 
     def take(self) -> bytes:
-        """What was written."""
         message = self._message
         self._message = b""
         return message
@@ -124,13 +120,13 @@ class _Writable:
 
 
 class GrpcServer:
-    """Serves ``PULL``: the source's bytes go out as they are.
+    """Serves ``PULL`` with the unchanged bytes of the source.
 
     Args:
-        side: Of this worker; whoever owns its gRPC server starts and stops it.
+        side: Resources of this worker; the owner of its gRPC server starts and stops it.
     """
 
-    offer = None  # a peer's address is enough
+    offer = None  # peers need only the address
 
     def __init__(self, side: ServingSide) -> None:
         self._server = side.grpc_server
@@ -150,4 +146,4 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((handler,))
 
     async def close(self) -> None:
-        """The method ends with the server."""
+        """Do nothing: the method ends with the server."""

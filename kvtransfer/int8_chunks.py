@@ -1,12 +1,12 @@
-"""KV of a bf16 pool as int8 on the wire: about half of the bytes, for links that are slow.
+"""KV of a bf16 pool as int8 on the wire: about half of the bytes, for slow links.
 
     a vector on the wire    D levels, int8 | 4 bytes: the scale, fp32
 
-The scale is the largest magnitude divided by 127. What comes back differs by one scale at most; to
-encode it again changes nothing, so KV that is handed on loses no more than it did the first time.
+The scale is the largest magnitude divided by 127. A decoded value differs by one scale at most.
+Encoding it again changes nothing, so KV that is passed on loses nothing after the first time.
 
-The layout is that of a pool in int8 (``baton/engine/cpu/kv_codec.py``), so sizes and digests are
-those of such a pool; here the scale keeps its fp32, since nobody computes with what is on the wire.
+The layout is that of a pool in int8 (``baton/engine/cpu/kv_codec.py``), and so are sizes and
+digests. Here the scale keeps its fp32, since nothing computes with the bytes on the wire.
 """
 
 import msgspec
@@ -15,24 +15,24 @@ import numpy.typing as npt
 
 from baton.types.geometry import SCALE_BYTES, KvGeometry
 
-ENCODES = "bf16"  # the one dtype of a pool that can be sent so
+ENCODES = "bf16"  # the only dtype of a pool that can be encoded
 _LEVELS = np.float32(127)
 _TINY = np.finfo(np.float32).tiny  # a vector of zeros has a scale too
-_PASS_VECTORS = 2048  # as many as stay in a core's cache
+_PASS_VECTORS = 2048  # as many as fit into a core's cache
 
 Buffer = memoryview | bytearray | bytes
 Floats = npt.NDArray[np.float32]
 
 
 def wire_geometry(geometry: KvGeometry) -> KvGeometry:
-    """The geometry that an encoded payload has."""
+    """Return the geometry of an encoded payload."""
     return msgspec.structs.replace(geometry, dtype="int8")
 
 
 def encode_int8(plain: Buffer, head_dim: int, into: memoryview) -> None:
-    """Vectors of ``head_dim`` bf16 values as vectors of ``head_dim + 4`` bytes.
+    """Encode vectors of ``head_dim`` bf16 values as vectors of ``head_dim + 4`` bytes.
 
-    NaN and Inf come back as NaN, and so does the whole of their vector.
+    A vector with NaN or Inf decodes to NaN as a whole.
     """
     bits: npt.NDArray[np.uint16] = np.frombuffer(plain, np.uint16).reshape(-1, head_dim)
     coded = np.frombuffer(into, np.int8).reshape(-1, head_dim + SCALE_BYTES)
@@ -52,7 +52,7 @@ def encode_int8(plain: Buffer, head_dim: int, into: memoryview) -> None:
 
 
 def decode_int8(payload: Buffer, head_dim: int) -> memoryview:
-    """The inverse of ``encode_int8``; values are rounded to the nearest bf16."""
+    """Invert ``encode_int8``; values are rounded to the nearest bf16."""
     coded: npt.NDArray[np.int8] = np.frombuffer(payload, np.int8)
     coded = coded.reshape(-1, head_dim + SCALE_BYTES)
     plain = np.empty((len(coded), head_dim), np.uint16)

@@ -1,7 +1,7 @@
-"""Where a piece of KV belongs, and how rectangles of it are cut into frames.
+"""Addresses of KV, and the cutting of rectangles into frames.
 
-A slice is a rectangle: layers x heads x blocks of one kv group, by global layer ids, global head
-numbers and positions in the prompt, never by order of arrival.
+A slice is a rectangle: layers x heads x blocks of one kv group, given by global layer ids, global
+head numbers and positions in the prompt, never by order of arrival.
 """
 
 import struct
@@ -13,14 +13,14 @@ from batonpb import prefill_pb2 as pb
 from baton.types.geometry import KvGeometry
 
 FRAME_BYTES = 1 << 20
-MOST_FRAME_BYTES = 64 << 20  # more is no frame: whoever asks for one takes the room for it at once
+MOST_FRAME_BYTES = 64 << 20  # limit: the receiver allocates a whole frame at once
 HEADER_ROOM_BYTES = 64 << 10
 _PACKED = struct.Struct("<8I")
 
 
 @dataclass(frozen=True, slots=True)
 class KvSlice:
-    """``valid_tokens`` counts from the first token of ``block_begin``; the tail may be partial."""
+    """A rectangle of KV; ``valid_tokens`` counts from the first token of ``block_begin``."""
 
     layer_begin: int
     layer_count: int
@@ -32,7 +32,7 @@ class KvSlice:
     kv_group: int = 0
 
     def packed(self) -> bytes:
-        """Canonical bytes, for digests."""
+        """Return canonical bytes, for digests."""
         return _PACKED.pack(
             self.kv_group,
             self.layer_begin,
@@ -45,17 +45,12 @@ class KvSlice:
         )
 
     def payload_bytes(self, geometry: KvGeometry) -> int:
-        """Bytes on the wire: only valid tokens travel."""
+        """Return the bytes on the wire: only valid tokens travel."""
         per_token = self.layer_count * 2 * self.head_count * geometry.head_bytes
         return per_token * self.valid_tokens
 
     def fits(self, geometry: KvGeometry, first_head: int = 0) -> bool:
-        """Whether the slice lies inside the model and its token count matches its blocks.
-
-        Args:
-            geometry: Of the model, or of a part of its heads.
-            first_head: The first of these.
-        """
+        """Return whether the slice lies inside the model, and its tokens match its blocks."""
         tokens = geometry.block_tokens
         return (
             self.kv_group == 0
@@ -69,7 +64,7 @@ class KvSlice:
         )
 
     def to_wire(self) -> pb.KvSlice:
-        """As a protobuf message."""
+        """Return the protobuf message."""
         return pb.KvSlice(
             kv_group=self.kv_group,
             layer_begin=self.layer_begin,
@@ -83,7 +78,7 @@ class KvSlice:
 
     @classmethod
     def from_wire(cls, message: pb.KvSlice) -> "KvSlice":
-        """From a protobuf message (unchecked: see ``fits``)."""
+        """Read a protobuf message (unchecked: see ``fits``)."""
         return cls(
             message.layer_begin,
             message.layer_count,
@@ -96,7 +91,7 @@ class KvSlice:
         )
 
     def to_published(self, num_kv_heads: int) -> pb.Published:
-        """As prefill announces it, of a model with so many heads; all of them are not named."""
+        """Return the message with which prefill announces it; it omits heads if it has all."""
         named = self.head_count < num_kv_heads
         return pb.Published(
             kv_group=self.kv_group,
@@ -111,7 +106,7 @@ class KvSlice:
 
     @classmethod
     def from_published(cls, message: pb.Published, num_kv_heads: int) -> "KvSlice":
-        """What was announced, of a model with so many heads (unchecked: see ``fits``)."""
+        """Read an announcement for a model with so many heads (unchecked: see ``fits``)."""
         return cls(
             layer_begin=message.layer_begin,
             layer_count=message.layer_count,
@@ -139,7 +134,9 @@ def cut(
         yield kv_slice
         return
     pieces = -(-kv_slice.block_count // blocks)
-    blocks = -(-kv_slice.block_count // pieces)  # of one size: a small one is a frame like others
+    blocks = -(
+        -kv_slice.block_count // pieces
+    )  # equal pieces: a small frame costs like a large one
     for layer in range(0, kv_slice.layer_count, layers):
         band = replace(
             kv_slice,
@@ -160,7 +157,7 @@ def cut(
 
 
 def by_part(kv_slice: KvSlice, parts: Sequence[range]) -> Iterator[KvSlice]:
-    """Cut a slice so that each piece's heads lie together; ``parts`` are in order."""
+    """Cut a slice along ``parts`` (in order), so that the heads of each piece lie together."""
     end = kv_slice.head_begin + kv_slice.head_count
     for part in parts:
         begin = max(part.start, kv_slice.head_begin)

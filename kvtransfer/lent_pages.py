@@ -1,10 +1,10 @@
-"""KV read where the sender has it: pages to pages, one copy, and one digest over what arrived.
+"""KV read directly from the sender's pages: pages to pages, one copy, one digest of the copy.
 
 Both pools have one layout, so nothing is brought into wire order. The digest covers the slice in
-the order (layer, K|V, token, head, dim), whatever pages hold it; its seed covers hand-off, life and
-place. The reader computes it over its own copy: bytes that the sender has overwritten meanwhile
-fail like any others. That is why a reader who is late, frozen or dead can be left behind: it cannot
-write into the sender's pool, and what it reads too late it refuses.
+the order (layer, K|V, token, head, dim), whatever pages hold it. Its seed covers KV transfer,
+incarnation and slice. The reader computes it over its own copy, so bytes that the sender has
+overwritten meanwhile fail like any others. So the sender need not wait for a late, frozen or dead
+reader: it cannot write into the sender's pool, and it rejects what it reads too late.
 """
 
 import struct
@@ -17,15 +17,15 @@ import numpy as np
 import xxhash
 from batonpb import prefill_pb2 as pb
 
-from kvtransfer.chunk import ChunkError, GoneError, PoolView, Words, check_claim
+from kvtransfer.chunk import ChunkError, GoneError, PoolView, Words, check_binding
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.native.moves import DIGEST_BYTES
 
-TILE_BYTES = 256 << 10  # copied, then hashed while it is in the cache; above 64 KiB without the GIL
+TILE_BYTES = 256 << 10  # hashed while still in the cache; above 64 KiB xxhash releases the GIL
 
 
 class _Stretch(NamedTuple):
-    """Blocks whose pages follow each other in every table."""
+    """Blocks whose pages are consecutive in every table."""
 
     first_pages: tuple[int, ...]
     blocks: int
@@ -33,14 +33,7 @@ class _Stretch(NamedTuple):
 
 
 def page_digest(pool: PoolView, pages: Sequence[int], kv_slice: KvSlice, bound: bytes) -> bytes:
-    """Digest of a slice that lies in these pages, 8 bytes.
-
-    Args:
-        pool: That holds it.
-        pages: One for each block of the slice.
-        kv_slice: Its place.
-        bound: ``chunk.binding`` of the hand-off.
-    """
+    """Return the digest (8 bytes) of a slice that lies in these pages."""
     if pool.native is not None:
         return struct.pack("<Q", pool.native.digest(pages, kv_slice, _seed(kv_slice, bound)))
     digest = hasher(kv_slice, bound)
@@ -51,25 +44,20 @@ def page_digest(pool: PoolView, pages: Sequence[int], kv_slice: KvSlice, bound: 
 
 @dataclass(frozen=True, slots=True)
 class LentFrame:
-    """Pages of a peer; see ``transport.Frame``.
-
-    Args:
-        header: With pages and their digest.
-        source: The peer's pool, mapped.
-    """
+    """Pages of a peer; see ``transport.Frame``."""
 
     header: pb.ChunkHeader
     source: PoolView
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
-        """Copy into our pages, which nobody reads before the commit, and verify the copy."""
+        """Copy into our pages, which are not read before the commit, and verify the copy."""
         header = self.header
         if header.HasField("error"):
             raise GoneError(header.error.message)
         pages = list(header.pages)
         if len(pages) != kv_slice.block_count:
             raise ChunkError(f"{len(pages)} pages for {kv_slice}", "size")
-        check_claim(header, kv_slice, bound)
+        check_binding(header, kv_slice, bound)
         if max(pages) >= self.source.geometry.num_blocks:
             raise ChunkError(f"page {max(pages)} is outside the pool", "torn")
         ours = blocks[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
@@ -84,28 +72,28 @@ class LentFrame:
         kv_slice: KvSlice,
         bound: bytes,
     ) -> bool:
-        """Whether what we have now is what the digest says; if not, nothing of it stays."""
+        """Copy, and return whether the digest matches; if not, nothing of the copy stays."""
         source = self.source
-        said = self.header.digests
+        expected = self.header.digests
         if pool.native is not None and source.native is not None:
-            if len(said) != DIGEST_BYTES:
+            if len(expected) != DIGEST_BYTES:
                 return False
             seed = _seed(kv_slice, bound)
-            digest_said = int.from_bytes(said, "little")
-            return pool.native.copy(source.native, pages, ours, kv_slice, seed, digest_said)
+            digest_wanted = int.from_bytes(expected, "little")
+            return pool.native.copy(source.native, pages, ours, kv_slice, seed, digest_wanted)
         digest = hasher(kv_slice, bound)
         for target, lent in _tiles(kv_slice, (pool, ours), (source, pages)):
             target[...] = lent
             digest.update(np.ascontiguousarray(target).data)
-        if struct.pack("<Q", digest.intdigest()) == said:
+        if struct.pack("<Q", digest.intdigest()) == expected:
             return True
         for (target,) in _tiles(kv_slice, (pool, ours)):
-            target[...] = 0  # a NaN behind a mask would still be one
+            target[...] = 0  # a masked NaN would still be NaN
         return False
 
 
 def hasher(kv_slice: KvSlice, bound: bytes) -> xxhash.xxh3_64:
-    """The digest of a slice, before any byte of it."""
+    """Return the digest object of a slice, before any byte of it."""
     return xxhash.xxh3_64(seed=_seed(kv_slice, bound))
 
 
@@ -114,7 +102,7 @@ def _seed(kv_slice: KvSlice, bound: bytes) -> int:
 
 
 def _tiles(kv_slice: KvSlice, *places: tuple[PoolView, Sequence[int]]) -> Iterator[list[Words]]:
-    """The slice in order, in pieces that are one run in each of the pools."""
+    """Yield the slice in order, in tiles that are contiguous in each of the pools."""
     geometry = places[0][0].geometry
     row_bytes = geometry.block_tokens * kv_slice.head_count * geometry.head_bytes
     longest = max(1, TILE_BYTES // row_bytes)
@@ -135,7 +123,7 @@ def _stretches(
 ) -> Iterator[_Stretch]:
     full, tail = divmod(kv_slice.valid_tokens, block_tokens)
     pages = np.asarray([table[:full] for table in tables])
-    # a block begins a run where its page does not follow the one before, in any of the tables
+    # a run begins at each block whose page does not follow the one before in all tables
     broken = np.flatnonzero((np.diff(pages, axis=1) != 1).any(axis=0)) + 1
     edges = [0, *broken.tolist(), full] if full else []
     for run_begin, run_end in pairwise(edges):

@@ -1,6 +1,6 @@
-"""The sending side of every transport: slices of hand-offs, copied out of the pool or lent.
+"""The sending side of every transport: slices of KV transfers, copied out of the pool or lent.
 
-What may be read, and until when the pages are held, ``kvtransfer.sender.HandoffSender`` says.
+``kvtransfer.sender.HandoffSender`` decides what may be read, and how long the pages are held.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from kvtransfer.sender import Action, HandoffSender, SenderState
 from kvtransfer.transport import Room
 
 Key = tuple[str, int, int, bytes]
-"""Request, attempt, generation and the reader's incarnation: which hand-off."""
+"""Identity of a KV transfer: request, attempt, generation and the reader's incarnation."""
 
 
 def key_of(request: pb.PullRequest) -> Key:
-    """Each engine counts its generations from 1, so the reader is a part of it."""
+    """Return the key of a pull; each engine counts generations from 1, so it names the reader."""
     return (request.request_id, request.attempt, request.generation, request.reader_incarnation)
 
 
@@ -35,12 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HeldKv:
-    """One hand-off's KV.
-
-    Args:
-        machine: Knows the pages.
-        perform: Takes the machine's actions.
-    """
+    """KV of one transfer."""
 
     machine: HandoffSender
     perform: Callable[[list[Action]], None]
@@ -48,23 +43,22 @@ class HeldKv:
 
 @dataclass(frozen=True, slots=True)
 class PageLoan:
-    """See ``transport.Loan``."""
+    """Loan of pages; see ``transport.Loan``."""
 
     chunks: Sequence[pb.ChunkHeader]
     end: Callable[[], None]
 
 
 class PoolSource:
-    """See ``transport.FrameSource``.
+    """Implementation of ``transport.FrameSource`` over a worker's pool.
 
     Args:
-        pool: Ours, or those of our ranks.
-        incarnation: Our life; requests for another one are told "gone".
-        find: The hand-off by its key, or None.
-        note_sent: Called with payload bytes that leave, or are lent.
-        refusal: Why a reader may not have what it asks for; "" if it may.
-        tamperer: Damages frames on purpose (fault injection), or None.
-        encodings: In which frames may leave beside PLAIN. Who asks for another gets PLAIN.
+        pool: Pool of this worker, or the pools of its ranks.
+        incarnation: This worker's incarnation; requests for another one get the error "gone".
+        find: Returns the KV of a key, or None.
+        note_sent: Called with payload bytes that are sent or lent.
+        refusal: Returns why a reader may not have what it requests; "" if it may.
+        encodings: Encodings that frames may have besides PLAIN. Requests for others get PLAIN.
     """
 
     def __init__(
@@ -86,21 +80,21 @@ class PoolSource:
         self._encodings = encodings
 
     async def frames(self, request: pb.PullRequest, room: Room) -> AsyncIterator[int]:
-        """Frames of the slices asked for, in that order, while the hand-off is open."""
+        """Yield frames of the requested slices, in that order, while the KV transfer is open."""
         refusal = self._refusal(request)
         for message in request.kv_slices:
             kv_slice = KvSlice.from_wire(message)
             if refusal:
-                yield await _say(self._refused(request, kv_slice, refusal), b"", room)
+                yield await _write(self._refused(request, kv_slice, refusal), b"", room)
             else:
                 yield await self._frame(request, kv_slice, room)
 
     def may_attach(self, request: pb.PullRequest) -> bool:
-        """Whether a reader may map the pool to pull what it asks for."""
+        """Return whether a reader may map the pool for this pull."""
         return not self._refusal(request)
 
     async def lend(self, request: pb.PullRequest) -> PageLoan:
-        """Pages of the slices asked for, as far as they may be read."""
+        """Lend pages of the requested slices, as far as they may be read."""
         asked = [KvSlice.from_wire(message) for message in request.kv_slices]
         if refusal := self._refusal(request):
             refused = [self._refused(request, kv_slice, refusal) for kv_slice in asked]
@@ -125,7 +119,7 @@ class PoolSource:
     async def _frame(self, request: pb.PullRequest, kv_slice: KvSlice, room: Room) -> int:
         held = self._held(request)
         if held is None or not held.machine.may_read(kv_slice):
-            return await _say(self._gone(request, kv_slice), b"", room)
+            return await _write(self._gone(request, kv_slice), b"", room)
         header = self._header(request, kv_slice)
         encoding = request.encoding if request.encoding in self._encodings else common_pb2.PLAIN
         header.encoding = encoding
@@ -133,22 +127,23 @@ class PoolSource:
         size_bytes = room_bytes + header.payload_bytes
         if size_bytes > MOST_FRAME_BYTES:
             refused = self._too_large(request, kv_slice, size_bytes)
-            return await _say(refused, b"", room)
+            return await _write(refused, b"", room)
         frame = await room(size_bytes)
         payload = frame[room_bytes:]
         bound = self._bound(request)
-        if not held.machine.may_read(kv_slice):  # room may have been long in coming
-            return await _say(self._gone(request, kv_slice), b"", room)
+        if not held.machine.may_read(kv_slice):  # waiting for the room may have taken long
+            return await _write(self._gone(request, kv_slice), b"", room)
         blocks = held.machine.blocks
         digests = await _while_open(
             held, lambda: self._copy(blocks, kv_slice, bound, payload, encoding)
         )
-        if digests is None:  # revoked while we read: the bytes may belong to someone else
-            return await _say(self._gone(request, kv_slice), b"", room)
+        if digests is None:  # revoked while reading: the bytes may be another request's
+            return await _write(self._gone(request, kv_slice), b"", room)
         header.digests = digests
         self._note_sent(len(payload))
         if self._tamperer is not None:
-            return await _say(*self._tamperer.apply(header, bytes(payload)), room)
+            header, damaged = self._tamperer.apply(header, bytes(payload))
+            return await _write(header, damaged, room)
         chunk.put_header(header, frame, room_bytes)
         return size_bytes
 
@@ -169,13 +164,13 @@ class PoolSource:
         payload: memoryview,
         encoding: common_pb2.ChunkEncoding,
     ) -> bytes:
-        """Write the payload, and give its digests; runs in a thread."""
+        """Write the payload and return its digests; runs in a thread."""
         return self._pool.holding(kv_slice)[0].copy_out(blocks, kv_slice, bound, payload, encoding)
 
     def _digests(
         self, blocks: Sequence[int], kv_slices: Sequence[KvSlice], bound: bytes
     ) -> list[bytes]:
-        """One digest for each slice; runs in a thread."""
+        """Return one digest for each slice; runs in a thread."""
         return [
             page_digest(self._pool.holding(s)[0], _pages(blocks, s), s, bound) for s in kv_slices
         ]
@@ -191,7 +186,7 @@ class PoolSource:
 
     def _gone(self, request: pb.PullRequest, kv_slice: KvSlice) -> pb.ChunkHeader:
         header = self._header(request, kv_slice)
-        why = "these blocks are not held here (any more)"
+        why = "this worker does not hold the requested blocks (any more)"
         header.error.CopyFrom(common_pb2.Error(code="gone", message=why, retryable=True))
         return header
 
@@ -205,7 +200,7 @@ class PoolSource:
         self, request: pb.PullRequest, kv_slice: KvSlice, size_bytes: int
     ) -> pb.ChunkHeader:
         header = self._header(request, kv_slice)
-        why = f"a frame of {size_bytes} bytes is asked for; at most {MOST_FRAME_BYTES}: cut smaller"
+        why = f"frame of {size_bytes} bytes requested, limit {MOST_FRAME_BYTES}: request less"
         header.error.CopyFrom(common_pb2.Error(code="invalid_request", message=why))
         return header
 
@@ -223,15 +218,15 @@ def _pages(blocks: Sequence[int], kv_slice: KvSlice) -> Sequence[int]:
     return blocks[kv_slice.block_begin : kv_slice.block_begin + kv_slice.block_count]
 
 
-async def _say(header: pb.ChunkHeader, payload: bytes, room: Room) -> int:
-    """A frame that is made elsewhere, into room of its own."""
+async def _write(header: pb.ChunkHeader, payload: bytes, room: Room) -> int:
+    """Copy a frame that was made elsewhere into ``room``, and return its size."""
     frame = chunk.encode(header, payload)
     (await room(len(frame)))[:] = frame
     return len(frame)
 
 
 async def _while_open(held: HeldKv, read: Callable[[], T]) -> T | None:
-    """What was read, in a thread; None if the hand-off ended meanwhile."""
+    """Read in a thread; return None if the KV transfer ended meanwhile."""
     held.machine.read_begins()
     try:
         result = await asyncio.to_thread(read)

@@ -1,4 +1,4 @@
-"""The decode side of one hand-off, as a state machine: events and time in, actions out.
+"""The decode side of one KV transfer, as a state machine: events and time in, actions out.
 
     RESERVING ──reserved──▶ OPENING ──accepted──▶ PULLING ──all verified + record──▶ COMMITTED
        ▲                      │ stream lost, prefill failed, stalled, bad data │         │
@@ -7,9 +7,9 @@
        ├────revoked───────────┴──compute locally / refused / cancelled──▶ DONE ◀         │
        └────revoked before the engine saw the commit─────────────────────────────────────┘
 
-Decode pulls: it decides which frame lands where, so nothing arrives that it did not ask for, and a
-frame counts only if its digest fits the slice that was asked for. The reserved pages are written
-by nobody else; whoever ends the machine first waits for ``writing`` to reach zero.
+Decode pulls: it decides which frame lands where, so nothing arrives that it did not request, and a
+frame counts only if its digest matches the requested slice. Only this machine's frames are written
+into the reserved pages. Ending the machine requires waiting until ``writing`` is zero.
 """
 
 import enum
@@ -24,12 +24,12 @@ from kvtransfer.kv_slice import FRAME_BYTES, KvSlice, by_part, cut
 
 MAX_TRIES = 4  # of one frame
 MAX_REOPENS = 2
-MAX_BROKEN_PULLS = 3  # in a row, each with a sign of life behind it
+MAX_BROKEN_PULLS = 3  # in a row, each followed by a heartbeat of the peer
 ASK_AGAIN_NS = 5_000_000_000
 
 
 class ReceiverState(enum.Enum):
-    """Where the receiving side stands."""
+    """State of the receiving side."""
 
     RESERVING = "reserving"
     OPENING = "opening"
@@ -41,7 +41,7 @@ class ReceiverState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Start (or resume) the Prefill stream for this reservation."""
+    """Start (or resume) the stream to the prefill worker for this reservation."""
 
     generation: int
     skip_blocks: int
@@ -56,7 +56,7 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Ask the peer for these frames; ``epoch`` tells them from those of an earlier peer."""
+    """Request these frames from the peer; ``epoch`` separates them from an earlier peer's."""
 
     kv_slices: tuple[KvSlice, ...]
     epoch: int
@@ -71,16 +71,16 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """End the Prefill stream; ``release`` = everything arrived."""
+    """End the stream to the prefill worker; ``release`` = everything arrived."""
 
     release: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AskForPeer:
-    """This prefill worker will not do; ``peer_died`` counts towards the query of death.
+    """Request another prefill worker; ``peer_died`` counts towards the poison request limit.
 
-    ``again``: it was said before, and the words, or their answer, may have been lost.
+    ``again``: a repetition, because the first message or its answer may have been lost.
     """
 
     reason: str
@@ -97,7 +97,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """Compute here; nothing writes into the pages any more."""
+    """Compute the prompt on this worker; nothing writes into the pages any more."""
 
 
 Action = Open | Bind | Pull | Commit | CloseStream | AskForPeer | Drained | TakeOver
@@ -105,17 +105,15 @@ Action = Open | Bind | Pull | Commit | CloseStream | AskForPeer | Drained | Take
 
 @dataclass(slots=True)
 class HandoffReceiver:
-    """One request's KV on its way in.
+    """State of one request's KV on its way to this worker.
 
     Args:
-        geometry: Of the pool.
-        prompt_tokens: Length of the prompt.
-        window_frames: Credit: frames asked for and not yet stored. While there is much to pull
-            they are asked for by halves of it, so that a pull is worth its round trip.
-        frame_bytes: Rectangles are asked for in pieces of this size, from now on.
-        stall_ns: Without progress for this long the peer is given up.
-        first_head: The first head that this edge carries; ``geometry`` says how many.
-        parts: Heads that lie in one rank's pool, if not all do. No frame reaches beyond one, and
+        window_frames: Most frames that are requested and not yet stored. While much is to be
+            pulled, requests are for at least half of it, so that a pull is worth its round trip.
+        frame_bytes: Size of the pieces in which rectangles are requested from now on.
+        stall_ns: Time without progress after which the peer is given up.
+        first_head: First head that this edge carries; ``geometry`` has their number.
+        parts: Heads that lie in one rank's pool, if not all do. No frame extends beyond one, and
             the commit waits for the frames of all.
     """
 
@@ -131,11 +129,11 @@ class HandoffReceiver:
     skip_blocks: int = 0
     blocks: tuple[int, ...] = ()
     writing: int = 0
-    _late_writing: int = 0  # of them, for an epoch that is over
+    _late_writing: int = 0  # of them, for an earlier epoch
     payload_bytes: int = 0
     repairs: int = 0
     progress_ns: int = 0
-    epoch: int = 0  # grows whenever everything starts over
+    epoch: int = 0  # incremented whenever everything starts over
     _bind_asked: bool = False
     _published: Coverage = field(init=False)
     _todo: deque[KvSlice] = field(default_factory=deque)
@@ -145,17 +143,17 @@ class HandoffReceiver:
     _reopens: int = 0
     _drains: int | None = None
     _take_over: bool = False
-    _broken_pulls: int = 0  # in a row; one whose frame was stored ends the row
+    _broken_pulls: int = 0  # in a row; a stored frame ends the row
     _ask: AskForPeer | None = None  # the last one
-    _ask_ns: int = 0  # when it was said; 0: not known before the next tick
+    _ask_ns: int = 0  # time of the last ask; 0: unknown before the next tick
     _broken_reason: str = ""
-    _paused: bool = False  # since a pull broke: the control stream says whether the peer lives
+    _paused: bool = False  # since a pull broke, until the control stream shows the peer's state
 
     def __post_init__(self) -> None:
         self._published = Coverage(self.geometry, self.prompt_tokens, self.first_head)
 
     def reserved(self, generation: int, skip_blocks: int, now_ns: int) -> list[Action]:
-        """The engine counted capacity for us."""
+        """Open the stream: the engine made a reservation for this request."""
         if self.state is ReceiverState.DONE:
             return []
         self.generation = generation
@@ -169,7 +167,7 @@ class HandoffReceiver:
         return [Open(generation, skip_blocks)]
 
     def accepted(self, resumed: bool, now_ns: int) -> list[Action]:
-        """The peer has our request; unless ``resumed`` it starts from nothing."""
+        """Start pulling: the peer has our request; unless ``resumed`` it starts from nothing."""
         if not resumed:
             reopens = self._reopens
             self._restart(now_ns)
@@ -182,9 +180,9 @@ class HandoffReceiver:
         return []
 
     def peer_lives(self, now_ns: int) -> list[Action]:
-        """A heartbeat came: pull again, if a pull had broken.
+        """Handle a heartbeat: pull again, if a pull had broken.
 
-        While nothing is asked of the peer, its queue and its engine may take their time.
+        While nothing is requested from the peer, its queue and its engine may take their time.
         """
         if not self._asked:
             self.progress_ns = now_ns
@@ -194,15 +192,15 @@ class HandoffReceiver:
         return self._pulls()
 
     def published(self, kv_slice: KvSlice, now_ns: int) -> list[Action]:
-        """The peer computed a rectangle; repeats after a resumed stream are ignored."""
+        """Add a rectangle that the peer computed; repeats after a resumed stream are ignored."""
         if self.state is not ReceiverState.PULLING or kv_slice in self._published:
             return []
         self.progress_ns = now_ns
         if not self._published.fits(kv_slice):
-            reason = f"published {kv_slice}, which is outside the model or the prompt"
+            reason = f"the peer published {kv_slice}, which is outside the model or the prompt"
             return self._give_up(reason, died=False)
         if not self._published.add(kv_slice):
-            return self._give_up(f"published parts of {kv_slice} twice", died=False)
+            return self._give_up(f"the peer published parts of {kv_slice} twice", died=False)
         for piece in by_part(kv_slice, self.parts) if self.parts else (kv_slice,):
             self._todo.extend(cut(piece, self.geometry, self.frame_bytes))
         if not self._bind_asked:
@@ -211,21 +209,21 @@ class HandoffReceiver:
         return self._pulls()
 
     def bound(self, generation: int, blocks: tuple[int, ...]) -> list[Action]:
-        """The engine gave us pages."""
+        """Take the pages that the engine bound to the reservation."""
         if generation != self.generation or self.state is ReceiverState.DONE:
             return []
         self.blocks = blocks
         return [*self._pulls(), *self._finish()]
 
     def frame_arrived(self, kv_slice: KvSlice, epoch: int) -> bool:
-        """A frame came in; True if it was asked for and may be written now (``writing`` + 1)."""
+        """Return whether a received frame was requested and may be written (``writing`` + 1)."""
         if not self.pulls(epoch) or kv_slice not in self._asked:
             return False
         self.writing += 1
         return True
 
     def frame_stored(self, kv_slice: KvSlice, epoch: int, now_ns: int) -> list[Action]:
-        """A verified frame is in its pages (``writing`` - 1)."""
+        """Count a verified frame that is in its pages (``writing`` - 1)."""
         self._wrote(epoch)
         if self.pulls(epoch) and kv_slice in self._asked:
             self._asked.discard(kv_slice)
@@ -236,7 +234,7 @@ class HandoffReceiver:
         return [*self._settle(), *self._pulls(), *self._finish()]
 
     def frame_bad(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
-        """A frame failed its check (``writing`` - 1): ask again, up to a limit."""
+        """Request a frame again, up to a limit, after it failed its check (``writing`` - 1)."""
         self._wrote(epoch)
         if not self.pulls(epoch) or kv_slice not in self._asked:
             return [*self._settle(), *self._pulls(), *self._finish()]
@@ -244,33 +242,33 @@ class HandoffReceiver:
         self.repairs += 1
         self._tries[kv_slice] = self._tries.get(kv_slice, 0) + 1
         if self._tries[kv_slice] >= MAX_TRIES:
-            reason = f"{MAX_TRIES} times damaged: {kv_slice}"
+            reason = f"a frame was damaged {MAX_TRIES} times: {kv_slice}"
             return [*self._give_up(reason, died=False), *self._settle()]
         self._todo.appendleft(kv_slice)
         return self._pulls()
 
     def frame_gone(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
-        """The peer does not hold this frame any more (``writing`` - 1)."""
+        """Handle that the peer does not hold this frame any more (``writing`` - 1)."""
         self._wrote(epoch)
         if not self._lost([kv_slice], epoch):
             return [*self._settle(), *self._pulls(), *self._finish()]
         self._reopens += 1
         if self._reopens > MAX_REOPENS:
-            gone = self._give_up("the blocks are gone at the peer", died=False)
+            gone = self._give_up("the peer does not hold the blocks any more", died=False)
             return [*self._settle(), *gone]
         return [*self._settle(), *self._pulls()]
 
     def frame_missed(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
-        """Nothing writes a frame that did not come (``writing`` - 1); ``pull_failed`` says why."""
+        """Finish a frame that did not arrive (``writing`` - 1); ``pull_failed`` has the reason."""
         self._wrote(epoch)
         return self._settle()
 
     def pull_failed(self, kv_slices: Sequence[KvSlice], reason: str, epoch: int) -> list[Action]:
-        """A pull ended without these frames: call broken, too slow, or too few frames.
+        """Handle a pull that ended without these frames: broken, timed out, or incomplete.
 
-        That is no evidence of the peer's death, nor of its life. Pulling pauses until the control
-        stream knows: a heartbeat goes on with it (or gives up a peer that lives and serves no
-        pull), a broken stream ends it. Pulls that fail together count once.
+        That proves neither the peer's death nor its life. Pulling pauses until the control stream
+        decides: a heartbeat continues it (or gives up a live peer that serves no pull), a broken
+        stream ends it. Pulls that fail together count once.
         """
         if self._lost(kv_slices, epoch) and not self._paused:
             self._paused = True
@@ -279,7 +277,7 @@ class HandoffReceiver:
         return []
 
     def _lost(self, kv_slices: Sequence[KvSlice], epoch: int) -> bool:
-        """Whether any of these frames was still expected; they are asked for again later."""
+        """Put frames back that are still expected; return whether any was."""
         if not self.pulls(epoch):
             return False
         lost = [kv_slice for kv_slice in kv_slices if kv_slice in self._asked]
@@ -290,7 +288,7 @@ class HandoffReceiver:
     def commit_record(
         self, rectangles: int, payload_bytes: int, valid_tokens: int, manifest: int
     ) -> list[Action]:
-        """The peer says that it published everything; believe it only if the sums agree."""
+        """Check the peer's record of everything it published; commit only if the sums agree."""
         if self.state is not ReceiverState.PULLING:
             return []
         ours = (
@@ -299,17 +297,17 @@ class HandoffReceiver:
             self.prompt_tokens,
             manifest_digest(self._published.kv_slices),
         )
-        said = (rectangles, payload_bytes, valid_tokens, manifest)
-        if ours != said or not self._published.complete(self.skip_blocks):
+        theirs = (rectangles, payload_bytes, valid_tokens, manifest)
+        if ours != theirs or not self._published.complete(self.skip_blocks):
             return self._give_up("the commit record does not match what was published", died=False)
         self._committed = True
-        if not self._bind_asked:  # nothing travels: decode had every block
+        if not self._bind_asked:  # nothing travels: decode already has every block
             self._bind_asked = True
             return [Bind(self.generation)]
         return self._finish()
 
     def stream_lost(self, peer_gone: bool, reason: str) -> list[Action]:
-        """The Prefill stream broke. A live peer is asked to resume; a dead one is replaced."""
+        """Handle a broken stream: ask a live peer to resume, and replace a dead one."""
         if self.state not in (ReceiverState.OPENING, ReceiverState.PULLING):
             return []
         self._reopens += 1
@@ -319,11 +317,11 @@ class HandoffReceiver:
         return [Open(self.generation, self.skip_blocks)]
 
     def prefill_failed(self, reason: str) -> list[Action]:
-        """The peer refused or failed this request."""
+        """Give up a peer that refused or failed this request."""
         return self._give_up(reason, died=False)
 
     def replaced(self, now_ns: int) -> list[Action]:
-        """The router named another prefill worker: same pages, from the start."""
+        """Start over, with the same pages, with another prefill worker from the router."""
         if self.state is not ReceiverState.NO_PEER:
             return []
         if not self.generation:  # revoked meanwhile: wait for a new reservation
@@ -334,13 +332,13 @@ class HandoffReceiver:
         return [Open(self.generation, self.skip_blocks)]
 
     def ask_again(self) -> list[Action]:
-        """The router may not have heard that another peer is needed."""
+        """Request another peer again: the router may have missed the first request."""
         if self.state is not ReceiverState.NO_PEER or self._ask is None:
             return []
         return [replace(self._ask, again=True)]
 
     def compute_locally(self) -> list[Action]:
-        """The router gave disaggregation up; a second answer to an ask said twice is ignored."""
+        """Compute here, as the router decided; the answer to a repeated request is ignored."""
         if self.state is not ReceiverState.NO_PEER:
             return []
         closing = self._close(release=False)
@@ -348,7 +346,7 @@ class HandoffReceiver:
         return [*closing, *self._settle()]
 
     def revoked(self, generation: int) -> list[Action]:
-        """The engine takes the reservation away; a new one follows by itself."""
+        """Return the reservation to the engine, which makes a new one by itself."""
         if generation != self.generation:
             return [Drained(generation)]
         closing: list[Action] = []
@@ -361,23 +359,23 @@ class HandoffReceiver:
         return [*closing, *self._settle()]
 
     def cancel(self) -> list[Action]:
-        """The request ended for another reason; wait for ``writing`` == 0 before freeing."""
+        """End the machine; wait for ``writing`` == 0 before freeing the pages."""
         return self._close(release=False)
 
     def pulls(self, epoch: int) -> bool:
-        """Whether frames of a pull of that epoch are still wanted.
+        """Return whether frames of a pull of that epoch are still wanted.
 
-        They are while the control stream is opened anew, too: pulls do not depend on it.
+        They are also while the control stream is reopened: pulls do not depend on it.
         """
         is_open = self.state in (ReceiverState.OPENING, ReceiverState.PULLING)
         return is_open and epoch == self.epoch
 
     def held_back(self, now_ns: int) -> None:
-        """We lack the credit to ask for frames: that is no stall of the peer's."""
+        """Record that the credit for frames is used up here, which is no stall of the peer."""
         self.progress_ns = now_ns
 
     def tick(self, now_ns: int) -> list[Action]:
-        """Give up a peer that makes no progress; ask again when nobody answers."""
+        """Give up a peer that makes no progress; ask the router again if it does not answer."""
         if self.state is ReceiverState.NO_PEER:
             self._ask_ns = self._ask_ns or now_ns
             if now_ns - self._ask_ns < ASK_AGAIN_NS:
@@ -388,8 +386,6 @@ class HandoffReceiver:
         if waiting and now_ns - self.progress_ns > self.stall_ns:
             return self._give_up(f"no progress for {self.stall_ns / 1e9:.1f} s", died=False)
         return []
-
-    # ---------------------------------------------------------------- inside
 
     def _wrote(self, epoch: int) -> None:
         self.writing -= 1
@@ -412,7 +408,7 @@ class HandoffReceiver:
     def _pulls(self) -> list[Action]:
         if self.state is not ReceiverState.PULLING or not self.blocks or self._paused:
             return []
-        if self._late_writing:  # a damaged frame wipes its pages, maybe after they were filled anew
+        if self._late_writing:  # a damaged frame clears its pages, which may be filled again by now
             return []
         free = self.window_frames - len(self._asked)
         if free < min(len(self._todo), self.window_frames // 2):
@@ -445,7 +441,7 @@ class HandoffReceiver:
         return [CloseStream(release)] if was_open else []
 
     def _settle(self) -> list[Action]:
-        """What had to wait until nothing writes."""
+        """Return the actions that had to wait until nothing writes."""
         if self.writing:
             return []
         actions: list[Action] = []

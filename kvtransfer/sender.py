@@ -1,16 +1,17 @@
-"""The prefill side of one hand-off, as a state machine: events and time in, actions out.
+"""The prefill side of one KV transfer, as a state machine: events and time in, actions out.
 
     OPEN ──prompt done──▶ OPEN (all published) ──release──────────────▶ CLOSED
       └──cancel, lease lapse, failure──▶ REVOKED ──last read ended──▶ CLOSED
                                             └──only loans left, overdue──▶ CLOSED
 
-Blocks are given back in two phases. While frames are being read from the pages the hand-off is only
-*revoked*: readers notice before they send. The engine hears of it when nobody reads any more.
+Blocks are given back in two phases. While frames are being read from the pages, the transfer is
+only *revoked*, and readers check that before they send. The engine gets the pages back when the
+last read has ended.
 
-Readers in this process end by themselves. Pages may also be *lent* to a process that maps the pool:
-it lets go, or the kernel says that it is gone. One that does neither, because it is frozen or
-broken, is left behind ``DRAIN_NS`` after the end: it can only read, and verifies what it has read
-over a copy of its own (``kvtransfer/lent_pages.py``), so that its pages may belong to others.
+Reads in this process end by themselves. Pages may also be *lent* to a process that maps the pool.
+It ends the loan, or the kernel reports that it is gone. A frozen or broken reader does neither, and
+``DRAIN_NS`` after the end its loans are ignored: it can only read, and verifies its own copy
+(``kvtransfer/lent_pages.py``), so its pages may be used again.
 """
 
 import enum
@@ -27,7 +28,7 @@ DRAIN_NS = 250_000_000
 
 
 class SenderState(enum.Enum):
-    """Where the sending side stands."""
+    """State of the sending side."""
 
     OPEN = "open"
     REVOKED = "revoked"
@@ -36,21 +37,21 @@ class SenderState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell decode that this rectangle may be pulled."""
+    """Announce to decode that this rectangle may be pulled."""
 
     kv_slice: KvSlice
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceFirst:
-    """Tell decode the first tokens."""
+    """Send decode the first tokens."""
 
     done: PromptDone
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceCommit:
-    """Tell decode that the list of rectangles is complete."""
+    """Announce to decode that the list of rectangles is complete."""
 
     rectangles: int
     payload_bytes: int
@@ -60,11 +61,11 @@ class AnnounceCommit:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """The engine may have the pages.
+    """Return the pages to the engine.
 
     Args:
-        cancel: It was not finished.
-        overdue: So many loans of slices were not ended; 0: nobody reads the pages.
+        cancel: Whether the prompt was not finished.
+        overdue: Number of lent slices whose loan did not end; 0: nothing reads the pages.
     """
 
     cancel: bool
@@ -76,16 +77,13 @@ Action = Announce | AnnounceFirst | AnnounceCommit | GiveBack
 
 @dataclass(slots=True)
 class HandoffSender:
-    """One prompt's KV on the prefill side.
+    """State of one prompt's KV on the prefill side.
 
     Args:
-        geometry: Of the pool.
-        prompt_tokens: Length of the prompt.
         skip_blocks: Leading blocks that decode has.
-        lease_ns: How long it lives without a renewal.
-        now_ns: The time.
-        first_head: The first head that this edge carries; ``geometry`` says how many.
-        parts: Heads that lie in one rank's pool, if not all do; each part is announced for itself.
+        lease_ns: Time after which the transfer ends unless it is renewed.
+        first_head: First head that this edge carries; ``geometry`` has their number.
+        parts: Heads that lie in one rank's pool, if not all do; each part is announced separately.
     """
 
     geometry: KvGeometry
@@ -100,7 +98,7 @@ class HandoffSender:
     reading: int = 0
     lent: int = 0
     renewed_ns: int = 0
-    revoked_ns: int = 0  # when it was first seen to be
+    revoked_ns: int = 0  # time of the first tick after it
     first_head: int = 0
     parts: Sequence[range] = ()
 
@@ -109,11 +107,11 @@ class HandoffSender:
         self.published_kv = Coverage(self.geometry, self.prompt_tokens, self.first_head)
 
     def admitted(self, blocks: tuple[int, ...]) -> None:
-        """The engine gave the prompt its pages."""
+        """Take the pages that the engine gave the prompt."""
         self.blocks = blocks
 
     def published(self, event: Published) -> list[Action]:
-        """A rectangle is computed."""
+        """Announce a computed rectangle."""
         if self.state is not SenderState.OPEN:
             return []
         whole = event.layer_count == ALL_LAYERS
@@ -126,12 +124,12 @@ class HandoffSender:
             event.block_count,
             event.valid_tokens,
         )
-        # A step that was planned again after a neighbour's failure says the same once more.
+        # A step that is planned again after another sequence's failure publishes this twice.
         pieces = by_part(rectangle, self.parts) if self.parts else (rectangle,)
         return [Announce(piece) for piece in pieces if self.published_kv.add(piece)]
 
     def prompt_done(self, event: PromptDone) -> list[Action]:
-        """Everything is computed and published."""
+        """Announce first tokens and commit record: everything is computed and published."""
         if self.state is not SenderState.OPEN:
             return []
         self.done = event
@@ -143,48 +141,48 @@ class HandoffSender:
         return AnnounceCommit(len(kv), kv.payload_bytes, self.prompt_tokens, digest)
 
     def replay(self) -> list[Action]:
-        """All that was said so far, for a stream that broke and came back."""
-        said: list[Action] = [Announce(kv_slice) for kv_slice in self.published_kv.kv_slices]
+        """Return all announcements so far, for a stream that broke and resumed."""
+        actions: list[Action] = [Announce(kv_slice) for kv_slice in self.published_kv.kv_slices]
         if self.done is not None:
-            said += [AnnounceFirst(self.done), self._commit()]
-        return said
+            actions += [AnnounceFirst(self.done), self._commit()]
+        return actions
 
     def may_read(self, kv_slice: KvSlice) -> bool:
-        """Whether ``kv_slice`` lies within what was published and is still held."""
+        """Return whether ``kv_slice`` lies within what was published and is still held."""
         return self.state is SenderState.OPEN and self.published_kv.covers(kv_slice)
 
     def read_begins(self) -> None:
-        """A frame is about to be read from the pages."""
+        """Count a frame that is about to be read from the pages."""
         self.reading += 1
 
     def read_ended(self) -> list[Action]:
-        """A frame was read; ``state`` says whether it may still be sent."""
+        """Count the end of a read; ``state`` decides whether the frame may still be sent."""
         self.reading -= 1
         return self._settle()
 
     def lend(self, slices: int) -> None:
-        """Pages of so many slices are about to be read by another process."""
+        """Count slices whose pages another process is about to read."""
         self.lent += slices
 
     def loan_ended(self, slices: int) -> list[Action]:
-        """It reads them no more."""
+        """Count slices that the other process does not read any more."""
         self.lent -= slices
         return self._settle()
 
     def renew(self, now_ns: int) -> None:
-        """Decode is alive and still needs this."""
+        """Extend the lease: decode is alive and still needs the KV."""
         self.renewed_ns = now_ns
 
     def release(self) -> list[Action]:
-        """Decode holds everything."""
+        """End the transfer: decode has everything."""
         return self._revoke()
 
     def cancel(self) -> list[Action]:
-        """Decode has no use for it any more."""
+        """End the transfer: decode does not need it any more."""
         return self._revoke()
 
     def tick(self, now_ns: int) -> list[Action]:
-        """Let the lease lapse when it has not been renewed; leave overdue readers behind."""
+        """Let the lease lapse when it has not been renewed; ignore overdue loans."""
         if self.state is SenderState.OPEN and now_ns - self.renewed_ns > self.lease_ns:
             self.revoked_ns = now_ns
             return self._revoke()

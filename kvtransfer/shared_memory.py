@@ -1,10 +1,10 @@
 """Shared memory on one host, the pulling side: KV is copied from the sender's pages into ours.
 
-The sender's pool is a memory file. Its descriptor comes over a Unix socket (SCM_RIGHTS, and not
-``/proc/PID/fd``: that would need the right to trace the sender, and one view of process ids), from
-a sender of our user, behind a hello of both sides; we map it for reading. The socket stays open:
-the sender lends pages over it, pull by pull, and the kernel closes it with whoever dies, so that
-loans end and mappings go with the process that they depend on.
+The sender's pool is a memory file. Its descriptor comes over a Unix socket (SCM_RIGHTS;
+``/proc/PID/fd`` would need the right to trace the sender, and one view of process ids), from a
+sender of our user, after a mutual hello. We map it for reading. The socket stays open: the sender
+lends pages over it, pull by pull. The kernel closes it when either process dies, so loans and
+mappings end with the process that they depend on.
 """
 
 import asyncio
@@ -33,17 +33,17 @@ from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, Trans
 
 NAME = "shared_memory"
 ATTACH_S = 1.0
-FRAME_BYTES = 4 << 20  # should gRPC have to finish such a pull, it can carry them too
+FRAME_BYTES = 4 << 20  # usable by gRPC too, if it has to finish such a pull
 MESSAGE_BYTES = 4 << 20
-MOST_LOANS = 256  # of one reader at a time
+MOST_LOANS = 256  # for one reader at a time
 GRANTED = b"\1"  # a descriptor needs a byte to travel with
 _LENGTH = struct.Struct("<I")
 
 
 def this_place() -> str:
-    """Names the kernel, its network namespace and the hello that is spoken; "" if there is none.
+    """Return the kernel, its network namespace and the hello's version, or "" without /proc.
 
-    No Unix socket reaches beyond the first two, and who speaks another hello is not connected to.
+    A Unix socket cannot cross the first two, and peers with another hello are not connected to.
     Addresses without a file belong to a network namespace: containers that share one share pools.
     """
     with contextlib.suppress(OSError):
@@ -53,29 +53,29 @@ def this_place() -> str:
 
 
 def framed(message: Message) -> bytes:
-    """A message as it goes over the socket."""
+    """Return a message with its length before it."""
     body = message.SerializeToString()
     return _LENGTH.pack(len(body)) + body
 
 
 async def read_message(reader: asyncio.StreamReader) -> bytes:
-    """The next message's bytes.
+    """Return the next message's bytes.
 
     Raises:
         IncompleteReadError: The connection ended.
-        DecodeError: It is longer than any message is.
+        DecodeError: The message is longer than any valid one.
     """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > MESSAGE_BYTES:
-        raise DecodeError(f"a message of {length} bytes")
+        raise DecodeError(f"message of {length} bytes, limit {MESSAGE_BYTES}")
     return await reader.readexactly(length)
 
 
 class SharedMemoryTransport:
-    """Pulls from workers in the same place.
+    """Pulls from workers on the same host.
 
     Args:
-        channels: Not used; the sockets are our own.
+        channels: Ignored; this transport has its own sockets.
         token: Proved to each sender, never sent.
     """
 
@@ -88,12 +88,12 @@ class SharedMemoryTransport:
         self._tasks = BackgroundTasks("shared memory")
 
     def reaches(self, peer: Peer) -> bool:
-        """Whether it offers its pool, and is where we are."""
+        """Return whether a peer offers its pool, on this host."""
         offer = peer.offer(NAME)
         return offer is not None and bool(self._place) and offer.place == self._place
 
     def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
-        """Ask a peer to lend pages."""
+        """Request a loan of pages from a peer."""
         return _LentFrames(self, peer, request)
 
     async def close(self) -> None:
@@ -101,15 +101,7 @@ class SharedMemoryTransport:
         await self._tasks.close()
 
     async def line_to(self, peer: Peer, request: pb.PullRequest) -> "_Line":
-        """The connection to a peer, opened if there is none.
-
-        Args:
-            peer: Whose pool.
-            request: For which it is; its capability opens the pool.
-
-        Raises:
-            TransportError: It cannot be opened.
-        """
+        """Return the connection to a peer, or open one with the request's capability."""
         incarnation = peer.target.incarnation
         line = self._lines.get(incarnation)
         if line is None:
@@ -120,14 +112,14 @@ class SharedMemoryTransport:
     async def _keep_line(
         self, peer: Peer, request: pb.PullRequest, opened: "asyncio.Future[_Line]"
     ) -> None:
-        """Connect, and hear what the sender says until it ends or the connection does."""
+        """Connect, and receive loans until the connection ends."""
         try:
             line = await self._connect(peer, request)
             opened.set_result(line)
             await line.listen()
         except TransportError as error:
             opened.set_exception(error)
-            opened.exception()  # marks it as seen, should nobody wait any more
+            opened.exception()  # marks it as retrieved, in case no task waits any more
         finally:
             self._lines.pop(peer.target.incarnation, None)
             if not opened.done():
@@ -148,7 +140,7 @@ class SharedMemoryTransport:
                     reader, writer = await asyncio.open_connection(sock=link)
             except (OSError, ValueError) as error:  # TimeoutError is an OSError
                 reason = str(error) or type(error).__name__
-                raise TransportError(f"its pool cannot be mapped: {reason}") from error
+                raise TransportError(f"the pool cannot be mapped: {reason}") from error
             undo.pop_all()
         return _Line(reader, writer, pool)
 
@@ -157,7 +149,7 @@ class SharedMemoryTransport:
     ) -> PoolView:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(link, "\0" + address)
-        hello.check_same_user(link)  # the name may be held by somebody else by now
+        hello.check_same_user(link)  # another user's process may have the name by now
         await hello.prove_to_worker(link, NAME, request.source_incarnation, self._token)
         attach = pb.PoolAttach(pull=request)
         attach.pull.ClearField("kv_slices")
@@ -166,7 +158,7 @@ class SharedMemoryTransport:
         try:
             size_bytes = os.fstat(pool_fd).st_size
             if not fcntl.fcntl(pool_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ValueError("the file may shrink, and reading behind its end would kill us")
+                raise ValueError("the file is not sealed against shrinking, so reads could crash")
             pool = mmap.mmap(pool_fd, size_bytes, prot=mmap.PROT_READ)
         finally:
             os.close(pool_fd)
@@ -192,12 +184,12 @@ async def _receive_descriptor(link: socket.socket) -> int:
     if granted != GRANTED or len(descriptors) != 1:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise ValueError("it was refused")
+        raise ValueError("the sender refused")
     return descriptors[0]
 
 
 class _Line:
-    """The connection to one life of a peer, and its pool. Who holds no line holds no mapping."""
+    """Connection to one incarnation of a peer, with its mapped pool, which ends with it."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pool: PoolView
@@ -207,11 +199,11 @@ class _Line:
         self._writer = writer
         self._serials = count(1)
         self._waiting: dict[int, asyncio.Future[pb.PoolLoan]] = {}
-        self._lent: set[int] = set()  # asked for, and not let go
+        self._lent: set[int] = set()  # requested, and not ended
         self._turns = asyncio.Semaphore(MOST_LOANS)
 
     async def listen(self) -> None:
-        """Hand answers to whoever waits for them, until the connection ends."""
+        """Deliver loans to the pulls that wait for them, until the connection ends."""
         with contextlib.suppress(asyncio.IncompleteReadError, OSError, DecodeError):
             try:
                 while True:
@@ -227,7 +219,7 @@ class _Line:
                         waiting.exception()
 
     async def ask(self, request: pb.PullRequest) -> tuple[int, "asyncio.Future[pb.PoolLoan]"]:
-        """Ask for pages, once the sender may lend more; the loan's number, and what is to come.
+        """Request a loan once the sender's limit allows; return its number and its future.
 
         Raises:
             TransportGoneError: The connection ended.
@@ -249,7 +241,7 @@ class _Line:
         return serial, waiting
 
     def let_go(self, serial: int) -> None:
-        """The pages are read, or will not be."""
+        """End a loan: its pages are read, or will not be."""
         self._waiting.pop(serial, None)
         if serial in self._lent:
             self._lent.remove(serial)
@@ -259,7 +251,7 @@ class _Line:
 
 
 class _LentFrames:
-    """One pull: one answer, with all pages."""
+    """A pull: one loan with all pages."""
 
     def __init__(
         self, transport: SharedMemoryTransport, peer: Peer, request: pb.PullRequest

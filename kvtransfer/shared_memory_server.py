@@ -1,9 +1,9 @@
 """Shared memory on one host, the sending side: lends pages of the pool to readers that map it.
 
-A reader of our user that has the fleet's token, and a router's word for its first pull, gets the
-pool's descriptor, opened for reading: of the whole pool, so a word for one prompt opens all. Each
-pull is a loan: it ends when the reader lets go, or when the kernel closes the connection because
-the reader is gone. A reader that does neither is the source's to leave behind
+A reader of our user with the fleet's token, and a router's capability for its first pull, gets the
+pool's descriptor, opened for reading. It covers the whole pool, so a capability for one prompt
+opens all. Each pull is a loan. It ends when the reader ends it, or when the kernel closes the
+connection because the reader is gone. The source handles readers that do neither
 (``kvtransfer/sender.py``).
 """
 
@@ -37,11 +37,7 @@ _BACKLOG = 128
 
 
 class SharedMemoryServer:
-    """Serves one worker's pool on a Unix socket without a file.
-
-    Args:
-        side: Of this worker.
-    """
+    """Serves one worker's pool on a Unix socket without a file."""
 
     def __init__(self, side: ServingSide) -> None:
         self._side = side
@@ -52,13 +48,13 @@ class SharedMemoryServer:
 
     @property
     def offer(self) -> common_pb2.TransportOffer | None:
-        """Where to knock; None where there is no such pool, or the kernel has no such sockets."""
+        """Address of the socket; None without a single pool or such sockets."""
         if not self._place:
             return None
         return common_pb2.TransportOffer(name=NAME, place=self._place, address=self._address)
 
     async def start(self, source: FrameSource) -> None:
-        """Listen. Where that fails, readers fail to connect and pull by gRPC."""
+        """Start listening. If that fails, readers cannot connect and pull by gRPC."""
         if not self._place:
             return
         self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -66,7 +62,7 @@ class SharedMemoryServer:
             listener.bind("\0" + self._address)
             listener.listen(_BACKLOG)
         except OSError as error:
-            _LOG.warning("no shared memory for readers on this host: %s", error)
+            _LOG.warning("cannot offer shared memory, readers on this host use gRPC: %s", error)
             return
 
         async def serve(link: socket.socket, _: None) -> None:
@@ -89,15 +85,6 @@ class SharedMemoryServer:
 
 
 class _Lender:
-    """One reader's connection.
-
-    Args:
-        side: Of this worker.
-        source: Lends the pages.
-        reader: From the reader.
-        writer: To it.
-    """
-
     def __init__(
         self,
         side: ServingSide,
@@ -113,7 +100,6 @@ class _Lender:
         self._tasks = BackgroundTasks("lender")
 
     async def run(self) -> None:
-        """Lend until the reader goes; nothing stays lent."""
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError, DecodeError, ValueError):
                 async with asyncio.timeout(ATTACH_S):
@@ -123,7 +109,7 @@ class _Lender:
                 self._grant()
                 while True:
                     request = pb.PoolRequest.FromString(await read_message(self._reader))
-                    await self._writer.drain()  # who does not read is not listened to
+                    await self._writer.drain()  # a reader that does not read may not send more
                     self._take(request)
         finally:
             loans = self._loans
@@ -142,9 +128,9 @@ class _Lender:
         match request.WhichOneof("request"):
             case "pull":
                 if request.serial in self._loans:
-                    raise ValueError(f"loan {request.serial} is given already")
+                    raise ValueError(f"loan {request.serial} exists already")
                 if max(len(self._loans), len(self._tasks)) >= MOST_LOANS:
-                    self._answer(request.serial, ())  # no pages: it is pulled another way
+                    self._answer(request.serial, ())  # no pages: the reader falls back
                     return
                 self._loans[request.serial] = None
                 self._tasks.vital(self._lend(request), "lend", lambda _: self._writer.close())
@@ -153,11 +139,11 @@ class _Lender:
                 if loan is not None:
                     loan.end()
             case other:
-                raise ValueError(f"{other} is no request of a reader")
+                raise ValueError(f"unknown request {other!r}")
 
     async def _lend(self, request: pb.PoolRequest) -> None:
         loan = await self._source.lend(request.pull)
-        if request.serial not in self._loans:  # let go, or the connection ended, meanwhile
+        if request.serial not in self._loans:  # ended, or the connection closed, meanwhile
             loan.end()
             return
         self._loans[request.serial] = loan

@@ -1,8 +1,8 @@
-"""What a transport of KV must offer, to the side that pulls and to the side that sends.
+"""Interface of KV transports, for the side that pulls and the side that sends.
 
-Whoever pulls gets frames and has them stored; a frame knows how it is checked and written, and
-nothing else does. A transport may lose, tear or reorder: ``Frame.store`` believes only a digest
-that fits the slice that was asked for. How to add one: ``kvtransfer/transports.py``.
+The puller gets frames and stores them. A frame itself checks and writes its bytes. A
+transport may lose, tear or reorder frames: ``Frame.store`` accepts only a digest that matches the
+requested slice. To add a transport, see ``kvtransfer/transports.py``.
 """
 
 import socket
@@ -22,7 +22,7 @@ from kvtransfer.kv_slice import KvSlice
 
 
 class TransportError(Exception):
-    """Frames cannot be had this way; the text says why."""
+    """Frames cannot be pulled this way; the text gives the reason."""
 
 
 class TransportGoneError(TransportError):
@@ -31,18 +31,17 @@ class TransportGoneError(TransportError):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One life of a prefill worker.
+    """An incarnation of a prefill worker.
 
     Args:
-        target: As the router named it.
-        capabilities: As it said in the handshake, with the transports that it offers.
+        capabilities: Capabilities from the handshake, with the offered transports.
     """
 
     target: PrefillTarget
     capabilities: common_pb2.Capabilities
 
     def offer(self, transport: str) -> common_pb2.TransportOffer | None:
-        """What it offers by that name."""
+        """Return the worker's offer of a transport, or None."""
         for offer in self.capabilities.transports:
             if offer.name == transport:
                 return offer
@@ -50,35 +49,35 @@ class Peer:
 
 
 class Frame(Protocol):
-    """The answer for one slice."""
+    """Response for one slice."""
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
-        """Check it against what was asked for and write it into pages; takes time.
+        """Check the frame against the request and write it into pages; blocks.
 
         Args:
-            pool: Ours.
+            pool: Pool of this worker.
             blocks: Pages of the prompt's blocks in it.
-            kv_slice: What was asked for.
-            bound: ``chunk.binding`` of the hand-off.
+            kv_slice: The requested slice.
+            bound: ``chunk.binding`` of the KV transfer.
 
         Raises:
-            ChunkError: It is not what was asked for. Nothing of it is left in the pages.
+            ChunkError: It does not match. Nothing of it is left in the pages.
             GoneError: The peer does not hold the slice (any more).
         """
 
 
 class FrameStream(Protocol):
-    """Frames of one pull, in the order in which they were asked for."""
+    """Frames of one pull, in the order of the request."""
 
     async def read(self) -> Sequence[Frame]:
-        """The next frames, as many as there are; none when the peer has sent its last one.
+        """Return the next frames, as many as there are; none after the peer's last one.
 
         Raises:
             TransportError: There will be no more.
         """
 
     def close(self) -> None:
-        """Stop; to be called when the frames read are stored. May be called more than once."""
+        """Stop; call this when the frames read are stored. It may be called more than once."""
 
 
 class Transport(Protocol):
@@ -90,57 +89,56 @@ class Transport(Protocol):
     frame_bytes: int
 
     def reaches(self, peer: Peer) -> bool:
-        """Whether KV of this peer can come this way."""
+        """Return whether KV of this peer can be pulled this way."""
 
     def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
-        """Ask a peer for frames."""
+        """Request frames from a peer."""
 
     async def close(self) -> None:
-        """End all connections that are the transport's own."""
+        """Close all connections that belong to the transport."""
 
 
 class Loan(Protocol):
-    """Pages that somebody else reads."""
+    """Pages that another process reads."""
 
     @property
     def chunks(self) -> Sequence[pb.ChunkHeader]:
-        """One for each slice asked for: its pages and their digest, or why there are none."""
+        """A header for each requested slice: its pages and digest, or an error."""
 
     def end(self) -> None:
-        """Nobody reads them any more; to be called once."""
+        """End the loan, once the pages are not read any more; call this once."""
 
 
 Room = Callable[[int], Awaitable[memoryview]]
-"""Gives memory of that size for one frame, so that its bytes are copied but once. Asked again
-before the frame was taken, it is for another frame in its place."""
+"""Returns memory of that size for one frame, so that its bytes are copied only once. A second call
+before the frame was taken replaces the first."""
 
 
 class FrameSource(Protocol):
-    """The sending side: what a worker's pool holds for a hand-off."""
+    """The sending side: a worker's KV of its transfers."""
 
     def frames(self, request: pb.PullRequest, room: Room) -> AsyncIterator[int]:
-        """Copies of the slices asked for, in that order, as frames of ``kvtransfer.chunk``.
+        """Yield the sizes of the requested slices' frames (``kvtransfer.chunk``), in that order.
 
-        Each is in the room that was asked for last; what is yielded is its size.
+        Each frame is in the room that was requested last.
         """
 
     async def lend(self, request: pb.PullRequest) -> Loan:
-        """The slices asked for, as pages to be read where they are."""
+        """Lend the requested slices as pages, to be read in place."""
 
     def may_attach(self, request: pb.PullRequest) -> bool:
-        """Whether the pool may be mapped by who asks for this."""
+        """Return whether the reader with this request may map the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingSide:
-    """What a worker has to serve KV with.
+    """Resources with which a worker serves KV.
 
     Args:
-        grpc_server: Not started yet.
-        token: That readers must know.
-        incarnation: Of the worker.
-        pool_fd: Its KV pool, opened for reading; -1 where ranks have pools of their own.
-        listener: A TCP socket that listens for readers; None where KV may not go in plain text.
+        grpc_server: Server that is not started yet.
+        token: Token that readers must have.
+        pool_fd: Its KV pool, opened for reading; -1 where ranks have separate pools.
+        listener: TCP socket that listens for readers; None if KV must be encrypted.
     """
 
     grpc_server: grpc.aio.Server
@@ -155,23 +153,21 @@ class TransportServer(Protocol):
 
     @property
     def offer(self) -> common_pb2.TransportOffer | None:
-        """What peers must know to pull this way; None if nothing."""
+        """Information that peers need to pull this way; None if they need none."""
 
     async def start(self, source: FrameSource) -> None:
-        """Begin to serve."""
+        """Start serving from ``source``."""
 
     async def close(self) -> None:
-        """End all connections."""
+        """End all connections and loans."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransportKind:
-    """How to make both sides of a transport.
+    """Factories of both sides of a transport.
 
     Args:
-        connect: Makes the pulling side from the worker's channels and the fleet's token.
-        serve: Makes the sending side.
-        by_default: Whether workers offer it that were not told by what to serve.
+        by_default: Whether workers offer it unless their settings name transports.
     """
 
     connect: Callable[[Channels, FleetToken], Transport]

@@ -1,4 +1,4 @@
-"""The transports that there are. To add one: a file beside ``grpc_transport.py``, a line here."""
+"""All transports. To add one, add a file beside ``grpc_transport.py`` and a line here."""
 
 from collections.abc import Collection
 
@@ -12,10 +12,10 @@ from kvtransfer.tcp.sending import TcpServer
 from kvtransfer.transport import ServingSide, Transport, TransportKind, TransportServer
 
 FALLBACK = "grpc"
-"""Reaches every peer, and is taken whenever another one fails."""
+"""Reaches every peer, and is used whenever another transport fails."""
 
 CARRY_INT8 = (tcp.NAME, FALLBACK)
-"""Their frames may be in int8 (``kvtransfer/int8_chunks.py``)."""
+"""Transports whose frames may be in int8 (``kvtransfer/int8_chunks.py``)."""
 
 TRANSPORTS: dict[str, TransportKind] = {
     shared_memory.NAME: TransportKind(
@@ -25,16 +25,16 @@ TRANSPORTS: dict[str, TransportKind] = {
     sending.NAME: TransportKind(pulling.PairTransport, sending.PairServer, by_default=False),
     FALLBACK: TransportKind(grpc_transport.GrpcTransport, grpc_transport.GrpcServer),
 }
-"""By name, best first, as long as nothing else was measured (``kvtransfer/edge.py``)."""
+"""All kinds by name, best first unless measured otherwise (``kvtransfer/edge.py``)."""
 
 
 def connect_all(channels: Channels, token: FleetToken) -> dict[str, Transport]:
-    """The pulling side of every transport, best first."""
+    """Return the pulling side of every transport, best first."""
     return {name: kind.connect(channels, token) for name, kind in TRANSPORTS.items()}
 
 
 def servers(side: ServingSide, names: Collection[str] = ()) -> list[TransportServer]:
-    """The sending sides of the transports named, or of the usual ones; always of the fallback."""
+    """Return the named transports' sending sides, or the default ones; always the fallback."""
     return [
         kind.serve(side)
         for name, kind in TRANSPORTS.items()

@@ -1,1 +1,1 @@
-"""The CUDA path against the limits of a GPU: `python3 -m benchmarks.gpu`."""
+"""CUDA path beside the limits of a GPU: `python3 -m benchmarks.gpu`."""

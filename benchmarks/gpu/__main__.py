@@ -1,13 +1,13 @@
-"""The CUDA path on this machine's GPU: right first, then how near to the hardware's limits.
+"""Checks the CUDA path on this machine's GPU, then measures it beside the hardware's limits.
 
     PYTHONPATH=. python3 -m benchmarks.gpu --out gpu.json     all of it, at most about 8 minutes
     ... --quick        fewer rows
-    ... --tune         search for better cuts instead
+    ... --tune         search for better tile sizes instead
     ... --smoke        toy shapes in Triton's interpreter
 
-Needs python3 with torch and triton, nothing else (``transformers`` for its own rows). Every row is
-printed and written as soon as it is known. The weights and the KV are random: speed does not depend
-on them, and no file is needed.
+It needs python3 with only torch and triton (``transformers`` for its rows). Every row is printed
+and written as soon as it is known. Weights and KV are random: speed does not depend on them, and no
+file is needed.
 """
 
 import argparse
@@ -31,11 +31,10 @@ PEER_TIMEOUT_S = 150.0
 
 
 class Report:
-    """What was measured so far, on the terminal and in a file.
+    """Measured rows, on the terminal and in a file.
 
     Args:
-        path: JSON file, rewritten after every row; ``None`` = terminal only.
-        budget_s: Rows that would begin later are recorded as not run.
+        budget_s: Time after which further rows are recorded as not run.
     """
 
     def __init__(self, path: Path | None, budget_s: float) -> None:
@@ -50,21 +49,21 @@ class Report:
         return self._budget_s - (time.monotonic() - self._began)
 
     def say(self, text: str) -> None:
-        """One line of text."""
+        """Print a line of text with the time."""
         print(f"[{time.monotonic() - self._began:5.0f} s] {text}", flush=True)
 
     def add(self, section: str, case: str, text: str, **figures: Any) -> None:
-        """One row."""
+        """Add a row to terminal and file."""
         self.record["rows"].append({"section": section, "case": case, **figures})
         self.say(f"{section:12} {case:34} {text}")
         self.write()
 
     def skip(self, section: str, case: str, why: str) -> None:
-        """A row that was not run, and why."""
+        """Add a row that was not run, with the reason."""
         self.add(section, case, f"not run: {why}", not_run=why)
 
     def run(self, section: str, case: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measure a row; running out of time or memory is a row too."""
+        """Measure a row; running out of time or memory is also recorded."""
         if self.left_s < 0:
             self.skip(section, case, "out of time")
             return
@@ -77,14 +76,14 @@ class Report:
             torch.cuda.empty_cache()
             self.skip(section, case, "out of memory")
             return
-        except (RuntimeError, TritonError) as error:  # the other rows are worth having
+        except (RuntimeError, TritonError) as error:  # the other rows are still useful
             self.skip(section, case, f"{type(error).__name__}: {str(error)[:200]}")
             return
         shown = "  ".join(f"{name} {_short(value)}" for name, value in figures.items())
         self.add(section, case, shown, **figures)
 
     def write(self) -> None:
-        """The file as it stands."""
+        """Write the rows so far into the file."""
         if self._path is not None:
             temporary = self._path.with_suffix(".partial")
             temporary.write_text(json.dumps(self.record, indent=1) + "\n")
@@ -96,14 +95,18 @@ def _short(value: object) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the arguments ask for; 1 when a check failed."""
+    """Run what the arguments select; return 1 if a check failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--out", type=Path, help="write the rows here as JSON")
     parser.add_argument("--quick", action="store_true", help="fewer rows")
     parser.add_argument("--smoke", action="store_true", help="toy shapes in the interpreter")
-    parser.add_argument("--tune", action="store_true", help="search for better cuts")
-    parser.add_argument("--no-transformers", action="store_true", help="leave its rows out")
-    parser.add_argument("--budget-s", type=float, default=480.0, help="no row begins after this")
+    parser.add_argument("--tune", action="store_true", help="search for better tile sizes")
+    parser.add_argument(
+        "--no-transformers", action="store_true", help="omit the rows of transformers"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, default=480.0, help="last start of a row, seconds"
+    )
     options = parser.parse_args(arguments)
     if options.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
@@ -131,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = _correctness(machine, report)
     bench = Bench(machine, report, quick=options.quick)
     bench.run(peer=not options.no_transformers)
-    if not options.smoke:  # its figures mean nothing
+    if not options.smoke:  # its figures have no meaning
         _summary(report)
     return 1 if failed else 0
 
@@ -164,19 +167,13 @@ def _correctness(machine: Any, report: Report) -> int:
     except (RuntimeError, TritonError) as error:
         failed += 1
         fault = f"{type(error).__name__}: {str(error)[:500]}"
-        report.add("check", "the check after the last one", f"WRONG: {fault}", fault=fault)
+        report.add("check", "next check", f"WRONG: {fault}", fault=fault)
     report.record["checks_failed"] = failed
     return failed
 
 
 class Bench:
-    """The measured rows.
-
-    Args:
-        machine: Where and what.
-        report: Takes the rows.
-        quick: Fewer of them.
-    """
+    """All measurements of a machine."""
 
     def __init__(self, machine: Any, report: Report, *, quick: bool) -> None:
         self._machine = machine
@@ -197,7 +194,7 @@ class Bench:
             self._workloads = ((2, 6, 3),)
 
     def run(self, *, peer: bool) -> None:
-        """All sections, the most important first."""
+        """Run all sections, the most important first."""
         from benchmarks.gpu.model import copy_bandwidth, product_rate
 
         self._copy = copy_bandwidth(self._machine)
@@ -212,13 +209,13 @@ class Bench:
         self._mode("exact")
         if peer:
             self._peer(ours)
-        self._prefills = ()  # of prefill in fp8 there is no bound to compare with
+        self._prefills = ()  # there is no bound for prefill in fp8
         self._mode("fast", fp8=True)
 
     def _mode(
         self, numerics: str, *, fp8: bool = False, workloads: bool = False
     ) -> dict[str, float]:
-        """Decode and prefill in one numerics; returns seconds of the workloads."""
+        """Measure decode and prefill in one numerics; return seconds of the workloads."""
         from benchmarks.gpu.decode_loop import DecodeLoop
         from benchmarks.gpu.model import BLOCK, random_decoder, workload_s
 
@@ -251,7 +248,7 @@ class Bench:
             case = f"{requests} x ({prompt} + {new})"
 
             def measure(r: int = requests, p: int = prompt, n: int = new, c: str = case) -> Any:
-                workload_s(machine, decoder, loop, r, p, n)  # graphs are captured here
+                workload_s(machine, decoder, loop, r, p, n)  # captures the graphs
                 seconds[c] = workload_s(machine, decoder, loop, r, p, n)
                 return {"s": seconds[c], "tokens_per_s": r * n / seconds[c]}
 
@@ -291,8 +288,8 @@ class Bench:
         return measure
 
     def _peer(self, ours: dict[str, float]) -> None:
-        """``transformers`` in a process of its own: its memory is its own, and it can be ended."""
-        self._machine.free_bytes()  # gives back what our decoder had
+        """Run ``transformers`` in a separate process, which frees its memory and can be killed."""
+        self._machine.free_bytes()  # frees our decoder's memory
         for requests, prompt, new in self._workloads:
             case = f"{requests} x ({prompt} + {new})"
             if case not in ours:
@@ -314,7 +311,7 @@ class Bench:
 def run_peer(
     requests: int, prompt: int, new: int, *, smoke: bool, timeout_s: float
 ) -> dict[str, Any]:
-    """Seconds of one workload in ``benchmarks.gpu.peer``, or why there are none."""
+    """Return the seconds of a workload in ``benchmarks.gpu.peer``, or the reason for none."""
     command = [sys.executable, "-m", "benchmarks.gpu.peer"]
     command += [str(requests), str(prompt), str(new)] + (["--smoke"] if smoke else [])
     try:
@@ -327,8 +324,8 @@ def run_peer(
     if not lines:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return {"not_run": f"exit code {done.returncode}: {last[:200]}"}
-    answer: dict[str, Any] = json.loads(lines[-1])
-    return answer
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
 
 
 def _summary(report: Report) -> None:

@@ -1,10 +1,10 @@
-"""Are the kernels right on this device? Each check gives ``None``, or what is wrong."""
+"""Checks of the kernels on this device; each gives ``None``, or a description of the fault."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from baton.engine.cuda.decode_graphs import DecodeRow
 from baton.engine.cuda.decoder import CudaDecoder
@@ -18,7 +18,7 @@ from benchmarks.gpu.model import Machine, random_decoder, scattered_tables
 Result = tuple[str, str | None]
 
 
-# (heads, KV heads, head dim, window); compiling each takes seconds, so they cover and do not cross
+# (heads, KV heads, head dim, window); compiling each takes seconds, so not all combinations
 SHAPES = ((32, 8, 128, 0), (32, 8, 128, 24), (6, 2, 64, 0), (2, 2, 64, 24), (8, 1, 256, 0))
 SPANS = {
     "decode": [(1000, 1), (0, 1), (255, 1)],
@@ -34,19 +34,19 @@ SMOKE_SPANS = {
 
 
 def checks(machine: Machine) -> Iterator[Result]:
-    """All of them, one by one."""
+    """Run all checks, one by one."""
     for heads, kv_heads, dim, window in SMOKE_SHAPES if machine.smoke else SHAPES:
         for name, spans in (SMOKE_SPANS if machine.smoke else SPANS).items():
             title = f"{name}, {heads}/{kv_heads} heads of {dim}, window {window}"
             yield title, _attention(machine, spans, heads, kv_heads, dim, window)
-    yield "rows: norms, gates, biased and normed heads that turn", _rows(machine)
-    yield "products: exact, and of fp8 weights", _products(machine)
-    yield "draws: the largest logit, and noise that is each row's own", _draws(machine)
+    yield "rows: norms, gates, biased and normed heads with RoPE", _rows(machine)
+    yield "products: exact, and with fp8 weights", _products(machine)
+    yield "samples: the largest logit, and independent noise of each row", _draws(machine)
     yield from _decoder(machine)
 
 
 def _off(got: torch.Tensor, expected: torch.Tensor, limit: float) -> float:
-    """By how much of its norm a result is off, 0 when that is within the limit."""
+    """Return the relative error of a result, or 0 within the limit."""
     error = float((got.float() - expected.float()).norm() / expected.float().norm())
     return 0.0 if error <= limit else error  # NaN is off
 
@@ -108,7 +108,7 @@ def _rows(machine: Machine) -> str | None:
 
 
 def _products(machine: Machine) -> str | None:
-    """``exact`` against torch and itself; fp8 against what its weights come to."""
+    """Compare ``exact`` with torch and itself, and fp8 with the values of its weights."""
     device = machine.device
     dtype = machine.dtype
     generator = torch.Generator(device).manual_seed(8)
@@ -142,7 +142,7 @@ def _draws(machine: Machine) -> str | None:
     if not torch.equal(
         sample_tokens(logits, zeros.double(), zeros, zeros, zeros), logits.argmax(-1)
     ):
-        return "a greedy draw is not the largest logit"
+        return "a greedy sample is not the largest logit"
     seeds = torch.arange(6, device=device)
     hot = torch.ones(6, dtype=torch.float64, device=device)
     drawn = sample_tokens(logits, hot, seeds, zeros, seeds + 5)
@@ -152,7 +152,7 @@ def _draws(machine: Machine) -> str | None:
             logits[one].contiguous(), hot[one], seeds[one], zeros[one], seeds[one] + 5
         )
         if int(alone) != int(drawn[row]):
-            return "a row alone draws another token than in its batch"
+            return "a row alone samples another token than in its batch"
     count = min(50, vocabulary // 2)
     top_ks = torch.full_like(zeros, count).int()
     ones = torch.ones_like(hot)
@@ -191,7 +191,7 @@ def _attention(
     dim: int,
     window: int,
 ) -> str | None:
-    """Against SDPA; and in ``exact``: splits, other batches and one program give the same bits."""
+    """Compare with SDPA; in ``exact``, splits, batches and one program must give equal bits."""
     device = machine.device
     dtype = machine.dtype
     generator = torch.Generator(device).manual_seed(3)
@@ -251,7 +251,7 @@ def _attention(
     }
     for name, got in results.items():
         worst = float(((got.float() - expected).abs() / (1 + expected.abs())).max())
-        if not worst <= limit:  # NaN is worse than anything
+        if not worst <= limit:  # also true for NaN
             return f"{name} is off by {worst:.2g}"
     if not torch.equal(run(exact, given, spread=True), merged):
         return "exact: splits give other bits than one program"
@@ -265,8 +265,8 @@ def _attention(
 
 def _decoder(machine: Machine) -> Iterator[Result]:
     decoder = random_decoder(machine, 24 if machine.smoke else 256, exact=True)
-    yield "decoder, exact: any chunking, any batch, same bits", _chunkings(machine, decoder)
-    yield "steps launched ahead draw the tokens of steps one by one", _ahead(machine, decoder)
+    yield "decoder, exact: same bits for any chunking and batch", _chunkings(machine, decoder)
+    yield "steps launched ahead sample the same tokens as single steps", _ahead(machine, decoder)
 
 
 def _chunkings(machine: Machine, decoder: CudaDecoder) -> str | None:

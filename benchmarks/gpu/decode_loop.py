@@ -1,8 +1,8 @@
-"""Decode steps without the host between them: the device keeps the tokens, positions and tables.
+"""Decode steps that the host does not wait for: tokens, positions and tables stay on the device.
 
-launch()   step n      forward ─ draw ─ tokens and positions move on ─ copy out ┐
-launch()   step n + 1  forward ─ ...     (begins before anybody has read n)     │
-read()     tokens of step n  ◀──────────────────────────────────────────────────┘
+launch()   step n      forward ─ sample ─ tokens and positions advance ─ copy out ┐
+launch()   step n + 1  forward ─ ...     (begins before n is read)                │
+read()     tokens of step n  ◀────────────────────────────────────────────────────┘
 """
 
 from collections import deque
@@ -15,13 +15,7 @@ from baton.engine.cuda.decoder import CudaDecoder
 
 
 class DecodeLoop:
-    """Decodes one batch at a time.
-
-    Args:
-        decoder: Model and pool.
-        max_blocks: Widest block table of a sequence.
-        graphs: Capture steps as CUDA graphs; by default on CUDA.
-    """
+    """Decodes one batch at a time; arguments as for ``DecodeSteps``."""
 
     def __init__(
         self, decoder: CudaDecoder, max_blocks: int, *, graphs: bool | None = None
@@ -30,32 +24,18 @@ class DecodeLoop:
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
     @property
-    def captured(self) -> int:
-        """Graphs captured so far."""
-        return self._steps.captured
-
-    @property
     def pending(self) -> int:
-        """Steps launched and not read."""
+        """Number of steps launched and not read."""
         return len(self._pending)
 
     def start(self, rows: Sequence[DecodeRow]) -> None:
-        """Take up a batch; nothing waits for the device.
-
-        Raises:
-            RuntimeError: Steps of the batch before have not been read.
-            ValueError: A block table is wider than ``max_blocks``.
-        """
+        """Begin a batch, without waiting for the device."""
         if self._pending:
             raise RuntimeError(f"{len(self._pending)} steps have not been read")
         self._steps.start(rows)
 
     def launch(self) -> None:
-        """Enqueue one step of the batch: its KV is written and one token per row is drawn.
-
-        Raises:
-            ValueError: The longest sequence has reached the context, or its block table's end.
-        """
+        """Enqueue a step of the batch, which stores its KV and samples one token per row."""
         self._steps.step()
         drawn = self._steps.sampled_R
         if not drawn.is_cuda:
@@ -68,7 +48,7 @@ class DecodeLoop:
         self._pending.append((host, event))
 
     def read(self) -> list[int]:
-        """Tokens of the oldest step that was not read; -1 = NaN or Inf in that row's logits."""
+        """Return the tokens of the oldest unread step; -1 = NaN or Inf in that row's logits."""
         host, event = self._pending.popleft()
         if event is not None:
             event.synchronize()

@@ -1,4 +1,4 @@
-"""A decoder with random weights, and how long its steps take. Needs torch and triton alone."""
+"""Decoder with random weights, and the times of its steps. It needs only torch and triton."""
 
 import gc
 import random
@@ -42,7 +42,7 @@ PREFILL_CHUNK = 8192
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the bench runs. ``smoke``: in the interpreter, to see that everything runs."""
+    """Device, dtype and model of a run. ``smoke``: toy shapes, to see that everything runs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -51,18 +51,18 @@ class Machine:
 
     @property
     def kv_token_bytes(self) -> int:
-        """KV of one token over all layers."""
+        """Size of one token's KV over all layers."""
         s = self.shape
         return 2 * s.num_layers * s.num_kv_heads * s.head_dim * self.dtype.itemsize
 
     def step_weight_bytes(self, *, fp8: bool = False) -> int:
-        """Weights that every step reads: all layers and the head."""
+        """Return the size of the weights that every step reads: all layers and the head."""
         s = self.shape
         head = s.vocab_size * s.hidden_size * self.dtype.itemsize
         return s.num_layers * s.layer_weights * (1 if fp8 else self.dtype.itemsize) + head
 
     def free_bytes(self) -> int:
-        """Memory that can still be had."""
+        """Return the free memory, after freeing caches."""
         if self.device.type != "cuda":
             return 64 << 20
         gc.collect()
@@ -71,7 +71,7 @@ class Machine:
         return free
 
     def timed(self, work: Callable[[], object], repeat: int) -> float:
-        """Median seconds of ``work``, by the device's clock."""
+        """Return the median seconds of ``work``, by the device's clock."""
         if self.device.type != "cuda":
             return statistics.median(_wall(work) for _ in range(repeat))
         times: list[float] = []
@@ -94,7 +94,7 @@ def _wall(work: Callable[[], object]) -> float:
 def random_decoder(
     machine: Machine, num_blocks: int, *, exact: bool, fp8: bool = False
 ) -> CudaDecoder:
-    """A model of the machine's shape; weights are scaled so that activations stay finite."""
+    """Return a model of the machine's shape; weights are scaled so that activations stay finite."""
     s = machine.shape
     q = s.num_heads * s.head_dim
     kv = s.num_kv_heads * s.head_dim
@@ -125,13 +125,13 @@ def random_decoder(
         exact=exact,
         fp8=fp8,
     )
-    for layer in decoder.pool:  # zeros would cost less power, and so less time
+    for layer in decoder.pool:  # zeros would take less power, and so less time
         layer.normal_(generator=generator)
     return decoder
 
 
 def scattered_tables(decoder: CudaDecoder, batch: int, tokens: int) -> list[list[int]]:
-    """Block tables without neighbours, for ``batch`` sequences of ``tokens`` tokens."""
+    """Return block tables without neighbours, for ``batch`` sequences of ``tokens`` tokens."""
     width = -(-tokens // decoder.block_tokens)
     order = list(range(decoder.pool.shape[2]))
     random.Random(0).shuffle(order)
@@ -139,7 +139,7 @@ def scattered_tables(decoder: CudaDecoder, batch: int, tokens: int) -> list[list
 
 
 def copy_bandwidth(machine: Machine) -> float:
-    """Bytes per second, read and written, of a copy on the device."""
+    """Return the bytes per second, read and written, of a copy on the device."""
     size = (1 << 20) if machine.smoke else (2 << 30)
     source = torch.ones(size, dtype=torch.uint8, device=machine.device)
     target = torch.empty_like(source)
@@ -148,7 +148,7 @@ def copy_bandwidth(machine: Machine) -> float:
 
 
 def product_rate(machine: Machine) -> float:
-    """Operations per second of a square matrix product."""
+    """Return the operations per second of a square matrix product."""
     side = 64 if machine.smoke else 8192
     left = torch.randn(side, side, device=machine.device).to(machine.dtype)
     right = torch.randn(side, side, device=machine.device).to(machine.dtype)
@@ -161,7 +161,7 @@ def product_rate(machine: Machine) -> float:
 def decode_step_s(
     machine: Machine, decoder: CudaDecoder, loop: DecodeLoop, batch: int, context: int
 ) -> float:
-    """Seconds of one decode step in the middle of a run of them; nothing is read in between."""
+    """Return the seconds of a decode step within a run of steps that are not read meanwhile."""
     steps = 2 if machine.smoke else 12
     tables = scattered_tables(decoder, batch, context)
     # ends at ``context``, so that the run stays within its bucket of splits
@@ -181,12 +181,12 @@ def decode_step_s(
 
 
 def decode_bytes(machine: Machine, batch: int, context: int, *, fp8: bool) -> int:
-    """Bytes that a step must move at least: the weights once, and each sequence's KV."""
+    """Return the fewest bytes that a step must move: the weights once, and each sequence's KV."""
     return machine.step_weight_bytes(fp8=fp8) + batch * context * machine.kv_token_bytes
 
 
 def prefill_s(machine: Machine, decoder: CudaDecoder, tokens: int) -> float:
-    """Seconds for one prompt in one chunk, its first token's logits included."""
+    """Return the seconds for a prompt in one chunk, with its first token's logits."""
     table = scattered_tables(decoder, 1, tokens)
     ids = [(i * 31) % machine.shape.vocab_size for i in range(tokens)]
     batch = decoder.batch(ids, [Span(0, 0, tokens, 0)], table)
@@ -199,7 +199,7 @@ def prefill_s(machine: Machine, decoder: CudaDecoder, tokens: int) -> float:
 
 
 def prefill_operations(machine: Machine, tokens: int) -> int:
-    """Multiplications and additions: the layers' products, causal attention, one row of logits."""
+    """Return the operations of the layers' products, causal attention and one row of logits."""
     s = machine.shape
     products = 2 * tokens * s.num_layers * s.layer_weights
     attention = 2 * s.num_layers * tokens * tokens * s.num_heads * s.head_dim
@@ -209,7 +209,7 @@ def prefill_operations(machine: Machine, tokens: int) -> int:
 def workload_s(
     machine: Machine, decoder: CudaDecoder, loop: DecodeLoop, requests: int, prompt: int, new: int
 ) -> float:
-    """Seconds for ``requests`` prompts and ``new`` tokens each, from token ids to token ids."""
+    """Return the seconds for ``requests`` prompts and ``new`` tokens each, from ids to ids."""
     tables = scattered_tables(decoder, requests, prompt + new)
     ids = [(i * 31) % machine.shape.vocab_size for i in range(prompt)]
     together = max(1, PREFILL_CHUNK // prompt)

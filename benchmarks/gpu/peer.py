@@ -1,4 +1,4 @@
-"""One workload in ``transformers`` continuous batching; prints seconds as one line of JSON.
+"""Workload in ``transformers`` continuous batching; prints seconds as one line of JSON.
 
 python3 -m benchmarks.gpu.peer REQUESTS PROMPT NEW [--smoke]
 """
@@ -10,7 +10,7 @@ import time
 
 
 def main() -> None:
-    """Random weights of the same shape, the same prompts, greedy."""
+    """Run the workload, greedy, with random weights of the same shape and the same prompts."""
     requests, prompt, new = (int(word) for word in sys.argv[1:4])
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -44,7 +44,7 @@ def main() -> None:
         max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     seconds = []
-    for _ in range(1 if smoke else 2):  # the first one warms up
+    for _ in range(1 if smoke else 2):  # the first run warms up
         began = time.perf_counter()
         with torch.no_grad():  # its worker thread cannot use tensors of inference mode
             outputs = model.generate_batch(ids, generation_config=generation)
@@ -53,7 +53,7 @@ def main() -> None:
         seconds.append(time.perf_counter() - began)
         counts = [len(output.generated_tokens) for output in outputs.values()]
         if counts != [new] * requests:
-            print(json.dumps({"not_run": f"it answered {sum(counts)} tokens"}))
+            print(json.dumps({"not_run": f"got {sum(counts)} tokens instead of {requests * new}"}))
             return
     print(json.dumps({"s": seconds[-1], "transformers": transformers.__version__}))
 

@@ -1,11 +1,11 @@
-"""What a GPU machine can show of KV by NCCL and by CUDA IPC, without a fleet.
+"""Probe of NCCL and CUDA IPC for KV on a GPU machine, without a fleet.
 
     PYTHONPATH=. python3 -m benchmarks.gpu.transports [--mib 256] [--out transports.json]
     ... --device cpu       the same with gloo and shared memory in their places
 
-Needs python3 with torch, nothing else. Two ranks on one GPU may be refused by NCCL: then the row
-says so, in NCCL's words. Every row moves bytes that the other end compares; none is a claim about
-a fleet, whose pool is in host memory.
+It needs python3 with only torch. NCCL may refuse two ranks on one GPU; then the row has NCCL's
+message. The receiving end of every row compares the bytes. No row describes a fleet, whose pool is
+in host memory.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import torch
 
 MESSAGE_BYTES = 4 << 20
 ORDER_BYTES = 24
-START_S = 60.0  # torch and CUDA take seconds to come up
+START_S = 60.0  # importing torch and starting CUDA take seconds
 HANG_S = 3.0
 SENDER = 0
 RECEIVER = 1
@@ -36,21 +36,15 @@ _STORAGE: Any = torch.UntypedStorage
 
 
 class ProbeError(RuntimeError):
-    """What was tried is not to be had here; the text says why."""
+    """The probe cannot run here; the text gives the reason."""
 
 
 class WrongBytesError(Exception):
-    """What came is not what was sent."""
+    """The received bytes differ from the sent ones."""
 
 
 class PairEnd:
-    """One rank of a pair: ``baton.engine.process.pair``, as ``kvtransfer/pair`` starts it.
-
-    Args:
-        rank: ``SENDER`` or ``RECEIVER``.
-        device: Of its group.
-        store_port: The sender's; 0 for the sender itself.
-    """
+    """A rank of ``baton.engine.process.pair``, as ``kvtransfer/pair`` starts it."""
 
     def __init__(self, rank: int, device: str, store_port: int = 0) -> None:
         staging_fd = os.memfd_create("probe-pair")
@@ -71,14 +65,9 @@ class PairEnd:
         os.close(staging_fd)
         self.store_port = self._report() if rank == SENDER else 0
 
-    def wait(self, patience_s: float = START_S) -> None:
-        """Until the group stands, or an order is done.
-
-        Raises:
-            ProbeError: The process ended.
-            TimeoutError: It did not come in time.
-        """
-        self._control.settimeout(patience_s)
+    def wait(self, timeout_s: float = START_S) -> None:
+        """Wait until the group has formed, or an order is done."""
+        self._control.settimeout(timeout_s)
         self._report()
 
     def order(self) -> None:
@@ -87,7 +76,7 @@ class PairEnd:
         self._control.sendall(b"".join(part.to_bytes(8, "little") for part in parts))
 
     def kill(self) -> None:
-        """As a parent does whose collective hangs."""
+        """Kill the process, as ``kvtransfer/pair`` does when a collective hangs."""
         self.process.kill()
         self.process.communicate()
         self._control.close()
@@ -97,13 +86,13 @@ class PairEnd:
         if len(report) == ORDER_BYTES:
             return int.from_bytes(report[:8], "little")
         self.process.wait()
-        said = self.process.stderr.read().decode() if self.process.stderr else ""
-        lines = [line for line in said.splitlines() if "rror" in line or "uplicate" in line]
-        raise ProbeError("; ".join(lines[-3:]) or f"it ended with {self.process.returncode}")
+        output = self.process.stderr.read().decode() if self.process.stderr else ""
+        lines = [line for line in output.splitlines() if "rror" in line or "uplicate" in line]
+        raise ProbeError("; ".join(lines[-3:]) or f"exit code {self.process.returncode}")
 
 
 def pair_moves(devices: tuple[str, str], messages: int) -> dict[str, Any]:
-    """Messages from one rank to the other, each compared; then one that nobody sends."""
+    """Move messages between ranks and compare each; then receive without a send."""
     ends: list[PairEnd] = []
     try:
         ends.append(PairEnd(SENDER, devices[0]))
@@ -120,7 +109,7 @@ def pair_moves(devices: tuple[str, str], messages: int) -> dict[str, Any]:
                 end.wait()
             taken_s += (time.perf_counter() - began_s) if number else 0.0
             if ends[RECEIVER].staging[:] != pattern(number):
-                raise WrongBytesError(f"message {number} came as something else")
+                raise WrongBytesError(f"message {number} arrived with other bytes")
         ends[RECEIVER].order()
         hangs = _hangs(ends[RECEIVER])
     finally:
@@ -139,7 +128,7 @@ def _hangs(end: PairEnd) -> bool:
 
 
 def pattern(number: int) -> bytes:
-    """Bytes that no other message has."""
+    """Return bytes that no other message has."""
     return number.to_bytes(8, "little") * (MESSAGE_BYTES // 8)
 
 
@@ -147,7 +136,7 @@ def pattern(number: int) -> bytes:
 
 
 def lend(device: str, size_bytes: int, folder: Path) -> None:
-    """A process that lends memory of its device, and fills it with each number that it is told."""
+    """Lend this process's memory, and fill it with each number on standard input."""
     if device == "cpu":
         path = str(folder / "lent")
         handle: tuple[Any, ...] = (path, size_bytes)
@@ -166,7 +155,7 @@ def lend(device: str, size_bytes: int, folder: Path) -> None:
 def _opened(handle: tuple[Any, ...], device: str) -> torch.Tensor:
     if device == "cpu":
         return torch.from_file(handle[0], shared=True, size=handle[1], dtype=torch.uint8)
-    storage = _STORAGE._new_shared_cuda(*handle)  # noqa: SLF001 - what torch.multiprocessing calls
+    storage = _STORAGE._new_shared_cuda(*handle)  # noqa: SLF001 - used by torch.multiprocessing too
     return torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -176,7 +165,7 @@ def _settled(device: str) -> None:
 
 
 def lent_memory(device: str, size_bytes: int) -> dict[str, Any]:
-    """Another process's memory, copied into ours; what a late reader sees; its owner killed."""
+    """Copy another process's memory; report what a late reader sees once its owner is killed."""
     with tempfile.TemporaryDirectory(prefix="baton-probe-") as folder:
         command = [sys.executable, "-m", "benchmarks.gpu.transports", "--lend", folder]
         owner = subprocess.Popen(
@@ -192,28 +181,28 @@ def lent_memory(device: str, size_bytes: int) -> dict[str, Any]:
             owner.communicate()
 
 
-def _told(owner: "subprocess.Popen[str]") -> str:
+def _line_of(owner: "subprocess.Popen[str]") -> str:
     line = owner.stdout.readline() if owner.stdout else ""
     if not line:
-        raise ProbeError(f"the owner ended with {owner.wait()}; what it said is above")
+        raise ProbeError(f"the owner failed with code {owner.wait()}; its output is above")
     return line.strip()
 
 
 def _read_lent(owner: "subprocess.Popen[str]", device: str, size_bytes: int) -> dict[str, Any]:
-    ours = torch.zeros(size_bytes, dtype=torch.uint8, device=device)  # CUDA is up from here on
-    lent = _opened(ast.literal_eval(_told(owner)), device)
+    ours = torch.zeros(size_bytes, dtype=torch.uint8, device=device)  # also starts CUDA
+    lent = _opened(ast.literal_eval(_line_of(owner)), device)
     rates = []
     for value in range(1, 8):
         print(value, file=owner.stdin, flush=True)
-        _told(owner)
+        _line_of(owner)
         began_s = time.perf_counter()
         ours.copy_(lent[:size_bytes])
         _settled(device)
         rates.append(size_bytes / (time.perf_counter() - began_s) / 1e9)
         if not bool((ours == value).all()):
-            raise WrongBytesError(f"the copy is not what its owner wrote last: {value}")
+            raise WrongBytesError(f"the copy differs from its owner's last value {value}")
     ours.copy_(lent[:size_bytes])
-    lent[:8] = 99  # what must not be: a reader that writes
+    lent[:8] = 99  # tests whether a reader can write
     _settled(device)
     owner.kill()
     owner.wait()
@@ -238,7 +227,7 @@ def _what_is_left(lent: torch.Tensor, device: str) -> str:
 
 
 def rows(device: str, size_bytes: int) -> list[tuple[str, Callable[[], Any]]]:
-    """What is tried here."""
+    """Return the rows for a device."""
     messages = size_bytes // MESSAGE_BYTES
     if device == "cpu":
         pairs = [("gloo pair", ("cpu", "cpu"))]
@@ -254,10 +243,10 @@ def rows(device: str, size_bytes: int) -> list[tuple[str, Callable[[], Any]]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one line per row; 1 if bytes came wrong, 2 without a GPU."""
+    """Print one line per row; return 1 if bytes were wrong, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--mib", type=int, default=256, help="payload of each row")
+    parser.add_argument("--device", default="cuda:0", help="device of the memory")
+    parser.add_argument("--mib", type=int, default=256, help="payload of each row, MiB")
     parser.add_argument("--out", type=Path, help="write the rows here as JSON")
     parser.add_argument("--lend", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Search for better cuts, and print them as rows for ``baton/engine/cuda/kernels/configs.py``."""
+"""Search for better tile sizes, printed as rows for ``baton/engine/cuda/kernels/configs.py``."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
 from baton.engine.cuda.kernels.configs import AttentionConfig, LinearConfig, attention_config
@@ -15,11 +15,11 @@ from baton.engine.cuda.kernels.products import fixed_linear
 from benchmarks.gpu.model import BLOCK, Machine
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
-MARGIN = 0.97  # a cut replaces cuBLAS only when it takes less than this of its time
+MARGIN = 0.97  # our kernel replaces cuBLAS only if it takes less than this share of its time
 
 
 def tune(machine: Machine, report: Any) -> None:
-    """Attention for decode and prefill, then the four products of a layer."""
+    """Tune attention for decode and prefill, then the four products of a layer."""
     smoke = machine.smoke
     for batch, context in ((2, 40),) if smoke else ((1, 32768), (32, 4096), (256, 1024)):
         spans = [Span(i, context - 1, 1, i) for i in range(batch)]
@@ -80,7 +80,7 @@ def _attention(machine: Machine, report: Any, kind: str, spans: list[Span], cont
             timed_cuts.append((seconds, cut))
     case = f"{kind}, {len(spans)} x {context}"
     if not timed_cuts:
-        report.skip("tune", case, "no cut ran in time")
+        report.skip("tune", case, "no tile sizes ran in time")
         return
     timed_cuts.sort(key=lambda pair: pair[0])
     seconds, best = timed_cuts[0]
@@ -117,7 +117,7 @@ def _linear(machine: Machine, report: Any, case: str, rows: int, outputs: int, i
         if seconds is not None:
             timed_cuts.append((seconds, cut))
     if not timed_cuts:
-        report.skip("tune", case, "no cut ran in time")
+        report.skip("tune", case, "no tile sizes ran in time")
         return
     ours, best = min(timed_cuts, key=lambda pair: pair[0])
     ratio = ours / theirs
@@ -126,7 +126,7 @@ def _linear(machine: Machine, report: Any, case: str, rows: int, outputs: int, i
 
 
 def _try(machine: Machine, work: Any) -> float | None:
-    """Seconds, or ``None`` where a cut needs more than the device has."""
+    """Return seconds, or ``None`` if the sizes need more than the device has."""
     from triton.runtime.errors import OutOfResources
 
     try:

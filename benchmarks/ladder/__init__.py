@@ -1,1 +1,1 @@
-"""Measure prompts and bodies of real length at each step of a ladder of sizes."""
+"""Measurements of prompts and bodies of real length, over a ladder of sizes."""

@@ -1,11 +1,11 @@
-"""Measure what each step of a ladder of sizes costs: router, first token, memory.
+"""Cost of each step of a ladder of sizes: router, first token, memory.
 
     python -m benchmarks.ladder [--rounds 3] [--json FILE]
 
 Prompts of 1,024 to 131,072 tokens, and bodies of real length (``bodies.py``), as chats. The fleet
 is a router and two workers that serve a tiny model of real layers. Parts of the router's work are
-timed in this process, with the router's own functions. ``over`` is the time to the first token less
-what the engine took for the prompt, as ``/fleet/requests/ID`` tells it.
+timed in this process, with the router's own functions. ``over`` is TTFT minus the engine's time for
+the prompt in ``/fleet/requests/ID``.
 """
 
 import asyncio
@@ -43,13 +43,12 @@ _MS = 1e3
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements of one request; times in ms.
+    """Measurements of one request; times in ms.
 
     Attributes:
-        first: To the first token, at the client.
-        over: The same, less the engine's time for the prompt.
-        router_cpu: Of the router's process, until the answer was complete.
-        answer_tokens: How many.
+        first: TTFT at the client.
+        over: TTFT minus the engine's time for the prompt.
+        router_cpu: CPU time of the router's process, until the response was complete.
     """
 
     first: float
@@ -59,7 +58,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the ladder; times in ms, memory in MiB."""
+    """Measurements of a step of the ladder; times in ms, memory in MiB."""
 
     name: str
     body_bytes: int
@@ -70,7 +69,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts(model: ServedModel) -> Mapping[str, Body]:
-    """Chats whose prompts have these sizes."""
+    """Return chats whose prompts have these sizes."""
     text = prose(8 * SIZES[-1], 1)
     ids = model.tokenizer.encode(text)
     return {f"{size:,} tokens": _sized(model, ids, size) for size in SIZES}
@@ -88,7 +87,7 @@ def _sized(model: ServedModel, ids: list[int], size: int) -> Body:
 
 
 def ask(fleet: LadderFleet, chat: Body, mode: str, salt: str) -> Seen:
-    """Send one chat and read its stream; nothing of it is cached."""
+    """Send an uncached chat and read its stream."""
     raw = json.dumps({**chat, "stream": True, "cache_salt": salt}).encode()
     headers = {"x-baton-mode": mode, "content-type": "application/json"}
     before_s = fleet.router_cpu_s()
@@ -102,21 +101,21 @@ def ask(fleet: LadderFleet, chat: Body, mode: str, salt: str) -> Seen:
                 if line.startswith("data: {") and not first_s:
                     first_s = time.monotonic() - began_s
         cpu_s = fleet.router_cpu_s() - before_s
-        story: dict[str, Any] = client.get(
+        report: dict[str, Any] = client.get(
             f"/fleet/requests/{answer.headers['x-request-id']}"
         ).json()
-    if story["attempts"] != 1:
-        raise RuntimeError(f"{story['attempts']} attempts: {story['timeline']}")
+    if report["attempts"] != 1:
+        raise RuntimeError(f"{report['attempts']} attempts instead of 1: {report['timeline']}")
     return Seen(
         first=_MS * first_s,
-        over=_MS * (first_s - story["worker_times_s"]["prefill"]),
+        over=_MS * (first_s - report["worker_times_s"]["prefill"]),
         router_cpu=_MS * cpu_s,
-        answer_tokens=story["completion_tokens"],
+        answer_tokens=report["completion_tokens"],
     )
 
 
 def measure(fleet: LadderFleet, model: ServedModel, name: str, chat: Body, rounds: int) -> Row:
-    """One step of the ladder."""
+    """Measure one step of the ladder."""
     raw = json.dumps(chat).encode()
     phases = medians(lambda: phases_of(raw, model), rounds)
     fleet.forget_peaks()
@@ -144,10 +143,10 @@ def _median(asked: list[Seen]) -> Seen:
 
 
 def table(rows: list[Row]) -> Table:
-    """What a reader compares."""
-    shown = Table(title="times in ms, memory in MiB; c: colocated, h: handed over")
+    """Return the table of all steps."""
+    shown = Table(title="times in ms, memory in MiB; c: colocated, d: disaggregated")
     shown.add_column("chat")
-    for column in ("KB", "tokens", *_PARTS, "over c", "over h", "router", "worker"):
+    for column in ("KB", "tokens", *_PARTS, "over c", "over d", "router", "worker"):
         shown.add_column(column, justify="right")
     shown.add_column("router CPU/token", justify="right")
     for row in rows:
@@ -166,7 +165,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def growth(rows: list[Row]) -> Table:
-    """What a token costs at the top, over what it costs further down; above 1: it grows faster."""
+    """Return the ratio of a token's cost at the top to that further down; 1 is linear growth."""
     by_tokens = {row.name: row for row in rows}
     low, high = (by_tokens[f"{size:,} tokens"] for size in (_GROWTH_FROM, _GROWTH_TO))
     times = high.phases.tokens / low.phases.tokens
@@ -183,7 +182,7 @@ def growth(rows: list[Row]) -> Table:
 
 
 async def run(rounds: int, folder: Path) -> list[Row]:
-    """All steps, the smallest first; one of the largest warms the pools."""
+    """Run all steps, the smallest first; one of the largest warms the pools."""
     like = resolve_model(DEFAULT_MODEL)
     reference = write_tiny_model(folder / "model", like, CONTEXT_TOKENS)
     model = ServedModel(resolve_model(reference), ("default",), max_context_tokens=CONTEXT_TOKENS)
@@ -196,18 +195,18 @@ async def run(rounds: int, folder: Path) -> list[Row]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Of each step; medians are shown.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each step, for medians.")] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
 ) -> None:
-    """Climb the ladder and print what each step costs."""
+    """Measure all steps and print their costs."""
     console = Console(width=max(Console().width, 170))
     with tempfile.TemporaryDirectory(prefix="bench-ladder-") as folder:
         rows = asyncio.run(run(rounds, Path(folder)))
     console.print(table(rows))
     console.print(growth(rows))
     if json_file is not None:
-        told = {"python": sys.version.split()[0], "rows": msgspec.to_builtins(rows)}
-        json_file.write_text(json.dumps(told, indent=1) + "\n")
+        record = {"python": sys.version.split()[0], "rows": msgspec.to_builtins(rows)}
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Bodies of real length: many tools, long tools, long conversations, long schemas, long answers.
+"""Bodies of real length: many tools, long tools, conversations, schemas and responses.
 
-Each is a chat; `responses_of` and `messages_of` say the same to the two other APIs. Schemas have
-lists of values only, so that an answer of any model that follows them ends.
+Each is a chat; `responses_of` and `messages_of` convert it for the two other APIs. Schemas have
+only lists of values, so a response of any model that follows them ends.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ MESSAGES = 1_000
 ANSWER_TOKENS = 8_000
 SCHEMA_BYTES = 50_000
 _LONG_TOOLS = 40
-_VALUES = 10  # times the number of words: of one field of the schema
+_VALUES = 10  # values of a field of the schema, as a multiple of the number of words
 _WORDS = (
     *("the", "fleet", "moves", "what", "a", "prompt", "has", "become", "to", "one"),
     *("worker", "that", "writes", "its", "answer"),
 )
-_CALL_TOKENS = 2_000  # a call or an object of lists ends sooner
+_CALL_TOKENS = 2_000  # a call or an object of lists is shorter
 
 Body = dict[str, Any]
 
 
 def prose(characters: int, salt: int) -> str:
-    """Plain words, others for each salt."""
+    """Return plain words, different for each salt."""
     words: list[str] = []
     length = 0
     place = salt
@@ -38,7 +38,7 @@ def prose(characters: int, salt: int) -> str:
 
 
 def schema_of(size: int, salt: int = 0) -> Body:
-    """The schema of an object of lists of values, of about ``size`` bytes as JSON."""
+    """Return the schema of an object of lists of values, of about ``size`` bytes as JSON."""
     properties: dict[str, Body] = {}
     length = 0
     while length < size:
@@ -56,7 +56,7 @@ def schema_of(size: int, salt: int = 0) -> Body:
 
 
 def tool(number: int, size: int) -> Body:
-    """A function of about ``size`` bytes as JSON: half its description, half its parameters."""
+    """Return a function of about ``size`` bytes: half description, half parameters."""
     parameters = {
         "type": "object",
         "properties": {
@@ -71,14 +71,14 @@ def tool(number: int, size: int) -> Body:
 
 
 def tools_of(count: int, size: int) -> list[Body]:
-    """So many functions of ``size`` bytes in all."""
+    """Return so many functions of ``size`` bytes in all."""
     return [
         {"type": "function", "function": tool(number, size // count)} for number in range(count)
     ]
 
 
 def conversation(count: int) -> list[Body]:
-    """So many messages, of user and assistant in turns; the last is the user's."""
+    """Return so many messages of user and assistant in turns; the last is the user's."""
     roles = ("user", "assistant")
     return [
         {"role": roles[(count - 1 - number) % 2], "content": prose(120, number)}
@@ -96,7 +96,7 @@ def _shaped(schema: Body) -> Body:
 
 
 def bodies() -> Mapping[str, Body]:
-    """All of them, as chats."""
+    """Return all bodies, as chats."""
     question = conversation(1)
     called = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": _CALL_TOKENS}
     schema = schema_of(SCHEMA_BYTES)
@@ -129,37 +129,37 @@ def bodies() -> Mapping[str, Body]:
 
 
 def responses_of(chat: Body) -> Body:
-    """The same for ``POST /v1/responses``."""
-    told: Body = {key: chat[key] for key in ("model", "temperature", "seed")}
-    told["input"] = chat["messages"]
-    told["max_output_tokens"] = chat["max_tokens"]
-    told["store"] = False
+    """Return the same request for ``POST /v1/responses``."""
+    body: Body = {key: chat[key] for key in ("model", "temperature", "seed")}
+    body["input"] = chat["messages"]
+    body["max_output_tokens"] = chat["max_tokens"]
+    body["store"] = False
     for key in ("tool_choice", "parallel_tool_calls", "stream", "ignore_eos"):
         if key in chat:
-            told[key] = chat[key]
+            body[key] = chat[key]
     if "tools" in chat:
-        told["tools"] = [{"type": "function", **item["function"]} for item in chat["tools"]]
+        body["tools"] = [{"type": "function", **item["function"]} for item in chat["tools"]]
     if "response_format" in chat:
         named = chat["response_format"]["json_schema"]
-        told["text"] = {"format": {"type": "json_schema", **named}}
-    return told
+        body["text"] = {"format": {"type": "json_schema", **named}}
+    return body
 
 
 def messages_of(chat: Body) -> Body:
-    """The same for ``POST /v1/messages``."""
-    told: Body = {key: chat[key] for key in ("model", "temperature", "messages", "max_tokens")}
+    """Return the same request for ``POST /v1/messages``."""
+    body: Body = {key: chat[key] for key in ("model", "temperature", "messages", "max_tokens")}
     if "stream" in chat:
-        told["stream"] = chat["stream"]
+        body["stream"] = chat["stream"]
     if "tools" in chat:
-        told["tools"] = [_anthropic_tool(item["function"]) for item in chat["tools"]]
+        body["tools"] = [_anthropic_tool(item["function"]) for item in chat["tools"]]
         kind = "any" if chat.get("tool_choice") == "required" else "auto"
-        told["tool_choice"] = {"type": kind, "disable_parallel_tool_use": True}
+        body["tool_choice"] = {"type": kind, "disable_parallel_tool_use": True}
     if "response_format" in chat:
         schema = chat["response_format"]["json_schema"]["schema"]
-        told["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
-    return told
+        body["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+    return body
 
 
 def _anthropic_tool(function: Body) -> Body:
-    told: Body = {key: function[key] for key in ("name", "description")}
-    return told | {"input_schema": function["parameters"]}
+    named: Body = {key: function[key] for key in ("name", "description")}
+    return named | {"input_schema": function["parameters"]}

@@ -1,4 +1,4 @@
-"""The fleet of the bench: Redis, a router as `baton up` starts it, and two workers."""
+"""Fleet of the benchmark: Redis, a router as `baton up` starts it, and two workers."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import httpx
 import psutil
 import yaml
 
-from benchmarks.router.processes import BenchError, free_port, redis, running, wait_for
+from benchmarks.router.processes import BenchError, cpu_s, free_port, redis, running, wait_for
 from benchmarks.worker import TOKEN, BenchWorker, bench_worker
 
 FLEET = "ladder"
@@ -20,7 +20,7 @@ _STEP_TOKENS = 4096
 
 
 class Peaks(NamedTuple):
-    """The most memory that each process held, MiB."""
+    """Peak memory of each process, MiB."""
 
     router: float
     prefill: float
@@ -28,13 +28,7 @@ class Peaks(NamedTuple):
 
 
 class LadderFleet:
-    """The processes of the fleet.
-
-    Args:
-        url: The router's.
-        router_pid: Its process.
-        workers: The prefill and the decode worker.
-    """
+    """The processes of the fleet."""
 
     def __init__(self, url: str, router_pid: int, workers: Sequence[BenchWorker]) -> None:
         self.url = url
@@ -42,19 +36,18 @@ class LadderFleet:
         self._workers = [_family(worker.process.pid) for worker in workers]
 
     def forget_peaks(self) -> None:
-        """Begin to look for peaks of memory anew."""
+        """Reset the peaks of memory."""
         for pid in (*self._router, *(pid for family in self._workers for pid in family)):
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def peaks(self) -> Peaks:
-        """The peaks since then; of a worker those of its shell and its engine."""
+        """Return the peaks since then; a worker's include its shell and its engine."""
         sums = (sum(map(_peak_mib, family)) for family in (self._router, *self._workers))
         return Peaks(*sums)
 
     def router_cpu_s(self) -> float:
-        """User and system time of the router, all threads."""
-        times = psutil.Process(self._router[0]).cpu_times()
-        return times.user + times.system
+        """Return user and system time of the router, all threads."""
+        return cpu_s(self._router[0])
 
 
 def _family(pid: int) -> list[int]:
@@ -72,17 +65,7 @@ def _peak_mib(pid: int) -> float:
 async def ladder_fleet(
     model: str, folder: Path, context_tokens: int, kv_blocks: int
 ) -> AsyncIterator[LadderFleet]:
-    """Start all processes; the router knows both workers.
-
-    Args:
-        model: The reference of the model.
-        folder: For the fleet file and the log.
-        context_tokens: The fleet's limit for prompt and answer together.
-        kv_blocks: Of each worker's pool.
-
-    Raises:
-        BenchError: A process did not come up.
-    """
+    """Start all processes, and wait until the router has both workers."""
     engine = {
         "model": model,
         "kv_blocks": kv_blocks,
@@ -91,9 +74,9 @@ async def ladder_fleet(
     }
     async with contextlib.AsyncExitStack() as stack:
         redis_url = stack.enter_context(redis())
-        told = {"redis_url": redis_url, "fleet": FLEET}
+        own = {"redis_url": redis_url, "fleet": FLEET}
         workers = [
-            await stack.enter_async_context(bench_worker(name, engine, **told))
+            await stack.enter_async_context(bench_worker(name, engine, **own))
             for name in ("prefill-0", "decode-0")
         ]
         port = free_port()

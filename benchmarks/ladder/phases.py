@@ -1,4 +1,4 @@
-"""What the router does with a chat, part by part, with its own functions and by the clock."""
+"""Times of the router's work on a chat, part by part, with its own functions."""
 
 import random
 import secrets
@@ -27,17 +27,16 @@ _SEED = bytes(16)
 
 
 class Phases(NamedTuple):
-    """Milliseconds of the parts, and what went through them.
+    """Milliseconds of the parts, and the size of the prompt.
 
     Attributes:
-        body: JSON and its checks.
-        grammar: The source of the grammar of the answer; 0 for a free one.
-        template: The text of the prompt.
-        tokenizer: Its token ids.
-        hashes: The names of its blocks.
-        placement: The choice of workers among four, hashes left out.
-        submission: The message to the worker, as bytes.
-        tokens: Of the prompt.
+        body: Parsing and checking the JSON.
+        grammar: Making the source of the response's grammar; 0 for a free response.
+        template: Rendering the text of the prompt.
+        tokenizer: Encoding its token ids.
+        hashes: Computing its block hashes.
+        placement: Choosing among four workers, without the hashes.
+        submission: Encoding the message to the worker.
     """
 
     body: float
@@ -62,12 +61,7 @@ class _Watch:
 
 
 def phases_of(raw: bytes, model: ServedModel) -> Phases:
-    """Do once what the router does with a chat, in this process.
-
-    Args:
-        raw: The body.
-        model: The model of the fleet.
-    """
+    """Do once, in this process, what the router does with a chat."""
     watch = _Watch()
     with watch.part("body"):
         body = parse(ChatBody, raw, model=model.names[0])
@@ -104,6 +98,6 @@ def phases_of(raw: bytes, model: ServedModel) -> Phases:
 
 
 def medians(measure: Callable[[], Phases], rounds: int) -> Phases:
-    """The medians of all parts over some rounds."""
+    """Return the medians of all parts over some rounds."""
     columns = zip(*(measure() for _ in range(rounds)), strict=True)
     return Phases(*(sorted(values)[rounds // 2] for values in columns))

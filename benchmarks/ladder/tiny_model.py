@@ -1,4 +1,4 @@
-"""A small random Mistral on disk: real layers, tokenizer and template, at prompts of any length.
+"""Small random Mistral on disk: real layers, tokenizer and template, at prompts of any length.
 
 A window of 256 tokens keeps its attention linear: 131,072 tokens take half a second.
 """
@@ -17,24 +17,19 @@ _FEED = 64
 _HEADS = 2
 _HEAD_DIM = 16
 _WINDOW_TOKENS = 256
-_SPREAD = 0.3  # of the weights: large enough that answers differ
+_SPREAD = 0.3  # of the weights: large enough that responses differ
 
 
 def write_tiny_model(folder: Path, like: ModelArtifact, context_tokens: int) -> str:
     """Write the model, with tokenizer, template and end tokens of another one.
 
-    Args:
-        folder: The directory to make.
-        like: The other model.
-        context_tokens: The limit for prompt and answer together.
-
     Returns:
-        The reference to load it by.
+        Reference of the model.
     """
     config = like.config
     vocabulary = like.config.vocab_size
     width = _HEADS * _HEAD_DIM
-    told = {
+    numbers = {
         "architectures": ["MistralForCausalLM"],
         "hidden_size": _HIDDEN,
         "num_hidden_layers": 1,
@@ -70,7 +65,7 @@ def write_tiny_model(folder: Path, like: ModelArtifact, context_tokens: int) -> 
         for name, shape in shapes.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(numbers))
     tokenizer = load_tokenizer(like.tokenizer_source()).backend
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
     template = {"chat_template": like.chat_template}

@@ -1,1 +1,1 @@
-"""What a router delivers for each second of CPU time, beside its peer."""
+"""Throughput of a router for each second of CPU time, beside its peer."""

@@ -1,12 +1,12 @@
-"""What a router delivers for each second of CPU time, beside NVIDIA Dynamo's frontend.
+"""Throughput of a router for each second of CPU time, beside NVIDIA Dynamo's frontend.
 
-    python -m benchmarks.router --build        once: Dynamo, in an environment of its own
+    python -m benchmarks.router --build        once: Dynamo, in a separate environment
     python -m benchmarks.router [--beside TREE] [--rounds 3] [--json FILE]
 
-Three processes: emulated workers that answer one frame for each step, the router (with a real Redis
-and real gRPC), and clients. Sides take turns: Dynamo with its own emulated workers, where it is
+Three processes: emulated workers that send one frame for each step, the router (with a real Redis
+and real gRPC), and clients. Sides take turns: Baton, Dynamo with its own emulated workers if it is
 built, and with ``--beside`` the router of another checkout. CPU seconds are those of the router's
-process alone, from ``/proc``. A process that takes 0.9 cores or more is named: it was the limit.
+process alone, from ``/proc``. A process that takes 0.9 cores or more is named as the limit.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _TREE = Path(__file__).parents[2]
 
 
 class Shape(NamedTuple):
-    """What one client asks for, again and again."""
+    """Size of a client's requests and responses."""
 
     words: int
     answer_tokens: int
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """So many clients, each with one request at a time; or requests that come at a rate."""
+    """Number of clients with one request at a time each, or rate of requests."""
 
     clients: int = 0
     rate_per_s: float = 0.0
@@ -67,11 +67,11 @@ class Demand(NamedTuple):
         return f"{self.rate_per_s:g}/s" if self.rate_per_s else str(self.clients)
 
 
-_LONG = 1000  # words, from which a prompt is what counts, and answers are short
+_LONG = 1000  # words from which a prompt counts as long and its response is short
 
 
 class Side(NamedTuple):
-    """A router that is up."""
+    """A running router."""
 
     port: int
     router_pid: int
@@ -79,14 +79,13 @@ class Side(NamedTuple):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One side under one load; medians of the rounds.
+    """Results of a side under one load; medians of the rounds.
 
     Attributes:
-        demand: Clients, or requests a second.
+        demand: Clients, or requests per second.
         router_cores: CPU seconds of the router for each second.
-        limit: The process that took a whole core; empty: none.
-        stream_bytes: Memory that the router holds more than before, for each client; 0 where
-            requests come at a rate.
+        limit: Process that took a whole core; empty: none.
+        stream_bytes: Additional memory of the router for each client; 0 for a rate.
     """
 
     side: str
@@ -108,7 +107,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float) -> Figures:
-    """One load on one side."""
+    """Measure one load on one side."""
     before_bytes = rss_bytes(side.router_pid)
     command = [sys.executable, "-m", "benchmarks.router.load", "--port", str(side.port)]
     asked: dict[str, object] = {
@@ -121,7 +120,7 @@ def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float)
         command += [f"--{option}", str(value)]
     with running(command, stdout=subprocess.PIPE) as process:
         if process.stdout is None or process.stdout.readline() != b"begin\n":
-            raise RuntimeError("the clients did not begin")
+            raise RuntimeError("the clients did not start")
         spent_s = -cpu_s(side.router_pid)
         workers_s = -cpu_s(side.workers_pid)
         time.sleep(seconds)
@@ -133,7 +132,7 @@ def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float)
         Console().print(note)
     seen = msgspec.json.decode(last, type=Result)
     if not seen.requests:
-        raise BenchError(f"{name} answered nothing: {' '.join(notes) or 'nor did it fail'}")
+        raise BenchError(f"{name} served no request: {' '.join(notes) or 'no failure reported'}")
     tokens = seen.requests * shape.answer_tokens
     busy = {"router": spent_s / seconds, "workers": workers_s / seconds, "clients": seen.busy}
     return Figures(
@@ -152,13 +151,13 @@ def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float)
         gap_p99_s=seen.gap_p99_s,
         stream_bytes=held_bytes / demand.clients if demand.clients else 0.0,
         failed=seen.failed,
-        limit=" ".join(who for who, share in busy.items() if share >= _LIMIT),
+        limit=" ".join(process for process, share in busy.items() if share >= _LIMIT),
     )
 
 
 @contextlib.contextmanager
 def baton(tree: Path, count: int, step_s: float) -> Iterator[Side]:
-    """The router of a checkout, with Redis and workers."""
+    """Run the router of a checkout, with Redis and workers."""
     with (
         redis() as url,
         workers(url, count, step_s) as workers_pid,
@@ -170,7 +169,7 @@ def baton(tree: Path, count: int, step_s: float) -> Iterator[Side]:
 
 @contextlib.contextmanager
 def peer(count: int) -> Iterator[Side]:
-    """Dynamo's frontend and workers."""
+    """Run Dynamo's frontend and workers."""
     made = dynamo.Dynamo(dynamo.cache_folder(), MODEL_NAME, free_port(), count)
     try:
         wait_for(lambda: _serves(made.port), f"Dynamo ({made.log_end()})")
@@ -189,7 +188,7 @@ def _serves(port: int) -> bool:
 
 
 def median(rounds: list[Figures]) -> Figures:
-    """The medians of all numbers."""
+    """Return the medians of all numbers."""
     numbers = {
         name: statistics.median(getattr(figures, name) for figures in rounds)
         for name, value in msgspec.structs.asdict(rounds[0]).items()
@@ -199,7 +198,7 @@ def median(rounds: list[Figures]) -> Figures:
 
 
 def table(figures: list[Figures], rounds: int) -> Table:
-    """What a reader compares."""
+    """Return the table of all sides and loads."""
     shown = Table(title=f"a router's CPU second, median of {rounds}; times in ms")
     for column in (
         *(
@@ -234,19 +233,19 @@ def table(figures: list[Figures], rounds: int) -> Table:
 
 
 def main(
-    clients: Annotated[str, typer.Option(help="Connections, one number for each load.")] = "64,256",
-    rates: Annotated[str, typer.Option(help="Requests a second, a number for each load.")] = "50",
-    seconds: Annotated[float, typer.Option(help="That count, of each load.")] = 8.0,
+    clients: Annotated[str, typer.Option(help="Numbers of connections, one load each.")] = "64,256",
+    rates: Annotated[str, typer.Option(help="Requests per second, one load each.")] = "50",
+    seconds: Annotated[float, typer.Option(help="Measured time of each load.")] = 8.0,
     rounds: Annotated[int, typer.Option(help="Rounds in turns; medians are shown.")] = 3,
     count: Annotated[int, typer.Option("--workers", help="Emulated workers.")] = 4,
-    step_s: Annotated[float, typer.Option("--step-s", help="Between two steps.")] = 0.006,
+    step_s: Annotated[float, typer.Option("--step-s", help="Seconds between steps.")] = 0.006,
     beside: Annotated[Path | None, typer.Option(help="Another checkout, measured too.")] = None,
-    words: Annotated[str, typer.Option(help="Prompts, one number for each load.")] = "20,3000",
+    words: Annotated[str, typer.Option(help="Words of prompts, one load each.")] = "20,3000",
     build: Annotated[bool, typer.Option("--build", help="Install Dynamo first.")] = False,
     with_peer: Annotated[bool, typer.Option("--peer/--no-peer", help="Dynamo, if built.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
 ) -> None:
-    """Measure routers and print what they deliver for a second of CPU time."""
+    """Measure routers and print their throughput for a second of CPU time."""
     console = Console(width=max(Console().width, 150))
     if build:
         dynamo.build(dynamo.cache_folder(), DEFAULT_MODEL, console)

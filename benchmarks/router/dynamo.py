@@ -1,7 +1,7 @@
-"""The peer: NVIDIA Dynamo's frontend with its own emulated workers, in an environment of its own.
+"""The peer: NVIDIA Dynamo's frontend with its own emulated workers, in a separate environment.
 
-It lives below ``$BATON_CACHE`` or ``~/.cache/baton``, and is built by
-``python -m benchmarks.router --build``.
+The environment is below ``$BATON_CACHE`` or ``~/.cache/baton``;
+``python -m benchmarks.router --build`` creates it.
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.model.artifact import resolve_model
+from baton.model.locate import cache_root
 from baton.text.tokenizer import load_tokenizer
 
 VERSION = "1.6.1"
@@ -27,17 +28,16 @@ _BESIDE = (
 
 
 class PeerError(RuntimeError):
-    """Dynamo is not there."""
+    """Dynamo is not installed."""
 
 
 def cache_folder() -> Path:
-    """Where its environment and the model's directory are kept."""
-    root = os.environ.get("BATON_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "baton") / "dynamo"
+    """Return the folder of its environment and its model."""
+    return cache_root() / "dynamo"
 
 
 def build(folder: Path, model: str, console: Console) -> None:
-    """Install Dynamo, and write the model as it reads it."""
+    """Install Dynamo, and write the model in its format."""
     console.print(f"installing {_DYNAMO} in {folder}: about a minute")
     venv.create(folder / "venv", with_pip=True)
     pip = [str(folder / "venv" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
@@ -47,7 +47,7 @@ def build(folder: Path, model: str, console: Console) -> None:
 
 
 def write_model(folder: Path, model: str) -> None:
-    """A Hugging Face directory without weights: configuration, tokenizer, template."""
+    """Write a Hugging Face directory without weights: configuration, tokenizer, template."""
     artifact = resolve_model(model)
     config = artifact.config
     tokenizer = load_tokenizer(artifact.tokenizer_source())
@@ -83,17 +83,7 @@ def write_model(folder: Path, model: str) -> None:
 
 
 class Dynamo:
-    """Frontend and workers, for as long as the context lasts.
-
-    Args:
-        folder: As `build` made it.
-        name: To serve the model as.
-        port: Of the frontend.
-        workers: Emulated ones.
-
-    Raises:
-        PeerError: It is not built.
-    """
+    """Processes of frontend and workers."""
 
     def __init__(self, folder: Path, name: str, port: int, workers: int) -> None:
         python = folder / "venv" / "bin" / "python"
@@ -127,15 +117,15 @@ class Dynamo:
 
     @property
     def pids(self) -> tuple[int, int]:
-        """The frontend's and the workers'."""
+        """Process ids of the frontend and of the workers."""
         return self._processes[1].pid, self._processes[0].pid
 
     def log_end(self) -> str:
-        """The last lines of both."""
+        """Return the last lines of both logs."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
 
     def close(self) -> None:
-        """End both."""
+        """End frontend and workers."""
         for process in self._processes:
             process.terminate()
         for process in self._processes:

@@ -1,12 +1,12 @@
-"""Clients of the bench in one process: each asks, reads the stream to its end, and asks again.
+"""Clients of the benchmark in one process: each sends a request, reads its stream, and repeats.
 
     python -m benchmarks.router.load --port 8000 --model smollm2 --clients 64 …
 
-With ``--rate`` requests come at random moments of their own, however slow the answers are, and wait
-from then on: sides under the same rate are under the same load.
+With ``--rate``, requests arrive at random moments, however slow the responses are, and wait from
+then on. So sides with the same rate have the same load.
 
-Reads no more of HTTP than it must, so that the router is the bottleneck and not this. Prints
-``begin`` when the warm-up is over, and at the end one line of JSON.
+It parses no more of HTTP than necessary, so that the router is the bottleneck. It prints ``begin``
+after the warm-up, and one line of JSON at the end.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ possible problem history company service machine
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What the clients saw in the time that was measured.
+    """Measurements of the clients.
 
     Attributes:
         events: Server-sent events; several tokens in one are one event.
-        busy: The share of one core that this process took.
+        busy: Share of one core that this process took.
     """
 
     seconds: float
@@ -59,7 +59,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load:
-    """What all clients share: what they ask, and what they saw."""
+    """Request generator and counters of all clients."""
 
     def __init__(self, model: str, words: int, answer_tokens: int) -> None:
         self._model = model
@@ -71,14 +71,14 @@ class Load:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Reset the counters."""
         self.requests = self.events = 0
         self.ttft_s = array("d")
         self.gaps_s = array("d")
         self.failures.clear()
 
     def request(self) -> bytes:
-        """The next request: no two prompts begin alike."""
+        """Return the next request: no two prompts have a common prefix."""
         self._asked += 1
         text = " ".join((str(self._asked), *self._draw.choices(_WORDS, k=self._words - 1)))
         body = msgspec.json.encode(
@@ -98,7 +98,7 @@ class Load:
 
 
 class Client(asyncio.Protocol):
-    """One connection; whoever made it is told when it is free."""
+    """A connection; ``free`` is called when it can send a request."""
 
     def __init__(self, load: Load, free: "Callable[[Client], None]") -> None:
         self._load = load
@@ -108,12 +108,12 @@ class Client(asyncio.Protocol):
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It may be asked."""
+        """Report the connection as free."""
         self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's has no such base
         self._free(self)
 
     def ask(self, due_s: float) -> None:
-        """The next request, which waits since ``due_s``."""
+        """Send the next request, which has waited since ``due_s``."""
         if self._transport is not None:
             self._tail = b""
             self._last_s = 0.0
@@ -121,7 +121,7 @@ class Client(asyncio.Protocol):
             self._transport.write(self._load.request())
 
     def data_received(self, data: bytes) -> None:
-        """Count events."""
+        """Count events of a response."""
         load = self._load
         now_s = time.perf_counter()
         if not self._tail and not data.startswith(b"HTTP/1.1 200"):
@@ -142,13 +142,13 @@ class Client(asyncio.Protocol):
             self._free(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Only at the end, if all is well."""
+        """Record a lost connection, which is a failure before the end."""
         if self._transport is not None:
             self._load.failures.append(f"the connection was lost: {exc}")
             self._transport = None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection, if it is open."""
         if self._transport is not None:
             transport = self._transport
             self._transport = None
@@ -156,7 +156,7 @@ class Client(asyncio.Protocol):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """0 of nothing."""
+    """Return a percentile, or 0 of too few values."""
     if len(values) < 2:
         return 0.0
     return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
@@ -178,14 +178,14 @@ class Clients:
         )
         self._made.append(client)
 
-    async def ask_again_and_again(self, count: int) -> None:
-        """Closed loop: each of ``count`` clients has one request at a time."""
+    async def start_closed_loop(self, count: int) -> None:
+        """Give each of ``count`` clients one request at a time."""
         for place in range(count):
             await self._connect(lambda client: client.ask(time.perf_counter()))
-            await asyncio.sleep(0.3 / count if place else 0)  # steps are not to be in step
+            await asyncio.sleep(0.3 / count if place else 0)  # spreads the clients over a step
 
-    async def ask_at(self, rate_per_s: float) -> None:
-        """Open loop, for ever: a connection that is free, or a new one."""
+    async def run_open_loop(self, rate_per_s: float) -> None:
+        """Send requests at a rate until cancelled, on free connections or new ones."""
         draw = random.Random(2)
         due_s = time.perf_counter()
         while True:
@@ -196,7 +196,7 @@ class Clients:
             self._idle.pop().ask(due_s)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for client in self._made:
             client.close()
 
@@ -204,10 +204,10 @@ class Clients:
 async def run(
     load: Load, port: int, clients: int, rate_per_s: float, warm_s: float, seconds: float
 ) -> Result:
-    """Ask for ``warm_s``, then for ``seconds`` that count."""
+    """Send requests for ``warm_s``, then measure for ``seconds``."""
     made = Clients(load, port)
     async with asyncio.TaskGroup() as group:
-        work = made.ask_at(rate_per_s) if rate_per_s else made.ask_again_and_again(clients)
+        work = made.run_open_loop(rate_per_s) if rate_per_s else made.start_closed_loop(clients)
         asking = group.create_task(work)
         if not rate_per_s:
             await asking
@@ -243,16 +243,16 @@ async def _measured(load: Load, warm_s: float, seconds: float) -> Result:
 
 
 def main(
-    port: Annotated[int, typer.Option(help="Of the router.")],
-    model: Annotated[str, typer.Option(help="Name to ask for.")],
-    clients: Annotated[int, typer.Option(help="Connections.")] = 64,
-    rate: Annotated[float, typer.Option(help="Requests a second instead; 0: none.")] = 0.0,
-    words: Annotated[int, typer.Option(help="Of each prompt.")] = 20,
-    answer_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
-    warm_s: Annotated[float, typer.Option("--warm-s", help="Before it counts.")] = 2.0,
-    seconds: Annotated[float, typer.Option(help="That count.")] = 8.0,
+    port: Annotated[int, typer.Option(help="Port of the router.")],
+    model: Annotated[str, typer.Option(help="Name of the model.")],
+    clients: Annotated[int, typer.Option(help="Number of connections.")] = 64,
+    rate: Annotated[float, typer.Option(help="Requests per second instead; 0: none.")] = 0.0,
+    words: Annotated[int, typer.Option(help="Words of each prompt.")] = 20,
+    answer_tokens: Annotated[int, typer.Option(help="Output tokens of each response.")] = 64,
+    warm_s: Annotated[float, typer.Option("--warm-s", help="Seconds of warm-up.")] = 2.0,
+    seconds: Annotated[float, typer.Option(help="Measured seconds.")] = 8.0,
 ) -> None:
-    """Ask, and print what was seen."""
+    """Run the clients, and print their measurements."""
     load = Load(model, words, answer_tokens)
     result = uvloop.run(run(load, port, clients, rate, warm_s, seconds))
     print(msgspec.json.encode(result).decode(), flush=True)

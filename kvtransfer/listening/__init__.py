@@ -1,1 +1,1 @@
-"""Sockets that listen for the fleet's own processes: who is let in, and what strangers may cost."""
+"""Sockets that listen for other processes of the fleet, and their authentication."""

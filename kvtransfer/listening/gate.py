@@ -1,8 +1,8 @@
-"""Accepts connections, and serves those whose hello is right.
+"""Accepts connections, and serves those whose hello is valid.
 
-Until its hello is done a connection is a stranger's. It has a deadline, and there are at most
-`MOST_STRANGERS`: one more ends the oldest, so that silent ones keep no reader out. Whatever a
-stranger says ends that connection and nothing else.
+Until its hello is done a connection is unauthenticated. It has a deadline, and there are at most
+`MOST_STRANGERS`: one more ends the oldest, so that silent ones cannot block other readers. Invalid
+bytes end their connection and nothing else.
 """
 
 import asyncio
@@ -17,20 +17,19 @@ from baton.telemetry.tasks import BackgroundTasks
 _LOG = logging.getLogger(__name__)
 
 MOST_STRANGERS = 64
-_SHORT_S = 0.1  # between two tries to accept where descriptors or memory are short
+_SHORT_S = 0.1  # between two attempts to accept when descriptors or memory are short
 
 T = TypeVar("T")
 
 
 class Gate(Generic[T]):
-    """One listener.
+    """Listener that authenticates its connections.
 
     Args:
-        listener: Its owner closes it, after the tasks.
-        hello: Takes a connection's hello, and raises if it is not right.
-        serve: Takes a connection with what its hello said, and closes it.
-        hello_s: The deadline of a hello.
-        tasks: One for each connection; whoever owns them closes them.
+        listener: Listening socket; its owner closes it, after the tasks.
+        hello: Authenticates a connection, and raises if that fails.
+        serve: Serves a connection with the result of its hello, and closes it.
+        tasks: Owner of one task for each connection; the caller closes it.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Gate(Generic[T]):
         self._strangers: dict[socket.socket, asyncio.Task[None]] = {}  # the oldest first
 
     async def run(self) -> None:
-        """Accept until cancelled."""
+        """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
         short = False
         while True:
@@ -58,7 +57,7 @@ class Gate(Generic[T]):
                 link, _ = await loop.sock_accept(self._listener)
             except OSError as error:
                 if not short:
-                    _LOG.warning("connections cannot be accepted: %s", error)
+                    _LOG.warning("cannot accept connections, retrying: %s", error)
                 short = True
                 await asyncio.sleep(_SHORT_S)
                 continue
@@ -67,18 +66,18 @@ class Gate(Generic[T]):
                 oldest = next(iter(self._strangers))
                 self._strangers.pop(oldest).cancel()
             self._strangers[link] = self._tasks.spawn(self._admit(link), "connection")
-            await asyncio.sleep(0)  # it owns its socket from its first line on
+            await asyncio.sleep(0)  # the task owns the socket from its first line on
 
     async def _admit(self, link: socket.socket) -> None:
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
             try:
                 async with asyncio.timeout(self._hello_s):
-                    said = await self._hello(link)
-            except Exception as error:  # noqa: BLE001 - a stranger's bytes end his connection alone
-                _LOG.debug("a connection is refused: %s: %s", type(error).__name__, error)
+                    introduction = await self._hello(link)
+            except Exception as error:  # noqa: BLE001 - invalid bytes end this connection alone
+                _LOG.debug("refused a connection: %s: %s", type(error).__name__, error)
                 return
             finally:
                 self._strangers.pop(link, None)
             undo.pop_all()
-        await self._serve(link, said)
+        await self._serve(link, introduction)

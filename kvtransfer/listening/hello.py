@@ -1,12 +1,13 @@
-"""How a reader and a worker prove to each other that they have the fleet's token.
+"""Mutual proof between a reader and a worker that both have the fleet's token.
 
     worker   GREETING, a nonce
     reader   a nonce, the reader's proof
-    worker   the worker's proof                    then whatever the transport says
+    worker   the worker's proof                    then the messages of the transport
 
-A proof is an HMAC of the token over the transport, the worker's incarnation and both nonces, so the
-token is never sent, and a proof fits one side of one connection. All is of a fixed size: a stranger
-names no length. What follows on the connection is not protected by it (``docs/guide/security.md``).
+A proof is an HMAC of the token over the transport, the worker's incarnation and both nonces. So the
+token is never sent, and a proof is valid for one side of one connection. All sizes are fixed: an
+unauthenticated peer cannot choose a length. The hello does not protect what follows on the
+connection (``docs/guide/security.md``).
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from hashlib import sha256
 from baton.wire.fleet_token import FleetToken
 
 VERSION = 2
-"""Part of what a worker offers, so that workers with different hellos do not try to connect."""
+"""Part of a worker's offer, so that workers with different hellos do not try to connect."""
 
 GREETING = b"baton-kv %03d\n" % VERSION
 NONCE_BYTES = 32
@@ -32,7 +33,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class HelloError(ConnectionError):
-    """The other side is not let in, or is not who was meant; the text says why."""
+    """The other side is refused, or is not the expected worker; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +44,20 @@ class _Meeting:
     reader_nonce: bytes
 
     def proof(self, token: str, side: bytes) -> bytes:
-        """Of one side that has this token."""
         parts = (side, self.transport.encode(), self.incarnation)
-        said = b"".join(struct.pack(">I", len(part)) + part for part in parts)
+        signed = b"".join(struct.pack(">I", len(part)) + part for part in parts)
         return hmac.digest(
-            token.encode(), GREETING + said + self.worker_nonce + self.reader_nonce, sha256
+            token.encode(), GREETING + signed + self.worker_nonce + self.reader_nonce, sha256
         )
 
 
 async def prove_to_worker(
     link: socket.socket, transport: str, incarnation: bytes, token: FleetToken
 ) -> None:
-    """The reader's side.
-
-    Args:
-        link: A connection on which nothing was said; not blocking.
-        transport: By its name.
-        incarnation: Of the worker that is meant.
-        token: The fleet's.
+    """Run the reader's side of the hello, on a fresh, non-blocking connection.
 
     Raises:
-        HelloError: Another version of the hello, another token or another life.
+        HelloError: Another version of the hello, another token or another incarnation.
         OSError: The connection ended.
     """
     greeting = await _exactly(link, len(GREETING) + NONCE_BYTES)
@@ -83,28 +77,24 @@ async def prove_to_worker(
 async def prove_to_reader(
     link: socket.socket, transport: str, incarnation: bytes, token: FleetToken
 ) -> None:
-    """The worker's side; arguments and errors as for `prove_to_worker`."""
+    """Run the worker's side of the hello; arguments and errors as for `prove_to_worker`."""
     loop = asyncio.get_running_loop()
     nonce = secrets.token_bytes(NONCE_BYTES)
     await loop.sock_sendall(link, GREETING + nonce)
-    said = await _exactly(link, NONCE_BYTES + PROOF_BYTES)
-    reader_nonce = said[:NONCE_BYTES]
-    shown = said[NONCE_BYTES:]
+    answer = await _exactly(link, NONCE_BYTES + PROOF_BYTES)
+    reader_nonce = answer[:NONCE_BYTES]
+    shown = answer[NONCE_BYTES:]
     meeting = _Meeting(transport, incarnation, nonce, reader_nonce)
     known = [
         each for each in token.valid if hmac.compare_digest(shown, meeting.proof(each, _READER))
     ]
     if not known:
-        raise HelloError(f"{transport}: a reader has another token, or means another life")
+        raise HelloError(f"{transport}: a reader has another token, or expects another incarnation")
     await loop.sock_sendall(link, meeting.proof(known[0], _WORKER))
 
 
 def check_same_user(link: socket.socket) -> None:
-    """Whether a process of our user is at the other end of a Unix socket, or listened there.
-
-    Raises:
-        HelloError: It is another user's.
-    """
+    """Check that the process at the other end of a Unix socket belongs to our user."""
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.geteuid():
@@ -112,11 +102,7 @@ def check_same_user(link: socket.socket) -> None:
 
 
 async def receive(link: socket.socket, into: memoryview) -> None:
-    """Fill a buffer.
-
-    Raises:
-        OSError: The connection ended before it was full.
-    """
+    """Fill a buffer."""
     loop = asyncio.get_running_loop()
     while into:
         count = await loop.sock_recv_into(link, into)

@@ -1,1 +1,1 @@
-"""Moves of KV in C++: gather, hash, verify and place, in one call for each frame."""
+"""KV transfers in C++: gather, hash, verify and scatter, in one call for each frame."""

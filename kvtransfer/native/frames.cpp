@@ -1,4 +1,4 @@
-// Frames in wire order (block, head, layer, k|v, token, bytes): out of a pool, and into one.
+// Frames in wire order (block, head, layer, k|v, token, bytes): gathered from a pool, or scattered.
 #include <type_traits>
 
 #include "kv.h"
@@ -18,8 +18,8 @@ uint64_t leaf_digest(const Slice& slice, int64_t block, int64_t head, int64_t va
   return hash.whole(bytes, size, hash.whole(place, sizeof place, seed));
 }
 
-// Calls `work` with the bytes of a vector as a constant where it is a usual one (0: it is not), so
-// that a copy of one is a handful of instructions and no call.
+// Calls `work` with the size of a vector as a constant if it is a usual one (otherwise 0), so that
+// copying a vector takes a few instructions and no call.
 template <typename Work>
 void with_vector_bytes(int64_t size, Work work) {
   switch (size) {
@@ -30,7 +30,7 @@ void with_vector_bytes(int64_t size, Work work) {
   }
 }
 
-// One block, in the order of the pool: that is how it is read fastest.
+// One block, in the order of the pool, which is fastest to read.
 template <int64_t kFixed>
 void gather_block(const Pool& pool, const Slice& slice, int64_t page, int64_t valid, uint8_t* out) {
   const int64_t size = kFixed ? kFixed : pool.head_bytes;
@@ -90,8 +90,8 @@ void baton_kv_gather(const kv::Pool* pool, const uint32_t* pages, const kv::Slic
   }
 }
 
-// Verifies each block of a payload and then, while it is in the cache, places it. Returns 0 if one
-// was not what its digests say; it is not placed, and those before it are wiped.
+// Verifies each block of a payload and scatters it while it is in the cache. Returns 0 if a block
+// does not match its digests; then neither it nor the blocks before it stay in the pool.
 int baton_kv_scatter(const kv::Pool* pool, const uint32_t* pages, const kv::Slice* slice,
                      uint64_t seed, const uint8_t* payload, const uint64_t* digests) {
   const int64_t per_token = int64_t(slice->layer_count) * 2 * pool->head_bytes;
@@ -99,10 +99,10 @@ int baton_kv_scatter(const kv::Pool* pool, const uint32_t* pages, const kv::Slic
     const int64_t valid = slice->valid_in(block, pool->block_tokens);
     const int64_t leaf = per_token * valid;
     for (int64_t head = 0; head < slice->head_count; ++head) {
-      uint64_t said;
-      std::memcpy(&said, digests++, sizeof said);
+      uint64_t expected;
+      std::memcpy(&expected, digests++, sizeof expected);
       const uint8_t* bytes = payload + head * leaf;
-      if (kv::leaf_digest(*slice, block, head, valid, seed, bytes, leaf) == said) continue;
+      if (kv::leaf_digest(*slice, block, head, valid, seed, bytes, leaf) == expected) continue;
       kv::stored_past();
       while (block-- > 0) kv::wipe_block(*pool, *slice, pages[block], pool->block_tokens);
       return 0;

@@ -1,4 +1,4 @@
-// A pool of KV, a slice of it, and the digest of both kinds of frames.
+// A KV pool, a slice of it, and the hash functions of both kinds of frames.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace kv {
 
-// As baton/types/geometry.py lays it out: [layer, k|v, block, token, head, bytes of a vector]. The
-// pool may have some of the model's heads only, from first_head on; slices name them as the model does.
+// Layout of baton/types/geometry.py: [layer, k|v, block, token, head, bytes of a vector]. The pool
+// may have only some of the model's heads, from first_head on; slices use the model's numbers.
 struct Pool {
   uint8_t* bytes;
   int64_t blocks, block_tokens, heads, head_bytes, first_head;
@@ -36,7 +36,7 @@ struct Slice {
   }
 };
 
-// xxh3-64, of the library that the Python package has in it. Without it all digests are 0.
+// xxh3-64, from the library inside the Python package. Without it all digests are 0.
 struct Hash {
   uint64_t (*whole)(const void*, size_t, uint64_t seed);
   void* (*create)();
@@ -51,8 +51,8 @@ inline void prefetch(const uint8_t* bytes, int64_t size) {
   for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(bytes + at);
 }
 
-// Copies to where nobody reads soon, past the caches: a line that is written whole need not be
-// fetched first. `stored_past` has to follow before another thread is told.
+// Copies past the caches to memory that is not read soon: a line that is written whole need not be
+// fetched first. `stored_past` must follow before another thread may read.
 inline void store_past(uint8_t* to, const uint8_t* from, int64_t size) {
 #if defined(__AVX__)
   const int64_t before = -reinterpret_cast<uintptr_t>(to) & 63;

@@ -1,4 +1,4 @@
-// Lent pages: from pages to pages, and one digest over what was placed (kvtransfer/lent_pages.py).
+// Lent pages: copied from pages to pages, with one digest of the copy (kvtransfer/lent_pages.py).
 #include <algorithm>
 
 #include "kv.h"
@@ -6,8 +6,8 @@
 namespace kv {
 namespace {
 
-// Copied, hashed and placed at a time: so little that reading and writing overlap. In tiles of
-// 64 KiB the memory waits for one to end before the other begins.
+// Bytes copied and hashed at a time, so few that reading and writing overlap. With tiles of
+// 64 KiB, the memory waits for one to end before the other begins.
 constexpr int64_t kTile = 1 << 10;
 
 class Digest {
@@ -31,8 +31,8 @@ class Digest {
 };
 
 // Calls `take(layer, kv, block, token, bytes)` for each run of a slice that is contiguous in every
-// pool, in the slice's order; `follows(block)` says whether a block's pages stand behind those of
-// the one before it.
+// pool, in the slice's order; `follows(block)` returns whether a block's pages are next to those
+// of the block before it.
 template <typename Follows, typename Take>
 void runs(const Pool& pool, const Slice& slice, Follows follows, Take take) {
   const bool all_heads = slice.head_count == pool.heads;
@@ -72,11 +72,11 @@ uint64_t baton_kv_digest(const kv::Pool* pool, const uint32_t* pages, const kv::
   return digest.value();
 }
 
-// Copies lent pages into ours. Each tile is taken into a buffer of our own, hashed there, and
-// placed from there, so that the bytes that are placed are those that were hashed whatever the
-// lender does meanwhile. Returns 0 if they were not what the digest says; then they are wiped.
+// Copies lent pages into ours. Each tile is copied into a private buffer, hashed there, and stored
+// from there. So the stored bytes are those that were hashed, whatever the lender writes meanwhile.
+// Returns 0 if they do not match the digest; then our pages are cleared.
 int baton_kv_copy(const kv::Pool* source, const uint32_t* lent, const kv::Pool* target,
-                  const uint32_t* ours, const kv::Slice* slice, uint64_t seed, uint64_t said) {
+                  const uint32_t* ours, const kv::Slice* slice, uint64_t seed, uint64_t expected) {
   alignas(64) uint8_t tile[kv::kTile];
   kv::Digest digest(seed);
   const auto follows = [&](int64_t block) {
@@ -99,7 +99,7 @@ int baton_kv_copy(const kv::Pool* source, const uint32_t* lent, const kv::Pool* 
              }
            });
   kv::stored_past();
-  if (digest.value() == said) return 1;
+  if (digest.value() == expected) return 1;
   kv::runs(*source, *slice, follows,
            [&](int64_t layer, int64_t kv, int64_t block, int64_t token, int64_t size) {
              std::memset(place(layer, kv, block, token), 0, size);

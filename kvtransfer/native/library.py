@@ -1,9 +1,9 @@
-"""Compiles what is here once per machine, and loads it; ``BATON_NATIVE=0`` does without.
+"""Compiles this folder's C++ once per machine, and loads it; ``BATON_NATIVE=0`` disables it.
 
     python -m kvtransfer.native.library      compile now (``make`` does it at install)
 
-The digest is that of the xxhash package: its own library is asked for the functions behind it. An
-xxhash that does not show them leaves all of this to Python, as the lack of a compiler does.
+Digests use the C functions inside the xxhash package. If xxhash does not export them, or there is
+no compiler, Python does everything.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _FUNCTIONS: Functions = {
     "baton_kv_digest": (_U64, (_POINTER, _POINTER, _POINTER, _U64)),
     "baton_kv_copy": (_INT, (*(_POINTER,) * 5, _U64, _U64)),
 }
-"""Result and arguments of what the library exports."""
+"""Result and arguments of the library's functions."""
 
 _HASH_FUNCTIONS = (
     ("XXH3_64bits_withSeed_dispatch", "XXH3_64bits_withSeed"),
@@ -38,12 +38,12 @@ _HASH_FUNCTIONS = (
     ("XXH3_64bits_digest",),
     ("XXH3_freeState",),
 )
-"""In the order of ``Hash`` in ``kv.h``; of each, the one that knows this CPU is taken if there."""
+"""In the order of ``Hash`` in ``kv.h``; the first exported name is used (it adapts to the CPU)."""
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, with its digest; None where it cannot be had."""
+    """Return the library with its digests, or None where it is unavailable."""
     if os.environ.get("BATON_NATIVE") == "0":
         return None
     functions = _hash_functions()
@@ -62,13 +62,13 @@ def load() -> ctypes.CDLL | None:
 
 
 def use_digests(library: ctypes.CDLL, used: bool) -> None:
-    """Have digests computed, or be 0: for a bench, to see what the copy alone would cost."""
+    """Enable digests, or make them 0: benchmarks use it to measure the copy alone."""
     functions = _hash_functions() if used else None
     library.baton_kv_hash(functions or (_POINTER * len(_HASH_FUNCTIONS))())
 
 
 def _hash_functions() -> ctypes.Array[ctypes.c_void_p] | None:
-    """Addresses of xxhash's functions, if they give what the package gives."""
+    """Return the addresses of xxhash's functions, if they compute what the package computes."""
     try:
         exported = ctypes.CDLL(import_module("xxhash._xxhash").__file__)
     except (ImportError, OSError):

@@ -1,6 +1,6 @@
-"""A pool's moves of KV by the library of ``library.py``: one call for each frame, without the GIL.
+"""KV copies of one pool by ``library.py``: one call for each frame, without the GIL.
 
-C++ looks at no bounds: they are checked here.
+C++ checks no bounds; they are checked here.
 """
 
 import ctypes
@@ -18,8 +18,6 @@ DIGEST_BYTES = 8
 
 
 class _Pool(ctypes.Structure):
-    """``Pool`` in ``kv.h``."""
-
     _fields_ = (
         ("bytes", ctypes.c_void_p),
         ("blocks", ctypes.c_int64),
@@ -33,20 +31,13 @@ class _Pool(ctypes.Structure):
 def native_pool(
     data: npt.NDArray[Any], geometry: KvGeometry, first_head: int
 ) -> "NativePool | None":
-    """The pool for C++; None where there is no library."""
+    """Return the pool for C++, or None without the library."""
     loaded = library.load()
     return None if loaded is None else NativePool(loaded, data, geometry, first_head)
 
 
 class NativePool:
-    """One pool.
-
-    Args:
-        loaded: The library.
-        data: All of the pool.
-        geometry: Of it.
-        first_head: Number in the model of its first head.
-    """
+    """A pool whose copies run in C++."""
 
     def __init__(
         self,
@@ -56,7 +47,7 @@ class NativePool:
         first_head: int,
     ) -> None:
         self._library = loaded
-        self._data = data  # its memory must outlive us
+        self._data = data  # keeps the memory alive
         self._geometry = geometry
         self._first_head = first_head
         self._pool = _Pool(
@@ -69,9 +60,9 @@ class NativePool:
         )
 
     def gather(self, pages: Sequence[int], kv_slice: KvSlice, seed: int, into: memoryview) -> bytes:
-        """Copy a slice in wire order into a buffer; the digests of its (block, head)s."""
+        """Copy a slice in wire order into a buffer; return the digests of its (block, head)s."""
         if len(into) != kv_slice.payload_bytes(self._geometry):
-            raise ValueError(f"{len(into)} bytes for {kv_slice}")
+            raise ValueError(f"buffer of {len(into)} bytes does not fit {kv_slice}")
         digests = ctypes.create_string_buffer(digests_bytes(kv_slice))
         self._library.baton_kv_gather(
             *self._place(pages, kv_slice), kv_slice.packed(), seed, _address(into), digests
@@ -86,9 +77,9 @@ class NativePool:
         payload: memoryview | bytes,
         digests: bytes,
     ) -> bool:
-        """Place a payload if all of it is what the digests say; if not, nothing of it stays."""
+        """Store a payload if all of it matches the digests; if not, nothing of it stays."""
         if len(payload) != kv_slice.payload_bytes(self._geometry):
-            raise ValueError(f"{len(payload)} bytes for {kv_slice}")
+            raise ValueError(f"payload of {len(payload)} bytes does not fit {kv_slice}")
         if len(digests) != digests_bytes(kv_slice):
             return False
         place = self._place(pages, kv_slice)
@@ -98,7 +89,7 @@ class NativePool:
         return bool(found)
 
     def digest(self, pages: Sequence[int], kv_slice: KvSlice, seed: int) -> int:
-        """Of a slice in the order of the pool, as ``kvtransfer/lent_pages.py`` has it."""
+        """Return the digest of a slice in the order of the pool (``kvtransfer/lent_pages.py``)."""
         place = self._place(pages, kv_slice)
         return int(self._library.baton_kv_digest(*place, kv_slice.packed(), seed))
 
@@ -109,20 +100,16 @@ class NativePool:
         ours: Sequence[int],
         kv_slice: KvSlice,
         seed: int,
-        said: int,
+        expected: int,
     ) -> bool:
-        """Copy lent pages into ours; False, and ours are wiped, if they do not fit the digest."""
+        """Copy lent pages into ours; if the digest differs, clear ours and return False."""
         theirs = source._place(lent, kv_slice)  # noqa: SLF001 - the same class
         place = self._place(ours, kv_slice)
         packed = kv_slice.packed()
-        return bool(self._library.baton_kv_copy(*theirs, *place, packed, seed, said))
+        return bool(self._library.baton_kv_copy(*theirs, *place, packed, seed, expected))
 
     def _place(self, pages: Sequence[int], kv_slice: KvSlice) -> tuple[Any, bytes]:
-        """Pool and pages for a call.
-
-        Raises:
-            IndexError: The slice or its pages are outside the pool.
-        """
+        """Return pool and pages for a call; raise IndexError if the slice lies outside the pool."""
         numbers = np.asarray(pages, dtype=np.int64)
         if (
             not kv_slice.fits(self._geometry, self._first_head)
@@ -130,15 +117,15 @@ class NativePool:
             or numbers.min() < 0
             or numbers.max() >= self._geometry.num_blocks
         ):
-            raise IndexError(f"{kv_slice} in {len(numbers)} pages is outside the pool")
+            raise IndexError(f"{kv_slice} with {len(numbers)} pages is outside the pool")
         return ctypes.byref(self._pool), numbers.astype(np.uint32).tobytes()
 
 
 def digests_bytes(kv_slice: KvSlice) -> int:
-    """Of a frame in wire order: one digest for each (block, head)."""
+    """Return the size of a frame's digests: one for each (block, head)."""
     return DIGEST_BYTES * kv_slice.block_count * kv_slice.head_count
 
 
 def _address(buffer: memoryview | bytes | npt.NDArray[Any]) -> int:
     array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
-    return int(array.__array_interface__["data"][0])  # `array.ctypes` would make a cycle
+    return int(array.__array_interface__["data"][0])  # `array.ctypes` would make a reference cycle

@@ -1,4 +1,4 @@
-"""A helper process (``baton.engine.process.pair``): started, given orders, killed.
+"""Handle of one helper process (``baton.engine.process.pair``) of the experimental transport.
 
 Frames pass through staging memory that both processes map, one slot for each.
 """
@@ -17,18 +17,14 @@ from kvtransfer.transport import TransportError
 SENDER = 0
 RECEIVER = 1
 SLOTS = 6
-START_S = 30.0  # torch takes seconds to import
-SLOT_BYTES = 4 << 20  # each frame costs a message on the control stream, and a turn of both helpers
+START_S = 30.0  # importing torch takes seconds
+SLOT_BYTES = 4 << 20  # each frame costs a message on the control stream and one in each helper
 _NUMBER_BYTES = 8
 _ORDER_BYTES = 24
 
 
 class Helper:
-    """One end of a group. ``start`` it, and ``kill`` it whatever happened.
-
-    Args:
-        tasks: Of whoever owns the edge.
-    """
+    """A process at one end of a group. ``start`` it, and always ``kill`` it in the end."""
 
     def __init__(self, tasks: BackgroundTasks) -> None:
         self.store_port = 0
@@ -42,11 +38,7 @@ class Helper:
         self._dead = False
 
     async def start(self, rank: int, store: str, host: str, device: str = "cpu") -> None:
-        """Begin; the sending end's ``store_port`` is known then. The group stands later.
-
-        Raises:
-            TransportError: The process did not come up.
-        """
+        """Start the process, and set the sending end's ``store_port``; the group forms later."""
         staging_fd = os.memfd_create("baton-pair")
         ours, theirs = socket.socketpair()
         try:
@@ -82,24 +74,20 @@ class Helper:
         self._tasks.spawn(self._listen(reader), "helper")
 
     async def until_it_stands(self) -> None:
-        """Until both ranks have met.
-
-        Raises:
-            TransportError: The process ended.
-        """
+        """Wait until both ranks have joined the group."""
         await asyncio.shield(self._stands)
 
     async def credit(self) -> int:
-        """A free slot."""
+        """Wait for a free slot."""
         return await self._free.get()
 
     def slot(self, number: int, size: int) -> memoryview:
-        """Staging memory of one frame."""
+        """Return the staging memory of one frame."""
         begin = number * SLOT_BYTES
         return self._staging[begin : begin + size]
 
     def give_back(self, slot: int) -> None:
-        """The slot may be used again."""
+        """Free a slot of the staging memory."""
         self._free.put_nowait(slot)
 
     def order(self, slot: int, size: int) -> "asyncio.Future[None]":
@@ -115,7 +103,7 @@ class Helper:
         return done
 
     async def kill(self) -> None:
-        """End it at once: the one way to end a collective that hangs."""
+        """Kill the process: the only way to end a collective that hangs."""
         self._fall()
         if self._writer is not None:
             self._writer.close()
@@ -124,7 +112,7 @@ class Helper:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         cancelled = False
-        while self._process.returncode is None:  # it takes milliseconds, and is not cut short
+        while self._process.returncode is None:  # takes milliseconds; not interrupted by a cancel
             try:
                 await self._process.wait()
             except asyncio.CancelledError:

@@ -1,7 +1,7 @@
-"""The pulling side of a two-rank group.
+"""The pulling side of the experimental two-rank group.
 
-Receives are posted in the order in which the control stream says that sends were. One that does not
-end in time ends the group: the helper process is killed, and whoever waits pulls another way.
+Receives are posted in the order in which the control stream reports sends. If one times out, the
+group ends: the helper process is killed, and waiting pulls fall back.
 """
 
 import asyncio
@@ -24,16 +24,15 @@ from kvtransfer.pair.helper import RECEIVER, SLOT_BYTES, SLOTS, START_S, Helper
 from kvtransfer.pair.sending import CONTROL, NAME
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
 
-RECEIVE_S = 2.0  # of one frame whose send was posted
+RECEIVE_S = 2.0  # timeout of one frame whose send was posted
 _Posted = tuple[pb.PairReply, int, "asyncio.Future[None] | None"]
 
 
 class PairTransport:
-    """A group, and a helper process, for each peer that is pulled from.
+    """Experimental: a group and a helper process for each peer.
 
     Args:
-        channels: Of this worker, for control streams; whoever owns them closes them.
-        token: For every call.
+        channels: Channels of this worker, for control streams; their owner closes them.
     """
 
     frame_bytes = SLOT_BYTES
@@ -45,11 +44,11 @@ class PairTransport:
         self._tasks = BackgroundTasks("pair")
 
     def reaches(self, peer: Peer) -> bool:
-        """Whether it offers groups."""
+        """Return whether the peer offers groups."""
         return peer.offer(NAME) is not None
 
     def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
-        """Ask a peer for frames; the first pull opens the group, which takes seconds."""
+        """Request frames from a peer; the first pull opens the group, which takes seconds."""
         incarnation = peer.target.incarnation
         edge = self._edges.get(incarnation)
         if edge is None:
@@ -69,12 +68,12 @@ class PairTransport:
             self._edges.pop(incarnation, None)
 
     async def close(self) -> None:
-        """End all groups."""
+        """End all groups and their helper processes."""
         await self._tasks.close()
 
 
 class _ReceivingEdge:
-    """One sender: its control stream, the group, and the pulls under way."""
+    """Edge from a sender: its control stream, the group, and the pulls under way."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -88,7 +87,7 @@ class _ReceivingEdge:
         self._in_slots = 0  # frames that were received and not stored yet
 
     def ask(self, request: pb.PullRequest) -> tuple[int, "asyncio.Queue[_Came]"]:
-        """Ask for frames; the pull's number, and where they will be put, None behind the last."""
+        """Request frames; return the pull's number and the queue of frames, None after the last."""
         serial = next(self._serials)
         frames: asyncio.Queue[_Came] = asyncio.Queue()
         if self._over is not None:
@@ -99,7 +98,7 @@ class _ReceivingEdge:
         return serial, frames
 
     def forget(self, serial: int) -> None:
-        """Nobody waits for this pull's frames; those that were posted are received all the same."""
+        """Drop a pull; frames that were posted for it are received all the same."""
         frames = self._pulls.pop(serial, None)
         while frames is not None and not frames.empty():
             came = frames.get_nowait()
@@ -107,7 +106,6 @@ class _ReceivingEdge:
                 came.let_go()
 
     async def run(self, call: Any) -> None:
-        """From the first word to the end of the group, whatever ends it."""
         tasks = BackgroundTasks("pair")
         helper = Helper(tasks)
         over = TransportError("the worker is closing")
@@ -115,12 +113,12 @@ class _ReceivingEdge:
             await self._open(call, helper)
             tasks.spawn(self._write(call), "ask")
             tasks.spawn(self._until_it_breaks(self._listen(call, helper)), "listen")
-            tasks.spawn(self._until_it_breaks(self._hand_on(helper)), "hand on")
+            tasks.spawn(self._until_it_breaks(self._deliver(helper)), "deliver")
             over = await self._broken
         except TransportError as error:
             over = error
         except grpc.aio.AioRpcError as error:
-            over = TransportGoneError(f"its control stream broke: {error.details()}")
+            over = TransportGoneError(f"the control stream broke: {error.details()}")
         finally:
             self._over = over
             call.cancel()
@@ -144,7 +142,7 @@ class _ReceivingEdge:
                 await helper.start(RECEIVER, f"{host}:{opened.store_port}", host)
                 await helper.until_it_stands()
         except TimeoutError as error:
-            raise TransportError(f"no group after {START_S:.0f} s") from error
+            raise TransportError(f"the group did not form within {START_S:.0f} s") from error
         self.stands.set_result(None)
 
     async def _until_it_breaks(self, work: Coroutine[Any, Any, None]) -> None:
@@ -154,7 +152,7 @@ class _ReceivingEdge:
         except TransportError as error:
             why = error
         except grpc.aio.AioRpcError as error:
-            why = TransportGoneError(f"its control stream broke: {error.details()}")
+            why = TransportGoneError(f"the control stream broke: {error.details()}")
         if not self._broken.done():
             self._broken.set_result(why)
 
@@ -170,12 +168,11 @@ class _ReceivingEdge:
                 self._posted.put_nowait((reply, 0, None))
                 continue
             if reply.posted_bytes > SLOT_BYTES:
-                raise TransportError(f"a frame of {reply.posted_bytes} bytes")
+                raise TransportError(f"frame of {reply.posted_bytes} bytes, limit {SLOT_BYTES}")
             slot = await helper.credit()
             self._posted.put_nowait((reply, slot, helper.order(slot, reply.posted_bytes)))
 
-    async def _hand_on(self, helper: Helper) -> None:
-        """What was received, to the pull that it belongs to, in that order."""
+    async def _deliver(self, helper: Helper) -> None:
         while True:
             reply, slot, received = await self._posted.get()
             frame: _Came = None
@@ -184,7 +181,7 @@ class _ReceivingEdge:
                     async with asyncio.timeout(RECEIVE_S):
                         await received
                 except TimeoutError as error:
-                    raise TransportError(f"nothing came for {RECEIVE_S:.0f} s") from error
+                    raise TransportError(f"no frame within {RECEIVE_S:.0f} s") from error
                 frame = self._in_slot(helper, slot, reply.posted_bytes)
             elif reply.HasField("failed"):
                 frame = TransportGoneError(reply.failed.message)
@@ -195,7 +192,7 @@ class _ReceivingEdge:
                 frame.let_go()
 
     def _in_slot(self, helper: Helper, slot: int, size_bytes: int) -> "_SlotFrame":
-        """A frame where it was received; half of the slots stay for those to come."""
+        """Return a frame in its slot, or a copy if half of the slots are in use."""
 
         def give_back() -> None:
             self._in_slots -= 1
@@ -211,12 +208,8 @@ class _ReceivingEdge:
 class _SlotFrame:
     """A frame in the memory into which the helper process received it.
 
-    It is stored from there, and the slot is free again. One that is not stored when the next is
-    wanted is copied, so that whoever keeps frames holds up nobody.
-
-    Args:
-        frame: That memory.
-        give_back: The slot may be used again.
+    Storing it frees the slot. A frame that is not stored when the next one is wanted is copied, so
+    that a puller that keeps frames does not block others.
     """
 
     def __init__(self, frame: memoryview, give_back: Callable[[], None]) -> None:
@@ -226,7 +219,7 @@ class _SlotFrame:
         self._reading = threading.Lock()
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
-        """See ``transport.Frame``; in a thread."""
+        """Store the frame (``transport.Frame``); runs in a thread."""
         with self._reading:
             try:
                 ByteFrame(self._frame).store(pool, blocks, kv_slice, bound)
@@ -234,14 +227,13 @@ class _SlotFrame:
                 self._loop.call_soon_threadsafe(self.let_go)
 
     def keep(self) -> None:
-        """Have it outlive the slot. One that is being stored lets go by itself."""
+        """Copy the frame and free its slot, unless it is being stored already."""
         if self._give_back is not None and self._reading.acquire(blocking=False):
             self._frame = bytes(self._frame)
             self._reading.release()
             self.let_go()
 
     def let_go(self) -> None:
-        """The slot may be used again."""
         give_back = self._give_back
         self._give_back = None
         if give_back is not None:
@@ -249,7 +241,7 @@ class _SlotFrame:
 
 
 _Came = _SlotFrame | TransportError | None
-"""What a pull waits for; None behind the last frame."""
+"""Next item of a pull's queue; None after the last frame."""
 
 
 class _PostedFrames:

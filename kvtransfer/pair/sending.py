@@ -1,6 +1,6 @@
-"""The sending side of a two-rank group: posts sends, and says so, in one order.
+"""The sending side of the experimental two-rank group: posts sends, and reports them, in one order.
 
-Each reader's control stream has a group and a helper process of its own; they end with it.
+Each reader's control stream has its own group and helper process, which end with it.
 """
 
 import asyncio
@@ -23,11 +23,7 @@ CONTROL = f"/{SERVICE}/Control"
 
 
 class PairServer:
-    """Opens a group for whoever asks.
-
-    Args:
-        side: Of this worker.
-    """
+    """Experimental: opens a group for each reader."""
 
     def __init__(self, side: ServingSide) -> None:
         self._side = side
@@ -35,7 +31,7 @@ class PairServer:
 
     @property
     def offer(self) -> common_pb2.TransportOffer | None:
-        """By its name; the worker's address is enough, from anywhere."""
+        """Name of the transport; the worker's address is enough."""
         return common_pb2.TransportOffer(name=NAME)
 
     async def start(self, source: FrameSource) -> None:
@@ -46,7 +42,7 @@ class PairServer:
         ) -> AsyncIterator[pb.PairReply]:
             first = await anext(aiter(requests), None)
             if first is None or first.open.incarnation != self._side.incarnation:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another life was meant")
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "wrong incarnation")
                 return
             edge = _SendingEdge(source, first.open.host)
             serving = self._tasks.spawn(edge.run(requests), "edge")
@@ -65,25 +61,23 @@ class PairServer:
         self._side.grpc_server.add_generic_rpc_handlers((handler,))
 
     async def close(self) -> None:
-        """End all groups."""
+        """End all groups and their helper processes."""
         await self._tasks.close()
 
 
 class _SendingEdge:
-    """One reader.
+    """Connection of one reader.
 
     Args:
-        source: Of frames.
         host: Address of the interface that the reader can reach.
     """
 
     def __init__(self, source: FrameSource, host: str) -> None:
-        self.replies: asyncio.Queue[pb.PairReply | None] = asyncio.Queue()  # None behind the last
+        self.replies: asyncio.Queue[pb.PairReply | None] = asyncio.Queue()  # None after the last
         self._source = source
         self._host = host
 
     async def run(self, requests: AsyncIterator[pb.PairRequest]) -> None:
-        """Serve pulls, one after the other, until the stream or the group ends."""
         tasks = BackgroundTasks("pair")
         helper = Helper(tasks)
         try:
@@ -99,7 +93,7 @@ class _SendingEdge:
             await tasks.close()
 
     async def _post(self, request: pb.PairRequest, helper: Helper, tasks: BackgroundTasks) -> None:
-        """Order sends and say so; nothing comes between the two."""
+        """Order and report sends, always both together."""
         serial = request.serial
         slots = _Slots(helper)
         try:
@@ -107,9 +101,9 @@ class _SendingEdge:
                 slot = slots.take()
                 tasks.spawn(_free(helper, slot, helper.order(slot, size_bytes)), "sent")
                 self.replies.put_nowait(pb.PairReply(serial=serial, posted_bytes=size_bytes))
-        except Exception as error:  # noqa: BLE001 - of the source: other pulls go on
-            said = common_pb2.Error(code="internal_error", message=type(error).__name__)
-            self.replies.put_nowait(pb.PairReply(serial=serial, failed=said))
+        except Exception as error:  # noqa: BLE001 - of the source: other pulls continue
+            failure = common_pb2.Error(code="internal_error", message=type(error).__name__)
+            self.replies.put_nowait(pb.PairReply(serial=serial, failed=failure))
         else:
             self.replies.put_nowait(pb.PairReply(serial=serial, ended=pb.Release()))
         finally:
@@ -117,30 +111,28 @@ class _SendingEdge:
 
 
 class _Slots:
-    """Room for one frame at a time, in the memory that the helper process sends from."""
+    """Slots, one at a time, of the memory from which the helper process sends."""
 
     def __init__(self, helper: Helper) -> None:
         self._helper = helper
         self._slot: int | None = None
 
     async def room(self, size_bytes: int) -> memoryview:
-        """See ``transport.Room``."""
         if size_bytes > SLOT_BYTES:
-            raise ValueError(f"a frame of {size_bytes} bytes")
+            raise ValueError(f"frame of {size_bytes} bytes, limit {SLOT_BYTES}")
         if self._slot is None:
             self._slot = await self._helper.credit()
         return self._helper.slot(self._slot, size_bytes)
 
     def take(self) -> int:
-        """The slot in which the frame is."""
         slot = self._slot
         self._slot = None
         if slot is None:
-            raise RuntimeError("a frame without room")
+            raise RuntimeError("a frame was yielded without room for it")
         return slot
 
     def give_back(self) -> None:
-        """What was asked for and holds no frame."""
+        """Free the slot if it holds no frame."""
         if self._slot is not None:
             self._helper.give_back(self.take())
 

@@ -1,1 +1,1 @@
-"""Ranks of a replica that have pools of their own."""
+"""Ranks of a replica that have separate pools."""

@@ -1,14 +1,14 @@
-"""The leader's words to a rank that shares no memory with it: one gRPC stream for both lives.
+"""Messages from the leader to a rank that shares no memory with it, on one gRPC stream.
 
     leader's shell                                   fleet/rank.py, on the rank's host
       Begin ─────────────────────────────────────▶   start the rank's engine process
       Serve ─────────────────────────────────────▶   map its pool, answer pulls of its heads
-      Hold, Publish ───────────── published ◀────    (a slice is announced when its rank knows)
-      Revoke ────────────────────given back ◀────    (pages are free when nobody reads them there)
+      Hold, Publish ───────────── published ◀────    (a slice is announced once its rank has it)
+      Revoke ────────────────────given back ◀────    (pages are free when their reads have ended)
       Take ─────────────────────────── taken ◀───    (a frame counts when each rank has its own)
                                         sent ◀───    (bytes that left its pool)
 
-When the stream breaks the rank is gone, and the replica with it.
+The stream exists as long as both processes. When it breaks, the rank and its replica have failed.
 """
 
 import asyncio
@@ -25,22 +25,20 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
 
 _BEGIN_S = 60.0
-_SILENT_S = 5.0  # a rank speaks every half second
+_SILENT_S = 5.0  # a rank sends something every half second
 
 
 class RankGoneError(Exception):
-    """The stream to a rank broke; the text says which."""
+    """The stream to a rank broke; the text names the rank."""
 
 
 class RankLink:
-    """One rank, as the leader's shell sees it.
+    """The leader's connection to one rank.
 
     Args:
-        rank: Its number.
-        address: Of its program, for words and for pulls of its heads.
-        channel: To that address; whoever owns it closes it.
-        token: For the call.
-        note_sent: Called with bytes of KV that were pulled from it.
+        address: Address of the rank's program, for messages and for pulls of its heads.
+        channel: gRPC channel to that address; its owner closes it.
+        note_sent: Called with bytes of KV that were pulled from the rank.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class RankLink:
         self.address = address
         self.pid = 0
         self.host = ""
-        """Of its engine process, once it serves."""
+        """Host of the rank's engine process, known once it serves (and so is its pid)."""
         self._note_sent = note_sent
         stub = rank_pb2_grpc.RankStub(channel)
         self._call: Any = stub.Link(metadata=token.metadata)
@@ -68,63 +66,55 @@ class RankLink:
         self._serves: asyncio.Future[rank_pb2.RankServes] = loop.create_future()
         self.broken: asyncio.Future[str] = loop.create_future()
         self._tasks = BackgroundTasks("rank link")
-        self._tasks.vital(self._speak(), "speak", self._broke)
+        self._tasks.vital(self._write_all(), "write", self._broke)
         self._tasks.vital(self._listen(), "listen", self._broke)
 
     async def begin(self, engine_settings: bytes) -> str:
-        """Have the rank's engine process started; where it is reached: ``HOST:PORT/SECRET``.
-
-        Raises:
-            RankGoneError: Nobody answers there.
-        """
+        """Start the rank's engine process; return where it listens: ``HOST:PORT/SECRET``."""
         begin = rank_pb2.RankBegin(rank=self.rank, engine_settings=engine_settings)
-        self._say(begin=begin)
+        self._send(begin=begin)
         listens = await self._until(self._listens)
         host = self.address.rpartition(":")[0]
         return f"{host}:{listens.port}/{listens.secret}"
 
     async def serve(self, serve: rank_pb2.RankServe) -> None:
-        """Have the pool mapped and its heads served.
-
-        Raises:
-            RankGoneError: It broke meanwhile.
-        """
-        self._say(serve=serve)
+        """Map the rank's pool and serve its heads."""
+        self._send(serve=serve)
         serves = await self._until(self._serves)
         self.pid = serves.pid
         self.host = serves.host
 
     def hold(self, hold: rank_pb2.RankHold, on_given_back: Callable[[], None]) -> None:
-        """A prompt has its pages; ``on_given_back`` is called once, some time after ``revoke``."""
+        """Give a prompt its pages; ``on_given_back`` is called once, some time after ``revoke``."""
         self._on_given_back[hold.name] = on_given_back
-        self._say(hold=hold)
+        self._send(hold=hold)
 
     def publish(self, name: str, kv_slice: pb.KvSlice) -> "asyncio.Future[None]":
-        """A rectangle of the rank's heads is computed; done when it may be pulled there."""
+        """Publish a computed rectangle of the rank's heads; done when it may be pulled there."""
         serial, known = self._expect()
-        self._say(publish=rank_pb2.RankPublish(serial=serial, name=name, kv_slice=kv_slice))
+        self._send(publish=rank_pb2.RankPublish(serial=serial, name=name, kv_slice=kv_slice))
         return known
 
     def revoke(self, name: str) -> None:
-        """The hand-off ends: no more of it may be sent."""
-        self._say(revoke=rank_pb2.RankRevoke(name=name))
+        """End a KV transfer: the rank sends no more of it."""
+        self._send(revoke=rank_pb2.RankRevoke(name=name))
 
     async def take(self, what: rank_pb2.RankTake) -> rank_pb2.RankTaken:
         """Have the rank pull slices into its own pool.
 
         Raises:
-            RankGoneError: The link broke; it is not known what it wrote.
+            RankGoneError: The link broke; it is unknown what the rank wrote.
         """
         serial, taken = self._expect()
         numbered = rank_pb2.RankTake()
         numbered.CopyFrom(what)
         numbered.serial = serial
-        self._say(take=numbered)
+        self._send(take=numbered)
         found: rank_pb2.RankTaken = await taken
         return found
 
     async def close(self) -> None:
-        """End the rank."""
+        """Close the stream, which ends the rank."""
         self._call.cancel()
         await self._tasks.close()
         self._broke(RankGoneError("closed"))
@@ -136,7 +126,7 @@ class RankLink:
             self._end(answer)
         return serial, answer
 
-    def _say(self, **word: Any) -> None:
+    def _send(self, **word: Any) -> None:
         self._words.put_nowait(rank_pb2.LeaderWord(**word))
 
     async def _until(self, answer: "asyncio.Future[Any]") -> Any:
@@ -146,7 +136,7 @@ class RankLink:
             raise RankGoneError(self.broken.result())
         return answer.result()
 
-    async def _speak(self) -> None:
+    async def _write_all(self) -> None:
         while True:
             await self._call.write(await self._words.get())
 
@@ -155,7 +145,7 @@ class RankLink:
             async with ALIVE.timeout(_SILENT_S):
                 word = await self._call.read()
             if word is grpc.aio.EOF:
-                raise RankGoneError("it ended")
+                raise RankGoneError("the stream ended")
             match word.WhichOneof("word"):
                 case "listens":
                     self._listens.set_result(word.listens)
@@ -178,7 +168,7 @@ class RankLink:
     def _broke(self, error: Exception) -> None:
         if not self.broken.done():
             details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            details = details or f"it says nothing for {_SILENT_S:.0f} s"
+            details = details or f"no message for {_SILENT_S:.0f} s"
             self.broken.set_result(f"rank {self.rank} at {self.address} is gone: {details}")
         for answer in self._waiting.values():
             self._end(answer)
@@ -187,4 +177,4 @@ class RankLink:
     def _end(self, answer: "asyncio.Future[Any]") -> None:
         if not answer.done():
             answer.set_exception(RankGoneError(self.broken.result()))
-            answer.exception()  # marks it as seen, should nobody wait any more
+            answer.exception()  # marks it as retrieved, in case no task waits any more

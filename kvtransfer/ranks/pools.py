@@ -1,12 +1,12 @@
-"""The KV of one replica, in whose memory it may be: one pool, or one for each rank.
+"""KV of one replica: one pool, or one for each rank.
 
     ranks share      heads 0..2  [ one pool, all heads ]
     own pools        heads 0     [ rank 0 ]      heads 1..2  [ rank 1 ]
     more than heads  head 0      [ rank 0 ]  [ rank 1 ]  [ rank 2 ]     (each needs a copy)
 
-Pages have the same numbers in all of them. A slice lies within the heads of one rank, and is to be
-written into every pool that has these heads. The pools of ranks on other hosts are reached by words
-to these ranks (``link.py``).
+Pages have the same numbers in all of them. A slice lies within the heads of one rank, and must be
+written into every pool that has these heads. Pools on other hosts are reached by messages to their
+ranks (``link.py``).
 """
 
 from collections.abc import Sequence
@@ -20,25 +20,25 @@ from kvtransfer.ranks.link import RankLink
 
 
 class KvPools(Protocol):
-    """What holds a replica's KV."""
+    """The pools that hold a replica's KV."""
 
     @property
     def geometry(self) -> KvGeometry:
-        """Of the whole: with all heads of the model."""
+        """Geometry of the whole replica, with all heads of the model."""
 
     @property
     def parts(self) -> Sequence[range]:
-        """Heads that lie together, in order; no slice reaches beyond one of them."""
+        """Heads that lie together, in order; no slice extends beyond one of them."""
 
     def holding(self, kv_slice: KvSlice) -> Sequence[PoolView]:
-        """The pools here with these heads; they hold the same bytes, once they are written."""
+        """Return the pools on this host with these heads; once written, their bytes are equal."""
 
     def elsewhere(self, kv_slice: KvSlice) -> Sequence[RankLink]:
-        """The ranks on other hosts with these heads."""
+        """Return the links to ranks on other hosts with these heads."""
 
     @property
     def links(self) -> Sequence[RankLink]:
-        """To all ranks on other hosts."""
+        """Links to all ranks on other hosts."""
 
 
 class RankPools:
@@ -46,8 +46,7 @@ class RankPools:
 
     Args:
         memory: One pool with all heads, or one for each rank on this host, the leader's first.
-        geometry: Of the whole.
-        links: To the ranks elsewhere, behind those.
+        links: Links to the ranks on other hosts, whose numbers follow.
     """
 
     def __init__(
@@ -65,24 +64,20 @@ class RankPools:
             (own, PoolView(pool, shape, own.start))
             for own, pool, shape in zip(heads, memory, shapes, strict=False)
         ]
+        self.links = links
         self._links = list(zip(heads[len(memory) :], links, strict=True))
 
     def holding(self, kv_slice: KvSlice) -> Sequence[PoolView]:
-        """See ``KvPools``."""
+        """Return the pools on this host with these heads."""
         return [view for own, view in self._views if _has(own, kv_slice)]
 
     def elsewhere(self, kv_slice: KvSlice) -> Sequence[RankLink]:
-        """See ``KvPools``."""
+        """Return the links to ranks on other hosts with these heads."""
         return [link for own, link in self._links if _has(own, kv_slice)]
 
     @property
-    def links(self) -> Sequence[RankLink]:
-        """To all ranks elsewhere."""
-        return [link for _, link in self._links]
-
-    @property
     def served_elsewhere(self) -> Sequence[tuple[range, str]]:
-        """Heads that no pool here has, and the address at which each can be had."""
+        """Heads that no pool on this host has, and the address that serves them."""
         here = {own for own, _ in self._views}
         found: dict[range, str] = {}
         for own, link in self._links:

@@ -1,7 +1,4 @@
-"""A rank's own side of hand-offs: what may be pulled from its pool, and pulls into it.
-
-The leader decides (``link.py``); here are the pages, the bytes and their digests.
-"""
+"""A rank's side of KV transfers: pages, bytes and digests. The leader decides (``link.py``)."""
 
 import asyncio
 import logging
@@ -18,15 +15,14 @@ from kvtransfer.transport import Frame, FrameStream, Peer, TransportError
 
 _LOG = logging.getLogger(__name__)
 
-_FOR_EVER_NS = 1 << 62  # the leader has the lease
+_NO_LEASE_NS = 1 << 62  # the leader has the lease
 
 
 class RankHandoffs:
-    """Prompts whose KV this rank holds a part of.
+    """Prompts of which this rank holds some KV.
 
     Args:
-        pool: This rank's.
-        given_back: Called with the name of one that ended, when nobody reads its pages.
+        given_back: Called with the name of an ended KV transfer when its pages are not read.
     """
 
     def __init__(self, pool: chunk.PoolView, given_back: Callable[[str], None]) -> None:
@@ -36,10 +32,10 @@ class RankHandoffs:
         self._names: dict[Key, str] = {}
 
     def hold(self, word: rank_pb2.RankHold) -> None:
-        """A prompt has its pages."""
+        """Open a KV transfer for a prompt that has its pages."""
         heads = self._pool.parts[0]
         machine = sender.HandoffSender(
-            self._pool.geometry, word.prompt_tokens, 0, _FOR_EVER_NS, 0, first_head=heads.start
+            self._pool.geometry, word.prompt_tokens, 0, _NO_LEASE_NS, 0, first_head=heads.start
         )
         machine.admitted(tuple(word.pages))
         key = (word.request_id, word.attempt, word.generation, word.decode_incarnation)
@@ -47,18 +43,18 @@ class RankHandoffs:
         self._names[key] = word.name
 
     def publish(self, word: rank_pb2.RankPublish) -> None:
-        """A rectangle is computed; what is said twice changes nothing."""
+        """Record a computed rectangle; repeats change nothing."""
         if word.name in self._by_name:
             _, machine = self._by_name[word.name]
             machine.published_kv.add(KvSlice.from_wire(word.kv_slice))
 
     def revoke(self, name: str) -> None:
-        """No more of it may be sent."""
+        """End a KV transfer: no more of it may be sent."""
         _, machine = self._by_name[name]
         self._perform(name, machine.release())
 
     def find(self, key: Key) -> HeldKv | None:
-        """For the source of frames."""
+        """Return the KV of a key, for the source of frames."""
         name = self._names.get(key)
         if name is None:
             return None
@@ -77,7 +73,7 @@ class RankHandoffs:
 async def take(
     word: rank_pb2.RankTake, pool: chunk.PoolView, transport: GrpcTransport
 ) -> rank_pb2.RankTaken:
-    """Pull, verify and place; when this returns nothing writes into the pages any more."""
+    """Pull, verify and store slices; once this returns, nothing writes into the pages."""
     pull = word.pull
     key = (pull.request_id, pull.attempt, pull.generation)
     bound = chunk.binding(*key, pull.source_incarnation)
@@ -89,14 +85,14 @@ async def take(
         async with asyncio.timeout(word.budget_ms / 1e3) as budget:
             await _take_each(frames, wanted, list(word.pages), pool, bound, taken, budget)
     except TimeoutError:
-        taken.reason = f"outlasted its budget of {word.budget_ms / 1e3:.1f} s"
+        taken.reason = f"timed out after {word.budget_ms / 1e3:.1f} s"
     except TransportError as error:
         taken.reason = f"broke: {error}"
     finally:
         frames.close()
     missing = len(wanted) - len(taken.outcomes)
     taken.outcomes.extend([rank_pb2.MISSING] * missing)
-    taken.reason = taken.reason or "brought fewer frames than were asked for" * bool(missing)
+    taken.reason = taken.reason or "brought fewer frames than requested" * bool(missing)
     return taken
 
 
@@ -109,7 +105,7 @@ async def _take_each(
     taken: rank_pb2.RankTaken,
     budget: asyncio.Timeout,
 ) -> None:
-    """Frames come in the order of the slices. What is being stored is waited for, budget or not."""
+    """Store frames in the order of the slices; a store that has begun outlives the timeout."""
     until_s = budget.when()
     while len(taken.outcomes) < len(wanted):
         came = await frames.read()
@@ -135,8 +131,8 @@ def _store(
         frame.store(pool, pages, kv_slice, bound)
     except chunk.GoneError:
         return rank_pb2.GONE
-    except Exception as fault:  # noqa: BLE001 - told to the leader, frame by frame
-        if not isinstance(fault, chunk.ChunkError):  # a fault of ours
-            _LOG.exception("a frame could not be stored")
+    except Exception as fault:  # noqa: BLE001 - reported to the leader for each frame
+        if not isinstance(fault, chunk.ChunkError):  # a fault of this process
+            _LOG.exception("failed to store a frame")
         return rank_pb2.DAMAGED
     return rank_pb2.STORED

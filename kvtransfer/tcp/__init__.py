@@ -1,1 +1,1 @@
-"""KV over TCP connections of its own, without gRPC around it."""
+"""KV over separate TCP connections, without gRPC."""

@@ -1,13 +1,14 @@
-"""KV over TCP, the pulling side: the next frame comes in while one is being stored.
+"""KV over TCP, the pulling side: the next frame arrives while one is being stored.
 
-A connection carries one pull at a time, and is kept for the next one. A pull that is called off
-before its end takes its connection along, since the rest of its frames would come first.
+A connection carries one pull at a time, and is kept for the next one. Cancelling a pull closes its
+connection, since the rest of its frames would come first.
 """
 
 import asyncio
 import contextlib
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from batonpb import prefill_pb2 as pb
 
@@ -38,7 +39,7 @@ class TcpTransport:
     """Pulls from workers that listen for it.
 
     Args:
-        channels: Say whether this fleet has TLS: then nothing is pulled this way.
+        channels: gRPC channels; if they are encrypted, this transport is not used.
         token: Proved to each sender, never sent.
     """
 
@@ -52,20 +53,16 @@ class TcpTransport:
         self._idle: list[tuple[bytes, socket.socket]] = []  # by incarnation, the oldest first
 
     def reaches(self, peer: Peer) -> bool:
-        """Whether it listens, for the same hello, and plain text will do."""
+        """Return whether the peer listens for the same hello, and TLS is off."""
         offer = peer.offer(NAME)
         return self._plain_text and offer is not None and port_in(offer.address) is not None
 
     def pull(self, peer: Peer, request: pb.PullRequest) -> FrameStream:
-        """Ask a peer for frames."""
+        """Request frames from a peer."""
         return _TcpFrames(self, peer, request)
 
     async def link_to(self, peer: Peer) -> socket.socket:
-        """A connection that carries no pull.
-
-        Raises:
-            TransportError: It cannot be had.
-        """
+        """Return a connection that carries no pull."""
         for place, (incarnation, link) in enumerate(self._idle):
             if incarnation == peer.target.incarnation:
                 del self._idle[place]
@@ -74,7 +71,9 @@ class TcpTransport:
         host = peer.target.address.rpartition(":")[0].strip("[]")
         port = port_in(offer.address) if offer is not None else None
         if port is None:
-            raise TransportError(f"{peer.target.worker_id} does not listen for this hello")
+            raise TransportError(
+                f"{peer.target.worker_id} does not offer this version of the hello"
+            )
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as undo:
             try:
@@ -88,12 +87,12 @@ class TcpTransport:
                     await prove_to_worker(link, NAME, peer.target.incarnation, self._token)
             except OSError as error:  # TimeoutError is one
                 reason = str(error) or type(error).__name__
-                raise TransportError(f"no connection: {reason}") from error
+                raise TransportError(f"cannot connect: {reason}") from error
             undo.pop_all()
         return link
 
     def keep(self, peer: Peer, link: socket.socket) -> None:
-        """A connection whose pull has ended, for the next one."""
+        """Keep a connection whose pull has ended, for the next one."""
         self._idle.append((peer.target.incarnation, link))
         while len(self._idle) > _KEPT_LINKS:
             self._idle.pop(0)[1].close()
@@ -105,24 +104,23 @@ class TcpTransport:
             self._idle.pop()[1].close()
 
 
+@dataclass(frozen=True, slots=True)
 class _TcpFrame:
-    """A frame in a buffer that is used again once nobody holds the frame."""
+    """A frame whose buffer is reused once the frame is deleted."""
 
-    def __init__(self, frame: ByteFrame, buffers: Buffers, buffer: memoryview) -> None:
-        self._frame = frame
-        self._buffers = buffers
-        self._buffer = buffer
+    frame: ByteFrame
+    buffers: Buffers
+    buffer: memoryview
 
     def store(self, pool: PoolView, blocks: Sequence[int], kv_slice: KvSlice, bound: bytes) -> None:
-        """See ``transport.Frame``."""
-        self._frame.store(pool, blocks, kv_slice, bound)
+        self.frame.store(pool, blocks, kv_slice, bound)
 
     def __del__(self) -> None:
-        self._buffers.give_back(self._buffer)
+        self.buffers.give_back(self.buffer)
 
 
 class _TcpFrames:
-    """One pull; a frame or two are here before they are asked for."""
+    """A pull; one or two frames are received ahead."""
 
     def __init__(self, transport: TcpTransport, peer: Peer, request: pb.PullRequest) -> None:
         self._transport = transport
@@ -159,29 +157,29 @@ class _TcpFrames:
         await self._came.put(end)
 
     async def _receive_all(self, link: socket.socket) -> None:
-        """Ask, and take what comes; a connection that is not left in between is kept."""
+        """Request and receive; keep the connection if the pull ended in order."""
         question = framed(pb.PoolRequest(pull=self._request))
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
             try:
                 await asyncio.get_running_loop().sock_sendall(link, question)
-                said = await self._take_frames(link)
+                end = await self._take_frames(link)
             except OSError as error:
                 raise TransportGoneError(str(error) or type(error).__name__) from error
             undo.pop_all()
             self._transport.keep(self._peer, link)
-        if said == FAILED:
-            raise TransportError("the peer could not go on")
+        if end == FAILED:
+            raise TransportError("the peer failed to send all frames")
 
     async def _take_frames(self, link: socket.socket) -> int:
-        """All frames, or those before the sender says why there are no more: what it says."""
+        """Receive all frames, or those before the sender's `ENDED` or `FAILED`; return which."""
         buffers = self._transport.buffers
         for _ in self._request.kv_slices:
             size_bytes = await receive_length(link)
             if size_bytes in (ENDED, FAILED):
                 return size_bytes
             if size_bytes > MOST_FRAME_BYTES:
-                raise ConnectionError(f"a frame of {size_bytes} bytes")
+                raise ConnectionError(f"frame of {size_bytes} bytes, limit {MOST_FRAME_BYTES}")
             buffer = buffers.take(size_bytes)
             await receive(link, buffer[:size_bytes])
             frame = ByteFrame(buffer[:size_bytes], self._request.encoding)

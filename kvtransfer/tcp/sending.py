@@ -1,4 +1,4 @@
-"""KV over TCP, the sending side: one frame is on its way while the next one is being copied."""
+"""KV over TCP, the sending side: one frame is sent while the next one is being copied."""
 
 import asyncio
 import contextlib
@@ -31,11 +31,7 @@ _KEPT_BUFFERS = 4
 
 
 class TcpServer:
-    """Serves frames to readers that have the fleet's token.
-
-    Args:
-        side: Of this worker; without a listener it offers nothing.
-    """
+    """Serves frames to readers that have the fleet's token, if there is a listener."""
 
     def __init__(self, side: ServingSide) -> None:
         self._side = side
@@ -44,14 +40,14 @@ class TcpServer:
 
     @property
     def offer(self) -> common_pb2.TransportOffer | None:
-        """The port; the host is the worker's."""
+        """Port of the listener; the host is the worker's."""
         if self._side.listener is None:
             return None
         port = self._side.listener.getsockname()[1]
         return common_pb2.TransportOffer(name=NAME, address=address_of(port))
 
     async def start(self, source: FrameSource) -> None:
-        """Listen."""
+        """Start accepting connections."""
         if self._side.listener is None:
             return
 
@@ -72,7 +68,6 @@ class TcpServer:
         await prove_to_reader(link, NAME, self._side.incarnation, self._side.token)
 
     async def _serve(self, link: socket.socket, source: FrameSource) -> None:
-        """One reader, until it goes."""
         with link, contextlib.suppress(OSError, DecodeError):
             while True:
                 request = pb.PoolRequest.FromString(await receive_message(link)).pull
@@ -81,7 +76,7 @@ class TcpServer:
     async def _answer(
         self, link: socket.socket, request: pb.PullRequest, source: FrameSource
     ) -> None:
-        """The frames of one pull; if there are fewer than were asked for, why."""
+        """Send the frames of one pull, and the reason if there are fewer than requested."""
         left = len(request.kv_slices)
         why = ENDED
         rooms = _Rooms(self._buffers)
@@ -93,8 +88,10 @@ class TcpServer:
             )
             if isinstance(sent, BaseException):
                 raise sent
-            if isinstance(size_bytes, BaseException):  # of the source: other pulls go on
-                _LOG.error("a pull of %s broke", request.request_id, exc_info=size_bytes)
+            if isinstance(size_bytes, BaseException):  # of the source: other pulls continue
+                _LOG.error(
+                    "failed to serve a pull request=%s", request.request_id, exc_info=size_bytes
+                )
                 why = FAILED
                 break
             if not size_bytes:
@@ -115,33 +112,27 @@ _Written = tuple[memoryview, int]
 
 
 async def _next(frames: AsyncIterator[int]) -> int:
-    """Size of the next frame; 0 behind the last."""
     return await anext(frames, 0)
 
 
 class _Rooms:
-    """Buffers for frames, with their lengths in front.
-
-    Args:
-        buffers: Where they come from.
-    """
+    """Buffers for frames with their lengths in front."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self._buffer: memoryview | None = None  # that is written
+        self._buffer: memoryview | None = None  # being written
 
     async def room(self, size_bytes: int) -> memoryview:
-        """See ``transport.Room``."""
         size_bytes += LENGTH.size
         if self._buffer is None or len(self._buffer) < size_bytes:
             self._buffer = self._buffers.take(size_bytes)
         return self._buffer[LENGTH.size : size_bytes]
 
     def take(self, size_bytes: int) -> _Written:
-        """What was written, with its length, and how much that is."""
+        """Return the written buffer, with its length filled in, and its size in bytes."""
         buffer = self._buffer
         self._buffer = None
         if buffer is None:
-            raise RuntimeError("a frame without room")
+            raise RuntimeError("a frame was yielded without room for it")
         buffer[: LENGTH.size] = LENGTH.pack(size_bytes)
         return buffer, LENGTH.size + size_bytes

@@ -54,7 +54,7 @@ async def waiting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Waiting]:
         link = RankLink(1, address, channels.to(address), FleetToken("t"))
         settings = msgspec.json.encode(EngineSettings(model="none"))
         # as the leader says it; the fixture is its shell
-        link._say(begin=rank.rank_pb2.RankBegin(rank=1, engine_settings=settings))
+        link._send(begin=rank.rank_pb2.RankBegin(rank=1, engine_settings=settings))
         listens = await link._until(link._listens)
         place = RankAddress("127.0.0.1", listens.port, listens.secret)
         found = Waiting(place, ended)

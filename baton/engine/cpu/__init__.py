@@ -1,7 +1,5 @@
-"""The backend for CPUs; ``baton/engine/cuda`` has the same files for GPUs.
+"""Backend for CPUs; ``baton/engine/cuda`` has the same files for GPUs. Neither imports the other.
 
-Neither imports the other.
-
-``attention.py`` and ``linear.py`` use torch's kernels, ``native/`` our own; ``parallel/`` is about
-the ranks of a tensor-parallel replica.
+``attention.py`` and ``linear.py`` use torch's kernels, ``native/`` our own; ``parallel/`` has the
+ranks of a tensor-parallel replica.
 """

@@ -5,18 +5,18 @@ packed into one matrix, so that the kernel reads K and V once:
 
     q [rows, H, D]  ->  [B, Hkv, queries * G, D]        G = H / Hkv
 
-**Why the bits do not depend on the path** (``exact``). The kernel's sums depend on the number of
-keys it is given, and, for very few query rows, on that number too. So the number of keys is a
-function of the position alone, ``ceil((p + 1) / unit) * unit``, the rest being masked; prefill is
-cut into tiles that end at multiples of ``unit``; and no call has fewer than ``min_rows`` query rows
-(or, where the kernels ask for it, all have exactly the same number). ``choose_tiling`` finds by
-probing what this machine needs, and fails loudly when nothing holds.
+**Why the bits do not depend on the path** (``exact``). The kernel's sums depend on its number of
+keys and, for very few query rows, on that number too. So the number of keys is a function of the
+position alone, ``ceil((p + 1) / unit) * unit``, and the rest is masked. Prefill is cut into tiles
+that end at multiples of ``unit``. No call has fewer than ``min_rows`` query rows (or, where the
+kernels require it, all have exactly the same number). ``choose_tiling`` measures what this machine
+needs, and raises an error if nothing works.
 
-**Sliding windows.** A layer with a window of W lets the query at ``p`` see the keys ``p - W + 1``
+**Sliding windows.** In a layer with a window of W, the query at ``p`` sees the keys ``p - W + 1``
 to ``p``. Its keys begin at a multiple of ``unit`` too (``AttentionTiling.first_key``), so their
-start and their number are functions of the position, and what was said above holds. A step is
-planned once for each distinct window; ``run`` takes the plan of its layer. Blocks before the window
-are not read, and not freed either: all layers share one block table.
+start and number are functions of the position, as above. A step is planned once for each distinct
+window; ``run`` takes the plan of its layer. Blocks before the window are not read, and not freed
+either: all layers share one block table.
 
 Masked keys are read: their weight is zero, but zero times NaN is NaN. So the pool should hold
 finite values everywhere, and the runner computes a row that meets NaN again, isolated from others.
@@ -38,13 +38,12 @@ from baton.types.geometry import KvGeometry
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
-_VIEW_TOKENS = 512
-"""From this length on, a call per sequence on a view is cheaper than copying the keys together."""
+_VIEW_TOKENS = 512  # from this length on, a call per sequence is cheaper than copying the keys
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiling:
-    """How queries and keys are cut.
+    """Units in which queries and keys are cut.
 
     Attributes:
         unit: The number of keys is a multiple of this many tokens.
@@ -59,13 +58,13 @@ class AttentionTiling:
     decode_rows: int
 
     def keys(self, position: int) -> int:
-        """Number of keys given to the kernel for the query at ``position``."""
+        """Return the number of keys in a call with the query at ``position``."""
         return -(-(position + 1) // self.unit) * self.unit
 
     def first_key(self, position: int, window: int | None) -> int:
-        """First of the keys given to the kernel for the query at ``position``.
+        """Return the first of the keys in a call with the query at ``position``.
 
-        The same for all positions of a unit, so that rows with equal ``keys`` go together.
+        It is the same for all positions of a unit, so that rows with equal ``keys`` share a call.
         """
         if window is None:
             return 0
@@ -75,7 +74,7 @@ class AttentionTiling:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's queries: rows ``row ... row + count - 1`` at positions ``start ...``."""
+    """Queries of one sequence: rows ``row ... row + count - 1`` at positions ``start ...``."""
 
     row: int
     start: int
@@ -85,7 +84,7 @@ class Span:
 
 @dataclass(slots=True)
 class _Keys:
-    """Where the keys of a call lie: a view of the pool, or blocks to gather."""
+    """Location of a call's keys: a view of the pool, or blocks to gather."""
 
     first_token: int = -1
     stride_tokens: int = 0
@@ -105,7 +104,7 @@ class _Decode:
 
 @dataclass(slots=True)
 class _Tile:
-    begin: int  # in packed query rows of the chunk, times G
+    begin: int  # in packed query rows of the chunk, multiplied by G
     end: int
     keys: slice  # of the chunk's keys
     mask: torch.Tensor  # [1, 1, (end - begin), keys]
@@ -113,8 +112,6 @@ class _Tile:
 
 @dataclass(slots=True)
 class _Chunk:
-    """One sequence's run of queries, cut into tiles."""
-
     row: int
     count: int
     lead: int  # padding queries before the first
@@ -126,7 +123,7 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Write:
-    """Where rows of K and V go: consecutive slots from ``first``, or ``slots``."""
+    """Destination of rows of K and V: consecutive slots from ``first``, or ``slots``."""
 
     rows: slice
     first: int
@@ -135,7 +132,7 @@ class _Write:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """One step: where its K and V go, and the calls for each distinct window."""
+    """Plan of one step: destinations of its K and V, and the calls for each distinct window."""
 
     writes: Sequence[_Write]
     by_window: Mapping[int | None, Sequence[_Decode | _Chunk]]
@@ -144,7 +141,7 @@ class Calls:
 def slots_of(
     start: int, count: int, blocks: Sequence[int], block_tokens: int
 ) -> npt.NDArray[np.int64]:
-    """The pool's slots of positions ``start ...`` of a sequence."""
+    """Return the pool's slots of positions ``start ...`` of a sequence."""
     positions = np.arange(start, start + count)
     table = np.asarray(blocks, dtype=np.int64)
     slots: npt.NDArray[np.int64] = (
@@ -154,34 +151,30 @@ def slots_of(
 
 
 class Attention(Protocol):
-    """What the runner needs of an implementation over a paged pool."""
+    """Interface of attention over a paged pool."""
 
     def plan(
         self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
     ) -> Any:
-        """Calls for one step, made once for all layers."""
+        """Plan the calls of one step, for all layers."""
 
     def sort_key(self, position: int, blocks: Sequence[int]) -> tuple[int, int]:
-        """Order in which decode rows are best laid out."""
+        """Return the sort key of a decode row for the best layout."""
 
     def write(self, layer: int, calls: Any, kv: torch.Tensor) -> None:
-        """Put K and V of the step's rows, ``[2, T, K, D]``, to their places."""
+        """Store K and V of the step's rows, ``[2, T, K, D]``."""
 
     def run(self, layer: int, calls: Any, q_THD: torch.Tensor) -> torch.Tensor:
-        """``[T, H, D] -> [T, H * D]`` against the pool of one layer."""
+        """Attend, ``[T, H, D] -> [T, H * D]``, over the pool of one layer."""
 
 
 class PagedAttention:
-    """Attention over ``pool``, a tensor of ``geometry.shape``.
+    """Attention over ``pool``, a tensor of ``geometry.shape``, by torch's flash kernel.
 
     Args:
         pool: The KV pool; the caller keeps every value in it finite.
-        geometry: Its shape.
-        num_heads: Query heads.
-        tiling: How calls are cut.
         windows: Keys that a query sees, its own included, for each layer; ``None`` is all of them.
-        kv_heads: The KV heads that are read here, if not all (``num_heads`` are their queries).
-        codec: How K and V are stored, if not as they are.
+        kv_heads: KV heads that are read here, if not all (``num_heads`` are their queries).
     """
 
     def __init__(
@@ -226,12 +219,12 @@ class PagedAttention:
     def plan(
         self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
     ) -> Calls:
-        """Calls for one step.
+        """Plan the calls of one step.
 
         Args:
             decodes: Spans with one query, in row order, sorted by ``sort_key``.
             chunks: Spans with any number of queries.
-            isolated: Read no block but the sequences' own, not even masked; slower, equal bits.
+            isolated: Read only the sequences' own blocks, with equal bits but more slowly.
         """
         self._isolated = isolated
         by_window = {w: self._calls(decodes, chunks, w) for w in set(self._windows)}
@@ -270,7 +263,7 @@ class PagedAttention:
         return calls
 
     def sort_key(self, position: int, blocks: Sequence[int]) -> tuple[int, int]:
-        """Order of decode rows that puts equal lengths, and neighbours in the pool, together."""
+        """Sort equal lengths, and neighbours in the pool, together."""
         return self.tiling.keys(position), blocks[0]
 
     def _decode_calls(
@@ -298,7 +291,7 @@ class PagedAttention:
     def _mask(
         self, positions_Q: torch.Tensor, first_key: int, end_key: int, window: int | None
     ) -> torch.Tensor:
-        """``[Q, keys]``: 0 where a query sees a key, else minus infinity."""
+        """Return ``[Q, keys]``: 0 where a query sees a key, else minus infinity."""
         keys = torch.arange(first_key, end_key)
         queries = positions_Q.view(-1, 1)
         hidden = keys > queries
@@ -309,7 +302,7 @@ class PagedAttention:
 
     @staticmethod
     def _common_stride(firsts: Sequence[int]) -> int | None:
-        """Tokens between the sequences when a strided view covers them all, else ``None``."""
+        """Return the tokens between the sequences if a strided view covers all, else ``None``."""
         if min(firsts) < 0:
             return None
         if len(firsts) == 1:
@@ -319,7 +312,7 @@ class PagedAttention:
         return stride if stride > 0 and all(b - a == stride for a, b in steps) else None
 
     def _view(self, span: Span, first_key: int, keys: int) -> int:
-        """Pool token of ``first_key`` when a contiguous run holds the span's keys, else -1."""
+        """Return the pool token of ``first_key`` if the keys are contiguous, else -1."""
         size = self._block_tokens
         blocks = span.blocks
         skipped = first_key // size
@@ -339,7 +332,7 @@ class PagedAttention:
         for span in spans:
             needed = -(-(span.start + span.count) // self._block_tokens)
             own = span.blocks[skipped:needed]
-            # blocks beyond the sequence are masked: any block does, as all hold finite values
+            # blocks after the end are masked: any block will do, as all hold finite values
             index += [*own, *([span.blocks[0]] * (count - len(own)))]
         return _Keys(gather=torch.tensor(index))
 
@@ -370,7 +363,7 @@ class PagedAttention:
     # --- running, once per layer ---------------------------------------------------------------
 
     def write(self, layer: int, plan: Calls, kv: torch.Tensor) -> None:
-        """Put ``[2, T, K, D]`` to the places of the step's rows."""
+        """Store ``[2, T, K, D]`` in the slots of the step's rows."""
         tokens = self.tokens[layer]  # [2, slots, K, elements]
         if self._codec is not None:
             kv = self._codec.encode(kv)
@@ -382,7 +375,7 @@ class PagedAttention:
                 tokens[:, write.first : write.first + count].copy_(kv[:, write.rows])
 
     def run(self, layer: int, plan: Calls, q_THD: torch.Tensor) -> torch.Tensor:
-        """``[T, H, D] -> [T, H * D]`` against the pool of one layer."""
+        """Attend, ``[T, H, D] -> [T, H * D]``, over the pool of one layer."""
         calls = plan.by_window[self._windows[layer]]
         if len(calls) == 1 and isinstance(calls[0], _Decode):
             return self._run_decode(layer, calls[0], q_THD)
@@ -398,7 +391,7 @@ class PagedAttention:
     def _keys(
         self, layer: int, where: _Keys, batch: int, keys: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as ``[B, Hkv, keys, D]``."""
+        """Return K and V as ``[B, Hkv, keys, D]``."""
         tokens = self.tokens[layer]
         if where.gather is not None:
             gathered = self._blocks[layer].index_select(1, where.gather)

@@ -1,16 +1,17 @@
-"""From a model on disk to a proven ``CpuRunner``: load, choose how attention is cut, prove, name.
+"""Builds a ``CpuRunner`` from a model on disk: loads it, chooses how to cut attention, proves it.
 
-``exact`` is proved on the loaded model before anybody is served (``baton/engine/cpu/selftest.py``).
+``exact`` is proved on the loaded model before it serves (``baton/engine/cpu/selftest.py``).
 """
 
 import logging
+import os
 from collections.abc import Callable
 
 import torch
 
 from baton.engine.core.model_runner import ModelInfo
 from baton.engine.cpu.attention import AttentionTiling
-from baton.engine.cpu.cores import SharedCores, cores_file, host_cores
+from baton.engine.cpu.cores import SharedCores, cores_file
 from baton.engine.cpu.decoder import Decoder
 from baton.engine.cpu.load import load_model
 from baton.engine.cpu.lora import CpuAdapters
@@ -40,24 +41,9 @@ def build_cpu_runner(
     grammars: Grammars,
     ranks: RankProcesses | None = None,
 ) -> tuple[CpuRunner, ModelInfo]:
-    """Load, prove, and wrap (see ``baton.engine.build.build_runner``).
-
-    Args:
-        settings: Dtype, numerics and number of blocks.
-        artifact: The model.
-        max_context_tokens: Longest sequence.
-        map_pool: Gives the pool's memory, zeroed.
-        progress: Called with one line of text at a time.
-        grammars: For requests with a grammar.
-        ranks: The other ranks of a tensor-parallel replica.
-
-    Raises:
-        ModelError: The model cannot be loaded.
-        RankError: A rank died or hangs.
-        NumericsSetupError: ``exact`` cannot be kept on this machine.
-    """
+    """Load a model, prove its numerics, and return its runner (``engine.build.build_runner``)."""
     if ranks is not None and settings.weight_quantisation == "int4":
-        raise ModelError("tensor_parallel: int4 weights are not split over ranks; int8 ones are")
+        raise ModelError("tensor_parallel does not support int4 weights; use int8 or none")
     choose_native(settings.native)
     cores = _shared_cores(settings)
     c = artifact.config
@@ -89,16 +75,16 @@ def build_cpu_runner(
 
 
 def _shared_cores(settings: EngineSettings) -> SharedCores | None:
-    """This worker's place among those that share the host's cores; ranks lend and do not borrow."""
+    """Return this worker's entry in the table of shared cores; ranks lend and do not borrow."""
     if not settings.lends_cores:
         return None
-    cores = host_cores()
+    cores = len(os.sched_getaffinity(0))
     own = settings.threads * settings.tensor_parallel
     most = settings.threads if settings.tensor_parallel > 1 else cores
     try:
         return SharedCores(own, most, cores, cores_file())
-    except OSError as error:  # the name is free for any user of the host to take
-        _LOG.warning("idle cores are not lent to other workers of this host: %s", error)
+    except OSError as error:  # any user of the host can create a file of this name
+        _LOG.warning("cannot lend idle cores to other workers of this host: %s", error)
         return None
 
 
@@ -109,7 +95,6 @@ def _load(
     progress: Callable[[str], None],
     ranks: RankProcesses | None,
 ) -> tuple[Decoder, AttentionTiling]:
-    """The model, or this rank's part of it, and how its attention is cut."""
     c = artifact.config
     dtype = settings.dtype
     numerics = numerics_of(settings.numerics)
@@ -132,7 +117,7 @@ def _load(
 
 
 def _in_tenths(progress: Callable[[str], None]) -> Progress:
-    """Says how far loading is, ten times per stage."""
+    """Return a report of loading that shows each stage in steps of 10 %."""
     shown = {"": 0}
 
     def report(stage: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Loading a draft model: a small model of the same vocabulary, with a KV pool of its own."""
+"""Loads a draft model: a small model of the same vocabulary, with its own KV pool."""
 
 from collections.abc import Callable
 
@@ -22,14 +22,14 @@ def build_draft(
 ) -> Speculation:
     """Load the draft model that the settings name, beside the main one.
 
-    Its KV pool has as many blocks as the main pool; they are smaller as the model is. It follows
-    the same grammars, and knows no adapters.
+    Its KV pool has as many blocks as the main pool, of the draft model's size. It follows the same
+    grammars, and has no adapters.
 
     Raises:
-        ModelError: It cannot be loaded, or its tokens are not those of the main model.
-        NumericsSetupError: ``exact`` cannot be kept for it on this machine.
+        ModelError: It cannot be loaded, or its vocabulary differs from the main model's.
+        NumericsSetupError: ``exact`` is impossible for it on this machine.
     """
-    progress(f"looking for the draft model {settings.speculation.draft}")
+    progress(f"loading the draft model {settings.speculation.draft}")
     draft = resolve_model(settings.speculation.draft)
     main = resolve_model(settings.model)
     check_same_vocabulary(main, draft)

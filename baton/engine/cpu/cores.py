@@ -1,16 +1,15 @@
-"""The cores of a host, shared by its workers: one that computes nothing lends its own.
+"""Cores of a host that its workers share: an idle worker lends its own.
 
-    claims   one number per place: cores of a worker that computes now, else 0   shared memory
-    locks    one byte per place, held by the worker while it lives               the kernel's
+    in use   one number per slot: cores of a worker that computes now, else 0    shared memory
+    locks    one byte per slot, held by the worker while its process exists      the kernel's
 
-A worker claims its cores for the time of each step. What nobody claims is shared out among those
-that compute, anew for each job of a native team (``native/cores.h``), so that an owner has its core
-back within a job and waits for nobody. Jobs have the same bits with any number of threads. The
-kernel takes the lock of a process that has died, however it died, and its claim is struck out by
-the next that begins a step.
+A worker marks its cores as in use for the time of each step. The other cores are divided among the
+workers that compute, anew for each job of a native team (``native/cores.h``). So an owner has its
+core back within a job, without waiting. Jobs have the same bits with any number of threads. The
+kernel releases the lock of a dead process, and the next worker that begins a step clears its entry.
 
-All workers of a user on a host share one table, also those of other fleets; a container with its
-own ``/dev/shm`` has its own.
+All workers of a user on a host share one table, also those of other fleets. A container with its
+own ``/dev/shm`` has its own table.
 """
 
 import contextlib
@@ -29,33 +28,26 @@ import numpy as np
 from baton.engine.cpu.native.library import load
 
 PLACES = 64
-_CLAIM_BYTES = 2
-_TABLE_BYTES = PLACES * _CLAIM_BYTES
-
-
-def host_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+_ENTRY_BYTES = 2
+_TABLE_BYTES = PLACES * _ENTRY_BYTES
 
 
 def cores_file() -> Path:
-    """The table of this user on this host."""
+    """Return the path of this user's table on this host."""
     memory = Path("/dev/shm")  # noqa: S108 - owner and mode are checked when it is opened
     folder = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     return folder / f"baton-cores-{os.getuid()}"
 
 
 class SharedCores:
-    """This worker's place in the table; a context that claims its cores while it computes.
+    """This worker's entry in the table; a context that marks its cores as in use.
 
-    Its cores count as claimed from the start, so that nobody borrows them while a model is loaded;
+    Its cores count as in use from the start, so that they are not borrowed while a model is loaded;
     ``lend`` ends that.
 
     Args:
-        own: Cores that are always this worker's.
-        most: Threads of its team, borrowed ones included.
-        cores: Of the host.
-        path: The table.
+        own: Number of cores that always belong to this worker.
+        most: Threads of its team, with borrowed cores.
     """
 
     def __init__(self, own: int, most: int, cores: int, path: Path) -> None:
@@ -63,17 +55,17 @@ class SharedCores:
         self._library = load()
         self._table = _opened(path)
         memory = mmap.mmap(self._table, _TABLE_BYTES)
-        self._claims = np.frombuffer(memory, dtype=np.uint16)
+        self._in_use = np.frombuffer(memory, dtype=np.uint16)
         self._place = self._take_place()
         if self._place is None or self._library is None:
             return
-        at = ctypes.c_void_p(self._claims.ctypes.data)
+        at = ctypes.c_void_p(self._in_use.ctypes.data)
         self._library.baton_cores_join(at, self._place, own, cores, most)
         self._library.baton_cores_claim(1)
 
     def __enter__(self) -> Self:
         if self._library is not None and self._place is not None:
-            self._strike_out_the_dead()
+            self._clear_dead_entries()
             self._library.baton_cores_claim(1)
         return self
 
@@ -86,21 +78,21 @@ class SharedCores:
         self.lend()
 
     def lend(self) -> None:
-        """Let others have the cores until the next step."""
+        """Lend the cores to other workers until the next step."""
         if self._library is not None and self._place is not None:
             self._library.baton_cores_claim(0)
 
     def _take_place(self) -> int | None:
-        """The first place whose lock is free; ``None`` if there are more workers than places."""
+        """Lock the first free entry; return ``None`` if there are more workers than entries."""
         for place in range(PLACES):
             if self._lock(place):
                 return place
         return None
 
-    def _strike_out_the_dead(self) -> None:
-        for place in np.flatnonzero(self._claims).tolist():
+    def _clear_dead_entries(self) -> None:
+        for place in np.flatnonzero(self._in_use).tolist():
             if place != self._place and self._lock(place):
-                self._claims[place] = 0
+                self._in_use[place] = 0
                 fcntl.lockf(self._table, fcntl.LOCK_UN, 1, place)
 
     def _lock(self, place: int) -> bool:
@@ -111,16 +103,12 @@ class SharedCores:
 
 
 def _opened(path: Path) -> int:
-    """The table's file, made if there is none.
-
-    Raises:
-        PermissionError: It is not this user's alone.
-    """
+    """Open the table's file, which must belong to this user alone; create it if it is missing."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         os.close(file)
-        raise PermissionError(f"{path}: must be a file of this user alone; remove it")
+        raise PermissionError(f"{path} must be a file of this user with mode 0600; remove it")
     if found.st_size < _TABLE_BYTES:
         os.ftruncate(file, _TABLE_BYTES)
     return file

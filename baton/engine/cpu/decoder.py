@@ -1,10 +1,10 @@
-"""The decoder: building blocks and forward pass of every family that is served.
+"""Decoder: building blocks and forward pass of every supported model family.
 
     T rows of a step, E hidden size, H query heads, K KV heads, D head dim, F feed-forward size,
     L layers, V vocabulary
 
-Which blocks a layer has follows from the weights of its family (``baton/engine/models/family.py``).
-RoPE pairs are adjacent here and in the pool, wherever the weights came from
+The weights of a family determine the blocks of its layers (``baton/engine/models/family.py``).
+RoPE pairs are adjacent here and in the pool, whatever the file format
 (``baton/engine/models/rope.py``).
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from baton.engine.cpu.experts import Experts
 from baton.engine.cpu.linear import Linear, PackFn, plain
@@ -29,42 +29,36 @@ from baton.engine.models.rope import local_frequencies, rope_frequencies, rope_m
 from baton.engine.sampling.sample import Logits
 from baton.model.artifact import ModelConfig
 
-REFINED = 32  # logits of each row that are computed in fp32
+REFINED = 32  # logits of each row that are computed again in fp32
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer."""
-
     vectors: LayerVectors
     qkv: Linear
     o: Linear
     mlp: "_Dense | Experts"
-    frequencies: int  # which of the model's
+    frequencies: int  # index into the model's
 
 
 @dataclass(frozen=True, slots=True)
 class _Dense:
-    """The gated feed-forward part."""
-
     gate_up: Linear
     down: Linear
 
 
 AttentionFn = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``(layer, q [T, H, D], kv [2, T, K, D]) -> [T, H * D]``; writes K and V first."""
+"""``(layer, q [T, H, D], kv [2, T, K, D]) -> [T, H * D]``; stores K and V first."""
 
 
 class Decoder:
     """A loaded model: packed weights and the forward pass.
 
     Args:
-        config: The model's numbers.
-        weights: By canonical name (``families.weight_table``); Q and K with adjacent pairs.
+        weights: Tensors by canonical name (``families.weight_table``); Q and K with adjacent pairs.
             Emptied while packing, so that the peak stays near one copy.
         dtype: ``bf16`` or ``fp32``, of weights and activations.
-        pack: Makes a linear layer of a weight; it is told which one it is.
-        quantisation: What ``pack`` does to the weights, by name; part of the numerics id.
+        quantisation: Name of the quantisation in ``pack``; part of the numerics id.
         shard: This rank's part of a tensor-parallel model; ``weights`` are cut to it.
     """
 
@@ -82,7 +76,7 @@ class Decoder:
         self.shard = shard
         self.local = config if shard is None else shard.local(config)
         self.quantisation = quantisation
-        self.deltas: Deltas | None = None  # of the step that runs: LoRA
+        self.deltas: Deltas | None = None  # LoRA deltas of the running step
         self._rows = row_operations(config, dtype)
         self._family = FAMILIES[config.family]
         self._split = (
@@ -107,7 +101,6 @@ class Decoder:
     def _layer(
         self, index: int, weights: MutableMapping[str, torch.Tensor], pack: PackFn
     ) -> _Layer:
-        """Take the weights of one layer and pack them."""
         c = self.config
 
         def linear(*names: str) -> Linear:
@@ -139,7 +132,7 @@ class Decoder:
         )
 
     def linears(self) -> Mapping[str, Linear]:
-        """One linear layer of each kind, for the self-test."""
+        """Return a linear layer of each kind, for the self-test."""
         first = self._layers[0]
         kinds = {"head": self._head, "qkv": first.qkv, "o": first.o}
         if isinstance(first.mlp, Experts):
@@ -148,16 +141,16 @@ class Decoder:
         return {**kinds, "gate_up": first.mlp.gate_up, "down": first.mlp.down}
 
     def rotations(self, positions_T: torch.Tensor) -> list[torch.Tensor]:
-        """What RoPE multiplies the pairs with: ``[T, 1, D / 2]`` complex for each base."""
+        """Return the RoPE factors of the pairs: ``[T, 1, D / 2]`` complex for each base."""
         rotations = []
         for frequencies, magnitude in zip(self._frequencies, self._magnitudes, strict=True):
             angles = positions_T.to(torch.float32).view(-1, 1, 1) * frequencies
             rotations.append(torch.polar(torch.full_like(angles, magnitude), angles))
         return rotations
 
-    def layer_parts(self) -> list[LayerParts] | None:
-        """The layers for a native pass; ``None`` if they have experts, or belong to a rank."""
-        if self.shard is not None:
+    def native_layers(self, attention: object) -> NativeLayers | None:
+        """Return all layers as one native call over a pool, or ``None`` if a part is not native."""
+        if not isinstance(self._rows, NativeRows) or self.shard is not None:
             return None
         parts = []
         for layer in self._layers:
@@ -165,21 +158,13 @@ class Decoder:
                 return None
             linears = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
             parts.append(LayerParts(linears, layer.vectors, layer.frequencies))
-        return parts
-
-    def native_layers(self, attention: object) -> NativeLayers | None:
-        """All layers in one call over that attention's pool, where every part of them is native."""
-        if not isinstance(self._rows, NativeRows):
-            return None
         is_gelu = self._family.activation != "silu"
-        return native_layers(
-            self.layer_parts(), attention, self.config.rms_norm_eps, is_gelu=is_gelu
-        )
+        return native_layers(parts, attention, self.config.rms_norm_eps, is_gelu=is_gelu)
 
     def begin(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """What comes before the layers: their sum ``[T, E]`` fp32, its norm, and the rotations."""
+        """Return the input of the layers: sum ``[T, E]`` fp32, its norm, and the rotations."""
         x_TE = self._embedding(tokens_T).float()
         if self._embed_scale != 1.0:
             x_TE *= self._embed_scale
@@ -193,15 +178,10 @@ class Decoder:
         attention: AttentionFn,
         on_layers_done: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """``[T, E]`` hidden rows after the last layer, before the final norm; always fp32.
+        """Return ``[T, E]`` fp32: hidden rows after the last layer, before the final norm.
 
-        The sum over the layers is kept in fp32: that halves the error of bf16 at hardly any cost.
-
-        Args:
-            tokens_T: Token ids.
-            positions_T: Their positions.
-            attention: Writes K and V, and attends.
-            on_layers_done: Called with 1, 2, ... as soon as that many layers' KV is written.
+        The sum over the layers is kept in fp32, which halves the error of bf16 at hardly any cost.
+        ``on_layers_done`` gets 1, 2, ... as soon as that many layers' KV is stored.
         """
         x_TE, h_TE, rotations = self.begin(tokens_T, positions_T)
         rows = self._rows
@@ -221,7 +201,7 @@ class Decoder:
     def _heads(
         self, layer: _Layer, index: int, h_TE: torch.Tensor, rotation: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Q ``[T, H, D]`` and K with V ``[2, T, K, D]``: biased, normed and rotated."""
+        """Return Q ``[T, H, D]`` and K with V ``[2, T, K, D]``: biased, normed and rotated."""
         c = self.local
         rows = h_TE.shape[0]
         dim = self.config.head_dim
@@ -234,7 +214,7 @@ class Decoder:
         return qkv[:, :q_end].view(rows, c.num_heads, dim), kv
 
     def _mlp(self, layer: _Layer, index: int, h_TE: torch.Tensor) -> torch.Tensor:
-        """``[T, E] -> [T, E]``: the feed-forward part, without norms."""
+        """Compute the feed-forward part without norms, ``[T, E] -> [T, E]``."""
         mlp = layer.mlp
         if isinstance(mlp, Experts):
             return mlp(
@@ -244,11 +224,10 @@ class Decoder:
         return self._project(mlp.down, index, "down", act_TF)
 
     def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``[T, 2 F] -> [T, F]``."""
         return self._rows.gate(gate_up, self._family.activation)
 
     def _project(self, linear: Linear, index: int, name: str, x_TE: torch.Tensor) -> torch.Tensor:
-        """One linear layer of layer ``index``; every product of the layers goes through here."""
+        """Apply one linear layer; every product of the layers goes through here."""
 
         def product(x_TE: torch.Tensor) -> torch.Tensor:
             y_TN = linear(x_TE)
@@ -267,18 +246,18 @@ class Decoder:
         return self._head(h_SE) if self.shard is None else self.shard.logits(self._head, h_SE)
 
     def follow_logits(self, rows: int) -> None:
-        """This rank's part of ``logits`` that the leader computes for so many rows."""
+        """Compute this rank's part of the leader's ``logits`` for so many rows."""
         self._head_product(torch.empty(rows, self.config.hidden_size, dtype=self.dtype))
 
     def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
-        """``[S, E]`` fp32: rows of ``forward``'s result behind the final norm."""
+        """Apply the final norm to rows of ``forward``'s result: ``[S, E]`` fp32."""
         return self._rows.norm_fp32(x_SE, self._final_norm)
 
     def logits(self, x_SE: torch.Tensor) -> Logits:
-        """Logits of some rows of ``forward``'s result.
+        """Return the logits of some rows of ``forward``'s result.
 
-        A bf16 product rounds them to 1/8 (between 16 and 32), where ties are common, and a head of
-        8 bits is coarser still; so the best are computed again in fp32, row by row.
+        A bf16 product rounds them to 1/8 (between 16 and 32), where ties are common, and an 8-bit
+        head is coarser still. So the best are computed again in fp32, row by row.
         """
         h_SE = self.normed(x_SE)
         raw_SV = self._head_product(h_SE.to(self.dtype))
@@ -290,6 +269,6 @@ class Decoder:
 
 
 def row_operations(config: ModelConfig, dtype: torch.dtype) -> TorchRows:
-    """The native kernels where they fit the model, else torch; the same for all ranks."""
+    """Return the native kernels if they fit the model, else torch's; the same on all ranks."""
     native = native_rows(dtype, config.rms_norm_eps, (config.head_dim, config.hidden_size))
     return native or TorchRows(dtype, config.rms_norm_eps)

@@ -1,10 +1,9 @@
-"""A mixture of experts: each token is computed by the few experts that its router chose.
+"""Mixture of experts: each token is computed by the few experts that its router chose.
 
-In ``exact`` a token's result must not depend on who shares its batch, though an expert sees just
-those rows of the batch that chose it. Three things make it so: an expert's products are cut into
-the row counts that were probed for its shape, like any other (``baton/engine/cpu/linear.py``); the
-choice is a function of the token's row alone; and a token's results are added in the order of the
-experts.
+In ``exact``, a token's result must not depend on the other tokens of its batch, though an expert
+gets just those rows that chose it. Three rules ensure it. An expert's products are cut into the row
+counts that were probed for its shape, like any other (``baton/engine/cpu/linear.py``). The choice
+is a function of the token's row alone. A token's results are added in the order of the experts.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
@@ -22,13 +21,11 @@ Project = Callable[[Linear, str, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of one layer.
+    """Experts of one layer.
 
     Attributes:
-        router: ``[N, E]``: a score for each expert.
-        gate_up: One per expert.
-        down: One per expert.
-        chosen: How many experts compute a token.
+        router: Weight ``[N, E]`` that gives a score for each expert.
+        chosen: Number of experts that compute a token.
         normalise: Whether the weights of the chosen add up to one.
     """
 
@@ -44,11 +41,11 @@ class Experts:
         gate: Callable[[torch.Tensor], torch.Tensor],
         project: Project,
     ) -> torch.Tensor:
-        """``[T, E] -> [T, E]``, fp32.
+        """Compute ``[T, E] -> [T, E]``, fp32.
 
         Args:
             h_TE: Normed rows.
-            gate: The activation, ``[T, 2 F] -> [T, F]``.
+            gate: Activation, ``[T, 2 F] -> [T, F]``.
             project: Computes a product; an expert's has the rows that chose it, in their order.
         """
         scores_TN = project(self.router, "router", h_TE).float()

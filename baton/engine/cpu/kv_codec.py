@@ -1,15 +1,16 @@
-"""K and V in one byte per value: int8 or fp8 (e4m3), each vector with a scale of its own.
+"""K and V in one byte per value: int8 or fp8 (e4m3), with a scale for each vector.
 
     stored vector    D bytes of values | 4 bytes: the scale, fp32
 
 **Why a scale per token and head, and not per block.** A block fills up over many steps. A scale for
-the whole block would depend on how many of its tokens were there when it was chosen, and so on how
-the prompt was cut into chunks and on what was handed over: promise 1 would be gone. A scale per
-vector makes what is stored a function of that K or V alone. It costs 4 bytes on 64.
+the whole block would depend on how many of its tokens were there when it was chosen. So it would
+depend on how the prompt was cut into chunks and on what was transferred, and ``exact`` would be
+impossible. A scale per vector makes the stored bytes a function of that K or V alone. It costs 4
+bytes on 64.
 
-Every query reads what is stored, also a prefill chunk its own tokens, so nobody ever computes with
-a value that another path would not see. The scale is rounded to the model's dtype first, so that
-one multiplication in that dtype gives a value back.
+Every query reads what is stored, also a prefill chunk its own tokens, so no computation uses a
+value that another path would not see. The scale is rounded to the model's dtype first, so that one
+multiplication in that dtype restores a value.
 """
 
 from dataclasses import dataclass
@@ -24,18 +25,13 @@ _TINY = 1e-20  # a vector of zeros has a scale too, so that 0 / scale is 0
 
 @dataclass(frozen=True, slots=True)
 class KvCodec:
-    """Between K and V as the model sees them and the bytes of the pool.
-
-    Attributes:
-        kind: ``int8`` or ``fp8``.
-        dtype: Of the model's K and V.
-    """
+    """Conversion between the model's K and V and the bytes of the pool."""
 
     kind: str
     dtype: torch.dtype
 
     def encode(self, kv: torch.Tensor) -> torch.Tensor:
-        """``[..., D]`` values to ``[..., D + 4]`` bytes. NaN and Inf come back as NaN."""
+        """Encode ``[..., D]`` values as ``[..., D + 4]`` bytes. NaN and Inf decode to NaN."""
         values = kv.float()
         largest = _LARGEST[self.kind]
         scale = values.abs().amax(-1, keepdim=True).mul_(1 / largest).clamp_(min=_TINY)
@@ -48,7 +44,7 @@ class KvCodec:
         return torch.cat((stored.view(torch.uint8), scale.view(torch.uint8)), dim=-1)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``encode``, contiguous."""
+        """Invert ``encode``; the result is contiguous."""
         dim = stored.shape[-1] - SCALE_BYTES
         scale = stored[..., dim:].view(torch.float32).to(self.dtype)
         small = stored[..., :dim].view(torch.int8)
@@ -58,10 +54,10 @@ class KvCodec:
 
 
 def _widened(small: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """e4m3 bits as ``dtype``; ten times as fast as torch's own conversion.
+    """Convert e4m3 bits to ``dtype``, ten times as fast as torch's own conversion.
 
-    Sign, exponent and fraction are shifted to where the wider type has them; what its exponent
-    counts from then differs by 120. NaN needs no care: it comes with a scale that is NaN.
+    Sign, exponent and fraction are shifted to their places in the wider type, whose exponent bias
+    then differs by 120. NaN needs no handling: its scale is NaN.
     """
     wide, shift = (torch.int16, 4) if dtype == torch.bfloat16 else (torch.int32, 20)
     bits = small.to(wide, memory_format=torch.contiguous_format)
@@ -70,5 +66,5 @@ def _widened(small: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def kv_codec(geometry: KvGeometry, dtype: torch.dtype) -> KvCodec | None:
-    """The codec of a pool; ``None`` when values are stored as they are."""
+    """Return the codec of a pool, or ``None`` if values are stored unchanged."""
     return KvCodec(geometry.dtype, dtype) if geometry.dtype in _LARGEST else None

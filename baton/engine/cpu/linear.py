@@ -1,10 +1,10 @@
 """Linear layers over packed weights, and the row counts at which their bits do not depend on M.
 
 A matrix product may sum in another order when it has another number of rows, so a token's result
-would depend on who shares its batch. ``probe_row_counts`` finds, per weight shape and on this
-machine, which row counts give the bits of the 16-row tile. In ``exact`` mode a product of M rows is
-cut into such counts; where the kernels are row-invariant throughout (oneDNN on AVX-512) it is not
-cut at all.
+would depend on the other tokens of its batch. ``probe_row_counts`` finds, per weight shape and on
+this machine, the row counts that give the bits of the 16-row tile. In ``exact`` mode a product of M
+rows is cut into such counts. Where the kernels are row-invariant throughout (oneDNN on AVX-512) it
+is not cut at all.
 
     M rows, N outputs, K inputs:   x_MK @ weight_NK.T -> y_MN
 """
@@ -33,17 +33,14 @@ _LARGE = (100, 128, 129, 192, 257, 384, 511, 512, 768, 1001, 1024, 2048)
 _TRIED = (1, 2, 3, 5, 7, 13, 16, 17, 31, 33, 50, 64)  # of 64 rows, on a loaded weight
 _TRIED_OF_HEAD = (1, 3, 7, 16, 17, 33)
 _PROBE_FLOPS = 4e10  # keeps the search below about a second for each shape of any model
-_NARROW_COLUMNS = 16_384  # wider weights are LM heads, which never see a whole prefill chunk
+_NARROW_COLUMNS = 16_384  # wider weights are LM heads, which never get a whole prefill chunk
 
 
 class OneDnnWeight:
     """A weight packed for oneDNN, of any float dtype.
 
-    oneDNN has no bf16 products for CPUs below AVX-512: there the weight is kept in fp32, twice the
-    memory, and products are rounded to bf16.
-
-    Args:
-        weight_NK: ``[outputs, inputs]``.
+    oneDNN has no bf16 products for CPUs below AVX-512. There the weight is kept in fp32, with twice
+    the memory, and products are rounded to bf16.
     """
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
@@ -56,7 +53,7 @@ class OneDnnWeight:
         )
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        """``[M, K] -> [M, N]``."""
+        """Compute ``[M, K] -> [M, N]``."""
         y_MN: torch.Tensor = torch.ops.mkldnn._linear_pointwise(  # noqa: SLF001
             x_MK.to(self._kept), self._packed, None, "none", [], ""
         )
@@ -68,10 +65,8 @@ class RowCounts:
     """Row counts that give the bits of the 16-row tile.
 
     Attributes:
-        equal: The counts that were probed and found equal.
         free_from: Every probed count from here to ``limit`` was equal, odd ones too, so that any
-            count between is taken whole; ``None`` when there is no such range.
-        limit: The largest count that was probed.
+            count between is computed whole; ``None`` if there is no such range.
     """
 
     equal: frozenset[int]
@@ -82,7 +77,7 @@ class RowCounts:
     )
 
     def whole(self, rows: int) -> bool:
-        """Whether ``rows`` rows may be computed in one product."""
+        """Return whether ``rows`` rows may be computed in one product."""
         free = self.free_from is not None and self.free_from <= rows <= self.limit
         return free or rows in self.equal
 
@@ -115,13 +110,13 @@ class RowCounts:
 
 
 ANY_ROWS = RowCounts(equal=frozenset(), free_from=1, limit=1 << 30)
-"""Every product is taken whole: its kernel sums in one way only, or nothing is promised."""
+"""Every product is computed whole: its kernel sums in one way only, or bits may differ."""
 
 
 def probe_row_counts(outputs: int, inputs: int, dtype: torch.dtype) -> RowCounts:
     """Find the row counts of a ``[outputs, inputs]`` weight that equal its 16-row tile.
 
-    Costs well below a second. The native kernel needs no search: it has no other way to sum.
+    Takes well below a second. The native kernel needs no search: it sums in one way only.
     """
     if native_fits(inputs, dtype):
         return ANY_ROWS
@@ -137,7 +132,7 @@ def probe_row_counts(outputs: int, inputs: int, dtype: torch.dtype) -> RowCounts
     tiles = torch.cat([weight(tile) for tile in torch.split(x, TILE_ROWS)])
 
     def equal(count: int) -> bool:
-        # small counts are tried at several places: few rows hide a difference more easily
+        # small counts are tried at several positions: few rows hide a difference more easily
         starts = range(0, min(64, most - count + 1), count) if count <= 8 else (most - count,)
         for start in starts:
             part = slice(start, start + count)
@@ -150,7 +145,7 @@ def probe_row_counts(outputs: int, inputs: int, dtype: torch.dtype) -> RowCounts
 
 
 def _free_from(counts: Sequence[int], invariant: frozenset[int]) -> int | None:
-    """The start of the range in which everything that was probed is equal."""
+    """Return the start of the range in which every probed count is equal."""
     failed = max((count for count in counts if count not in invariant), default=0)
     above = [count for count in counts if count > failed]
     enough = len(above) >= 10 and any(count % 2 for count in above[-6:])
@@ -158,7 +153,7 @@ def _free_from(counts: Sequence[int], invariant: frozenset[int]) -> int | None:
 
 
 class Linear:
-    """``y = x @ weight.T``; no bias.
+    """Linear layer ``y = x @ weight.T`` without bias.
 
     The weight is packed once, for the native kernel where it fits, else for oneDNN; the plain one
     is not kept.
@@ -172,7 +167,7 @@ class Linear:
         self._packed = self._pack(weight_NK)
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        """``[M, K] -> [M, N]``."""
+        """Compute ``[M, K] -> [M, N]``."""
         if self.rows.whole(x_MK.shape[0]):
             return self._multiply(x_MK)
         y_MN = x_MK.new_empty(x_MK.shape[0], self.outputs)
@@ -185,12 +180,11 @@ class Linear:
 
     @property
     def native(self) -> NativeWeight | NativeInt8Weight | NativeInt4Weight | None:
-        """The packed weight if a native kernel takes it whole, whatever the number of rows."""
+        """Packed weight if a native kernel computes any number of rows whole, else ``None``."""
         is_native = isinstance(self._packed, NativeWeight | NativeInt8Weight | NativeInt4Weight)
         return self._packed if is_native and self.rows is ANY_ROWS else None
 
     def _pack(self, weight_NK: torch.Tensor) -> Any:
-        """What ``_multiply`` needs of the weight."""
         weight_NK = weight_NK.contiguous()
         if native_fits(self.inputs, self.dtype):
             return NativeWeight(weight_NK)
@@ -201,11 +195,7 @@ class Linear:
         return y_MN
 
     def check(self) -> None:
-        """Prove on this very weight that every way of cutting rows gives the tile's bits.
-
-        Raises:
-            NumericsSetupError: It does not; the message names the shape and the count.
-        """
+        """Prove on this weight that every way of cutting rows gives the tile's bits."""
         x = cancelling(64, self.inputs, self.dtype, sign=-1.0, seed=4)
         x += cancelling(64, self.inputs, self.dtype, sign=1.0, seed=5, scale=1e-3)
         tiles = torch.cat([self._multiply(tile) for tile in torch.split(x, TILE_ROWS)])
@@ -222,11 +212,11 @@ class Linear:
 
 
 PackFn = Callable[[str, torch.Tensor], Linear]
-"""``(name, weight [N, K]) -> layer``; named after its first part: "q", "gate", "head" ..."""
+"""``(name, weight [N, K]) -> layer``; the name is its first part's: "q", "gate", "head" ..."""
 
 
 def plain(name: str, weight_NK: torch.Tensor) -> Linear:
-    """A layer without a promise about its bits (``numerics: fast``)."""
+    """Return a layer whose bits may depend on the batch (``numerics: fast``)."""
     return Linear(weight_NK)
 
 

@@ -1,4 +1,4 @@
-"""From an artifact on disk to a decoder in memory, each weight packed as it comes."""
+"""Loads a decoder into memory from an artifact on disk, packing each weight at once."""
 
 from pathlib import Path
 
@@ -31,16 +31,16 @@ def load_model(
     """Load, convert and pack a model.
 
     Args:
-        artifact: From ``resolve_model``.
+        artifact: The model, from ``resolve_model``.
         dtype: ``bf16`` or ``fp32``.
         numerics: ``exact`` probes the permitted row counts of each weight shape first.
-        quantisation: ``none``, ``int8`` or ``int4``: how the layers' weights are kept.
-        progress: Called as weights go by.
-        cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
-        shard: Load this rank's part only; the leader's lets the other ranks load theirs.
+        quantisation: Format of the layers' weights: ``none``, ``int8`` or ``int4``.
+        progress: Called as weights are loaded.
+        cache_dir: Folder of converted weights, instead of ``$BATON_CACHE``.
+        shard: Load this rank's part only; the leader's starts loading on the other ranks.
 
     Raises:
-        ModelError: Something is missing or not supported; nothing was loaded then.
+        ModelError: Something is missing or not supported; then nothing was loaded.
     """
     report = progress or silent
     quantised = packer(quantisation, dtype)
@@ -61,27 +61,27 @@ def load_model(
         nonlocal packed_bytes
         layer = quantised(name, weight) or Linear(weight, row_counts(*weight.shape))
         packed_bytes += weight.nbytes
-        if packed_bytes >= _GIVE_BACK_BYTES:  # else the holes that packing leaves add up
+        if packed_bytes >= _GIVE_BACK_BYTES:  # otherwise the gaps that packing leaves add up
             packed_bytes = 0
             give_back_memory()
         return layer
 
     if shard is None and quantisation == "none":
-        # before any weight is there: the probes need memory of their own
+        # before any weight is in memory: the probes need memory too
         for shape in dict.fromkeys(_shapes(artifact.config)):
             row_counts(*shape)
     rows = all_rows if shard is None else shard.rows
     label = "" if quantisation == "none" else quantisation
     with open_weights(artifact, dtype, report, cache_dir, rows) as weights:
         if shard is not None:
-            shard.load()  # what had to be converted is in the cache now
+            shard.load()  # converted weights are in the cache now
         model = Decoder(artifact.config, weights, DTYPES[dtype], pack, label, shard)
     give_back_memory()
     return model
 
 
 def _shapes(c: ModelConfig) -> list[tuple[int, int]]:
-    """``(outputs, inputs)`` of the model's products."""
+    """Return ``(outputs, inputs)`` of the model's products."""
     q = c.num_heads * c.head_dim
     kv = c.num_kv_heads * c.head_dim
     e = c.hidden_size

@@ -1,8 +1,8 @@
-"""LoRA adapters in memory, and what they add to the products of a step.
+"""LoRA adapters in memory, and their additions to the products of a step.
 
-``baton/engine/loading/lora_weights.py`` reads them; each product of theirs is a linear layer as the
-model's are. In ``exact`` both products keep to row counts that were found bit-equal, so that a
-row's delta does not depend on who shares its batch or chunk.
+``baton/engine/loading/lora_weights.py`` reads them. Each product of an adapter is a linear layer
+like the model's. In ``exact`` both products keep to row counts that were found bit-equal, so a
+row's delta does not depend on the rest of its batch or chunk.
 """
 
 # ruff: noqa: N803 - suffixes such as x_TE give shapes
@@ -22,18 +22,13 @@ from baton.types.params import AdapterRef
 
 
 class StepDeltas:
-    """The deltas of one step, each for the rows of its adapter.
-
-    Args:
-        rows: Row numbers in the flat batch, ascending, by adapter.
-        adapters: The adapters.
-    """
+    """Deltas of one step, each for the rows of its adapter."""
 
     def __init__(self, rows: Mapping[str, Sequence[int]], adapters: "CpuAdapters") -> None:
         self._groups = [(_selected(numbers), adapters[name]) for name, numbers in rows.items()]
 
     def apply(self, layer: int, name: str, x_TE: torch.Tensor, y_TN: torch.Tensor) -> None:
-        """Add to ``y_TN`` what the adapters make of ``x_TE``."""
+        """Add the adapters' products of ``x_TE`` to ``y_TN``."""
         for rows, adapter in self._groups:
             delta = adapter.get((layer, name))
             if delta is None:
@@ -53,13 +48,10 @@ def _selected(numbers: Sequence[int]) -> slice | torch.Tensor:
 
 
 class CpuAdapters:
-    """The adapters of one model; an ``baton.engine.core.model_runner.AdapterStore``.
+    """Adapters of one model; an ``baton.engine.core.model_runner.AdapterStore``.
 
     Args:
-        config: Of the base model.
-        dtype: Of its activations.
-        numerics: ``exact`` finds the permitted row counts of each new shape.
-        max_rank: The largest rank that is served.
+        numerics: ``exact`` probes the permitted row counts of each new shape.
         shard: This rank's part of a tensor-parallel model: its rows of every ``B``.
     """
 
@@ -83,22 +75,22 @@ class CpuAdapters:
         return self._held[digest]
 
     def add(self, ref: AdapterRef, prepared: Adapter) -> None:
-        """See ``AdapterStore``."""
+        """Add a prepared adapter, on all ranks."""
         if self._shard is not None:
             self._shard.adapt(ref)
         self._held[ref.digest] = prepared
 
     def remove(self, digest: str) -> None:
-        """See ``AdapterStore``."""
+        """Remove an adapter, on all ranks."""
         if self._shard is not None:
             self._shard.drop(digest)
         del self._held[digest]
 
     def prepare(self, ref: AdapterRef) -> Adapter:
-        """Load an adapter, all ranks at once; one thread at a time.
+        """Load an adapter on all ranks at once; call from one thread at a time.
 
         Raises:
-            AdapterLoadError: It does not fit, holds NaN or Inf, or has changed since it was named.
+            AdapterLoadError: It does not fit, holds NaN or Inf, or has changed on disk.
         """
         if self._shard is None:
             return self._prepare(ref)
@@ -114,7 +106,7 @@ class CpuAdapters:
         }
 
     def _own_rows(self, joined: JoinedWeights) -> torch.Tensor:
-        """What a rank computes of a product: the same rows as of the layer's own weight."""
+        """Return the rows that this rank computes: the same as of the layer's own weight."""
         if self._shard is None:
             return joined.b_NR
         parts = torch.split(joined.b_NR, list(joined.outputs))

@@ -1,17 +1,17 @@
-"""Linear layers whose weights are kept in 8 or 4 bits.
+"""Linear layers whose weights have 8 or 4 bits.
 
 **int8** multiplies integers: weights are rounded to 8 bits with a scale per output, activations
 with a scale per row. Integer sums are the same in any order, so a row's bits cannot depend on its
-neighbours, whatever the kernel does. Activations are written as two digits of 8 bits, high and low:
-with one digit every tenth token was another one. The kernel is our own where the CPU has VNNI, else
-oneDNN's, through which both digits go as twice the rows.
+neighbours, whatever the kernel does. Activations are split into two digits of 8 bits, high and low;
+with one digit, every tenth token differed. The kernel is our own where the CPU has VNNI, else
+oneDNN's, which gets both digits as twice the rows.
 
 **int4** keeps 32 inputs of one output as 4-bit levels with a scale and an offset, for bf16
-activations: our own kernel makes two digits of them too, torch's multiplies them as they are.
-GGUF's Q4_1 and Q4_0 have the same groups, so their levels are found again.
+activations. Our own kernel splits these into two digits too; torch's multiplies them unchanged.
+GGUF's Q4_1 and Q4_0 have the same groups, so their levels are restored exactly.
 
 The LM head is int8 under both, with one digit: the best logits of each row are computed from the
-plain embedding anyway. What this loses, in figures: ``docs/measurements/2026-11.md``.
+plain embedding anyway. ``docs/measurements/2026-11.md`` has the loss in accuracy.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
@@ -29,24 +29,24 @@ from baton.types.errors import InternalError
 
 _LEVELS = 127.0
 _DIGIT = 254.0  # the second digit counts in 254ths of the first: half of its last place
-_ZERO_POINT = 128  # the kernels want activations without a sign
+_ZERO_POINT = 128  # the kernels need unsigned activations
 _TINY = 1e-30
-_SLICE_VALUES = 1 << 16  # quantised at a time; each takes up to 40 bytes meanwhile
-_OUTPUTS_STEP = 16  # what the int4 kernel asks of a weight
+_SLICE_VALUES = 1 << 16  # values quantised at a time; each needs up to 40 bytes meanwhile
+_OUTPUTS_STEP = 16  # the int4 kernel needs a multiple of so many outputs
 
 
 class IntegerKernelError(InternalError):
-    """This machine's integer products overflow; int8 weights would give wrong answers."""
+    """The integer products of this machine overflow; int8 weights would give wrong results."""
 
     code = "numerics_setup"
 
 
 class Int8Linear(Linear):
-    """``y = x @ weight.T`` with integers; a scale per output and one per row of ``x``.
+    """Linear layer in integers, with a scale per output and one per row of ``x``.
 
     Args:
-        weight_NK: The weight, in bf16 or fp32; that is the dtype of ``x`` and ``y`` too.
-        digits: 8-bit digits of the activations: 1 or 2.
+        weight_NK: Weight in bf16 or fp32, which is the dtype of ``x`` and ``y`` too.
+        digits: Number of 8-bit digits of the activations: 1 or 2.
     """
 
     def __init__(self, weight_NK: torch.Tensor, digits: int = 2) -> None:
@@ -87,7 +87,7 @@ class Int8Linear(Linear):
         return y_MN.mul_(scale).to(x_MK.dtype)
 
     def _integer_product(self, whole_MK: torch.Tensor) -> torch.Tensor:
-        """Integers from -127 to 127, in fp32, times the weight and its scales; fp32."""
+        """Multiply integers from -127 to 127, in fp32, by the weight and its scales; fp32."""
         shifted = whole_MK.add_(_ZERO_POINT).to(torch.uint8)
         y_MN: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             shifted,
@@ -108,10 +108,7 @@ class Int8Linear(Linear):
 
 
 class Int4Linear(Linear):
-    """``y = x @ weight.T`` with 4-bit levels; a scale and an offset per output and 32 inputs."""
-
-    def __init__(self, weight_NK: torch.Tensor) -> None:
-        super().__init__(weight_NK, ANY_ROWS)
+    """Linear layer with 4-bit levels; a scale and an offset per output and 32 inputs."""
 
     def _pack(self, weight_NK: torch.Tensor) -> Any:
         outputs, inputs = weight_NK.shape
@@ -142,7 +139,7 @@ class Int4Linear(Linear):
 
 
 def _slices(weight_NK: torch.Tensor) -> Iterator[slice]:
-    """Rows to be quantised together, so that what is needed beside the weight stays small."""
+    """Yield slices of rows to quantise together, so few that temporary memory stays small."""
     outputs, inputs = weight_NK.shape
     step = max(1, _SLICE_VALUES // inputs)
     for begin in range(0, outputs, step):
@@ -150,10 +147,11 @@ def _slices(weight_NK: torch.Tensor) -> Iterator[slice]:
 
 
 def quantise_groups(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """4-bit levels ``[N, groups, 32]``, scales and offsets ``[N, groups]``: level * scale + offset.
+    """Return levels ``[N, groups, 32]``, scales and offsets ``[N, groups]`` of 4-bit groups.
 
-    Two grids are tried for each group, from least to greatest (as Q4_1 has it) and from the value
-    of greatest size towards the other sign (as Q4_0 has it); the nearer one is taken.
+    A value is level * scale + offset. Two grids are tried for each group: from least to greatest
+    (like Q4_1), and from the value of greatest size towards the other sign (like Q4_0). The nearer
+    one is used.
     """
     groups = weight_NK.view(weight_NK.shape[0], -1, INT4_GROUP_INPUTS)
     least = groups.amin(2)
@@ -173,11 +171,7 @@ def quantise_groups(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def packer(quantisation: str, dtype: str) -> Callable[[str, torch.Tensor], Linear | None]:
-    """Makes quantised layers; ``None`` for a layer that stays as it is.
-
-    Args:
-        quantisation: ``none``, ``int8`` or ``int4``.
-        dtype: Of the activations.
+    """Return a function that makes quantised layers, or ``None`` for a layer that stays plain.
 
     Raises:
         ModelError: The combination is not supported; the message names it.
@@ -187,16 +181,18 @@ def packer(quantisation: str, dtype: str) -> Callable[[str, torch.Tensor], Linea
         return lambda name, weight: None
     if quantisation == "fp8":
         raise ModelError(
-            "quantisation.weights fp8 needs CUDA (docs/design/gpu.md); on a CPU: int8, int4"
+            "quantisation.weights fp8 needs CUDA (docs/design/gpu.md); use int8 or int4 on a CPU"
         )
     if quantisation not in ("int8", "int4"):
-        raise ModelError(f"weights in {quantisation!r} are not supported (int8, int4)")
+        raise ModelError(
+            f"quantisation.weights {quantisation!r} is not supported; use int8 or int4"
+        )
     if quantisation == "int4" and dtype != "bf16":
-        raise ModelError(f"quantisation.weights int4 needs dtype bf16, not {dtype}")
+        raise ModelError(f"quantisation.weights int4 does not support dtype {dtype}; use bf16")
     check_integer_kernel()
 
     def pack(name: str, weight_NK: torch.Tensor) -> Linear | None:
-        if name == "router":  # small, and decides which expert answers
+        if name == "router":  # small, and selects the experts
             return None
         if quantisation == "int8" or name == "head":
             return Int8Linear(weight_NK, digits=1 if name == "head" else 2)
@@ -214,10 +210,7 @@ def packer(quantisation: str, dtype: str) -> Callable[[str, torch.Tensor], Linea
 def check_integer_kernel() -> None:
     """Prove that the greatest products are summed without overflow, for few and many rows.
 
-    Old CPUs add pairs of 8-bit products in 16 bits, which is too few.
-
-    Raises:
-        IntegerKernelError: They are not.
+    Old CPUs add pairs of 8-bit products in 16 bits, which are too few.
     """
     weight = torch.full((48, 256), 127.0)
     weight[1::2] = -127.0

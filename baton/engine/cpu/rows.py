@@ -1,7 +1,7 @@
-"""What a decoder does between its products, row by row: residual sums, norms, RoPE, the gate.
+"""Row-wise operations of a decoder between its products: residual sums, norms, RoPE, the gate.
 
-By torch here, in any dtype; ``baton/engine/cpu/native/rows.py`` does the same for bf16 in fewer
-passes.
+This module uses torch, in any dtype; ``baton/engine/cpu/native/rows.py`` does the same for bf16 in
+fewer passes.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
@@ -11,17 +11,16 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 Activation = Literal["silu", "gelu_tanh"]
 
 
 class TorchRows:
-    """The operations, by torch.
+    """Row-wise operations by torch.
 
     Args:
-        dtype: Of the rows that products take.
-        eps: Of the norms.
+        dtype: Dtype of the rows that products take.
     """
 
     def __init__(self, dtype: torch.dtype, eps: float) -> None:
@@ -35,13 +34,13 @@ class TorchRows:
         post_E: torch.Tensor | None,
         weight_E: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Add a layer's part to the residual sum, and norm the sum for what comes next.
+        """Add a layer's part to the residual sum, and norm the sum for the next product.
 
         Args:
-            x_TE: The sum, fp32; changed in place.
-            part_TE: What is added, if anything.
-            post_E: With it, the part is normed before it is added.
-            weight_E: Of the norm; ``None`` if nothing comes next.
+            x_TE: Residual sum, fp32; changed in place.
+            part_TE: Part to add, if any.
+            post_E: Weights of a norm of the part before it is added, if any.
+            weight_E: Weights of the norm of the sum; ``None`` after the last layer.
 
         Returns:
             ``[T, E]`` in ``dtype``; no rows without ``weight_E``.
@@ -53,19 +52,19 @@ class TorchRows:
         return self.norm_fp32(x_TE, weight_E).to(self.dtype)
 
     def norm_fp32(self, x_TE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
-        """RMS norm in fp32."""
+        """Apply the RMS norm in fp32."""
         return F.rms_norm(x_TE.float(), weight_E.shape, weight_E, self.eps)
 
     def refine(
         self, raw_SV: torch.Tensor, h_SE: torch.Tensor, table_VE: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best tokens of each row and their logits in fp32, each row by itself.
+        """Return the best tokens of each row and their logits in fp32, each row by itself.
 
         Args:
             raw_SV: All logits, less precise.
-            h_SE: What they were computed from, fp32.
-            table_VE: The head's rows.
-            count: How many.
+            h_SE: Normed hidden rows, fp32.
+            table_VE: Rows of the LM head.
+            count: Number of tokens for each row.
 
         Returns:
             Ids, best first by ``raw_SV``, and logits, ``[S, count]`` each.
@@ -87,11 +86,11 @@ class TorchRows:
 
         Args:
             qkv_TN: Rows of ``rotated`` heads of Q and K, and the heads of V.
-            rotated: How many heads Q and K have.
+            rotated: Number of heads of Q and K.
             head_dim: Size of a head.
-            bias_N: fp32, or ``None``.
-            norm_HD: fp32 weights of the norm by head ``[rotated, head_dim]``, or ``None``.
-            rotation: ``[T, 1, head_dim / 2]`` complex.
+            bias_N: Bias in fp32, or ``None``.
+            norm_HD: Weights in fp32 of the norm by head ``[rotated, head_dim]``, or ``None``.
+            rotation: RoPE factors, ``[T, 1, head_dim / 2]`` complex.
         """
         rows = qkv_TN.shape[0]
         end = rotated * head_dim
@@ -107,7 +106,7 @@ class TorchRows:
         qkv_TN[:, :end] = torch.view_as_real(pairs * rotation).view(rows, end)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """``[T, 2 F] -> [T, F]``: the activation of the first half times the second."""
+        """Multiply the activation of the first half by the second: ``[T, 2 F] -> [T, F]``."""
         x, up = gate_up.float().chunk(2, dim=1)
         # GELU by tanh: 1 + tanh(u) is 2 sigmoid(2 u)
         inner = x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * _TWICE_ROOT_2_PI
@@ -118,9 +117,9 @@ _TWICE_ROOT_2_PI = 2.0 * math.sqrt(2.0 / math.pi)
 
 
 def _sigmoid(x_TF: torch.Tensor) -> torch.Tensor:
-    """By numpy: torch computes the last few of a run of elements with another ``exp``.
+    """Return the sigmoid by numpy: torch computes the last few elements of a run differently.
 
-    So an element's bits would depend on its place, and a row's on the width of its rank.
+    With torch an element's bits would depend on its position, and a row's on its rank's width.
     """
     with np.errstate(over="ignore"):
         return torch.from_numpy(1.0 / (1.0 + np.exp(-x_TF.numpy())))

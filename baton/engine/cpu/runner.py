@@ -1,13 +1,13 @@
-"""Executes step plans: one forward pass over the rows of a plan, against one paged KV pool.
+"""Executes step plans: one forward pass over the rows of a plan, over one paged KV pool.
 
-    plan rows      A: chunk of 5      B: decode      C: decode      (as the scheduler wrote them)
-    flat rows      C  B  A0 A1 A2 A3 A4                             (decodes first, like lengths
+    plan rows      A: chunk of 5      B: decode      C: decode      (in the scheduler's order)
+    flat rows      C  B  A0 A1 A2 A3 A4                             (decodes first, equal lengths
                                                                      and neighbours together)
 
-Prefill chunks, decodes, and mixtures run through the same code. Blocks beyond a sequence's end may
-be read and masked, so NaN in one sequence could reach its neighbour in the pool. Rows with NaN are
-therefore computed again, alone and isolated: who then is clean goes on, and what the others wrote
-is zeroed before they fail.
+Prefill chunks, decodes, and mixtures use the same code. Blocks after a sequence's end may be read
+and masked, so NaN in one sequence could reach its neighbour in the pool. Rows with NaN are
+therefore computed again, alone and isolated. Rows that are clean then continue. The others fail,
+after their KV is zeroed.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
@@ -39,8 +39,6 @@ from baton.types.prompt_outputs import POOLINGS
 
 @dataclass(slots=True)
 class _Batch:
-    """A plan, flattened."""
-
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     decodes: list[Span]
@@ -54,16 +52,12 @@ class CpuRunner:
     """``baton.engine.core.model_runner.ModelRunner`` over torch, on the CPU.
 
     Args:
-        model: A loaded model.
         pool_buffer: Writable, zeroed (or at least finite) memory: all of the pool, or what this
             rank holds of it.
         geometry: Shape of the pool, with the heads of the whole model.
-        tiling: How attention is cut, from ``attention_tiling``.
-        eos_token_ids: Tokens that end an answer.
-        adapters: What rows may name; by default an empty set in ``exact``.
-        grammars: For requests with a grammar.
-        shared_pool: Whether it is in the files that others map, as are those of other ranks.
-        cores: Claimed for the time of each step.
+        adapters: LoRA adapters that rows may name; by default an empty set in ``exact``.
+        shared_pool: Whether the pool is in files that other processes map.
+        cores: Context of each step, which marks this worker's cores as in use.
     """
 
     def __init__(
@@ -88,8 +82,8 @@ class CpuRunner:
         self._model = model
         self.adapters = adapters or CpuAdapters(model.config, model.dtype)
         self._shard = model.shard
-        self._geometry = geometry
-        self._eos_token_ids = eos_token_ids
+        self.geometry = geometry
+        self.eos_token_ids = eos_token_ids
         self._rewritten: tuple[int, ...] = ()
         held = geometry if self._shard is None else self._shard.held(geometry)
         count = held.pool_bytes // held.itemsize_bytes
@@ -107,7 +101,6 @@ class CpuRunner:
     def _make_attention(
         self, geometry: KvGeometry, tiling: AttentionTiling, kv_heads: range | None
     ) -> Attention:
-        """The native kernel where there is one for this pool, else torch's."""
         c = self._model.local
         library = native_library(geometry, self._model.dtype, c.num_heads, c.num_kv_heads)
         if library is not None:
@@ -119,18 +112,13 @@ class CpuRunner:
         )
 
     @property
-    def geometry(self) -> KvGeometry:
-        """Shape of the pool."""
-        return self._geometry
-
-    @property
     def rewritten_rows(self) -> tuple[int, ...]:
         """Rows of the last plan that were computed a second time, alone."""
         return self._rewritten
 
     @property
     def refused_rows(self) -> Mapping[int, BatonError]:
-        """Rows of the last plan whose grammar failed, and why."""
+        """Rows of the last plan whose grammar failed, with the error."""
         return self._sampler.refused_rows
 
     @property
@@ -138,16 +126,11 @@ class CpuRunner:
         """Time that the last step spent on grammars."""
         return self._sampler.mask_ns
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer unless ``ignore_eos``."""
-        return self._eos_token_ids
-
     @torch.inference_mode()
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
-        """See ``baton.engine.core.model_runner.ModelRunner``."""
+        """Compute a plan and sample its tokens (``ModelRunner.execute``)."""
         if plan.copies:
             self.copy_blocks(plan.copies)
         self._sampler.begin_step()
@@ -197,12 +180,12 @@ class CpuRunner:
         return self._sampler.sample(logits, plan.rows)
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """See ``baton.engine.core.model_runner.ModelRunner``."""
+        """Return how many draft tokens the grammar admits (``ModelRunner.admissible``)."""
         return self._sampler.admissible(spec, draft_tokens)
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
-        """Hidden states ``[len(tokens), E]`` of each row of a plan (self-test and tests)."""
+        """Return hidden states ``[len(tokens), E]`` of each row of a plan, for self-tests."""
         batch = self._flatten(plan.rows)
         hidden_TE = self._forward(batch, None)
         pairs = zip(batch.ends, plan.rows, strict=True)
@@ -210,7 +193,7 @@ class CpuRunner:
 
     @torch.inference_mode()
     def follow(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
-        """This rank's part of a pass that the leader makes."""
+        """Compute this rank's part of the leader's pass."""
         self._forward(self._flatten(rows), None, isolated=isolated)
 
     def _forward(
@@ -270,12 +253,8 @@ class CpuRunner:
             rows,
         )
 
-    def _slots(self, row: PlanRow) -> torch.Tensor:
-        own = slots_of(row.start, len(row.tokens), row.block_ids, self._geometry.block_tokens)
-        return torch.from_numpy(own)
-
     def _broken_rows(self, batch: _Batch, hidden_TE: torch.Tensor) -> set[int]:
-        """Plan rows with NaN or Inf anywhere: also a prompt's early chunks must not poison KV."""
+        """Return plan rows with NaN or Inf anywhere: early chunks must not damage KV either."""
         finite_T = finite_rows(hidden_TE)
         if all(finite_T):
             return set()
@@ -286,7 +265,7 @@ class CpuRunner:
         return broken
 
     def _retry_isolated(self, batch: _Batch, hidden_TE: torch.Tensor, broken: set[int]) -> set[int]:
-        """Compute rows with NaN again, each alone; returns those at fault themselves."""
+        """Compute rows with NaN again, each alone; return those that caused it."""
         self.clear([batch.rows[index] for index in broken])
         guilty = set()
         for index in sorted(broken):
@@ -300,11 +279,13 @@ class CpuRunner:
 
     @torch.inference_mode()
     def clear(self, rows: Sequence[PlanRow]) -> None:
-        """Zero the KV that these rows wrote, also what other ranks wrote of it."""
+        """Zero the KV that these rows wrote, on all ranks."""
         if self._shard is not None:
             self._shard.begin_clear(rows)
         tokens = self._pool.flatten(2, 3)  # [layers, 2, slots, heads, elements]
+        size = self.geometry.block_tokens
         for row in rows:
-            tokens[:, :, self._slots(row)] = 0
+            own = slots_of(row.start, len(row.tokens), row.block_ids, size)
+            tokens[:, :, torch.from_numpy(own)] = 0
         if self._shard is not None:
             self._shard.settle()

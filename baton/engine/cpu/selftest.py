@@ -1,8 +1,8 @@
-"""Proof at start that ``exact`` keeps its promise on this machine, and what it computes here.
+"""Proof at start that ``exact`` holds on this machine, and the numerics id.
 
-First attention alone, where it is torch's: the cheapest tiling whose bits do not depend on batch
-and chunking. Then the loaded model. The numerics id is a digest of computed bits, so two workers
-that say the same id can hand over to each other.
+First attention alone, if it is torch's: the cheapest tiling whose bits do not depend on batch and
+chunking. Then the loaded model. The numerics id is a digest of computed bits, so two workers with
+the same id can transfer KV to each other.
 """
 
 # ruff: noqa: N803 - suffixes such as q_THD give shapes
@@ -33,27 +33,24 @@ from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 UNIT_TOKENS = 64
 _FIXED_TILE = 16
 _POSITIONS = 704  # crosses the flash kernel's 512-key split
-_LATE_UNIT = 9  # one behind that split
-_WINDOW = 512  # a longer one is probed as if it were this long
+_LATE_UNIT = 9  # the first after that split
+_WINDOW = 512  # longer windows are probed with this length
 _MODEL_BLOCKS = 24  # of the pool in which the loaded model is probed
-_IDENTITY_TOKENS = 160  # two units and a half
+_IDENTITY_TOKENS = 160  # two and a half units
 
 
 def attention_tiling(
     config: ModelConfig, dtype: str, numerics: Numerics, kv_dtype: str = "", *, split: bool = False
 ) -> AttentionTiling:
-    """How attention is cut on this machine.
+    """Return the tiling of attention on this machine.
 
     Args:
-        config: Of the model.
-        dtype: Of the activations.
-        numerics: ``exact`` is proved by trying, but where the native kernel serves, which cuts
+        config: Numbers of the model.
+        dtype: Dtype of the activations.
+        numerics: ``exact`` is proved by trying, unless the native kernel is used, which cuts
             nothing.
-        kv_dtype: Of the pool, if another.
-        split: Ranks share the heads, and not every share may suit the native kernel.
-
-    Raises:
-        NumericsSetupError: ``exact`` cannot be kept.
+        kv_dtype: Dtype of the pool, if it differs.
+        split: Whether ranks share the heads; then some share may not suit the native kernel.
     """
     c = config
     group = c.num_heads // c.num_kv_heads
@@ -65,19 +62,19 @@ def attention_tiling(
 
 
 def _is_native(config: ModelConfig, dtype: str, kv_dtype: str) -> bool:
-    """Whether the native kernel attends over such a pool, all heads of the model at once."""
+    """Return whether the native kernel attends over such a pool, with all heads of the model."""
     geometry = kv_geometry(config, kv_dtype or dtype, 1)
     heads = (config.num_heads, config.num_kv_heads)
     return native_library(geometry, DTYPES[dtype], *heads) is not None
 
 
 def fast_tiling(group: int) -> AttentionTiling:
-    """No promise: exact lengths up to the block, large tiles, no padding rows."""
+    """Return a tiling for ``fast``: exact lengths up to the block, large tiles, no padding."""
     return AttentionTiling(unit=BLOCK_TOKENS, tile=128, align=1, decode_rows=group)
 
 
 def candidate_tilings(group: int) -> list[AttentionTiling]:
-    """Tilings for ``exact``, cheapest first; the last gives every call the same number of rows."""
+    """Return tilings for ``exact``, cheapest first; in the last all calls have equal rows."""
     tilings = []
     for rows in (1, 4, 8, 16):
         if rows > 1 and rows < group:
@@ -99,12 +96,9 @@ def candidate_tilings(group: int) -> list[AttentionTiling]:
 def choose_tiling(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, window: int | None = None
 ) -> AttentionTiling:
-    """The cheapest tiling whose bits do not depend on batch and chunking on this machine.
+    """Return the cheapest tiling whose bits do not depend on batch and chunking on this machine.
 
     With a ``window``, layers with and without it are probed.
-
-    Raises:
-        NumericsSetupError: No tiling keeps the promise.
     """
     for tiling in candidate_tilings(num_heads // num_kv_heads):
         if attention_fault(tiling, num_heads, num_kv_heads, head_dim, dtype, window) is None:
@@ -124,7 +118,7 @@ def attention_fault(
     dtype: str,
     window: int | None = None,
 ) -> str | None:
-    """What differs between prefill, odd chunks, single and batched decode; ``None`` if nothing."""
+    """Return what differs between prefill, odd chunks and decode, or ``None``."""
     windows = (None,) if window is None else (None, min(window, _WINDOW))
     for noise in (True, False):
         q, keys, values = probe_data(num_heads, num_kv_heads, head_dim, dtype, noise=noise)
@@ -153,7 +147,7 @@ def attention_fault(
 def probe_data(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, *, noise: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Q ``[T, H, D]``, K and V ``[T * Hkv, D]``; with ``noise`` everything sums to its rounding."""
+    """Return Q ``[T, H, D]``, K and V ``[T * Hkv, D]``; ``noise`` leaves only rounding errors."""
     kind = DTYPES[dtype]
     q_shape = (_POSITIONS * num_heads, head_dim)
     kv_shape = (_POSITIONS * num_kv_heads, head_dim)
@@ -196,7 +190,7 @@ def _compare(
             return f"a chunk of positions {start} to {end - 1}"
     if not same_bits(chunk(33, 541, scattered), whole[33:541]):
         return "a chunk over scattered blocks"
-    # A kernel may treat the last rows of some row counts alone: try all that a tile can have.
+    # A kernel may treat the last rows of some row counts differently: try all of a tile's.
     for begin in (0, _LATE_UNIT * UNIT_TOKENS) if all_counts else ():
         for count in range(1, UNIT_TOKENS):
             for start in (begin, begin + UNIT_TOKENS - count):
@@ -218,12 +212,9 @@ def _compare(
 
 @torch.inference_mode()
 def verify_exact(model: Decoder, tiling: AttentionTiling, dtype: str, kv_dtype: str = "") -> None:
-    """Prove ``exact`` on the loaded model: same bits alone, in odd chunks, and in a batch.
+    """Prove ``exact`` on the loaded model: the same bits alone, in odd chunks, and in a batch.
 
-    Attention alone was tried when its tiling was chosen.
-
-    Raises:
-        NumericsSetupError: The message names what differs.
+    Attention alone was tested when its tiling was chosen.
     """
     for linear in model.linears().values():
         linear.check()
@@ -263,10 +254,10 @@ def verify_exact(model: Decoder, tiling: AttentionTiling, dtype: str, kv_dtype: 
 def numerics_id(
     model: Decoder, tiling: AttentionTiling, dtype: str, numerics: Numerics, kv_dtype: str = ""
 ) -> str:
-    """What two workers must have in common for their KV and tokens to be interchangeable.
+    """Return the id that two workers must share for their KV and tokens to be interchangeable.
 
-    It holds a digest of computed bits, so whatever the kernels depend on (CPU features, library
-    versions, number of threads) is in it exactly as far as it matters.
+    It contains a digest of computed bits. So it depends on CPU features, library versions and
+    number of threads exactly as far as the results do.
     """
     c = model.config
     runner = _runner(model, tiling, kv_dtype or dtype)
@@ -283,6 +274,5 @@ def numerics_id(
 
 
 def _runner(model: Decoder, tiling: AttentionTiling, kv_dtype: str) -> CpuRunner:
-    """The model over a small pool of its own."""
     geometry = kv_geometry(model.config, kv_dtype, _MODEL_BLOCKS)
     return CpuRunner(model, bytearray(geometry.pool_bytes), geometry, tiling)

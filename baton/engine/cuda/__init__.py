@@ -1,6 +1,4 @@
-"""The backend for GPUs; ``baton/engine/cpu`` has the same files for CPUs.
+"""Backend for GPUs; ``baton/engine/cpu`` has the same files for CPUs. Neither imports the other.
 
-Neither imports the other.
-
-Needs triton. The kernels are in ``kernels/``; under ``TRITON_INTERPRET=1`` they run on the CPU.
+It needs triton. The kernels are in ``kernels/``; with ``TRITON_INTERPRET=1`` they run on the CPU.
 """

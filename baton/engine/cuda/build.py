@@ -1,4 +1,4 @@
-"""From a model on disk to a proven ``CudaRunner``."""
+"""Builds a proven ``CudaRunner`` from a model on disk."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ _USED_SHARE = 0.85  # of the device's free memory; the rest is for activations, 
 
 
 def shape_of(config: ModelConfig, max_context_tokens: int) -> DecoderShape:
-    """The decoder's numbers for a model."""
+    """Return the decoder's numbers for a model."""
     family = FAMILIES[config.family]
     return DecoderShape(
         num_layers=config.num_layers,
@@ -62,10 +62,10 @@ def make_decoder(
     exact: bool,
     fp8: bool = False,
 ) -> CudaDecoder:
-    """A decoder from the weights of ``baton.engine.loading.open.load_weights``, which are emptied.
+    """Make a decoder from the weights of ``loading.open.load_weights``, which are emptied.
 
     Raises:
-        ModelError: The kernels cannot take its shape, or weights are left over.
+        ModelError: The kernels do not support its shape, or weights are left over.
     """
     frequencies = rope_frequencies(config, weights.pop("rope_factors", None))
     ropes = [(frequencies, rope_magnitude(config))]
@@ -86,31 +86,31 @@ def make_decoder(
     except ValueError as error:
         raise ModelError(f"this model does not run on CUDA: {error}") from error
     if weights:
-        raise ModelError(f"CUDA has no use for the weights {', '.join(sorted(weights)[:4])}")
+        raise ModelError(f"unused weights on CUDA: {', '.join(sorted(weights)[:4])}")
     return decoder
 
 
 def fit_pool(
     geometry: KvGeometry, weight_bytes: int, free_bytes: int, *, chosen: bool
 ) -> KvGeometry:
-    """The pool, or a smaller one that the device has room for beside the weights.
+    """Return the pool, or a smaller one that fits on the device beside the weights.
 
     Args:
-        geometry: As large as the host's memory or the config allows.
-        weight_bytes: Of all weights.
-        free_bytes: On the device, before anything is there.
-        chosen: Whether the config says the size; then it is not changed.
+        geometry: Pool of the size that the host's memory or the configuration allows.
+        weight_bytes: Size of all weights.
+        free_bytes: Free memory of the device, before anything is loaded.
+        chosen: Whether the configuration sets the size; then it is not changed.
 
     Raises:
-        ModelError: There is no room; it says for how many blocks there is.
+        ModelError: The pool does not fit; the message names the number of blocks that do.
     """
     most = int((free_bytes * _USED_SHARE - weight_bytes) / geometry.block_bytes)
     if geometry.num_blocks <= most:
         return geometry
     if chosen or most < SELFTEST_BLOCKS:
         raise ModelError(
-            f"kv_blocks_per_worker is {geometry.num_blocks}, but beside {weight_bytes / 1e9:.1f} "
-            f"GB of weights the GPU has room for {max(most, 0)} ({free_bytes / 1e9:.1f} GB free)"
+            f"kv_blocks_per_worker is {geometry.num_blocks}, limit {max(most, 0)}: the GPU has "
+            f"{free_bytes / 1e9:.1f} GB free and the weights need {weight_bytes / 1e9:.1f} GB"
         )
     return msgspec.structs.replace(geometry, num_blocks=most)
 
@@ -124,21 +124,7 @@ def build_cuda_runner(
     grammars: Grammars | None = None,
     device: torch.device | None = None,
 ) -> tuple[CudaRunner, ModelInfo]:
-    """Load, prove, and wrap (see ``baton.engine.build.build_runner``).
-
-    Args:
-        settings: Dtype, numerics and number of blocks.
-        artifact: The model.
-        max_context_tokens: Longest sequence.
-        map_pool: Gives the memory of the pool that others see, zeroed.
-        progress: Called with one line of text at a time.
-        grammars: For requests with a grammar.
-        device: By default ``cuda``.
-
-    Raises:
-        ModelError: The model cannot be loaded.
-        NumericsSetupError: ``exact`` cannot be kept on this device.
-    """
+    """Load a model, prove its numerics, and return its runner (``engine.build.build_runner``)."""
     _refuse(settings, artifact)
     device = device or torch.device("cuda")
     c = artifact.config
@@ -147,7 +133,7 @@ def build_cuda_runner(
         need = footprint(c, dtype=settings.dtype, quantisation=settings.weight_quantisation)
         free = torch.cuda.mem_get_info(device)[0]
         chosen = bool(settings.kv_blocks)
-        if not chosen:  # the workers of a host start together, on the first GPU that they see
+        if not chosen:  # all workers of a host start together, on the first GPU that they see
             free //= max(settings.workers_on_host, 1)
         geometry = fit_pool(geometry, need.weights, free, chosen=chosen)
     weights = load_weights(artifact, settings.dtype)
@@ -166,22 +152,21 @@ def build_cuda_runner(
 
 
 def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
-    """Name what the CUDA path does not have."""
     escape = "hide the GPU with CUDA_VISIBLE_DEVICES= to serve on the CPU"
     if artifact.config.num_experts:
         raise ModelError(
-            f"{artifact.source}: architecture {artifact.architecture}, a mixture of experts, does "
-            f"not run on CUDA yet; {escape}"
+            f"{artifact.source}: architecture {artifact.architecture}, a mixture of experts, is "
+            f"not supported on CUDA; {escape}"
         )
     quantisation = settings.weight_quantisation
     if quantisation not in ("none", "fp8"):
         raise ModelError(
-            f"quantisation.weights {quantisation} is not supported on CUDA, only fp8; {escape}"
+            f"quantisation.weights {quantisation} is not supported on CUDA; use fp8 or {escape}"
         )
     if quantisation == "fp8":
         _refuse_fp8(settings, artifact.config)
     if settings.speculation.mode == "draft":
-        raise ModelError(f"a draft model is not supported on CUDA yet, only ngram; {escape}")
+        raise ModelError(f"a draft model is not supported on CUDA, use ngram; {escape}")
     for name, is_set in (
         ("kv_dtype", bool(settings.kv_dtype)),
         ("tensor_parallel", settings.tensor_parallel != 1),
@@ -189,18 +174,19 @@ def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
         ("emulated_nan_after_steps", bool(settings.emulated_nan_after_steps)),
     ):
         if is_set:
-            raise ModelError(f"{name} is not supported on CUDA yet; {escape}")
+            raise ModelError(f"{name} is not supported on CUDA; {escape}")
 
 
 def _refuse_fp8(settings: EngineSettings, c: ModelConfig) -> None:
-    """Name what fp8 weights need and this start does not have."""
     if settings.dtype != "bf16":
-        raise ModelError(f"quantisation.weights fp8 needs dtype bf16, not {settings.dtype}")
+        raise ModelError(
+            f"quantisation.weights fp8 does not support dtype {settings.dtype}; use bf16"
+        )
     heads = c.num_heads * c.head_dim
     for width in (c.hidden_size, c.intermediate_size, heads, c.num_kv_heads * c.head_dim):
         if width % FP8_SIDE:
             raise ModelError(
-                f"quantisation.weights fp8: a width of {width} is not a multiple of {FP8_SIDE}"
+                f"quantisation.weights fp8: width {width} is not a multiple of {FP8_SIDE}"
             )
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
         raise ModelError("quantisation.weights fp8 needs compute capability 9.0 (Hopper)")

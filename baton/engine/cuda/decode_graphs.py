@@ -1,8 +1,8 @@
-"""One decode step for all rows of a batch, on the device: forward, logits, sample, and move on.
+"""One decode step for all rows of a batch, on the device: forward, logits, sample, advance.
 
-A step is one CUDA graph, captured when its bucket (rows, splits) is first used; without graphs (in
-Triton's interpreter) the same code runs as it is. Buckets do not show in the results: rows that
-only pad belong to no sequence, and how many splits are merged is read from the position.
+A step is one CUDA graph, captured when its bucket (rows, splits) is first used. Without graphs (in
+Triton's interpreter) the same code runs directly. Results do not depend on the bucket: padding rows
+belong to no sequence, and the number of splits to merge follows from the position.
 """
 
 # ruff: noqa: N806 - suffixes such as x_TE give shapes
@@ -16,12 +16,12 @@ from baton.engine.cuda.decoder import Batch, CudaDecoder
 from baton.engine.cuda.kernels.attention import Tiles
 from baton.engine.cuda.kernels.rows import sample_tokens
 
-_ALIGNED_BYTES = 256  # of each part of the inputs: kernels are compiled by alignment
+_ALIGNED_BYTES = 256  # alignment of each part of the inputs: kernels are compiled by alignment
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One sequence that decodes. ``seed`` is unsigned; temperature 0 is greedy."""
+    """A decoding sequence. ``seed`` is unsigned; temperature 0 is greedy."""
 
     token: int
     position: int
@@ -32,9 +32,9 @@ class DecodeRow:
 
 
 class _State:
-    """What a step reads and moves on, for one bucket of rows R.
+    """Inputs and outputs of a step, for one bucket of rows R.
 
-    All but the block tables lies in one piece of memory, so that a batch begins with one copy.
+    All inputs but the block tables lie in one piece of memory, so a batch begins with one copy.
     """
 
     def __init__(self, rows: int, max_blocks: int, hidden: int, device: torch.device) -> None:
@@ -67,14 +67,13 @@ class _State:
         self.tables_RB = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.hidden_RE = torch.zeros(rows, hidden, device=device)
         self.sampled_R = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.tables: list[list[int]] = [[] for _ in range(rows)]  # what stands in tables_RB
+        self.tables: list[list[int]] = [[] for _ in range(rows)]  # contents of tables_RB
 
     def _part(self, memory: torch.Tensor, name: str) -> torch.Tensor:
         begin, size, kind = self._places[name]
         return memory[begin : begin + size].view(kind)
 
     def fill(self, rows: Sequence[DecodeRow]) -> None:
-        """Begin with these rows; nothing waits for the device."""
         pad = self.rows - len(rows)
         used = [1] * len(rows) + [0] * pad
         index = [i if is_used else -1 for i, is_used in enumerate(used)]
@@ -89,7 +88,7 @@ class _State:
             "used": used,
             "tiles": [*range(self.rows), *used, *positions, *index],
         }
-        # fresh pinned memory: a buffer of our own could be overwritten while it is read
+        # fresh pinned memory: a reused buffer could be overwritten while it is read
         on_cuda = self.inputs.is_cuda
         host = torch.zeros(self.inputs.shape, dtype=torch.uint8, pin_memory=on_cuda)
         for name, numbers in values.items():
@@ -98,7 +97,6 @@ class _State:
         self._fill_tables([list(row.blocks) for row in rows])
 
     def _fill_tables(self, tables: list[list[int]]) -> None:
-        """Only those that have changed."""
         changed = [i for i, table in enumerate(tables) if table != self.tables[i]]
         if not changed:
             return
@@ -118,7 +116,7 @@ class _State:
 
 
 def rows_bucket(rows: int) -> int:
-    """Rows that a batch is padded to: 1, 2, 4, then multiples of 8, above 64 of 32."""
+    """Return the padded number of rows: 1, 2, 4, then multiples of 8, above 64 of 32."""
     if rows <= 4:
         return 1 << (rows - 1).bit_length()
     step = 8 if rows <= 64 else 32
@@ -126,7 +124,7 @@ def rows_bucket(rows: int) -> int:
 
 
 def splits_bucket(splits: int) -> int:
-    """Splits that the grid is padded to: powers of two."""
+    """Return the padded number of splits: powers of two."""
     return 1 << (splits - 1).bit_length()
 
 
@@ -134,9 +132,7 @@ class DecodeSteps:
     """Steps of one batch at a time, one token per row.
 
     Args:
-        decoder: Model and pool.
-        max_blocks: Widest block table of a sequence.
-        graphs: Capture steps as CUDA graphs; by default on CUDA.
+        graphs: Whether to capture steps as CUDA graphs; by default on CUDA.
     """
 
     def __init__(
@@ -153,30 +149,21 @@ class DecodeSteps:
         self._room = 0
 
     @property
-    def captured(self) -> int:
-        """Graphs captured so far."""
-        return len(self._graphs)
-
-    @property
     def sampled_R(self) -> torch.Tensor:  # noqa: N802 - a shape
-        """The last step's tokens, until the next one; -1 = NaN or Inf in that row's logits."""
+        """Tokens of the last step, until the next one; -1 = NaN or Inf in that row's logits."""
         return self._state.sampled_R[: self._rows]
 
     @property
     def hidden_RE(self) -> torch.Tensor:  # noqa: N802 - a shape
-        """``CudaDecoder.forward``'s rows of the last step, until the next one."""
+        """Rows of ``CudaDecoder.forward`` in the last step, until the next one."""
         return self._state.hidden_RE[: self._rows]
 
     @torch.inference_mode()
     def start(self, rows: Sequence[DecodeRow]) -> None:
-        """Take up a batch; nothing waits for the device.
-
-        Raises:
-            ValueError: A block table is wider than ``max_blocks``.
-        """
+        """Begin a batch, without waiting for the device."""
         widest = max(len(row.blocks) for row in rows)
         if widest > self._max_blocks:
-            raise ValueError(f"a table has {widest} blocks, the limit is {self._max_blocks}")
+            raise ValueError(f"a block table has {widest} blocks, limit {self._max_blocks}")
         bucket = rows_bucket(len(rows))
         state = self._states.get(bucket)
         if state is None:
@@ -188,12 +175,12 @@ class DecodeSteps:
         self._longest = max(row.position for row in rows) + 1
         size = self._decoder.block_tokens
         spare = min(len(row.blocks) * size - row.position for row in rows)
-        self._room = self._longest + spare - 1  # of ``_longest``, when the first sequence is full
+        self._room = self._longest + spare - 1  # ``_longest`` when the first sequence is full
         state.fill(rows)
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Enqueue one step of the batch: its KV is written and one token per row is sampled.
+        """Enqueue a step of the batch, which stores its KV and samples one token per row.
 
         Raises:
             ValueError: The longest sequence has reached the context, or its block table's end.
@@ -217,9 +204,9 @@ class DecodeSteps:
         graph.replay()
 
     def _capture(self, splits: int) -> "torch.cuda.CUDAGraph":
-        """Record a step. Compiling and measuring happen in a run before, whose effects are undone.
+        """Record a step, after a run that compiles and tunes, and whose effects are undone.
 
-        That run writes KV of the step to come, which the step then writes again.
+        That run stores KV of the coming step, which the step then stores again.
         """
         state = self._state
         before = state.inputs.clone()
@@ -255,6 +242,6 @@ class DecodeSteps:
 
 
 def signed(value: int) -> int:
-    """The 64 bits of an unsigned number as a signed one."""
+    """Return the 64 bits of an unsigned number as a signed one."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value

@@ -1,10 +1,10 @@
-"""A decoder on CUDA: weights, a paged pool, and one forward pass for everything.
+"""Decoder on CUDA: weights, a paged pool, and one forward pass for everything.
 
 T rows of a step, E hidden size, H query heads, K KV heads, D head dim, V vocabulary,
 S block table rows, N tiles
 
-Needs torch and triton, nothing else. Under ``TRITON_INTERPRET=1`` it runs on the CPU (slowly), so
-that its results can be compared with ``baton/engine/cpu/decoder.py`` without a GPU.
+It needs only torch and triton. With ``TRITON_INTERPRET=1`` it runs on the CPU (slowly), so its
+results can be compared with ``baton/engine/cpu/decoder.py`` without a GPU.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
 from baton.engine.cuda.kernels.configs import AttentionConfig, attention_config
@@ -22,20 +22,19 @@ from baton.engine.cuda.kernels.rows import add_norm, add_to, gate_mul, rope_writ
 from baton.engine.models.layer import Deltas, LayerVectors, take_vectors
 
 SPREAD_QUERIES = 8
-"""Up to so many queries (decode, verification) a sequence's keys are spread over programs."""
+"""Up to so many queries (decode, verification), a sequence's keys are spread over programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """The numbers of a model.
+    """Numbers of a model.
 
     Attributes:
-        windows: For each layer how many keys a query sees, its own included; 0 = all. Empty: no
-            layer has a window.
-        gelu: The gate's activation is GELU in its tanh form, not SiLU.
-        embed_scale: Embeddings are multiplied with it.
-        query_scale: What scores are multiplied with, if not ``1 / sqrt(head_dim)``; only for a
-            model that norms its heads.
+        windows: Keys that a query sees in each layer, its own included; 0 = all. Empty: no layer
+            has a window.
+        gelu: Whether the gate's activation is GELU in its tanh form instead of SiLU.
+        query_scale: Factor of scores, if not ``1 / sqrt(head_dim)``; only for a model that norms
+            its heads.
     """
 
     num_layers: int
@@ -66,15 +65,15 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's rows, on the device.
+    """Rows of a step, on the device.
 
     Attributes:
-        tokens_T: int64.
-        positions_T: int32.
-        sequences_T: int32 row of the block tables; -1 = a row that only pads.
-        tables_SB: int32 block ids by sequence.
-        launches: The tiles of the step's attention, and how each launch is cut.
-        deltas: What adapters add to the products; not in captured steps.
+        tokens_T: Token ids, int64.
+        positions_T: Positions, int32.
+        sequences_T: Row of the block tables, int32; -1 = a padding row.
+        tables_SB: Block ids by sequence, int32.
+        launches: Tiles of the step's attention, and the configuration of each launch.
+        deltas: LoRA deltas of the products; not in captured steps.
     """
 
     tokens_T: torch.Tensor
@@ -87,8 +86,6 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer."""
-
     vectors: LayerVectors
     qkv: Weight
     o: Weight
@@ -102,20 +99,17 @@ class CudaDecoder:
     """Packed weights, the pool, and the forward pass.
 
     Args:
-        shape: The model's numbers.
-        weights: By canonical name (``baton.engine.models.families.weight_table``); Q and K with
-            adjacent pairs. Emptied while packing; which parts a layer has follows from them.
-        ropes: Angle per position of each pair, ``[D / 2]`` fp32, and what rotated pairs are
-            multiplied with; a second one is for the layers with a window.
-        dtype: Of weights, activations and KV.
+        weights: Tensors by canonical name (``baton.engine.models.families.weight_table``); Q and K
+            with adjacent pairs. Emptied while packing. They determine the parts of a layer.
+        ropes: Angle per position of each pair, ``[D / 2]`` fp32, and factor of rotated pairs; a
+            second item is for the layers with a window.
+        dtype: Dtype of weights, activations and KV.
         device: ``cuda``, or ``cpu`` for the interpreter.
-        num_blocks: Size of the pool.
-        block_tokens: Tokens of a block.
-        exact: A row's bits never depend on the other rows.
-        fp8: Keep the layers' matrices in fp8, with a scale per output; not embedding and head.
+        exact: Whether a row's bits must not depend on the other rows.
+        fp8: Whether the layers' matrices are kept in fp8, with a scale per output.
 
     Raises:
-        ValueError: The kernels cannot take the shape.
+        ValueError: The kernels do not support the shape.
         RuntimeError: The device cannot multiply in fp8.
     """
 
@@ -164,7 +158,6 @@ class CudaDecoder:
         return turned.to(self.device)
 
     def _layer(self, index: int, weights: dict[str, torch.Tensor]) -> _Layer:
-        """Take the weights of one layer and pack them."""
         s = self.shape
 
         def matrix(*names: str) -> Weight:
@@ -190,19 +183,17 @@ class CudaDecoder:
     def forward(
         self, batch: Batch, on_layers_done: Callable[[int], None] | None = None
     ) -> torch.Tensor:
-        """``[T, E]`` fp32 sums after the last layer, before the final norm; writes K and V.
+        """Return ``[T, E]`` fp32 sums before the final norm, and store K and V.
 
-        Args:
-            batch: What to compute.
-            on_layers_done: Called with 1, 2, ... when that many layers' KV is *enqueued* (wait for
-                the device before reading it elsewhere).
+        ``on_layers_done`` gets 1, 2, ... when that many layers' KV is *enqueued*: wait for the
+        device before reading it elsewhere.
         """
         eps = self.shape.rms_norm_eps
         x_TE = F.embedding(batch.tokens_T, self._embed).float()
         if self.shape.embed_scale != 1.0:
             x_TE *= self.shape.embed_scale
         delta_TE: torch.Tensor | None = None
-        post_E: torch.Tensor | None = None  # of the delta that is still to be added
+        post_E: torch.Tensor | None = None  # norm of the delta that is added next
         for index, layer in enumerate(self._layers):
             vectors = layer.vectors
             h_TE = add_norm(x_TE, delta_TE, vectors.attn_norm, eps, self.dtype, post_E)
@@ -221,7 +212,7 @@ class CudaDecoder:
         return x_TE
 
     def _attend(self, batch: Batch, index: int, layer: _Layer, h_TE: torch.Tensor) -> torch.Tensor:
-        """``[T, H D]``: the heads of a layer; writes its K and V."""
+        """Return the heads of a layer, ``[T, H D]``; stores its K and V."""
         s = self.shape
         qkv = self._project(batch, index, "qkv", layer.qkv, h_TE)
         rope_write(
@@ -237,7 +228,7 @@ class CudaDecoder:
             eps=s.rms_norm_eps,
         )
         q_THD = qkv.view(len(qkv), -1, s.head_dim)[:, : s.num_heads]
-        # zeroed: rows that only pad belong to no tile
+        # zeroed: padding rows belong to no tile
         a_THD = torch.zeros(q_THD.shape, dtype=self.dtype, device=self.device)
         for tiles, config in batch.launches:
             paged_attention(
@@ -255,7 +246,7 @@ class CudaDecoder:
     def _project(
         self, batch: Batch, index: int, name: str, weight: Weight, x_TE: torch.Tensor
     ) -> torch.Tensor:
-        """One product of layer ``index``, with what the rows' adapters add to it."""
+        """Apply one product of layer ``index``, with the rows' LoRA deltas."""
         y_TN = self.product(x_TE, weight)
         if batch.deltas is not None:
             batch.deltas.apply(index, name, x_TE, y_TN)
@@ -263,13 +254,13 @@ class CudaDecoder:
 
     @torch.inference_mode()
     def logits(self, x_SE: torch.Tensor) -> torch.Tensor:
-        """``[S, V]`` fp32 logits of some rows of ``forward``'s result (contiguous)."""
+        """Return ``[S, V]`` fp32 logits of some rows of ``forward``'s result (contiguous)."""
         h_SE = add_norm(x_SE, None, self._final_norm, self.shape.rms_norm_eps, self.dtype)
         return self.product(h_SE, self._head, torch.float32)
 
     @torch.inference_mode()
     def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
-        """``[S, E]`` fp32: some rows of ``forward``'s result (contiguous) behind the final norm."""
+        """Apply the final norm to rows of ``forward``'s result (contiguous): ``[S, E]`` fp32."""
         return add_norm(x_SE, None, self._final_norm, self.shape.rms_norm_eps, torch.float32)
 
     def batch(
@@ -281,14 +272,8 @@ class CudaDecoder:
     ) -> Batch:
         """Put a step on the device. Sequences with few queries are spread over their keys.
 
-        Args:
-            tokens: Of all rows.
-            spans: Which rows are which sequence's, in the order of the rows.
-            tables: Block ids by sequence.
-            deltas: What adapters add to the products.
-
         Raises:
-            ValueError: A position is beyond the context: the device would read what is not there.
+            ValueError: A position is beyond the context, where the device has no rotations.
         """
         last = max(span.start + span.count for span in spans) - 1
         self.check_position(last)
@@ -335,7 +320,7 @@ class CudaDecoder:
         return self._to_device(torch.tensor(values, dtype=torch.int32))
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """Without waiting for the device: from pinned memory of its own."""
+        """Copy from pinned memory, without waiting for the device."""
         if self.device.type == "cpu":
             return host
         return host.pin_memory().to(self.device, non_blocking=True)

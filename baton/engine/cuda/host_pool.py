@@ -1,10 +1,10 @@
-"""The pool of the device beside the one in host memory, from which and into which KV is handed off.
+"""Synchronises the device's pool with the one in host memory, which KV transfers use.
 
-The shell of a worker reads and writes pages in shared host memory
-(``baton/engine/process/client.py``), and does not say which. So host memory is the truth between
-steps: what a step computes is copied to it before the step ends, and a sequence that appears with
-KV that this runner did not just compute (a hand-off, a prefix hit, a resumed one) has its pages
-copied to the device first.
+The worker's shell reads and writes pages in shared host memory
+(``baton/engine/process/client.py``), without reporting which. So host memory is authoritative
+between steps. The KV that a step computes is copied to it before the step ends. A sequence whose KV
+this runner did not just compute (transferred, cached or resumed) has its pages copied to the device
+first.
 """
 
 from collections.abc import Iterable
@@ -17,17 +17,15 @@ from baton.engine.core.plan import PlanRow, StepPlan
 
 @dataclass(slots=True)
 class _Known:
-    """A sequence's pages on the device: valid up to ``end``."""
-
     blocks: list[int]
     end: int
 
 
 class HostPoolSync:
-    """Keeps both pools equal where it matters.
+    """Keeps both pools equal where steps read them.
 
     Args:
-        host: ``[L, 2, blocks, token, K, D]`` in host memory.
+        host: Pool ``[L, 2, blocks, token, K, D]`` in host memory.
         device: The same on the device; on the CPU a second tensor (interpreter).
     """
 
@@ -37,7 +35,7 @@ class HostPoolSync:
         self._known: dict[int, _Known] = {}
 
     def before(self, plan: StepPlan) -> None:
-        """Carry out the copies, and bring in what the device does not have."""
+        """Execute the plan's copies, and copy missing pages to the device."""
         for source, target in plan.copies:
             self._host[:, :, target].copy_(self._host[:, :, source])
         size = self._host.shape[3]
@@ -51,7 +49,7 @@ class HostPoolSync:
                 missing.update(blocks)
             seen[row.sequence_id] = _Known(list(row.block_ids), row.start + len(row.tokens))
         missing.update(target for _, target in plan.copies)
-        # who is not in this plan is looked at again when it comes back
+        # a sequence outside this plan is checked again when it returns
         self._known = seen
         if missing:
             index = torch.tensor(sorted(missing))
@@ -59,14 +57,14 @@ class HostPoolSync:
             self._device.index_copy_(2, index.to(self._device.device), pages)
 
     def after(self, rows: Iterable[PlanRow]) -> None:
-        """Copy what the rows wrote to host memory; waits for the device."""
+        """Copy the KV of the rows to host memory; waits for the device."""
         slots = self.slots(rows)
         device_slots = slots.to(self._device.device)
         written = self._tokens(self._device).index_select(2, device_slots).to(self._host.device)
         self._tokens(self._host).index_copy_(2, slots, written)
 
     def clear(self, rows: Iterable[PlanRow]) -> None:
-        """Zero what the rows wrote, in both pools, and forget their sequences."""
+        """Zero the KV of the rows in both pools, and forget their sequences."""
         rows = list(rows)
         slots = self.slots(rows)
         self._tokens(self._host).index_fill_(2, slots, 0.0)
@@ -75,7 +73,7 @@ class HostPoolSync:
             self._known.pop(row.sequence_id, None)
 
     def slots(self, rows: Iterable[PlanRow]) -> torch.Tensor:
-        """Where the rows' tokens stand: block times block size plus offset."""
+        """Return the slots of the rows' tokens: block times block size plus offset."""
         size = self._host.shape[3]
         by_row = []
         for row in rows:

@@ -1,7 +1,7 @@
-"""LoRA adapters on the device, and what they add to the products of a step.
+"""LoRA adapters on the device, and their additions to the products of a step.
 
-``baton/engine/loading/lora_weights.py`` reads them; their products are those of the decoder, so in
-``exact`` a row's delta does not depend on who shares its step.
+``baton/engine/loading/lora_weights.py`` reads them. Their products are those of the decoder, so in
+``exact`` a row's delta does not depend on the other rows of its step.
 """
 
 # ruff: noqa: N803 - suffixes such as x_TK give shapes
@@ -19,12 +19,10 @@ from baton.types.params import AdapterRef
 
 
 class StepDeltas:
-    """The deltas of one step, each for the rows of its adapter.
+    """Deltas of one step, each for the rows of its adapter.
 
     Args:
         rows: Row numbers in the flat batch by adapter.
-        adapters: The adapters.
-        device: Where the rows are.
     """
 
     def __init__(
@@ -35,38 +33,36 @@ class StepDeltas:
         ]
 
     def apply(self, layer: int, name: str, x_TE: torch.Tensor, y_TN: torch.Tensor) -> None:
-        """Add to ``y_TN`` what the adapters make of ``x_TE``."""
+        """Add the adapters' products of ``x_TE`` to ``y_TN``."""
         for rows, adapter in self._groups:
             delta = adapter.get((layer, name))
             if delta is not None:
-                # not index_add_, which adds by atomic operations of its own rounding
+                # not index_add_, whose atomic additions round in another order
                 sums = y_TN.index_select(0, rows).add_(delta(x_TE.index_select(0, rows)))
                 y_TN.index_copy_(0, rows, sums)
 
 
 class DeviceProduct:
-    """``x @ weight.T``; on the device once it was moved there."""
+    """Product ``x @ weight.T`` whose weight can be moved to the device."""
 
     def __init__(self, weight_NK: torch.Tensor, product: Products) -> None:
         self._weight_NK = weight_NK
         self._product = product
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """``[T, K] -> [T, N]``."""
+        """Compute ``[T, K] -> [T, N]``."""
         return self._product(x_TK, self._weight_NK)
 
     def move(self, device: torch.device) -> None:
-        """Put the weight there."""
+        """Move the weight to a device."""
         self._weight_NK = self._weight_NK.to(device)
 
 
 class CudaAdapters:
-    """The adapters of one model on the device; an ``baton.engine.core.model_runner.AdapterStore``.
+    """Adapters of one model on the device; an ``baton.engine.core.model_runner.AdapterStore``.
 
     Args:
-        config: Of the base model.
-        decoder: The base model.
-        max_rank: The largest rank that is served.
+        max_rank: Largest LoRA rank that is served.
     """
 
     def __init__(self, config: ModelConfig, decoder: CudaDecoder, max_rank: int = 64) -> None:
@@ -80,10 +76,10 @@ class CudaAdapters:
 
     @torch.inference_mode()
     def prepare(self, ref: AdapterRef) -> Adapter:
-        """See ``AdapterStore``.
+        """Load an adapter into host memory.
 
         Raises:
-            AdapterLoadError: It does not fit, holds NaN or Inf, or has changed since it was named.
+            AdapterLoadError: It does not fit, holds NaN or Inf, or has changed on disk.
         """
         return {
             (joined.layer, joined.product): Delta(
@@ -93,7 +89,7 @@ class CudaAdapters:
         }
 
     def add(self, ref: AdapterRef, prepared: Adapter) -> None:
-        """See ``AdapterStore``. Not ``prepare``, a thread's, but the step loop uses the device."""
+        """Move a prepared adapter to the device, which only the step loop's thread uses."""
         for delta in prepared.values():
             for part in (delta.a, delta.b):
                 if isinstance(part, DeviceProduct):
@@ -101,7 +97,7 @@ class CudaAdapters:
         self._held[ref.digest] = prepared
 
     def remove(self, digest: str) -> None:
-        """See ``AdapterStore``."""
+        """Remove an adapter from the device."""
         del self._held[digest]
 
     def _on_host(self, weight_NK: torch.Tensor) -> DeviceProduct:

@@ -1,11 +1,11 @@
 """Executes step plans on CUDA: a ``ModelRunner`` over ``baton/engine/cuda/decoder.py``.
 
-    plan rows      A: chunk of 5      B: decode      C: decode     (as the scheduler wrote them)
+    plan rows      A: chunk of 5      B: decode      C: decode     (in the scheduler's order)
     flat rows      A0 A1 A2 A3 A4  B  C                            (the same order)
 
-A plan of decodes alone is one captured step (``baton/engine/cuda/decode_graphs.py``); prefill
+A plan of only decodes is one captured step (``baton/engine/cuda/decode_graphs.py``). Prefill
 chunks, draft tokens, adapters, and mixtures are launched kernel by kernel. Kernels never read a
-page beyond a sequence's own end, so a neighbour's NaN cannot reach a row, and none is computed
+page beyond a sequence's own end, so a neighbour's NaN cannot reach a row, and no row is computed
 twice.
 """
 
@@ -40,7 +40,7 @@ _NOTHING_SAMPLED = SampledRows((), {}, {})
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A decoder's results where scores are computed: the host, as those of sampled tokens are."""
+    """Results of a decoder on the host, where scores are computed."""
 
     decoder: CudaDecoder
 
@@ -53,13 +53,12 @@ class _Head:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """A step behind its forward pass.
+    """Results of a forward pass.
 
     Attributes:
-        hidden_TE: Flat rows.
-        ends: Where each plan row's flat rows end.
-            broken: Plan rows with NaN or Inf; then nothing is sampled.
-        sampled: What the device sampled, and the logits of the rest.
+        ends: End of each plan row's flat rows.
+        broken: Plan rows with NaN or Inf; then nothing is sampled.
+        sampled: Tokens that the device sampled, and the logits of the other rows.
     """
 
     hidden_TE: torch.Tensor
@@ -69,17 +68,11 @@ class _Computed:
 
 
 class CudaRunner:
-    """``baton.engine.core.model_runner.ModelRunner`` on a GPU.
-
-    In Triton's interpreter it runs on the CPU.
+    """``baton.engine.core.model_runner.ModelRunner`` on a GPU, or on the CPU in the interpreter.
 
     Args:
-        decoder: Model and pool on the device.
-        pool_buffer: Writable memory of ``geometry.pool_bytes`` bytes: the pool that others see.
-        geometry: Shape of both pools.
-        eos_token_ids: Tokens that end an answer.
-        adapters: What rows may name.
-        grammars: For requests with a grammar.
+        pool_buffer: Writable memory of the host's pool, of ``geometry.pool_bytes`` bytes.
+        adapters: LoRA adapters that rows may name.
     """
 
     def __init__(
@@ -93,8 +86,8 @@ class CudaRunner:
     ) -> None:
         self._decoder = decoder
         self._head = _Head(decoder)
-        self._geometry = geometry
-        self._eos_token_ids = eos_token_ids
+        self.geometry = geometry
+        self.eos_token_ids = eos_token_ids
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
         self._host_pool = HostPoolSync(flat.view(geometry.shape), decoder.pool)
@@ -108,23 +101,13 @@ class CudaRunner:
         )
 
     @property
-    def geometry(self) -> KvGeometry:
-        """Shape of the pool."""
-        return self._geometry
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer unless ``ignore_eos``."""
-        return self._eos_token_ids
-
-    @property
     def rewritten_rows(self) -> tuple[int, ...]:
-        """None, ever."""
+        """Always empty: CUDA never computes rows twice."""
         return ()
 
     @property
     def refused_rows(self) -> Mapping[int, BatonError]:
-        """Rows of the last plan whose grammar failed, and why."""
+        """Rows of the last plan whose grammar failed, with the error."""
         return self._sampler.refused_rows
 
     @property
@@ -133,16 +116,16 @@ class CudaRunner:
         return self._sampler.mask_ns
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """See ``baton.engine.core.model_runner.ModelRunner``."""
+        """Return how many draft tokens the grammar admits (``ModelRunner.admissible``)."""
         return self._sampler.admissible(spec, draft_tokens)
 
     @torch.inference_mode()
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
-        """See ``baton.engine.core.model_runner.ModelRunner``.
+        """Compute a plan and sample its tokens (``ModelRunner.execute``).
 
-        KV reaches the pool that others see at the end of the step: all layers are announced then.
+        KV reaches the host's pool at the end of the step; all layers are announced then.
         """
         self._host_pool.before(plan)
         self._sampler.begin_step()
@@ -158,7 +141,7 @@ class CudaRunner:
             raise not_finite_error(broken, len(plan.rows))
         self._host_pool.after(plan.rows)
         if on_layers_done is not None:
-            for layers in range(1, self._geometry.num_layers + 1):
+            for layers in range(1, self.geometry.num_layers + 1):
                 on_layers_done(layers)
         for part in collected:
             part.hand_over()
@@ -166,7 +149,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
-        """Hidden states ``[len(tokens), E]`` of each row of a plan (self-test and tests)."""
+        """Return hidden states ``[len(tokens), E]`` of each row of a plan, for self-tests."""
         self._host_pool.before(plan)
         hidden_TE, ends = self._forward(plan.rows)
         self._host_pool.after(plan.rows)
@@ -174,7 +157,7 @@ class CudaRunner:
         return [hidden_TE[end - len(row.tokens) : end].cpu() for row, end in pairs]
 
     def _step(self, rows: Sequence[PlanRow]) -> _Computed:
-        """Decodes alone: one captured step samples for all of them; few need their logits."""
+        """Compute only decodes: a captured step samples for all; few need their logits."""
         plain = [_is_sampled_in_step(row.samples) for row in rows]
         self.steps.start(
             [_decode_row(row, is_plain) for row, is_plain in zip(rows, plain, strict=True)]
@@ -197,7 +180,6 @@ class CudaRunner:
         return _Computed(hidden_RE, range(1, len(rows) + 1), broken, sampled)
 
     def _launch(self, rows: Sequence[PlanRow]) -> _Computed:
-        """Any rows."""
         hidden_TE, ends = self._forward(rows)
         sampled_from: list[tuple[int, int, Specs]] = [
             (index, end - 1 - back, specs)
@@ -239,7 +221,7 @@ class CudaRunner:
         return self._decoder.forward(batch), ends
 
     def _clear(self, plan_rows: Sequence[PlanRow], broken: set[int]) -> None:
-        """Zero what the broken rows wrote; what the others wrote reaches the host."""
+        """Zero the KV of the broken rows; that of the others reaches the host."""
         good = [row for index, row in enumerate(plan_rows) if index not in broken]
         if good:
             self._host_pool.after(good)
@@ -247,20 +229,19 @@ class CudaRunner:
 
 
 def _is_captured(row: PlanRow) -> bool:
-    """Whether a captured step computes it: one token, and something to sample."""
+    """Return whether a captured step can compute the row: one token, and something to sample."""
     is_plain = row.prompt_outputs is None and not row.adapter
     return len(row.tokens) == 1 and bool(row.samples) and is_plain
 
 
 def _is_sampled_in_step(samples: Specs) -> bool:
-    """Whether a captured step samples it."""
     if len(samples) != 1:
         return False
     return is_on_device(samples[0]) and not is_filtered(samples[0].params)
 
 
 def _decode_row(row: PlanRow, is_plain: bool) -> DecodeRow:
-    """For a row that the captured step does not sample, its token is not looked at."""
+    """Return a row of the captured step; the token is ignored if it is not sampled there."""
     token = row.tokens[0]
     spec = row.samples[0]
     if not is_plain:

@@ -1,9 +1,9 @@
 """Samples the tokens of each row of a step, on the device or on the host.
 
-The device takes the largest logit, or the largest logit / temperature + noise, of all tokens or of
-those that ``top_k``, ``top_p`` and ``min_p`` leave. A row with penalties, log-probabilities or a
-grammar has its logits brought to the host, where ``baton/engine/sampling/sample.py`` samples. Which
-of the two it is depends on the row alone, never on what else is in the step.
+The device selects the largest logit, or the largest logit / temperature + noise, of all tokens or
+of those that ``top_k``, ``top_p`` and ``min_p`` leave. A row with penalties, log-probabilities or a
+grammar has its logits copied to the host, where ``baton/engine/sampling/sample.py`` samples. The
+choice depends on the row alone, never on the rest of the step.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
@@ -25,14 +25,13 @@ Specs = tuple[SampleSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Rows of logits, numbered as ``PlanRow.samples_by_row`` gives them, plan row by plan row.
+    """Rows of logits, numbered in the order of ``PlanRow.samples_by_row``.
 
-    An ``baton.engine.sampling.speculative.LogitsRows``.
+    It implements ``baton.engine.sampling.speculative.LogitsRows``.
 
     Attributes:
-        numbers: The rows.
-        on_device: What the device sampled, by row.
-        host_logits: The logits ``[1, V]`` of all other rows.
+        on_device: Tokens that the device sampled, by row.
+        host_logits: Logits ``[1, V]`` of all other rows.
     """
 
     numbers: Sequence[int]
@@ -40,7 +39,7 @@ class SampledRows:
     host_logits: Mapping[int, torch.Tensor]
 
     def rows(self, indexes: Sequence[int]) -> "SampledRows":
-        """Some of the rows."""
+        """Return some of the rows."""
         return SampledRows([self.numbers[i] for i in indexes], self.on_device, self.host_logits)
 
     def sample(
@@ -49,7 +48,7 @@ class SampledRows:
         eos_token_ids: Sequence[int],
         masks: Sequence[Sequence[sampling.Mask | None]] | None = None,
     ) -> list[list[SampledToken]]:
-        """See ``baton.engine.sampling.sample.sample``."""
+        """Return the tokens of each row (``baton.engine.sampling.sample.sample``)."""
         sampled = []
         for index, number in enumerate(self.numbers):
             if number in self.on_device:
@@ -65,8 +64,8 @@ def start_sampling(specs_by_row: Mapping[int, Specs], logits_SV: torch.Tensor) -
     """Sample what the device can, and fetch the logits of the rest; waits for both.
 
     Args:
-        specs_by_row: What is sampled from each row, by the row's number.
-        logits_SV: The logits of these rows, in this order; finite.
+        specs_by_row: Samples of each row, by the row's number.
+        logits_SV: Finite logits of these rows, in this order.
     """
     on_device: list[tuple[int, int, SampleSpec]] = []
     fetched: list[tuple[int, int]] = []
@@ -91,7 +90,7 @@ def start_sampling(specs_by_row: Mapping[int, Specs], logits_SV: torch.Tensor) -
 def _sample_on_device(
     placed_specs: Sequence[tuple[int, SampleSpec]], logits_SV: torch.Tensor
 ) -> list[int]:
-    """One token for each spec, from the row of logits that stands before it."""
+    """Sample one token for each spec, from the row of logits of that number."""
     device = logits_SV.device
     params = [spec.params for _, spec in placed_specs]
 
@@ -126,12 +125,12 @@ def _sample_on_device(
 
 
 def is_filtered(p: SamplingParams) -> bool:
-    """Whether not all tokens may be sampled."""
+    """Return whether some tokens may not be sampled."""
     return bool(p.temperature) and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
 
 
 def is_on_device(spec: SampleSpec) -> bool:
-    """Whether the device samples it: nothing that it asks for needs the host."""
+    """Return whether the device can sample it, so that nothing needs the host."""
     p = spec.params
     has_penalties = bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
     ends_forbidden = len(spec.history) - spec.prompt_tokens < p.min_tokens

@@ -1,4 +1,4 @@
-"""Proof, on the loaded model and this very device, that the CUDA path computes what it promises.
+"""Proof on the loaded model and this device that the CUDA path keeps ``exact``.
 
 All of it uses the first blocks of the pool, and leaves them zero.
 """
@@ -24,16 +24,11 @@ _NEAR = 0.1
 _BESIDE = 10  # tokens of another sequence in the same step: enough to be a prefill
 
 SELFTEST_BLOCKS = 2 * -(-_PROBE_TOKENS // BLOCK_TOKENS)
-"""Blocks that the self-test uses at most."""
+"""Most blocks that the self-test uses."""
 
 
 def verify_exact(decoder: CudaDecoder) -> None:
-    """Prove ``exact`` on the loaded model: same bits in one chunk, in odd chunks, and in a batch.
-
-    Raises:
-        NumericsSetupError: The message names the positions that differ.
-        ModelError: The pool is too small for the self-test.
-    """
+    """Prove ``exact`` on the loaded model: same bits whole, in odd chunks, and in a batch."""
     length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
     tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
     blocks = -(-length // decoder.block_tokens)
@@ -41,7 +36,7 @@ def verify_exact(decoder: CudaDecoder) -> None:
     tables = [list(range(blocks)), list(range(2 * blocks - 1, blocks - 1, -1))]
 
     def run(*parts: tuple[int, int, int]) -> list[torch.Tensor]:
-        """``(table, start, end)`` together in one step."""
+        """Compute parts ``(table, start, end)`` in one step."""
         flat: list[int] = []
         spans = []
         for number, (_, start, end) in enumerate(parts):
@@ -65,12 +60,7 @@ def verify_exact(decoder: CudaDecoder) -> None:
 
 @torch.inference_mode()
 def verify_steps(decoder: CudaDecoder, steps: DecodeSteps) -> None:
-    """Prove that a captured step, padded to its bucket, computes what single launches compute.
-
-    Raises:
-        NumericsSetupError: It does not.
-        ModelError: The pool is too small for the self-test.
-    """
+    """Prove that a captured step, padded to its bucket, computes what single launches compute."""
     length = min(_STEP_TOKENS, decoder.shape.max_context_tokens)
     tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
     ends = [length - 1, length // 2, 1]
@@ -101,16 +91,12 @@ def verify_steps(decoder: CudaDecoder, steps: DecodeSteps) -> None:
 
 
 def _near(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two results are equal up to the rounding of bf16."""
+    """Return whether two results are equal up to the rounding of bf16."""
     return bool((left - right).norm() <= _NEAR * right.norm())
 
 
 def numerics_id(decoder: CudaDecoder, dtype: str) -> str:
-    """What two workers must have in common for their KV and tokens to be interchangeable.
-
-    Raises:
-        ModelError: The pool is too small to compute it.
-    """
+    """Return the id that two workers must share for their KV and tokens to be interchangeable."""
     length = min(_PROBE_TOKENS, decoder.shape.max_context_tokens)
     tokens = [(104729 * i + 5) % decoder.shape.vocab_size for i in range(length)]
     blocks = list(range(-(-length // decoder.block_tokens)))
@@ -127,13 +113,13 @@ def numerics_id(decoder: CudaDecoder, dtype: str) -> str:
 
 
 def _need(decoder: CudaDecoder, blocks: int) -> None:
-    """Kernels do not check: beyond the pool is somebody else's memory."""
+    """Check the size of the pool: kernels would write into other memory without an error."""
     if decoder.pool.shape[2] < blocks:
         raise ModelError(
-            f"kv_blocks_per_worker is {decoder.pool.shape[2]}; the proof needs {blocks}"
+            f"kv_blocks_per_worker is {decoder.pool.shape[2]}, the self-test needs {blocks}"
         )
 
 
 def device_name(device: torch.device) -> str:
-    """As people know it."""
+    """Return the device's name for people."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the interpreter"

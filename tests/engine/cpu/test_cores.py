@@ -148,7 +148,7 @@ def test_a_table_that_others_can_write_is_refused(tmp_path: Path) -> None:
     table = tmp_path / "table"
     table.write_bytes(bytes(2 * PLACES))
     table.chmod(0o666)
-    with pytest.raises(PermissionError, match="this user alone"):
+    with pytest.raises(PermissionError, match="must be a file of this user"):
         SharedCores(1, 2, 2, table)
 
 

@@ -17,4 +17,4 @@ def test_a_table_that_another_user_has_taken_costs_the_loan_of_cores_only(
     monkeypatch.setattr(build, "cores_file", lambda: table)
     settings = EngineSettings(model="m", threads=1, lends_cores=True)
     assert build._shared_cores(settings) is None
-    assert "idle cores are not lent" in caplog.text
+    assert "cannot lend idle cores" in caplog.text

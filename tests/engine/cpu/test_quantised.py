@@ -143,8 +143,8 @@ def test_a_kernel_that_overflows_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("quantisation", "dtype", "said"),
     [
-        ("int4", "fp32", "int4 needs dtype bf16"),
-        ("int3", "bf16", "'int3' are not supported"),
+        ("int4", "fp32", "int4 does not support dtype fp32; use bf16"),
+        ("int3", "bf16", "'int3' is not supported"),
         ("fp8", "bf16", "fp8 needs CUDA"),
     ],
 )

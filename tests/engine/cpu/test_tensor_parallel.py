@@ -309,7 +309,6 @@ def test_a_rank_goes_on_with_its_steps_while_it_reads_an_adapter(
     (leader, theirs), (loader, their_loader) = socket.socketpair(), socket.socketpair()
     loader.settimeout(10)
     desk = AdapterDesk(their_loader, store)
-    desk.start()
     rank = Rank(SimpleNamespace(), store, desk, -1)
     runner = SimpleNamespace(follow=lambda rows, isolated: stepped.set())
     monkeypatch.setattr(rank, "_open", lambda _: runner)

@@ -176,7 +176,7 @@ def test_more_queries_than_a_tile_has_rows_are_refused(scattered: Tables) -> Non
     step = Step(PREFILL, scattered)
     with pytest.raises(ValueError, match="6 queries of 3 heads exceed 16"):
         step.run(queries=6)
-    with pytest.raises(ValueError, match="cannot be spread"):
+    with pytest.raises(ValueError, match="splits need a configuration"):
         step.run(splits=2, cut=AttentionConfig(16, 16, 0, num_warps=4, num_stages=2))
 
 

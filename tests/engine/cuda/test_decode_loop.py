@@ -73,7 +73,7 @@ def test_a_batch_is_not_replaced_while_steps_of_it_are_unread() -> None:
     loop.launch()
     with pytest.raises(RuntimeError, match="1 steps have not been read"):
         loop.start(rows)
-    with pytest.raises(ValueError, match="a table has 2 blocks, the limit is 1"):
+    with pytest.raises(ValueError, match="a block table has 2 blocks, limit 1"):
         DecodeLoop(decoder, max_blocks=1).start(rows)
 
 

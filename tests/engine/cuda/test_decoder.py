@@ -102,7 +102,7 @@ def test_exact_bits_depend_neither_on_the_batch_nor_on_the_chunks() -> None:
     assert not decoder.pool.any(), "what the proof wrote is gone"
     small = tiny.decoder(SHALLOW)
     small.pool = small.pool[:, :, :5]
-    with pytest.raises(ModelError, match="kv_blocks_per_worker is 5; the proof needs 6"):
+    with pytest.raises(ModelError, match="kv_blocks_per_worker is 5, the self-test needs 6"):
         verify_exact(small)
 
 

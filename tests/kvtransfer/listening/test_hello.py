@@ -86,7 +86,7 @@ async def test_all_else_is_refused_by_both(
 ) -> None:
     here, there = await meet(ends, FleetToken(*reader), FleetToken(*worker), **other)
     assert "closed its socket" in here
-    assert "another token, or means another life" in there
+    assert "another token, or expects another incarnation" in there
 
 
 async def exactly(link: socket.socket, size_bytes: int) -> bytes:

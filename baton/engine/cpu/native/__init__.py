@@ -1,1 +1,1 @@
-"""Our own C++ kernels, compiled at install; ``baton/engine/cpu`` also works without them."""
+"""C++ kernels, compiled at install; ``baton/engine/cpu`` also works without them."""

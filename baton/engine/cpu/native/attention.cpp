@@ -1,4 +1,4 @@
-// Attention with the sums of VDPBF16PS, and what the library exports of attention (``attention.h``).
+// Attention with the sums of VDPBF16PS, and the exported functions of attention (``attention.h``).
 
 #include "attention.h"
 
@@ -141,8 +141,8 @@ struct Unit {  // some queries of a span
   int span, first, count;
 };
 
-// Cuts spans into pieces of at most `most` queries; the last of a span comes first: it has most
-// keys, and begun early it lets the threads end together.
+// Cuts spans into pieces of at most `most` queries. The last piece of a span comes first: it has the
+// most keys, and starting it early lets the threads end together.
 void cut(const Span* spans, int num_spans, int most, std::vector<Unit>& units) {
   for (int s = 0; s < num_spans; ++s)
     for (int first = (spans[s].count - 1) / most * most; first >= 0; first -= most)
@@ -161,8 +161,8 @@ extern "C" int baton_attention_supports(int dim, int group) {
   return attend_by_pairs(dim) != nullptr && group >= 1 && group <= kMaxRows;
 }
 
-// Writes K and V of a step's rows, [K heads, dim] of bf16 each, to their places in the pool. The
-// strides of new rows count elements, those of the pool bytes.
+// Stores K and V of a step's rows, [K heads, dim] of bf16 each, in their slots of the pool. Strides
+// of new rows count elements, those of the pool count bytes.
 extern "C" void baton_store(const uint16_t* new_keys, const uint16_t* new_values, long new_stride,
                             uint8_t* keys, uint8_t* values, long token_bytes, long head_bytes,
                             int format, const int32_t* spans, int num_spans, const int32_t* tables,
@@ -189,8 +189,8 @@ extern "C" void baton_store(const uint16_t* new_keys, const uint16_t* new_values
   });
 }
 
-// Strides of q and out count elements, those of the pool bytes. `window` is 0 for none. `sums`: -1
-// by VDPBF16PS, else as products by tiles.
+// Strides of q and out count elements, those of the pool count bytes. `window` is 0 for none.
+// `sums`: -1 for VDPBF16PS, else as for products by tiles.
 extern "C" void baton_attention(const uint16_t* q, long q_stride, uint8_t* keys, uint8_t* values,
                                 long token_bytes, long head_bytes, int format,
                                 const int32_t* spans, int num_spans, const int32_t* tables,

@@ -1,14 +1,14 @@
-// Attention over a paged pool: what is the same whichever way the products are summed.
+// Attention over a paged pool: the parts that do not depend on how products are summed.
 //
-// Every query row is computed by itself: keys in steps of 64 from position 0 (or from the step in
+// Every query row is computed separately: keys in steps of 64 from position 0 (or from the step in
 // which its window begins), one online softmax step for each, sums over head dims and over keys in
-// a fixed order. So a row's bits depend on its own position and keys alone, whatever shares its
-// unit, its chunk, or its batch. A unit only shares the work of reading K and V.
+// a fixed order. So a row's bits depend on its own position and keys alone, not on the rest of its
+// unit, chunk, or batch. A unit only shares the work of reading K and V.
 //
 //   rows of a unit: the queries of one KV head (G heads each) of up to kUnitQueries positions
 //   K of 16 tokens  ->  pairs of dims by token                    both are operands of
 //   V of 2 tokens   ->  pairs of tokens by dim (in lane order)    products of bf16 pairs
-//   the weights of a step are rounded to bf16, and summed as rounded
+//   the weights of a step are rounded to bf16, and the rounded ones are summed
 
 #pragma once
 
@@ -63,7 +63,7 @@ inline __m512 keep(float* to, __m512 weights) {
 }
 
 // One step of the online softmax of one row: its weights, rounded to bf16 whatever type holds them,
-// and what the sums so far are multiplied by.
+// and the factor of the sums so far.
 template <class W>
 inline float weigh(Row& row, const __m512* found, int blocks, int begin, float scale, W* weights) {
   const __m512 never = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
@@ -85,7 +85,7 @@ inline float weigh(Row& row, const __m512* found, int blocks, int begin, float s
   return fix;
 }
 
-// Calls each(first, how many, blocks) for the rows, up to `most` at a time, whom a step concerns.
+// Calls each(first, count, blocks) for the rows that see keys of a step, up to `most` at a time.
 template <class F>
 inline void by_groups(const Row* rows, int total, int most, int begin, const F& each) {
   for (int i = 0; i < total; i += most) {
@@ -97,7 +97,7 @@ inline void by_groups(const Row* rows, int total, int most, int begin, const F& 
   }
 }
 
-// Some queries of a span and one KV head. `Sums` says how rows take in a step of keys.
+// Some queries of a span and one KV head. `Sums` adds a step of keys to rows.
 template <class Sums, int V>  // dim / 16
 void attend(const Call& c, const Span& span, int kv_head, int first, int count) {
   constexpr int dim = V * 16;
@@ -126,7 +126,7 @@ void attend(const Call& c, const Span& span, int kv_head, int first, int count) 
   for (int begin = rows[0].first / kStep * kStep; begin <= last; begin += kStep) {
     for (int b = 0; b < kStepBlocks; ++b) {
       const int at = begin + b * kBlock, valid = std::min(kBlock, last - at + 1);
-      if (valid <= 0) {  // of this block nothing is used but by weights of zero
+      if (valid <= 0) {  // this block is used only with weights of zero
         std::memset(values + b * kBlock / 2 * V, 0, kBlock / 2 * V * sizeof(__m512i));
         continue;
       }
@@ -156,8 +156,8 @@ void attend(const Call& c, const Span& span, int kv_head, int first, int count) 
 
 using AttendFn = void (*)(const Call&, const Span&, int, int, int);
 
-// For heads of `dim`, or null. With the sums of VDPBF16PS; with those of tiles, by FMA, by AMX, or
-// by tiles in software.
+// The kernel for heads of `dim`, or null: with the sums of VDPBF16PS, or with those of tiles by FMA,
+// by AMX, or in software.
 AttendFn attend_by_pairs(int dim);
 AttendFn attend_by_tiles(int dim, int tiles);
 

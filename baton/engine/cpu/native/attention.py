@@ -1,7 +1,7 @@
 """Attention by the native kernel, in place of ``baton.engine.cpu.attention.PagedAttention``.
 
-Each query row is computed by itself from the pages where its keys lie: no copies of K and V, no
-masks, and bits that depend on nothing but the row's position and keys, with any number of threads.
+Each query row is computed separately from the pages of its keys: no copies of K and V, no masks,
+and bits that depend only on the row's position and keys, with any number of threads.
 """
 
 # ruff: noqa: N803 - suffixes such as q_THD give shapes
@@ -21,24 +21,24 @@ from baton.engine.cpu.native.threads import job_threads
 from baton.types.geometry import KvGeometry
 
 BLOCK_TOKENS = 16
-_FORMATS = {"bf16": 0, "int8": 1, "fp8": 2}  # of a pool; the numbers are those of pages.h
+_FORMATS = {"bf16": 0, "int8": 1, "fp8": 2}  # of a pool; pages.h has the same numbers
 
 
 @dataclass(frozen=True, slots=True)
 class NativeCalls:
-    """One step's queries: ``[n, 4]`` of (row, start, count, place of the table), and tables."""
+    """Queries of one step: ``[n, 4]`` of (row, start, count, offset of the table), and tables."""
 
     spans: npt.NDArray[np.int32]
     tables: npt.NDArray[np.int32]
     threads: int
 
     def pointers(self) -> tuple[int, int, int]:
-        """Spans, how many, and tables, as the library takes them."""
+        """Return spans, their number, and tables for the library."""
         return self.spans.ctypes.data, len(self.spans), self.tables.ctypes.data
 
 
 class PoolShape(NamedTuple):
-    """What the kernels must know of heads and pool; ``stored`` is the format's number."""
+    """Numbers of heads and pool for the kernels; ``stored`` is the format's number."""
 
     heads: int
     kv_heads: int
@@ -50,7 +50,7 @@ class PoolShape(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Addresses of a layer's K and V, and how many keys a query sees there (0: all)."""
+    """Addresses of a layer's K and V, and the number of keys that a query sees (0: all)."""
 
     keys: int
     values: int
@@ -60,7 +60,7 @@ class LayerPlace(NamedTuple):
 def native_library(
     geometry: KvGeometry, dtype: torch.dtype, num_heads: int, kv_heads: int
 ) -> ctypes.CDLL | None:
-    """The library if it can attend over such a pool with queries of ``dtype``, else ``None``."""
+    """Return the library if it can attend over such a pool, else ``None``."""
     if dtype != torch.bfloat16 or geometry.dtype not in _FORMATS:
         return None
     if geometry.block_tokens != BLOCK_TOKENS:
@@ -73,16 +73,11 @@ def native_library(
 
 
 class NativeAttention:
-    """See the module; the interface is that of ``PagedAttention``.
+    """Attention by the native kernel, with the interface of ``PagedAttention``.
 
     Args:
-        library: From ``native_library``.
-        pool: The KV pool: bf16, or bytes.
-        geometry: Its shape.
-        num_heads: Query heads.
-        tiling: Kept for whoever asks; this kernel cuts nothing.
         windows: Keys that a query sees, for each layer; ``None`` is all of them.
-        kv_heads: The KV heads that are read here, if not all.
+        kv_heads: KV heads that are read here, if not all.
     """
 
     def __init__(
@@ -102,7 +97,7 @@ class NativeAttention:
         shape = (geometry.num_layers, 2, -1, geometry.num_kv_heads, geometry.head_elements)
         mine = slice(None) if kv_heads is None else slice(kv_heads.start, kv_heads.stop)
         layers = [layer[:, :, mine] for layer in pool.view(shape)]
-        self._pool = pool  # keeps what the pointers point to
+        self._pool = pool  # keeps the memory alive
         self._kv_heads = layers[0].shape[2]
         size = pool.element_size()
         stored = _FORMATS[geometry.dtype]
@@ -116,7 +111,7 @@ class NativeAttention:
 
     @property
     def shape(self) -> PoolShape:
-        """Of heads and pool."""
+        """Numbers of heads and pool."""
         *_, token_bytes, head_bytes, stored = self._layers[0]
         return PoolShape(
             self._heads,
@@ -129,14 +124,14 @@ class NativeAttention:
         )
 
     def places(self) -> Iterator[LayerPlace]:
-        """Where each layer's K and V lie, as numbers."""
+        """Yield the addresses and the window of each layer."""
         for (keys, values, *_), window in zip(self._layers, self._windows, strict=True):
             yield LayerPlace(keys, values, window)
 
     def plan(
         self, decodes: Sequence[Span], chunks: Sequence[Span], *, isolated: bool = False
     ) -> NativeCalls:
-        """Calls for one step; a sequence's own blocks are all that is ever read."""
+        """Plan the calls of one step; only a sequence's own blocks are ever read."""
         rows = []
         tables = []
         place = 0
@@ -148,11 +143,11 @@ class NativeAttention:
         return NativeCalls(np.asarray(rows, dtype=np.int32), np.concatenate(tables), job_threads())
 
     def sort_key(self, position: int, blocks: Sequence[int]) -> tuple[int, int]:
-        """Order of decode rows: as they come."""
+        """Return equal keys: the order of decode rows does not matter."""
         return (0, 0)
 
     def write(self, layer: int, calls: NativeCalls, kv: torch.Tensor) -> None:
-        """Put ``[2, T, K, D]`` to the places of the step's rows."""
+        """Store ``[2, T, K, D]`` in the slots of the step's rows."""
         self._library.baton_store(
             kv[0].data_ptr(),
             kv[1].data_ptr(),
@@ -165,7 +160,7 @@ class NativeAttention:
         )
 
     def run(self, layer: int, calls: NativeCalls, q_THD: torch.Tensor) -> torch.Tensor:
-        """``[T, H, D] -> [T, H * D]`` against the pool of one layer."""
+        """Attend, ``[T, H, D] -> [T, H * D]``, over the pool of one layer."""
         width = self._heads * self._dim
         out = torch.empty(q_THD.shape[0], width, dtype=torch.bfloat16)
         self._library.baton_attention(

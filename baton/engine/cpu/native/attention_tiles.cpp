@@ -2,8 +2,8 @@
 //
 //   scores     a chain over the head's dims, 32 to a step
 //   blending   sums * fix, and then a chain over the step's keys, 32 to a step; keys that a row does
-//              not see have weights of zero, so a step without any may be left out: at the end zeros
-//              lose their sign, which is all that it could have changed
+//              not see have weights of zero, so a step without visible keys may be omitted: it could
+//              only have changed the sign of zeros, which is cleared at the end
 
 #include "attention.h"
 #include "tiles.h"
@@ -98,10 +98,10 @@ inline void blend(float* sums, const float* fix, const float (*weights)[kStep],
     for (int c = 0; c < C; ++c) _mm512_store_ps(sums + r * V * 16 + 16 * c, acc[r][c]);
 }
 
-// A zero loses its sign.
+// Clears the sign of zeros.
 inline __m512 unsigned_zero(__m512 sum) { return _mm512_add_ps(sum, _mm512_setzero_ps()); }
 
-// The weights of one row, zeros up to a whole half.
+// Weights of one row, with zeros up to a whole half.
 template <class W>
 inline float weigh_halves(Row& row, const __m512* found, int blocks, int begin, float scale,
                           W* weights) {
@@ -175,8 +175,8 @@ class TileSums {
 
   static __m512 whole(__m512 sum) { return unsigned_zero(sum); }
 
-  // The scores of a group are asked for before the group ahead of it is weighed: tiles and vectors
-  // then work at the same time.
+  // The scores of a group are started before the softmax of the group before it, so that tiles and
+  // vectors work at the same time.
   void take_in(Row* rows, int total, float* sums, const __m512i* keys, const __m512i* values,
                int begin, Ahead& ahead) const {
     Group groups[kMaxRows / kTileRows];

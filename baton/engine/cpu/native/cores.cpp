@@ -1,4 +1,4 @@
-// See cores.h; the table and who is alive: ``baton/engine/cpu/cores.py``.
+// See cores.h; ``baton/engine/cpu/cores.py`` has the table and clears the entries of dead workers.
 
 #include "cores.h"
 
@@ -11,7 +11,7 @@ namespace {
 constexpr int kPlaces = 64;
 
 struct Sharing {
-  std::atomic<uint16_t>* claims;  // of each place
+  std::atomic<uint16_t>* claims;  // cores in use of each worker
   int place, own, cores, most;
 };
 
@@ -31,7 +31,7 @@ int allowed(int threads) {
     computing += claim > 0;
     before += claim > 0 && i < s->place;
   }
-  // Who does not say that it computes borrows nothing.
+  // A worker that does not mark its cores as in use borrows none.
   const bool am_computing = s->claims[s->place].load(std::memory_order_relaxed) > 0;
   const int idle = am_computing ? std::max(0, s->cores - claimed) : 0;
   const int borrowed = idle == 0 ? 0 : idle / computing + (before < idle % computing);
@@ -41,23 +41,23 @@ int allowed(int threads) {
 }  // namespace baton
 
 // From now on this process has `own` of the host's `cores`, borrows others up to `most` threads, and
-// tells so in `claims`; null ends that. To be called while no job runs.
+// marks its cores in `claims`; null ends that. Call this while no job runs.
 extern "C" void baton_cores_join(uint16_t* claims, int place, int own, int cores, int most) {
   auto* const table = reinterpret_cast<std::atomic<uint16_t>*>(claims);
   delete sharing.exchange(table ? new Sharing{table, place, own, cores, most} : nullptr);
 }
 
-// Whether this process computes: between these calls its cores are lent.
+// Marks the cores as in use (1) or lends them (0).
 extern "C" void baton_cores_claim(int is_computing) {
   const Sharing* const s = sharing.load();
   if (s != nullptr) s->claims[s->place].store(is_computing ? s->own : 0);
 }
 
-// The threads that jobs are cut for, where `own` would be without sharing.
+// Threads for which jobs are cut; `own` without sharing.
 extern "C" int baton_threads(int own) {
   const Sharing* const s = sharing.load(std::memory_order_acquire);
   return s == nullptr ? own : std::max(own, s->most);
 }
 
-// Of them, what a job would run now.
+// Those of them that a job would use now.
 extern "C" int baton_threads_now(int own) { return baton::allowed(baton_threads(own)); }

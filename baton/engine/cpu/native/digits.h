@@ -2,7 +2,7 @@
 //
 //   x = scale (d0 + d1 / 254)      a scale for each row, one or two digits of 8 bits for each input
 //
-// A second digit counts in parts of half the first's last place.
+// The second digit counts in parts of half of the first's last place.
 
 #pragma once
 
@@ -54,7 +54,7 @@ struct DigitRows {
       most = _mm512_max_ps(most, _mm512_abs_ps(values));
     }
     const float scale = std::max(_mm512_reduce_max_ps(most) * (1.0f / kLevels), kTiny);
-    scales[row] = nan ? std::nanf("") : scale;  // a row that is wrong stays so
+    scales[row] = nan ? std::nanf("") : scale;  // a row with NaN stays NaN
     uint8_t* to = packed + row * digits * row_bytes();
     const __m512 by = _mm512_set1_ps(scale);
     const __m512i added = _mm512_set1_epi32(shift);
@@ -79,16 +79,16 @@ struct DigitRows {
   }
 };
 
-// sums + the four products of each lane: digits or levels without a sign, by some with one.
+// sums + the four products of each lane: unsigned digits or levels, by signed ones.
 inline __m512i add_products(__m512i sums, __m512i without_sign, __m512i with_sign) {
 #ifdef __AVX512VNNI__
   return _mm512_dpbusd_epi32(sums, without_sign, with_sign);
 #else
-  return sums;  // nobody calls
+  return sums;  // never called
 #endif
 }
 
-// Shares out a product: each(row, count, panel) for runs of at most `most` rows, of equal length. A
+// Divides a product: each(row, count, panel) for runs of at most `most` rows, of equal length. A
 // unit has neighbouring panels, and only so many rows that they stay in the L2 cache.
 template <class F>
 void share_product(int threads, long panels, long rows, long most, const F& each) {

@@ -9,8 +9,8 @@
 //
 //   packed weights  [panels of 16 outputs][groups][4 x 64 bytes of levels][16 scales][16 offsets]   fp16
 //
-// A byte of levels holds one of a quad of inputs in its low half, and one of the next quad in its
-// high half; its place in the vector says which of 16 outputs, then which of the quad's 4 inputs.
+// A byte of levels has one of a quad of inputs in its low half, and one of the next quad in its high
+// half. Its place in the vector gives one of 16 outputs, then one of the quad's 4 inputs.
 
 #include <immintrin.h>
 

@@ -4,12 +4,12 @@
 //   an output       one scale, and integers of 8 bits: w = scale * integer
 //   y               scale * scale * (sum of d0 integers + sum of d1 integers / 254)
 //
-// Sums of integers are the same in any order, so a row's bits depend on nothing but itself.
+// Sums of integers are the same in any order, so a row's bits depend on the row alone.
 //
 //   packed weights  [panels][K / 4][32 outputs][4 inputs]     signed: VPDPBUSD's second operand
 //   packed digits   [digits][K / 4][4 inputs], plus 128       unsigned: its first operand
 //
-// What the 128 adds to each sum is known beforehand, and taken away.
+// The contribution of the 128 to each sum is known beforehand, and subtracted.
 
 #include <immintrin.h>
 
@@ -35,7 +35,7 @@ struct Product {
   baton::DigitRows x;
   const int8_t* weights;
   const float* scales;     // of outputs
-  const int32_t* offsets;  // what the shift adds
+  const int32_t* offsets;  // contribution of the shift
   void* y;
   long y_stride;
   long rows, outputs;

@@ -1,4 +1,4 @@
-// What the library exports that other parts of it call; each is described where it is written.
+// Exported functions that other parts of the library call; each is described at its definition.
 
 #pragma once
 

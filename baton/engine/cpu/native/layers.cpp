@@ -1,5 +1,5 @@
-// A run of decoder layers in one call: the same kernels in the same order as ``baton/engine/cpu/decoder.py``
-// calls one by one, without the way through Python between them.
+// A run of decoder layers in one call: the same kernels in the same order as in
+// ``baton/engine/cpu/decoder.py``, without Python between them.
 
 #include <cstdint>
 #include <cstdlib>
@@ -24,10 +24,10 @@ struct Layer {
   const float* attn_post_norm;
   const float* mlp_norm;
   const float* mlp_post_norm;
-  const float* next_norm;  // of the layer that follows; null behind the last
+  const float* next_norm;  // of the following layer; null after the last
   uint8_t* keys;
   uint8_t* values;
-  int64_t window, frequencies;  // which of the rotations
+  int64_t window, frequencies;  // index of the rotations
 };
 
 struct Model {
@@ -61,8 +61,8 @@ void multiply(const Matrix& m, const Model& model, const uint16_t* x, long x_str
 
 }  // namespace
 
-// x [rows, hidden] is the sum over the layers, fp32 and changed; h [rows, hidden] is its norm for the
-// first of these layers, and afterwards for the one that follows them.
+// x [rows, hidden] is the sum over the layers, fp32 and changed. h [rows, hidden] is its norm for the
+// first of these layers, and afterwards for the layer that follows them.
 extern "C" void baton_layers(const Model* model_at, const Layer* layers, long count,
                              const Step* step_at, float* x, uint16_t* h) {
   const Model& m = *model_at;

@@ -1,14 +1,14 @@
-"""All layers of a decoder in one native call: the kernels of ``../decoder.py``'s pass.
+"""All layers of a decoder in one native call, with the kernels of ``../decoder.py``'s pass.
 
 The pass in Python makes some ten calls a layer, which cost more than the products of a single row.
-Bits are the same. A pass with adapters, ranks or experts goes the other way.
+Bits are the same. A pass with adapters, ranks or experts uses Python.
 """
 
 # ruff: noqa: N803 - suffixes such as x_TE give shapes
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,39 +56,30 @@ class _Step(ctypes.Structure):
     )
 
 
-class LayerParts:
-    """What the pass needs of one layer.
+class LayerParts(NamedTuple):
+    """Parts of one layer for the native pass.
 
-    Args:
+    Attributes:
         linears: ``qkv``, ``o``, ``gate_up``, ``down``.
-        vectors: Norms and biases.
-        frequencies: Which of the model's rotations.
+        frequencies: Index of the layer's RoPE base.
     """
 
-    def __init__(self, linears: Sequence[Linear], vectors: LayerVectors, frequencies: int) -> None:
-        self.linears = linears
-        self.vectors = vectors
-        self.frequencies = frequencies
+    linears: Sequence[Linear]
+    vectors: LayerVectors
+    frequencies: int
 
 
 class NativeLayers:
-    """The layers over one pool; ``make`` gives one where all parts are native.
-
-    Args:
-        parts: The layers in order.
-        attention: Over the pool.
-        eps: Of the norms.
-        is_gelu: The activation: GELU by tanh, else SiLU.
-    """
+    """All layers over one pool; `native_layers` makes them if every part is native."""
 
     def __init__(
         self, parts: Sequence[LayerParts], attention: NativeAttention, eps: float, *, is_gelu: bool
     ) -> None:
         library = load()
         if library is None:
-            raise RuntimeError("ask make first")
+            raise RuntimeError("no native library; use native_layers")
         self._run = library.baton_layers
-        self._kept = (parts, attention)  # what the pointers point to
+        self._kept = (parts, attention)  # keeps the memory alive
         shape = attention.shape
         first = parts[0].linears
         self._hidden = first[0].inputs
@@ -138,11 +129,11 @@ class NativeLayers:
         """Add all layers to ``x_TE`` (fp32, in place).
 
         Args:
-            calls: From the attention's ``plan``; K and V are written first.
-            x_TE: The sum over the layers; contiguous.
-            h_TE: Its norm for the first layer, bf16, contiguous; changed.
-            rotations: Of RoPE, for each base.
-            on_layers_done: Called with 1, 2, ... as soon as that many layers' KV is written.
+            calls: Plan of the step; K and V are stored first.
+            x_TE: Sum over the layers; contiguous.
+            h_TE: Norm of the sum for the first layer, bf16, contiguous; changed.
+            rotations: RoPE factors for each base.
+            on_layers_done: Called with 1, 2, ... as soon as that many layers' KV is stored.
         """
         spans, count, tables = calls.pointers()
         at = [rotation.data_ptr() for rotation in rotations]
@@ -184,7 +175,7 @@ def _matrix(linear: Linear) -> _Matrix:
     elif isinstance(packed, NativeWeight):
         kind = 0 if sums() == PAIRS else 1
     else:
-        raise TypeError("no native weight")
+        raise TypeError(f"{type(packed).__name__} is not a native weight")
     return _Matrix(kind=kind, packed=packed.place, outputs=linear.outputs, inputs=linear.inputs)
 
 
@@ -193,17 +184,10 @@ def _at(vector: torch.Tensor | None) -> Any:
 
 
 def native_layers(
-    parts: Sequence[LayerParts] | None, attention: object, eps: float, *, is_gelu: bool
+    parts: Sequence[LayerParts], attention: object, eps: float, *, is_gelu: bool
 ) -> NativeLayers | None:
-    """The layers in one call, or ``None`` where one part is not native.
-
-    Args:
-        parts: The layers; ``None`` if they are of another kind (experts).
-        attention: Over the pool, of any kind.
-        eps: Of the norms.
-        is_gelu: The activation: GELU by tanh, else SiLU.
-    """
-    if parts is None or not isinstance(attention, NativeAttention):
+    """Return the layers as one native call, or ``None`` if a part is not native."""
+    if not isinstance(attention, NativeAttention):
         return None
     linears = [linear for part in parts for linear in part.linears]
     if any(linear.native is None for linear in linears):

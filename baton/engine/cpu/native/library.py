@@ -1,21 +1,21 @@
-"""Compiles the native kernels once per machine, loads them, and says whose sums they compute.
+"""Compiles the native kernels once per machine, loads them, and chooses their order of sums.
 
     python -m baton.engine.cpu.native.library      compile now (``make`` does it at install)
 
-Products of bf16 are summed in one of two orders, and any CPU with AVX-512 can compute both:
+Products of bf16 are summed in one of two orders. Any CPU with AVX-512 can compute both:
 
-- ``tile``: as AMX tiles do; without AMX, by FMAs, about as fast as those of ``vdp``
-- ``vdp``: as VDPBF16PS does; without AVX512_BF16, by FMAs
+- ``tile``: the order of AMX tiles; without AMX, by FMAs, about as fast as those of ``vdp``
+- ``vdp``: the order of VDPBF16PS; without AVX512_BF16, by FMAs
 
-Hosts of one order may pair in ``exact``, whatever they compute it with. ``auto`` takes ``vdp``
-where there is VDPBF16PS and no AMX (AMD: it is much faster there than FMAs), else ``tile``. A fleet
-of mixed CPUs sets one for all: ``numerics: {native: tile}``.
+Hosts of one order may pair in ``exact``, by whatever instructions. ``auto`` chooses ``vdp`` where
+there is VDPBF16PS and no AMX (AMD: it is much faster there than FMAs), else ``tile``. A fleet of
+mixed CPUs sets one for all: ``numerics: {native: tile}``.
 
-Without a compiler, or without AVX-512, there is no library, and torch's kernels do the same work;
-``native: off`` does without it. The bits differ, so the numerics ids do, and workers of different
-kinds refuse to pair in ``exact``. ``BATON_NATIVE`` overrules what is configured: it takes ``auto``,
-``tile``, ``vdp``, ``0``; for tests also ``amx`` (tiles, or an error), ``emulate`` (``tile`` by FMAs
-though there is AMX) and ``software`` (AMX's very kernels over tiles in software: slow).
+Without a compiler or AVX-512, and with ``native: off``, there is no library, and torch's kernels do
+the same work. The bits differ, so the numerics ids do, and workers of different kinds refuse to
+pair in ``exact``. ``BATON_NATIVE`` overrides the configuration. It takes ``auto``, ``tile``,
+``vdp``, ``0``, and for tests ``amx`` (tiles, or an error), ``emulate`` (``tile`` by FMAs although
+there is AMX) and ``software`` (AMX's kernels over tiles in software: slow).
 """
 
 import contextlib
@@ -43,32 +43,26 @@ SOURCES = (
 )
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w")
 _CPU_FLAGS = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # avx512_bf16 makes it faster
-
-
 _AMX_FLAGS = {"amx_tile", "amx_bf16"}
 _SELF_TEST_LIMIT_S = 60.0
 
 TILES = {"emulate": 0, "amx": 1, "software": 2}
-"""How sums of tiles are computed: the argument of the kernels."""
+"""Ways to compute sums of tiles: an argument of the kernels."""
 
 PAIRS = -1
-"""The same argument, for the sums of VDPBF16PS."""
+"""Value of the same argument for the sums of VDPBF16PS."""
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, compiled first if need be; ``None`` where it cannot be had."""
+    """Return the library, compiled first if need be, or ``None`` where it is unavailable."""
     path = None if _wanted() == "0" else _path()
     return None if path is None else declared(ctypes.CDLL(str(path)), _FUNCTIONS)
 
 
 @functools.cache
 def sums() -> int:
-    """Whose sums this process computes, and how: ``PAIRS``, or a way to compute those of tiles.
-
-    Raises:
-        RuntimeError: ``BATON_NATIVE`` is no such word, or asks for AMX where there is none.
-    """
+    """Return how this process computes sums: ``PAIRS``, or one of ``TILES``."""
     wanted = _wanted()
     if wanted == "vdp" or (wanted == "auto" and _is_vdp_faster()):
         return PAIRS
@@ -81,14 +75,14 @@ def sums() -> int:
 
 
 def sums_name() -> str:
-    """``tile`` or ``vdp``: part of the numerics id."""
+    """Return ``tile`` or ``vdp``: part of the numerics id."""
     return "vdp" if sums() == PAIRS else "tile"
 
 
 def description() -> str:
-    """What computes here, for people: ``sums of tiles, by AMX``."""
+    """Return a description of the kernels for people: ``sums of tiles, by AMX``."""
     if load() is None:
-        return "no native kernels, torch does the work"
+        return "torch (no native kernels)"
     if sums() == PAIRS:
         return f"sums of vdp, by {'VDPBF16PS' if 'avx512_bf16' in cpu_flags() else 'FMA'}"
     by = {"amx": "AMX", "emulate": "FMA", "software": "tiles in software"}
@@ -96,18 +90,14 @@ def description() -> str:
 
 
 def choose_native(native: str) -> None:
-    """Have this process and its children compute as configured; to be called before ``load``.
-
-    Args:
-        native: ``auto``, ``tile``, ``vdp``, or ``off``.
-    """
+    """Set ``auto``, ``tile``, ``vdp`` or ``off`` here and in child processes, before ``load``."""
     os.environ.setdefault("BATON_NATIVE", "0" if native == "off" else native)
 
 
 def _wanted() -> str:
     wanted = os.environ.get("BATON_NATIVE") or "auto"
     if wanted not in ("auto", "tile", "vdp", "0", *TILES):
-        raise RuntimeError(f"BATON_NATIVE={wanted}: it is auto, tile, vdp or 0")
+        raise RuntimeError(f"BATON_NATIVE={wanted} is invalid; use auto, tile, vdp or 0")
     return wanted
 
 
@@ -128,10 +118,9 @@ def _path() -> Path | None:
 
 
 def why_no_amx() -> str:
-    """Why tiles cannot be used; empty if they can. They have to prove it, once per machine.
+    """Return why tiles cannot be used, or "". They are tested once per machine.
 
-    The proof runs in a process of its own: an instruction that the machine refuses would end this
-    one.
+    The test runs in a separate process: an instruction that the machine refuses would end this one.
     """
     path = _path()
     if path is None or not cpu_flags() >= _AMX_FLAGS:
@@ -143,9 +132,9 @@ def why_no_amx() -> str:
         command = (sys.executable, "-S", "-c", _SELF_TEST, str(path))
         try:
             done = subprocess.run(command, timeout=_SELF_TEST_LIMIT_S, check=False)
-            found = "" if done.returncode == 0 else f"its self-test ended with {done.returncode}"
+            found = "" if done.returncode == 0 else f"AMX self-test failed: code {done.returncode}"
         except subprocess.TimeoutExpired:
-            found = f"its self-test took more than {_SELF_TEST_LIMIT_S:.0f} s"
+            found = f"AMX self-test took more than {_SELF_TEST_LIMIT_S:.0f} s"
         with contextlib.suppress(OSError):
             verdict.write_text(found, encoding="utf-8")
         return found
@@ -163,9 +152,9 @@ _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int
 _LONG = ctypes.c_long
 _FLOAT = ctypes.c_float
-_ROWS = (_POINTER, _LONG)  # the first of them, and the elements from one to the next
+_ROWS = (_POINTER, _LONG)  # first row, and elements from one row to the next
 _POOL = (_POINTER, _POINTER, _LONG, _LONG, _INT)  # K, V, bytes of tokens and heads, format
-_SPANS = (_POINTER, _INT, _POINTER)  # spans, how many, block tables
+_SPANS = (_POINTER, _INT, _POINTER)  # spans, their number, block tables
 _FUNCTIONS: Functions = {
     "baton_cores_join": (None, (_POINTER, _INT, _INT, _INT, _INT)),
     "baton_cores_claim": (None, (_INT,)),
@@ -210,7 +199,7 @@ _FUNCTIONS: Functions = {
     "baton_dots": (None, (*_ROWS, *_ROWS, _POINTER, _INT, _POINTER, _LONG, _LONG, _INT)),
     "baton_gate": (None, (*_ROWS, *_ROWS, _LONG, _LONG, _INT, _INT)),
 }
-"""Result and arguments of what the library exports."""
+"""Result and arguments of the library's functions."""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Memory of packed weights: in huge pages, where the kernel gives them.
+"""Memory of packed weights, in huge pages where the kernel has them.
 
-A step reads all weights once, in order. In pages of 4 KiB the processor looks for the next page
-every 64 lines, and its prefetchers stop at each; in pages of 2 MiB they go on.
+A step reads all weights once, in order. With pages of 4 KiB the processor translates an address
+every 64 lines, and its prefetchers stop there; with pages of 2 MiB they continue.
 """
 
 import contextlib
@@ -10,11 +10,11 @@ import mmap
 
 _ALIGNED_BYTES = 64
 _PIECE_BYTES = 16 << 20  # weights smaller than this share a piece
-_left: list[tuple[mmap.mmap, int]] = []  # the piece that is being given out, and from where on
+_left: list[tuple[mmap.mmap, int]] = []  # the shared piece, and the offset of its free part
 
 
 def memory_for(size_bytes: int) -> tuple[object, int]:
-    """So many bytes of zeros: what keeps them alive, and their address, aligned to 64 bytes."""
+    """Return zeroed memory: its owner object, and its address, aligned to 64 bytes."""
     if size_bytes >= _PIECE_BYTES:
         piece = _map(size_bytes)
         begin = 0
@@ -29,6 +29,6 @@ def memory_for(size_bytes: int) -> tuple[object, int]:
 
 def _map(size_bytes: int) -> mmap.mmap:
     piece = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # this kernel has none
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         piece.madvise(mmap.MADV_HUGEPAGE)
     return piece

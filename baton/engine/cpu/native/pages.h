@@ -1,9 +1,9 @@
-// The pages of a KV pool: where a token's K and V lie, how they are stored, and how a step's keys
-// are made into operands of products of bf16 pairs.
+// Pages of a KV pool: addresses and format of a token's K and V, and the conversion of a step's keys
+// to operands of products of bf16 pairs.
 //
 //   bf16         D values
-//   int8, fp8    D bytes, and the vector's scale in fp32: see ``baton/engine/cpu/kv_codec.py``, whose
-//                numbers these are
+//   int8, fp8    D bytes, and the vector's scale in fp32: see ``baton/engine/cpu/kv_codec.py``, which
+//                has the same numbers
 
 #pragma once
 
@@ -27,11 +27,11 @@ enum Format : int { kBf16 = 0, kInt8 = 1, kFp8 = 2 };
 
 inline long vector_bytes(int format, int dim) { return format == kBf16 ? 2 * dim : dim + 4; }
 
-struct Span {      // one sequence's queries
+struct Span {      // queries of one sequence
   int32_t row;     // of the first query in q and out
   int32_t start;   // its position
-  int32_t count;   // how many
-  int32_t table;   // where its block table begins in `tables`
+  int32_t count;   // number of queries
+  int32_t table;   // offset of its block table in `tables`
 };
 
 struct Pages {
@@ -47,7 +47,7 @@ struct Pages {
   }
 };
 
-// e4m3 of 16 bytes, by way of fp16: its exponents reach as far once they are moved by 8.
+// e4m3 of 16 bytes, by way of fp16, whose exponents cover it once they are shifted by 8.
 inline __m512 widen_fp8(__m128i bytes) {
   const __m256i wide = _mm256_cvtepu8_epi16(bytes);
   const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
@@ -116,8 +116,8 @@ inline void pack_values(const uint8_t* values, long token_bytes, int valid, int 
   }
 }
 
-// Asks for the next step's K and V while this one's are computed, a few lines at a time: pages lie
-// anywhere, so no hardware guesses them, and all at once they would wait for each other.
+// Prefetches the next step's K and V during this one's computation, a few lines at a time: pages lie
+// anywhere, so no hardware predicts them, and all at once they would wait for each other.
 class Ahead {
  public:
   void clear() { next_ = end_ = 0; }

@@ -110,7 +110,7 @@ extern "C" void baton_product(const uint16_t* x, long x_stride, const uint16_t* 
   const Product p{x, x_stride, weights, y, y_stride, rows, outputs, inputs / 2};
   const long panels = (outputs + kPanel - 1) / kPanel;
   const int wide = rows <= kMostRows / 2 ? 2 : 1;
-  // a unit reads neighbouring panels, so that the hardware can read ahead; and some rows only
+  // a unit reads neighbouring panels, so that the hardware can read ahead, and only some rows
   const long run = std::max<long>(wide, panels / (threads * kUnitsPerThread) / wide * wide);
   const long runs = (panels + run - 1) / run;
   const long chunks = (rows + kChunkRows - 1) / kChunkRows;
@@ -124,7 +124,7 @@ extern "C" void baton_product(const uint16_t* x, long x_stride, const uint16_t* 
       const int most = pair ? kMostRows / 2 : kMostRows;
       for (long row = begin; row < end;) {
         const long left = end - row, calls = (left + most - 1) / most;
-        const long take = (left + calls - 1) / calls;  // equal shares, none of them short
+        const long take = (left + calls - 1) / calls;  // equal shares
         (pair ? kTwo : kOne)[take - 1](p, row, panel);
         row += take;
       }

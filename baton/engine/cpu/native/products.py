@@ -1,6 +1,6 @@
-"""Products with bf16 weights by the native kernels.
+"""Products with packed weights by the native kernels.
 
-Each element has one order of its sums over K: its bits do not depend on how many rows there are.
+Each element has one order of its sums over K, so its bits do not depend on the number of rows.
 
     M rows, N outputs, K inputs:   x_MK @ weight_NK.T -> y_MN
 """
@@ -19,7 +19,7 @@ _PANEL = 32  # outputs: scales are padded to whole panels
 
 
 def native_fits(inputs: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel is there and takes such weights: that of pairs needs an even number."""
+    """Return whether the kernel exists and accepts such weights (it needs pairs of inputs)."""
     return dtype == torch.bfloat16 and inputs % 2 == 0 and load() is not None
 
 
@@ -27,7 +27,7 @@ class NativeWeight:
     """A packed weight, of the size of the plain one.
 
     Args:
-        weight_NK: Contiguous bf16 ``[outputs, inputs]``; ``native_fits``.
+        weight_NK: Contiguous bf16 ``[outputs, inputs]``, for which ``native_fits``.
     """
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
@@ -39,16 +39,10 @@ class NativeWeight:
         size = getattr(library, f"{kind}_packed_size")(self._outputs, self._inputs)
         self._memory, self.place = memory_for(2 * size)
         pack = getattr(library, f"{kind}_pack")
-        pack(
-            weight_NK.data_ptr(),
-            self._outputs,
-            self._inputs,
-            self.place,
-            job_threads(),
-        )
+        pack(weight_NK.data_ptr(), self._outputs, self._inputs, self.place, job_threads())
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        """``[M, K] -> [M, N]``."""
+        """Compute ``[M, K] -> [M, N]``."""
         x_MK, rows = _rows(x_MK)
         y_MN = torch.empty(rows, self._outputs, dtype=torch.bfloat16)
         self._product(
@@ -67,7 +61,7 @@ class NativeWeight:
 
 
 def int8_fits(dtype: torch.dtype) -> bool:
-    """Whether there are kernels for weights of 8 and 4 bits, these with bf16: they need VNNI."""
+    """Return whether there are kernels for weights of 8 and 4 bits; they need VNNI."""
     library = load()
     fits = library is not None and bool(library.baton_int8_supported())
     return fits and dtype in (torch.bfloat16, torch.float32)
@@ -77,9 +71,9 @@ class NativeInt8Weight:
     """A packed weight of 8 bits.
 
     Args:
-        whole_NK: Contiguous int8 ``[outputs, inputs]``; ``int8_fits``.
-        scale_N: fp32 scales of the outputs.
-        digits: 8-bit digits of the activations: 1 or 2.
+        whole_NK: Contiguous int8 ``[outputs, inputs]``, for which ``int8_fits``.
+        scale_N: Scales of the outputs, fp32.
+        digits: Number of 8-bit digits of the activations: 1 or 2.
     """
 
     def __init__(self, whole_NK: torch.Tensor, scale_N: torch.Tensor, digits: int) -> None:
@@ -103,7 +97,7 @@ class NativeInt8Weight:
         )
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        """``[M, K] -> [M, N]``, in the dtype of ``x_MK``: bf16 or fp32."""
+        """Compute ``[M, K] -> [M, N]``, in the dtype of ``x_MK``: bf16 or fp32."""
         x_MK, rows = _rows(x_MK)
         y_MN = torch.empty(rows, self._outputs, dtype=x_MK.dtype)
         self._product(
@@ -129,8 +123,8 @@ class NativeInt4Weight:
 
     Args:
         levels_NK: Contiguous uint8 ``[outputs, inputs]``, from 0 to 15; whole groups of 32 inputs.
-        scale_NG: fp16 scales ``[outputs, groups]``.
-        offset_NG: fp16 offsets, likewise.
+        scale_NG: Scales ``[outputs, groups]``, fp16.
+        offset_NG: Offsets ``[outputs, groups]``, fp16.
     """
 
     def __init__(
@@ -152,7 +146,7 @@ class NativeInt4Weight:
         )
 
     def __call__(self, x_MK: torch.Tensor) -> torch.Tensor:
-        """``[M, K] -> [M, N]``, bf16."""
+        """Compute ``[M, K] -> [M, N]``, bf16."""
         x_MK, rows = _rows(x_MK)
         y_MN = torch.empty(rows, self._outputs, dtype=torch.bfloat16)
         self._product(
@@ -172,10 +166,10 @@ class NativeInt4Weight:
 def _loaded() -> ctypes.CDLL:
     library = load()
     if library is None:
-        raise RuntimeError("ask native_fits or int8_fits first")
+        raise RuntimeError("no native library; check native_fits or int8_fits first")
     return library
 
 
 def _rows(x_MK: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Rows whose inputs lie side by side, as the kernels read them, and how many."""
+    """Return rows with adjacent inputs, for the kernels, and their number."""
     return (x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()), x_MK.shape[0]

@@ -1,5 +1,5 @@
-// What a decoder does between its products, row by row, for CPUs with AVX-512 BF16. Each call reads
-// and writes its rows once; each row is computed by itself, in one fixed order.
+// Row-wise operations of a decoder between its products, for CPUs with AVX-512. Each call reads and
+// writes its rows once; each row is computed separately, in one fixed order.
 
 #include <immintrin.h>
 
@@ -17,7 +17,7 @@ using baton::load_bf16;
 using baton::store_bf16;
 
 constexpr int kMostLargest = 64;
-constexpr long kUnitElements = 16384;  // less is not worth another thread
+constexpr long kUnitElements = 16384;  // fewer do not pay for another thread
 
 // Calls each(row) for every row; `width` elements are read and written for each.
 template <class F>
@@ -29,7 +29,7 @@ void by_rows(int threads, long rows, long width, const F& each) {
   });
 }
 
-// 1 / sqrt(mean of squares + eps) of the values that get(i) gives for i = 0, 16, 32 ...
+// Returns 1 / sqrt(mean of squares + eps) of the values get(i) for i = 0, 16, 32 ...
 template <class F>
 __m512 inverse_rms(long width, float eps, const F& get) {
   __m512 sum = _mm512_setzero_ps();
@@ -43,7 +43,7 @@ __m512 inverse_rms(long width, float eps, const F& get) {
 }  // namespace
 
 // x += part, or x += norm(part) * post; then out = norm(x) * weight. Without `part` nothing is
-// added, without `weight` nothing is put out. `width` is a multiple of 16.
+// added, without `weight` there is no output. `width` is a multiple of 16.
 extern "C" void baton_residual(float* x, long x_stride, const uint16_t* part, long part_stride,
                                const float* post, const float* weight, float eps, uint16_t* out,
                                long out_stride, long rows, long width, int threads) {
@@ -159,7 +159,7 @@ extern "C" void baton_finite(const uint16_t* rows_at, long stride, int fp32, uin
 // The `count` largest of each row of bf16, in falling order, equal ones by place; `count` <= width.
 extern "C" void baton_largest(const uint16_t* rows_at, long stride, long rows, long width, int count,
                               int64_t* out, int threads) {
-  // as signed integers bf16 sorts by value once the negative ones are turned round
+  // as signed integers, bf16 sorts by value once the order of negative ones is reversed
   const auto ordered = [](__m512i bits) {
     const __m512i sign = _mm512_srai_epi16(bits, 15);
     return _mm512_xor_si512(bits, _mm512_and_si512(sign, _mm512_set1_epi16(0x7fff)));

@@ -1,4 +1,4 @@
-"""Between a decoder's products, by the native kernels; see ``baton/engine/cpu/rows.py``."""
+"""Row-wise operations by the native kernels; see ``baton/engine/cpu/rows.py``."""
 
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
 
@@ -19,7 +19,7 @@ _FINITE = (torch.bfloat16, torch.float32)
 
 
 def native_rows(dtype: torch.dtype, eps: float, widths: Iterable[int]) -> "NativeRows | None":
-    """The kernels if they can work on rows of such widths, else ``None``."""
+    """Return the kernels if they accept rows of such widths, else ``None``."""
     if dtype != torch.bfloat16 or any(width % LANES for width in widths):
         return None
     library = load()
@@ -27,12 +27,7 @@ def native_rows(dtype: torch.dtype, eps: float, widths: Iterable[int]) -> "Nativ
 
 
 class NativeRows(TorchRows):
-    """bf16 rows, each of which is read and written once per call.
-
-    Args:
-        library: The compiled kernels.
-        eps: Of the norms.
-    """
+    """Operations on bf16 rows, each of which is read and written once per call."""
 
     def __init__(self, library: ctypes.CDLL, eps: float) -> None:
         super().__init__(torch.bfloat16, eps)
@@ -45,7 +40,7 @@ class NativeRows(TorchRows):
         post_E: torch.Tensor | None,
         weight_E: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See ``TorchRows``."""
+        """Add and norm as ``TorchRows`` does."""
         if part_TE is not None and part_TE.dtype != torch.bfloat16:
             return super().add_norm(x_TE, part_TE, post_E, weight_E)  # a mixture of experts
         rows, width = x_TE.shape
@@ -67,7 +62,7 @@ class NativeRows(TorchRows):
         return out_TE
 
     def norm_fp32(self, x_TE: torch.Tensor, weight_E: torch.Tensor) -> torch.Tensor:
-        """See ``TorchRows``."""
+        """Apply the RMS norm in fp32."""
         if x_TE.dtype != torch.float32 or x_TE.stride(-1) != 1:
             return super().norm_fp32(x_TE, weight_E)
         rows, width = x_TE.shape
@@ -88,7 +83,7 @@ class NativeRows(TorchRows):
     def refine(
         self, raw_SV: torch.Tensor, h_SE: torch.Tensor, table_VE: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``TorchRows``."""
+        """Refine the best logits as ``TorchRows`` does."""
         if not raw_SV.dtype == table_VE.dtype == torch.bfloat16:
             return super().refine(raw_SV, h_SE, table_VE, count)
         rows, width = h_SE.shape
@@ -127,7 +122,7 @@ class NativeRows(TorchRows):
         norm_HD: torch.Tensor | None,
         rotation: torch.Tensor,
     ) -> None:
-        """See ``TorchRows``."""
+        """Finish Q, K and V as ``TorchRows`` does."""
         rows, width = qkv_TN.shape
         self._library.baton_heads(
             qkv_TN.data_ptr(),
@@ -144,7 +139,7 @@ class NativeRows(TorchRows):
         )
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """See ``TorchRows``."""
+        """Multiply the activation of the first half by the second."""
         rows = gate_up.shape[0]
         width = gate_up.shape[1] // 2
         out = torch.empty(rows, width, dtype=torch.bfloat16)
@@ -162,7 +157,7 @@ class NativeRows(TorchRows):
 
 
 def finite_rows(x_TN: torch.Tensor) -> list[bool]:
-    """For each row, whether it is free of NaN and Inf."""
+    """Return for each row whether it is free of NaN and Inf."""
     library = load() if x_TN.dtype in _FINITE and x_TN.device.type == "cpu" else None
     if library is None or x_TN.stride(1) != 1:
         return sample.finite_rows(x_TN)

@@ -1,4 +1,4 @@
-// Memory that grows and is kept: of a thread, when it is `static thread_local`.
+// Memory that grows and is kept; `static thread_local` makes it a thread's own.
 
 #pragma once
 
@@ -11,7 +11,7 @@ class Scratch {
  public:
   ~Scratch() { free(at_); }
 
-  // At least so many bytes, aligned to a line; what was there before is lost.
+  // Returns at least so many bytes, aligned to a cache line; the contents are lost.
   template <class T>
   T* take(size_t count) {
     const size_t bytes = count * sizeof(T);

@@ -22,8 +22,8 @@ constexpr int kMaxHelpers = 63;
 constexpr int kSpins = 2000;           // about 40 us
 constexpr long kMaxUnits = (1 << 20) - 1;
 
-// One word says which job there is and how far it is claimed, so that a helper that comes late can
-// never take a unit of another job: generation (24 bits), units (20), next unit (20).
+// One word has the current job and its next unit, so that a late helper can never take a unit of
+// another job: generation (24 bits), units (20), next unit (20).
 constexpr uint64_t kNext = (1u << 20) - 1;
 inline uint64_t units_of(uint64_t word) { return (word >> 20) & kNext; }
 inline uint64_t generation_of(uint64_t word) { return word >> 40; }
@@ -51,12 +51,12 @@ class Team {
       if (++spins < kSpins)
         _mm_pause();
       else
-        sched_yield();  // the helper that has the last unit may need this very core
+        sched_yield();  // the helper with the last unit may need this core
     }
   }
 
  private:
-  // Claims and computes units of one job until none is left.
+  // Takes and computes units of one job until none is left.
   void take(uint64_t generation) {
     uint64_t word = word_.load(std::memory_order_acquire);
     while (generation_of(word) == generation && (word & kNext) < units_of(word)) {
@@ -72,7 +72,7 @@ class Team {
       while (true) {
         const uint32_t seen = ticket_.load();
         if (const uint32_t wanted = wanted_.load(); number >= wanted) {
-          sleep(wanted_, wanted);  // parked: jobs that do not want it do not wake it
+          sleep(wanted_, wanted);  // parked: only jobs that need it wake it
           continue;
         }
         take(generation_of(word_.load()));
@@ -118,7 +118,7 @@ void share(int threads, long units, Work work, const void* job) {
     for (long unit = 0; unit < units; ++unit) work(job, unit);
     return;
   }
-  static Team* const team = new Team;  // outlives the helpers, which never end
+  static Team* const team = new Team;  // never destroyed, since the helpers never end
   team->run(threads, units, work, job);
 }
 

@@ -1,9 +1,9 @@
-// A team of threads that share the units of a job by claiming them, one after the other.
+// A team of threads that take the units of a job, one after the other.
 //
-// The caller works too, and waits only for units that somebody else has begun: a helper that the
-// operating system holds back costs nothing but its help. Helpers wait for the next job with open
-// eyes for some microseconds, since the kernels of a step follow each other closely, and then sleep;
-// so workers that share cores do not burn them. Which thread computes a unit changes no bit.
+// The caller computes too, and waits only for units that another thread has begun. So a helper that
+// the operating system suspends costs only its help. Helpers spin for some microseconds before the
+// next job, since the kernels of a step follow each other closely, and then sleep, so that workers
+// that share cores do not waste them. Bits do not depend on the thread that computes a unit.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace baton {
 
 using Work = void (*)(const void* job, long unit);
 
-// Calls work(job, u) for every u in [0, units), on up to `threads` threads, or fewer (``cores.h``).
+// Calls work(job, u) for every u in [0, units), on at most `threads` threads (``cores.h``).
 void share(int threads, long units, Work work, const void* job);
 
 template <class F>

@@ -1,4 +1,4 @@
-"""How many threads the native kernels are cut for."""
+"""Number of threads for the native kernels."""
 
 import torch
 
@@ -6,7 +6,7 @@ from baton.engine.cpu.native.library import load
 
 
 def job_threads() -> int:
-    """Torch's threads, or more where idle cores are borrowed (``baton/engine/cpu/cores.py``)."""
+    """Return torch's threads, or more if idle cores are borrowed (``engine/cpu/cores.py``)."""
     library = load()
     own = torch.get_num_threads()
     return own if library is None else int(library.baton_threads(own))

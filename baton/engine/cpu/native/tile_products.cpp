@@ -33,7 +33,7 @@ constexpr long kMostTileRows = 512;      // of a unit by AMX,
 constexpr long kMostTileBytes = 1 << 20;  // and their bytes: they stay in the L2 cache
 constexpr long kMostFmaRows = 96;
 constexpr int kTogether = 6;   // rows x panels of a kernel by FMA: 24 sums
-constexpr long kAhead = 8192;  // bytes of weights asked for in advance where they are just read
+constexpr long kAhead = 8192;  // bytes of weights prefetched where they are only read
 
 struct Product {
   const uint16_t* x;
@@ -57,8 +57,8 @@ inline void store(const Product& p, long row, long panel, __m512 low, __m512 hig
 
 // ---- by tiles
 
-// Rows as A operands, 16 at a time. They are read in place where that is as fast as a copy: whole
-// tiles only, no line crossed, and not all rows in the same sets of the cache.
+// Rows as A operands, 16 at a time. They are read in place where that is as fast as a copy: only
+// whole tiles, no cache line crossed, and not all rows in the same sets of the cache.
 class TiledRows {
  public:
   struct Operand {
@@ -110,7 +110,7 @@ void put(Tiles& tiles, const Product& p, long tile, long panel) {
     store(p, row + r, panel, _mm512_load_ps(low[r]), _mm512_load_ps(high[r]));
 }
 
-// Two tiles of rows by one panel; asks for `lines` lines at `ahead` in each step.
+// Two tiles of rows by one panel; prefetches `lines` lines at `ahead` in each step.
 template <class Tiles>
 void two_by_two(Tiles& tiles, const Product& p, const TiledRows& rows, long tile, long panel,
                 const char* ahead, int lines) {
@@ -169,7 +169,7 @@ void by_tiles(const Product& p, int threads) {
     const long begin = unit / runs * each, end = std::min(row_tiles, begin + each);
     if (begin >= end) return;
     Tiles tiles;
-    // the next panel is asked for a bit at a time, spread over this one's row blocks
+    // the next panel is prefetched in parts, spread over this one's row blocks
     const long blocks = (end - begin) / 2;
     const int lines = blocks ? static_cast<int>((kStepBytes / 64 + blocks - 1) / blocks) : 0;
     for (long panel = first; panel < last; ++panel) {
@@ -184,7 +184,7 @@ void by_tiles(const Product& p, int threads) {
 
 // ---- by FMA
 
-// R rows x P panels; with `kAsk` weights are asked for early, since they come from memory.
+// R rows x P panels; with `kAsk` weights are prefetched, since they come from memory.
 template <int R, int P, bool kAsk>
 void kernel(const Product& p, const float* x, long row, long panel) {
   constexpr int kVectors = 2 * P;
@@ -273,7 +273,7 @@ void by_fma(const Product& p, int threads) {
       }
       for (long row = begin; row < end;) {
         const long left = end - row, calls = (left + kTogether - 1) / kTogether;
-        const long take = (left + calls - 1) / calls;  // equal shares, none of them short
+        const long take = (left + calls - 1) / calls;  // equal shares
         const auto& kernels = row == begin ? kFirst : kNext;
         kernels[take - 1](p, x + (row - begin) * width, row, panel);
         row += take;

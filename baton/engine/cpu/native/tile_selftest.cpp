@@ -1,7 +1,7 @@
-// Whether tiles compute here what FMAs do: products and attention, bit for bit.
+// Test that tiles compute here what FMAs do: products and attention, bit for bit.
 //
-// Of data whose sums cancel, so that they are nothing but their roundings; and of data whose
-// products are about as small as a number can be.
+// It uses data whose sums cancel, so that only their roundings remain, and data whose products are
+// about as small as a number can be.
 
 #include <cstdint>
 #include <cstring>
@@ -23,7 +23,7 @@ class Noise {
     return static_cast<uint16_t>((bits & 1) << 15 | exponent << 7 | ((bits >> 20) & 0x7f));
   }
 
-  // Half of every row is the other half with the other sign, if they are to cancel.
+  // To cancel, half of every row is the other half with the other sign.
   std::vector<uint16_t> rows(long rows, long width, int least, int exponents, bool cancel) {
     std::vector<uint16_t> found(rows * width);
     for (long i = 0; i < rows * width; ++i) found[i] = next(least, exponents);
@@ -78,7 +78,7 @@ bool attention_agrees(int tiles, int group, int dim, int start, int count, int w
 
 }  // namespace
 
-// 0 if they agree, else the number of the first case that does not.
+// Returns 0 if they agree, else the number of the first case that differs.
 extern "C" int baton_tiles_agree(int tiles) {
   int number = 0;
   for (const bool tiny : {false, true})

@@ -1,12 +1,12 @@
-// AMX tiles, by instructions and in software: the kernels over them are templates of one or the
-// other, so that their control flow is tested on machines without AMX too.
+// AMX tiles, by instructions and in software. The kernels are templates over either, so that their
+// control flow is tested on machines without AMX too.
 //
-// What TDPBF16PS computes, per element of C [rows, 16], with A [rows, 32] and B [16 pairs, 16, 2]:
+// TDPBF16PS computes, per element of C [rows, 16], with A [rows, 32] and B [16 pairs, 16, 2]:
 //
 //   even = odd = +0;  16 times:  even = fma(a[2 k], b[2 k], even), odd = fma(a[2 k + 1], b[2 k + 1], odd)
 //   c += even + odd                              fp32, to nearest even, denormals are zeros
 //
-// A tile here has always 16 rows of 64 bytes.
+// A tile here always has 16 rows of 64 bytes.
 
 #pragma once
 
@@ -26,10 +26,10 @@ constexpr int kTileRows = 16;
 constexpr long kTileBytes = 1024;
 constexpr int kStepInputs = 32;  // of a tile product
 
-// The instructions. GCC's own `_tile_loadd` names no memory operand, so that a store to what it
-// reads may be moved behind it: hence the clobbers.
+// The instructions. GCC's own `_tile_loadd` names no memory operand, so a store to the memory that it
+// reads may be moved after it: hence the clobbers.
 struct HardwareTiles {
-  // Whether the kernel lets this process use tiles; asks for it.
+  // Requests tiles from the kernel; returns whether this process may use them.
   static bool permitted() {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -64,7 +64,7 @@ struct HardwareTiles {
   }
 };
 
-// While it lives, this thread's arithmetic takes and makes zeros for denormals, as tiles do.
+// During its lifetime, this thread's arithmetic replaces denormals by zeros, as tiles do.
 class FlushAll {
  public:
   FlushAll() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80 | 0x8040); }
@@ -74,7 +74,7 @@ class FlushAll {
   const unsigned before_;
 };
 
-// The same by scalars, for tests: slow, and written after the description above.
+// The same by scalars, for tests: slow, and written from the description above.
 class SoftwareTiles {
  public:
   template <int T>
@@ -117,8 +117,8 @@ class SoftwareTiles {
   uint32_t tiles_[8][kTileRows][16];
 };
 
-// Has the compiler forget where a pointer came from. Operands that it would keep in registers for
-// the next vector, and spill others for, are then read again, by the very instruction that uses them.
+// Hides the origin of a pointer from the compiler. Operands that it would keep in registers for the
+// next vector, spilling others, are then read again by the instruction that uses them.
 template <class T>
 inline void hide(T*& pointer) {
   asm volatile("" : "+r"(pointer));

@@ -1,4 +1,4 @@
-// What the kernels share: vectors of 16 fp32, and bf16 as 16 bits.
+// Shared by the kernels: vectors of 16 fp32, and bf16 as 16 bits.
 
 #pragma once
 
@@ -16,7 +16,7 @@ inline __m512 load_bf16(const uint16_t* from) {
   return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
-// To bf16, to nearest even; tiny values to zero, NaN quiet. VCVTNEPS2BF16, or the same by hand.
+// Rounds to bf16, to nearest even; tiny values to zero, NaN quiet. VCVTNEPS2BF16, or its emulation.
 inline __m256i narrow(__m512 values) {
 #ifdef __AVX512BF16__
   const __m256bh halves = _mm512_cvtneps_pbh(values);
@@ -69,7 +69,7 @@ inline __m512 dot_pairs(__m512 sum, __m512i a, __m512i b) {
 #endif
 }
 
-// While it lives, this thread's FMAs take and make zeros for denormals, as VDPBF16PS always does.
+// During its lifetime, this thread's FMAs replace denormals by zeros, as VDPBF16PS always does.
 class FlushDenormals {
 #ifndef __AVX512BF16__
  public:
@@ -80,7 +80,7 @@ class FlushDenormals {
   const unsigned before_;
 #else
  public:
-  FlushDenormals() {}  // not trivial: an unused variable would be warned about
+  FlushDenormals() {}  // not trivial, to avoid a warning about an unused variable
 #endif
 };
 

@@ -1,1 +1,1 @@
-"""Tensor parallelism over the processes of one host."""
+"""Tensor parallelism over processes of one or several hosts."""

@@ -1,12 +1,12 @@
-"""One rank of a tensor-parallel replica: it computes its part of every pass, and plans nothing.
+"""Process of one rank of a tensor-parallel replica; it computes its part of every pass.
 
     python -m baton.engine.cpu.parallel.rank RANK SOCKET_FD LOADER_FD POOL_FD STORE SETTINGS_JSON
 
 ``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs, or of TCP connections, to the leader
-(``baton/engine/cpu/parallel/rank_processes.py``): its orders, and adapters to be read beside them.
-``POOL_FD`` is the memory file of the KV pool, the replica's or this rank's own, ``STORE`` the file
-in which the ranks find each other, or its address. The process ends when the leader does, when its
-group breaks, and with exit code 1 when it cannot go on.
+(``baton/engine/cpu/parallel/rank_processes.py``), for orders and for reading adapters meanwhile.
+``POOL_FD`` is the memory file of the KV pool, the replica's or this rank's own. ``STORE`` is the
+file, or the address, where the ranks find each other. The process ends when the leader does or its
+group breaks, and with exit code 1 when it fails.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from baton.engine.cpu.native.library import choose_native
 from baton.engine.cpu.parallel import rank_processes as ranks
 from baton.engine.cpu.parallel.shard import Group, Shard
 from baton.engine.cpu.runner import CpuRunner
-from baton.engine.ipc import map_pool
+from baton.engine.ipc import FrameReader, map_pool
 from baton.engine.loading.memory import give_back_memory
 from baton.engine.models.lora import Adapter
 from baton.engine.numerics import DTYPES, Numerics, numerics_of
@@ -39,28 +39,20 @@ from baton.types.params import AdapterRef
 
 
 class AdapterDesk:
-    """Reads adapters in a thread, until the leader goes.
-
-    Args:
-        loader: This end of the socket pair for adapters.
-        adapters: Knows how to read one.
-    """
+    """Reads adapters in a thread, on orders from a socket, until the leader ends."""
 
     def __init__(self, loader: socket.socket, adapters: CpuAdapters) -> None:
         self._loader = loader
         self._adapters = adapters
-        self._prepared: dict[str, Adapter] = {}  # read, and not yet held
-
-    def start(self) -> None:
-        """Begin to read."""
+        self._prepared: dict[str, Adapter] = {}  # read, and not yet in use
         threading.Thread(target=self._read, daemon=True).start()
 
     def take(self, digest: str) -> Adapter:
-        """An adapter that was read."""
+        """Return an adapter that was read, and drop it here."""
         return self._prepared.pop(digest)
 
     def _read(self) -> None:
-        reader = ranks.loader_reader()
+        reader = FrameReader(msgspec.msgpack.Decoder(list[ranks.LoaderOrder]))
         with contextlib.suppress(OSError):
             while data := self._loader.recv(1 << 16):
                 for order in reader.feed(data):
@@ -72,25 +64,18 @@ class AdapterDesk:
                             self._prepared.pop(digest, None)
 
     def _prepare(self, ref: AdapterRef) -> str:
-        """What was wrong with the adapter; that is its own fault, and the replica lives on."""
+        """Read an adapter; return what is wrong with it, which does not end the replica."""
         try:
             self._prepared[ref.digest] = self._adapters.prepare(ref)
         except BatonError as known:
             return known.message
-        except Exception as fault:  # noqa: BLE001 - said to the leader
+        except Exception as fault:  # noqa: BLE001 - reported to the leader
             return f"adapter {ref.name}: {type(fault).__name__}: {fault}"
         return ""
 
 
 class Rank:
-    """A rank that has loaded its part of the model: orders in, parts of tensors out.
-
-    Args:
-        model: This rank's part.
-        adapters: Those that it holds.
-        desk: Reads adapters beside the steps.
-        pool_fd: The memory file for the KV pool.
-    """
+    """A rank that has loaded its part of the model: orders in, parts of tensors out."""
 
     def __init__(
         self, model: Decoder, adapters: CpuAdapters, desk: AdapterDesk, pool_fd: int
@@ -101,7 +86,7 @@ class Rank:
         self._pool_fd = pool_fd
 
     def run(self, first: ranks.Open, orders: Iterator[ranks.Order]) -> None:
-        """Do what the leader says until it goes."""
+        """Execute the leader's orders until it ends."""
         runner = self._open(first)
         for order in orders:
             match order:
@@ -149,16 +134,7 @@ def serve(
     store: str,
     settings: EngineSettings,
 ) -> None:
-    """Join the group, load when told to, then do what the leader says until it goes.
-
-    Args:
-        number: This rank, from 1.
-        leader: This end of the socket pair for orders.
-        loader: This end of the socket pair for adapters.
-        pool_fd: The memory file for the KV pool.
-        store: The file in which the ranks find each other.
-        settings: Of the engine.
-    """
+    """Join the group, load on the leader's order, then execute its orders until it ends."""
     torch.set_num_threads(settings.threads)
     choose_native(settings.native)
     leader.sendall(ranks.frame(ranks.Started()))
@@ -170,10 +146,9 @@ def serve(
     dtype = DTYPES[settings.dtype]
     adapters = CpuAdapters(artifact.config, dtype, numerics, settings.max_adapter_rank, shard)
     desk = AdapterDesk(loader, adapters)
-    desk.start()
     orders = orders_of(leader)
     if not isinstance(next(orders, None), ranks.Load):
-        return  # the leader is gone
+        return  # the leader ended
     model = _load(artifact, settings, numerics, shard)
     leader.sendall(ranks.frame(ranks.Loaded()))
     shard.wait_loaded()
@@ -183,8 +158,8 @@ def serve(
 
 
 def orders_of(leader: socket.socket) -> Iterator[ranks.Order]:
-    """What the leader says, until it goes."""
-    reader = ranks.order_reader()
+    """Yield the leader's orders until it ends."""
+    reader = FrameReader(msgspec.msgpack.Decoder(list[ranks.Order]))
     while data := leader.recv(1 << 20):
         yield from reader.feed(data)
 
@@ -193,7 +168,6 @@ def orders_of(leader: socket.socket) -> Iterator[ranks.Order]:
 def _load(
     artifact: ModelArtifact, settings: EngineSettings, numerics: Numerics, shard: Shard
 ) -> Decoder:
-    """This rank's part of the model, proved in ``exact``."""
     model = load_model(
         artifact,
         settings.dtype,
@@ -208,7 +182,7 @@ def _load(
 
 
 def main() -> None:
-    """Entry of ``python -m baton.engine.cpu.parallel.rank``."""
+    """Run ``python -m baton.engine.cpu.parallel.rank``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     number, socket_fd, loader_fd, pool_fd, store, encoded = sys.argv[1:]
@@ -218,7 +192,7 @@ def main() -> None:
     try:
         serve(int(number), leader, loader, int(pool_fd), store, settings)
     except (BrokenPipeError, ConnectionResetError):
-        sys.exit(0)  # the leader is gone
+        sys.exit(0)  # the leader ended
     except Exception as error:  # the process edge: report, then fail loudly
         message = f"{type(error).__name__}: {error}"
         sys.stderr.write(f"rank {number} failed: {message}\n")

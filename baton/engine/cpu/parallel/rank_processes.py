@@ -1,4 +1,4 @@
-"""The other ranks of a replica, as the leader sees them: processes that do what they are told.
+"""The leader's connections to the other ranks of its replica, and their processes.
 
     shell ── commands ──▶ leader (rank 0: scheduler, sampling, its part of the model)
                             │  Unix socket to each rank: Load, Open, Adapt, Forward, Copy, ...
@@ -8,12 +8,12 @@
                             └── all ranks: tensors through one collective group (shard.py)
 
 A rank that ends closes its socket, which the leader sees between steps; within a step the group
-breaks. Either way the leader raises ``RankError``, and the replica fails as one. Ranks die with
+breaks. Either way the leader raises ``RankError``, and the whole replica fails. Ranks end with
 their leader (``PDEATHSIG``, and the end of their socket). Ranks on other hosts are reached by TCP
-instead (``rank_sockets.py``); their processes are a program's there (``fleet/rank.py``).
+instead (``rank_sockets.py``); ``fleet/rank.py`` starts their processes.
 
-Adapters are read beside the steps: a thread of the leader asks a thread of each rank, over a second
-socket. When all have read it, holding it is an order like any other, and takes no time.
+Adapters are read beside the steps, by one thread of each rank over a second socket. When all ranks
+have read an adapter, putting it to use is an order like any other, and takes no time.
 """
 
 import os
@@ -38,28 +38,27 @@ from baton.types.geometry import KvGeometry
 from baton.types.params import AdapterRef
 
 STEP_TIMEOUT_S = 10.0
-"""A collective that takes longer has met a rank that hangs."""
-LOAD_TIMEOUT_S = 600.0  # the shell has its own, shorter patience
+"""Time after which a rank in a collective is considered hanging."""
+LOAD_TIMEOUT_S = 600.0  # the shell has its own, shorter timeout
 
 _T = TypeVar("_T")
 
 
 class RankError(InternalError):
-    """A rank died or hangs; the replica cannot go on."""
+    """A rank died or hangs, so the replica fails."""
 
     code = "rank_failed"
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Read the weights: from here on the cache of converted ones is there."""
+    """Order to read the weights; the cache of converted ones exists by then."""
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Execute against this pool: the file that was given (``shared``), or a private one.
+    """Order to use this pool: the given file (``shared``), or private memory for self-tests.
 
-    ``geometry`` counts the heads of the whole model; the private ones are for self-tests.
-
-    ``tiling`` holds the fields of ``baton.engine.cpu.attention.AttentionTiling``.
+    ``geometry`` counts the heads of the whole model. ``tiling`` has the fields of
+    ``baton.engine.cpu.attention.AttentionTiling``.
     """
 
     geometry: KvGeometry
@@ -77,12 +76,12 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, row: PlanRow) -> "Row":
-        """What a rank needs of a plan's row; the tokens' embeddings come through the group."""
+        """Return what a rank needs of a plan's row; embeddings come through the group."""
         blocks = np.asarray(row.block_ids, dtype="<u4").tobytes()
         return cls(len(row.tokens), row.start, blocks, row.adapter)
 
     def plan_row(self) -> PlanRow:
-        """The row again, with tokens that nobody looks at."""
+        """Return the row again, with placeholder tokens."""
         blocks: list[int] = np.frombuffer(self.blocks, dtype="<u4").tolist()
         return PlanRow(
             sequence_id=0,
@@ -94,44 +93,44 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Read this adapter beside the steps, and say how that went."""
+    """Order to read this adapter beside the steps, and to report the result."""
 
     ref: AdapterRef
 
 
 class Adapt(msgspec.Struct, frozen=True, tag=True):
-    """Hold this adapter from here on; all ranks have read it."""
+    """Order to use this adapter; all ranks have read it."""
 
     ref: AdapterRef
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True):
-    """Forget this adapter: the held one as an order, the one that was read beside the steps."""
+    """Order to drop this adapter: the used one, or, to a loader, the one that was read."""
 
     digest: str
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True):
-    """One pass over these rows."""
+    """Order to run a forward pass over these rows."""
 
     rows: list[Row]
     isolated: bool
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
-    """Copy blocks, from and to, in the rank's own pool."""
+    """Order to copy blocks, from and to, in the rank's own pool."""
 
     blocks: list[tuple[int, int]]
 
 
 class Clear(msgspec.Struct, frozen=True, tag=True):
-    """Zero what these rows wrote into the rank's own pool."""
+    """Order to zero what these rows wrote into the rank's own pool."""
 
     rows: list[Row]
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True):
-    """The LM head for so many rows."""
+    """Order to compute the LM head for so many rows."""
 
     rows: int
 
@@ -141,22 +140,22 @@ LoaderOrder = Prepare | Drop
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """A rank is about to look for its group."""
+    """Report that a rank is about to join its group."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A rank holds its weights."""
+    """Report that a rank has its weights."""
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """A rank has read the adapter, or (``problem``) could not."""
+    """Report that a rank has read the adapter, or (``problem``) could not."""
 
     digest: str
     problem: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A rank cannot go on; its process ends."""
+    """Report that a rank failed; its process ends."""
 
     message: str
 
@@ -167,53 +166,43 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Order | LoaderOrder | Answer | Prepared) -> bytes:
-    """One message with its length before it."""
+    """Return a message with its length before it."""
     body = _encoder.encode([message])
     return LENGTH.pack(len(body)) + body
 
 
-def order_reader() -> FrameReader[Order]:
-    """For a rank's side."""
-    return FrameReader(msgspec.msgpack.Decoder(list[Order]))
-
-
-def loader_reader() -> FrameReader[LoaderOrder]:
-    """For the thread of a rank that reads adapters."""
-    return FrameReader(msgspec.msgpack.Decoder(list[LoaderOrder]))
-
-
 @dataclass(slots=True)
 class _Rank:
-    process: subprocess.Popen[bytes] | None  # None: it is elsewhere
+    process: subprocess.Popen[bytes] | None  # None: on another host
     loader: socket.socket
     loader_reader: FrameReader[Prepared]
     socket: socket.socket
     reader: FrameReader[Answer]
     reached: list[type] = field(default_factory=list)
     closed: bool = False
-    said: str = ""
+    failed: str = ""
 
 
 class RankProcesses:
     """Ranks 1 and up of one replica.
 
     Args:
-        settings: Of the engine; ``tensor_parallel`` ranks in all.
-        pool_fd: The memory file of the KV pool, -1 without one.
-        own_fds: Those of ranks 1 and up, if each has its own.
+        settings: Engine settings, with the number of ranks in ``tensor_parallel``.
+        pool_fd: Memory file of the KV pool, -1 without one.
+        own_fds: Memory files of ranks 1 and up, if each has its own.
     """
 
     def __init__(
         self, settings: EngineSettings, pool_fd: int = -1, own_fds: Sequence[int] = ()
     ) -> None:
         self.meeting: socket.socket | None = None
-        """Where ranks elsewhere find each other; then ``store`` is its address."""
+        """Socket at which ranks on other hosts meet; then ``store`` is its address."""
         self._ranks: list[_Rank] = []
         if settings.rank_orders:
             self._reach_all(settings.rank_orders, settings.rank_meeting_port)
             return
         # Where ranks find each other; gone with the processes. It is never closed: torch opens it
-        # again when it lets go of the group, by a path that would lead to another file by then.
+        # again when it frees the group, by a path that would name another file by then.
         store_fd = os.memfd_create("baton-ranks")
         self.store = f"/proc/self/fd/{store_fd}"
         self._store_fd = store_fd
@@ -221,11 +210,7 @@ class RankProcesses:
         self._ranks = [self._spawn(rank, settings, fd) for rank, fd in enumerate(pool_fds, 1)]
 
     def _reach_all(self, orders: Sequence[str], meeting_port: int) -> None:
-        """Connect to ranks elsewhere.
-
-        Raises:
-            RankError: One cannot be reached.
-        """
+        """Connect to ranks on other hosts; raise RankError if one is unreachable."""
         addresses = [RankAddress.parse(text) for text in orders]
         try:
             for address in addresses:
@@ -243,7 +228,7 @@ class RankProcesses:
             self.close()
             number = len(self._ranks) + 1
             raise RankError(
-                f"rank {number} cannot be reached at {addresses[number - 1].host}: {error}"
+                f"cannot reach rank {number} at {addresses[number - 1].host}: {error}"
             ) from error
 
     def _spawn(self, rank: int, settings: EngineSettings, pool_fd: int) -> _Rank:
@@ -264,12 +249,12 @@ class RankProcesses:
 
     @property
     def host(self) -> str:
-        """Of the interface by which ranks reach the leader."""
+        """Address of the interface by which ranks reach the leader."""
         return "127.0.0.1" if self.meeting is None else str(self._ranks[0].socket.getsockname()[0])
 
     @property
     def count(self) -> int:
-        """Ranks of the replica, the leader among them."""
+        """Number of ranks of the replica, including the leader."""
         return len(self._ranks) + 1
 
     @property
@@ -279,14 +264,14 @@ class RankProcesses:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """Readable when a rank has ended, or says why it is about to."""
+        """Sockets that become readable when a rank ends or reports a failure."""
         return [rank.socket for rank in self._ranks]
 
     def send(self, order: Order, to: int | None = None) -> None:
-        """Tell one rank, or every rank the same.
+        """Send an order to one rank, or to all.
 
         Raises:
-            RankError: One is gone, or does not listen.
+            RankError: A rank is gone, or does not read.
         """
         data = frame(order)
         for rank in self._ranks if to is None else [self._ranks[to - 1]]:
@@ -297,42 +282,37 @@ class RankProcesses:
                 raise self.failure(error) from error
 
     def wait_until(self, stage: type[Started] | type[Loaded]) -> None:
-        """Until every rank has said that it came so far.
-
-        Raises:
-            RankError: One is gone, or says what went wrong.
-        """
+        """Wait until every rank has reported this stage."""
         self._wait(lambda rank: stage in rank.reached, stage.__name__)
 
     def prepare(self, ref: AdapterRef, own: Callable[[], _T]) -> _T:
-        """``own()``, while every rank reads the adapter; for one thread beside the steps.
+        """Return ``own()``, while every rank reads the adapter; call from one thread only.
 
         Raises:
             AdapterLoadError: ``own`` or a rank could not read it. Then no rank keeps it.
             RankError: A rank is gone.
         """
-        self._tell_loaders(Prepare(ref))
+        self._send_to_loaders(Prepare(ref))
         try:
             prepared = own()
         except BaseException:
             self._problems(ref.digest)
-            self._tell_loaders(Drop(ref.digest))
+            self._send_to_loaders(Drop(ref.digest))
             raise
         if problems := self._problems(ref.digest):
-            self._tell_loaders(Drop(ref.digest))
+            self._send_to_loaders(Drop(ref.digest))
             raise AdapterLoadError(problems[0])
         return prepared
 
-    def _tell_loaders(self, order: LoaderOrder) -> None:
+    def _send_to_loaders(self, order: LoaderOrder) -> None:
         data = frame(order)
         for number, rank in enumerate(self._ranks, 1):
             try:
                 rank.loader.sendall(data)
             except OSError as error:
-                raise RankError(f"rank {number} reads no adapters any more ({error})") from error
+                raise RankError(f"rank {number} stopped reading adapters: {error}") from error
 
     def _problems(self, digest: str) -> list[str]:
-        """What went wrong at some ranks, once all have answered."""
         answers = [_prepared(number, rank, digest) for number, rank in enumerate(self._ranks, 1)]
         return [answer.problem for answer in answers if answer.problem]
 
@@ -345,13 +325,9 @@ class RankProcesses:
             self.check()
 
     def check(self) -> None:
-        """Read what ranks have said.
-
-        Raises:
-            RankError: One is gone, or says what went wrong.
-        """
+        """Read the reports of the ranks."""
         self._listen()
-        if any(rank.closed or rank.said for rank in self._ranks):
+        if any(rank.closed or rank.failed for rank in self._ranks):
             raise self.failure()
 
     def _listen(self) -> None:
@@ -361,13 +337,13 @@ class RankProcesses:
                 rank.closed = not data
                 for answer in rank.reader.feed(data):
                     if isinstance(answer, Failed):
-                        rank.said = answer.message
+                        rank.failed = answer.message
                     else:
                         rank.reached.append(type(answer))
 
     def failure(self, cause: Exception | None = None) -> RankError:
-        """Name the ranks that are gone; without any, one of them hangs."""
-        until = time.monotonic() + 0.5  # a rank that breaks the group is just about to end
+        """Return an error that names the ranks that are gone, or else that one hangs."""
+        until = time.monotonic() + 0.5  # a rank that breaks the group ends soon
         while True:
             self._listen()
             gone = [text for n, r in enumerate(self._ranks, 1) if (text := _end_of(n, r))]
@@ -381,12 +357,12 @@ class RankProcesses:
         return RankError(f"one of the ranks (pids {pids}) does not answer{why}")
 
     def close(self) -> None:
-        """End them."""
+        """End the ranks and their connections."""
         for rank in self._ranks:
             rank.socket.close()
             rank.loader.close()
             if rank.process is not None:
-                rank.process.kill()  # it has nothing to keep
+                rank.process.kill()  # it has no state to save
         for rank in self._ranks:
             if rank.process is not None:
                 rank.process.wait()
@@ -408,12 +384,12 @@ def _receive(sock: socket.socket) -> bytes:
 
 
 def _prepared(number: int, rank: _Rank, digest: str) -> Prepared:
-    """The answer to ``Prepare``; one to an earlier order, that nobody waited for, is passed by."""
+    """Return the answer to ``Prepare``, skipping abandoned answers to earlier orders."""
     while True:
         try:
             data = rank.loader.recv(1 << 16)
         except OSError as error:
-            raise RankError(f"rank {number} does not read its adapter ({error})") from error
+            raise RankError(f"rank {number} does not read its adapter: {error}") from error
         if not data:
             raise RankError(f"rank {number} ended while it read an adapter")
         for answer in rank.loader_reader.feed(data):
@@ -424,14 +400,9 @@ def _prepared(number: int, rank: _Rank, digest: str) -> Prepared:
 def _end_of(number: int, rank: _Rank) -> str:
     if rank.process is None:
         name = f"rank {number}, on another host,"
-        return f"{name} {rank.said or 'ended'}" if rank.said or rank.closed else ""
+        return f"{name} {rank.failed or 'ended'}" if rank.failed or rank.closed else ""
     code = rank.process.poll()
     name = f"rank {number} (pid {rank.process.pid})"
-    if rank.said:
-        return f"{name}: {rank.said}"
+    if rank.failed:
+        return f"{name}: {rank.failed}"
     return f"{name} ended with code {code}" if code is not None else ""
-
-
-def rows_of(rows: Sequence[PlanRow]) -> list[Row]:
-    """What the ranks need of a plan."""
-    return [Row.of(row) for row in rows]

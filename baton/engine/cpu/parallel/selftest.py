@@ -1,8 +1,8 @@
 """Proof at start that a model split over ranks computes the bits of the whole model.
 
 Two things could differ: a product's columns, when fewer of them are computed together, and
-attention, when there are fewer heads or fewer queries to a KV head. Both are measured, on data that
-makes rounding visible, for the very shapes that the ranks will have.
+attention, with fewer heads or fewer queries to a KV head. Both are measured, on data that makes
+rounding visible, for the exact shapes of the ranks.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
@@ -30,19 +30,7 @@ def prepare_ranks(
     numerics: Numerics,
     quantisation: str = "none",
 ) -> None:
-    """Decide how attention is cut on each rank, prove the split, and wait for the ranks.
-
-    Args:
-        shard: The leader's.
-        tiling: How attention of the whole model is cut.
-        dtype: Of weights and KV.
-        numerics: ``fast`` proves nothing.
-        quantisation: Of the weights: ``none`` or ``int8``.
-
-    Raises:
-        NumericsSetupError: The split would show in the bits.
-        RankError: A rank died or hangs.
-    """
+    """Choose the tiling of each rank, prove the split unless ``fast``, and wait for the ranks."""
     config = shard.config
     splits = shard.splits
     if numerics == "fast":
@@ -54,7 +42,7 @@ def prepare_ranks(
         make = Linear if quantisation == "none" else Int8Linear
         if fault := product_split_fault(config, splits, DTYPES[dtype], make):
             raise _refusal(len(splits), fault)
-    shard.set_tilings(tilings)
+    shard.tilings = tilings
     shard.wait_loaded()
 
 
@@ -68,11 +56,7 @@ def _refusal(ranks: int, fault: str) -> NumericsSetupError:
 def exact_tilings(
     whole: AttentionTiling, config: ModelConfig, splits: Sequence[Split], dtype: str
 ) -> list[AttentionTiling]:
-    """The cut of each rank: that of the whole model, as far as query rows to a KV head allow.
-
-    Raises:
-        NumericsSetupError: A rank's attention would not be invariant.
-    """
+    """Return the tiling of each rank, equal to the whole model's as far as its heads allow."""
     by_shape: dict[tuple[int, int], AttentionTiling] = {}
     for split in splits:
         shape = (len(split.heads), len(split.kv_heads))
@@ -101,7 +85,7 @@ def attention_split_fault(
     splits: Sequence[Split],
     dtype: str,
 ) -> str | None:
-    """Which rank's heads have other bits than in the whole model; ``None`` if none."""
+    """Return which heads have other bits on their rank than in the whole model, or ``None``."""
     heads = config.num_heads
     kv_heads = config.num_kv_heads
     dim = config.head_dim
@@ -138,14 +122,7 @@ def product_split_fault(
     dtype: torch.dtype,
     make: Callable[[torch.Tensor], Linear] = Linear,
 ) -> str | None:
-    """Which product has other bits when its columns are computed apart; ``None`` if none.
-
-    Args:
-        config: Of the whole model.
-        splits: Each rank's part.
-        dtype: Of activations, and of weights that are not quantised.
-        make: A layer of a weight, as the model has them.
-    """
+    """Return which product has other bits when its columns are computed apart, or ``None``."""
     for name, outputs, inputs, parts in _products(config, splits):
         weight = cancelling(outputs, inputs, dtype, sign=1.0, seed=21)
         x = cancelling(TILE_ROWS, inputs, dtype, sign=-1.0, seed=22)
@@ -160,7 +137,7 @@ def product_split_fault(
 def _products(
     config: ModelConfig, splits: Sequence[Split]
 ) -> Iterator[tuple[str, int, int, Iterable[list[range]]]]:
-    """``(name, outputs, inputs, each rank's columns)``, as the layers stack their weights."""
+    """Yield ``(name, outputs, inputs, each rank's columns)``, as the layers stack their weights."""
     c = config
     dim = config.head_dim
     q = c.num_heads * dim

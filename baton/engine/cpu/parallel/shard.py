@@ -8,12 +8,12 @@
       LM head                    rows of V        gather at the leader
 
 Nothing is ever summed over ranks. So each number is the same dot product, over all of its inputs
-and in the same order, as on one rank: equal bits by construction, as long as a product's columns do
-not depend on how many others are computed with them, which
+and in the same order, as on one rank. Bits are equal by construction, as long as a product's
+columns do not depend on how many others are computed with them, which
 ``baton/engine/cpu/parallel/selftest.py`` proves at start. Splitting the inputs instead (the usual
 row-parallel half) would add partial sums in another order; it moves as many bytes.
 
-The leader holds the embedding table and broadcasts the rows of a step; ranks need no token ids.
+The leader has the embedding table and broadcasts the rows of a step; ranks need no token ids.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     BroadcastOptions,
@@ -55,8 +55,8 @@ from baton.engine.cpu.parallel.rank_processes import (
     Open,
     RankError,
     RankProcesses,
+    Row,
     Started,
-    rows_of,
 )
 from baton.engine.models.split import splits_of
 from baton.model.artifact import ModelConfig
@@ -71,19 +71,13 @@ _T = TypeVar("_T")
 class Group:
     """Collectives between the ranks of one replica: gloo on the CPU, NCCL on CUDA.
 
-    Every call is made by all ranks, in the same order. No process-wide default group is set.
+    All ranks make every call, in the same order. No process-wide default group is set.
 
     Args:
-        rank: This one.
-        ranks: How many.
         store: Path of a file in which they find each other, or ``tcp://HOST:PORT``.
-        device: Where the tensors are.
-        explain: Makes an error of a broken collective, if somebody knows better who is at fault.
-        host: Of the interface by which the others reach this rank.
-        meeting: The leader's, where they meet by TCP: it listens.
-
-    Raises:
-        RankError: Not all came.
+        explain: Makes a more precise error of a broken collective, if possible.
+        host: Address of the interface by which the others reach this rank.
+        meeting: The leader's listening socket, if they meet by TCP.
     """
 
     def __init__(
@@ -108,11 +102,11 @@ class Group:
         self._patience = patience
 
     def begin_steps(self) -> None:
-        """From here on a collective that is not done within the step's deadline fails."""
+        """Apply the timeout of steps to collectives from here on."""
         self._patience = timedelta(seconds=STEP_TIMEOUT_S)
 
     def gather(self, part_TN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """``[T, widths[rank]]`` of every rank, side by side, on every rank."""
+        """Return ``[T, widths[rank]]`` of every rank, side by side, on every rank."""
         rows = part_TN.shape[0]
         widest = max(widths)
         sent = _widened(part_TN, widest)
@@ -123,7 +117,7 @@ class Group:
         return _side_by_side(got.view(self.ranks, rows, widest), widths)
 
     def gather_at_leader(self, part_TN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """As ``gather``; the other ranks get an empty tensor."""
+        """Gather as ``gather`` does at the leader; the other ranks get an empty tensor."""
         rows = part_TN.shape[0]
         widest = max(widths)
         sent = _widened(part_TN, widest)
@@ -138,7 +132,7 @@ class Group:
         return _side_by_side(got, widths)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """The leader's values, in place."""
+        """Replace the tensor's values by the leader's."""
         options = BroadcastOptions()
         options.rootRank = LEADER
         options.timeout = self._patience
@@ -192,7 +186,7 @@ def _backend(
 
 
 def _widened(part_TN: torch.Tensor, width: int) -> torch.Tensor:
-    """Contiguous, and as wide as the widest piece."""
+    """Return the part contiguous, and padded to the widest part."""
     missing = width - part_TN.shape[1]
     return F.pad(part_TN, (0, missing)) if missing else part_TN.contiguous()
 
@@ -205,19 +199,9 @@ def _side_by_side(got_RTN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
 
 
 def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) -> "Shard":
-    """The leader's part, its group connected.
-
-    Args:
-        config: Of the whole model.
-        ranks: The others.
-        own_pools: Whether each rank has a KV pool of its own.
-
-    Raises:
-        ModelError: The model cannot be split that far.
-        RankError: A rank did not come.
-    """
-    splits_of(config, ranks.count)  # refused before anybody waits
-    ranks.wait_until(Started)  # a rank that dies before it comes would be waited for
+    """Return the leader's shard, with its group connected."""
+    splits_of(config, ranks.count)  # raises before any rank waits
+    ranks.wait_until(Started)  # the group would wait for a rank that dies before it joins
     group = Group(
         LEADER,
         ranks.count,
@@ -231,14 +215,10 @@ def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) 
 
 
 class Shard:
-    """This rank's part of a model, and its way to the others.
+    """This rank's part of a model, and its connection to the others.
 
     Args:
-        config: Of the whole model.
-        rank: This rank.
-        group: The collectives.
-        others: The other ranks, for the leader; ``None`` for those who are told.
-        own_pools: Whether each rank has a KV pool of its own, with its heads only.
+        own_pools: Whether each rank has its own KV pool, with its heads only.
     """
 
     def __init__(
@@ -253,7 +233,7 @@ class Shard:
         self.splits = splits_of(config, group.ranks)
         self.split = self.splits[rank]
         self.group = group
-        self._tilings: tuple[AttentionTiling, ...] = ()
+        self.tilings: Sequence[AttentionTiling] = ()  # of all ranks, at the leader
         self._others = others
         self._own_pools = own_pools
         self.config = config
@@ -264,11 +244,11 @@ class Shard:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank plans and samples."""
+        """True if this rank plans and samples."""
         return self._others is not None
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """The numbers of this rank's part."""
+        """Return the numbers of this rank's part."""
         return replace(
             config,
             num_heads=len(self.split.heads),
@@ -277,18 +257,18 @@ class Shard:
         )
 
     def held(self, geometry: KvGeometry) -> KvGeometry:
-        """The pool that this rank writes: all of it, or what its own heads need."""
+        """Return the pool that this rank writes: all of it, or its own heads."""
         if not self._own_pools:
             return geometry
         return msgspec.structs.replace(geometry, num_kv_heads=len(self.split.kv_heads))
 
     @property
     def heads_in_pool(self) -> range | None:
-        """This rank's KV heads in the pool that it writes; None: all that the pool has."""
+        """This rank's KV heads in the pool that it writes; None: all heads of the pool."""
         return None if self._own_pools else self.split.kv_heads
 
     def rows(self, name: str) -> slice:
-        """Rows of a weight (canonical name) that this rank reads; its products' outputs."""
+        """Return the rows of a weight (canonical name) that this rank reads: its outputs."""
         s = self.split
         dim = self.config.head_dim
         kind = name.rsplit(".", 1)[-1].removesuffix("_bias")
@@ -303,96 +283,86 @@ class Shard:
         return slice(piece.start * size, piece.stop * size)
 
     def _vocabulary(self, kind: str) -> slice:
-        """The leader looks tokens up and refines logits; the others hold their part of the head."""
+        """Return vocabulary rows: all for the leader, else this rank's part of the head."""
         if self.is_leader:
             return slice(None)
         is_head = kind == "head" or self.config.tie_word_embeddings
         return slice(self.split.vocab.start, self.split.vocab.stop) if is_head else slice(0, 0)
 
     def head_part(self, rows_VE: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the LM head, of what ``rows`` let it read."""
+        """Return this rank's rows of the LM head, from the rows that it read."""
         vocab = self.split.vocab
         return rows_VE[vocab.start : vocab.stop] if self.is_leader else rows_VE
 
     # --- orders, from the leader ---------------------------------------------------------------
 
     def load(self) -> None:
-        """Let the ranks read their weights."""
+        """Order the ranks to read their weights."""
         if self._others is not None:
             self._others.send(Load())
 
     def wait_loaded(self) -> None:
-        """Until all hold them; then the deadline of steps begins to count."""
+        """Wait until all have them; then the timeout of steps applies."""
         if self._others is not None:
             self._others.wait_until(Loaded)
         self.group.begin_steps()
 
-    def set_tilings(self, tilings: Sequence[AttentionTiling]) -> None:
-        """How attention is cut on each rank."""
-        self._tilings = tuple(tilings)
-
     def open(
         self, geometry: KvGeometry, tiling: AttentionTiling, *, shared: bool
     ) -> AttentionTiling:
-        """Let the ranks execute against a pool of this shape; this rank's own tiling.
-
-        Args:
-            geometry: Of the whole pool.
-            tiling: Of the whole model, or what the leader gave to this rank.
-            shared: Whether it is in the files that others map; otherwise it is for a self-test.
-        """
+        """Order the ranks to use a pool, shared or for a self-test; return our tiling."""
         if self._others is None:
             return tiling
-        for rank, part in enumerate(self._tilings[1:], 1):
+        for rank, part in enumerate(self.tilings[1:], 1):
             fields = (part.unit, part.tile, part.align, part.decode_rows)
             self._others.send(Open(geometry, fields, shared), rank)
-        return self._tilings[0]
+        return self.tilings[0]
 
     def forward(self, rows: Sequence[PlanRow], *, isolated: bool) -> None:
-        """Let the ranks begin a pass."""
+        """Order the ranks to begin a pass."""
         if self._others is not None:
-            self._others.send(Forward(rows_of(rows), isolated))
+            self._others.send(Forward([Row.of(row) for row in rows], isolated))
 
     def begin_copies(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Let ranks with pools of their own copy blocks, as the leader does; then ``settle``."""
+        """Order ranks with own pools to copy blocks, as the leader does; then ``settle``."""
         if self._others is not None and self._own_pools:
             self._others.send(Copy(list(blocks)))
 
     def begin_clear(self, rows: Sequence[PlanRow]) -> None:
-        """Let ranks with pools of their own zero what rows wrote; then ``settle``."""
+        """Order ranks with own pools to zero what rows wrote; then ``settle``."""
         if self._others is not None and self._own_pools:
-            self._others.send(Clear(rows_of(rows)))
+            self._others.send(Clear([Row.of(row) for row in rows]))
 
     def settle(self) -> None:
-        """The leader goes on when all pools are as it said: their pages may be given away next."""
+        """Wait until all pools have executed the order: their pages may be reused next."""
         if self._own_pools:
             self.group.gather_at_leader(torch.zeros(1, 1), [1] * self.group.ranks)
 
     def prepare_adapter(self, ref: AdapterRef, own: Callable[[], _T]) -> _T:
-        """``own()`` reads this rank's part of an adapter; the leader's lets the others read theirs.
+        """Read this rank's part of an adapter by ``own``; the leader has the others read theirs.
 
-        For one thread beside the steps.
+        Call this from one thread only, beside the steps.
 
         Raises:
-            AdapterLoadError: One could not read it; then no rank keeps it.
+            AdapterLoadError: A rank could not read it; then no rank keeps it.
             RankError: A rank is gone.
         """
         return own() if self._others is None else self._others.prepare(ref, own)
 
     def adapt(self, ref: AdapterRef) -> None:
-        """Let the ranks hold an adapter that all have read."""
+        """Order the ranks to use an adapter that all have read."""
         if self._others is not None:
             self._others.send(Adapt(ref))
 
     def drop(self, digest: str) -> None:
-        """Let the ranks forget an adapter."""
+        """Order the ranks to drop an adapter."""
         if self._others is not None:
             self._others.send(Drop(digest))
 
     # --- tensors -------------------------------------------------------------------------------
 
     def embedding(self, tokens_T: torch.Tensor, table_VE: torch.Tensor) -> torch.Tensor:
-        """``[T, E]`` from the leader's table."""
+        """Return ``[T, E]`` from the leader's table."""
         if self.is_leader:
             rows_TE = F.embedding(tokens_T, table_VE)
         else:
@@ -401,18 +371,18 @@ class Shard:
         return rows_TE
 
     def heads(self, part: torch.Tensor) -> torch.Tensor:
-        """Attention output of all heads.
+        """Return the attention output of all heads.
 
-        Once this returns, all ranks have written the layer's KV: each sends after it wrote.
+        Once this returns, all ranks have stored the layer's KV: each sends after it.
         """
         return self.group.gather(part, self._heads)
 
     def project(
         self, product: Callable[[torch.Tensor], torch.Tensor], name: str, x: torch.Tensor
     ) -> torch.Tensor:
-        """One product of a layer: whole inputs in, and whole outputs where the residual needs them.
+        """Compute a product of a layer: whole inputs, and whole outputs where they are summed.
 
-        ``qkv`` and ``gate_up`` stay split; what becomes of them is gathered.
+        ``qkv`` and ``gate_up`` stay split; their results are gathered later.
         """
         if name == "down":
             x = self.group.gather(x, self._feed)
@@ -420,7 +390,7 @@ class Shard:
         return self.group.gather(y, self._hidden) if name in ("o", "down") else y
 
     def logits(self, head: Linear, h_SE: torch.Tensor) -> torch.Tensor:
-        """``[S, V]`` at the leader; the others' ``h_SE`` gives the shape and is filled."""
+        """Return ``[S, V]`` at the leader; elsewhere ``h_SE`` gives the shape and is filled."""
         if self._others is not None:
             self._others.send(Logits(h_SE.shape[0]))
         self.group.broadcast(h_SE)

@@ -1,10 +1,10 @@
-"""Paged attention on CUDA: what a step's queries are cut into, and the launches.
+"""Paged attention on CUDA: tiles of a step's queries, and the launches.
 
     T rows of a step, N tiles, H query heads, K KV heads, G = H / K, D head dim, S sequences
 
-The pool is ``[layer, k|v, block, token, head, dim]``, as on the CPU: the rows of one head are 256
-bytes apart by the number of heads, so each load is whole sectors, and the programs of the other
-heads, which run side by side, read the rest of the same pages.
+The pool is ``[layer, k|v, block, token, head, dim]``, as on the CPU. The rows of one head are 256
+bytes apart, multiplied by the number of heads. So each load is whole sectors, and the programs of
+the other heads, which run side by side, read the rest of the same pages.
 
 Nothing here waits for the device: grids are known on the host, lengths are read by the kernels.
 """
@@ -28,7 +28,7 @@ _REDUCE_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One sequence's queries: rows ``row ... row + count - 1`` at positions ``start ...``."""
+    """Queries of one sequence: rows ``row ... row + count - 1`` at positions ``start ...``."""
 
     row: int
     start: int
@@ -42,8 +42,8 @@ def tiles_of(
     """Cut spans into tiles ``(row, count, position, sequence)`` of at most ``queries`` queries.
 
     ``aligned`` tiles begin at positions that are multiples of ``queries``, wherever the chunk
-    begins; else at the chunk's begin, which makes fewer of them out of a short one. Those
-    with the most keys come first, so that none of them is left alone at the end.
+    begins. Others begin where the chunk does, so a short chunk has fewer of them. Tiles with the
+    most keys come first, so that none of them runs alone at the end.
     """
     tiles = []
     for span in spans:
@@ -60,9 +60,8 @@ def tiles_of(
 class Workspace:
     """Partial results of the splits, shared by all layers.
 
-    A CUDA graph keeps the addresses that it was captured with, so buffers that were handed out are
-    never given back; as each is at least twice the one before, all together are at most twice the
-    largest.
+    A CUDA graph keeps the addresses with which it was captured, so used buffers are never freed.
+    Each is at least twice the one before, so all together are at most twice the largest.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,7 +69,7 @@ class Workspace:
         self._buffers: list[torch.Tensor] = []
 
     def get(self, elements: int) -> torch.Tensor:
-        """An fp32 buffer of at least ``elements``."""
+        """Return an fp32 buffer of at least ``elements``."""
         have = self._buffers[-1].numel() if self._buffers else 0
         if have < elements:
             size = max(elements, 2 * have)
@@ -80,13 +79,12 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of one launch.
+    """Tiles of one launch.
 
     Attributes:
         table_4N: int32 rows: first row, queries (0 = nothing to do), first position, sequence.
-        splits: 0: each program goes over all keys; else the grid has so many splits, at least
+        splits: 0: each program processes all keys; else the number of splits of the grid, at least
             as many as the longest sequence needs.
-        max_queries: Most queries of a tile.
     """
 
     table_4N: torch.Tensor
@@ -105,20 +103,20 @@ def paged_attention(
     *,
     window: int = 0,
 ) -> None:
-    """Attend: causal, grouped, over one layer's pages; K and V of the queries are in them already.
+    """Attend over one layer's pages, which hold the queries' own K and V: causal, grouped.
 
     Args:
         q_THD: Queries; a row may be part of a wider one.
         pool_2BTKD: K and V of one layer.
-        tables_SB: int32 block ids by sequence.
-        tiles: Which queries; rows of no tile are left as they are.
-        out_THD: Takes the results, contiguous.
-        config: How to cut.
-        workspace: For the splits.
-        window: Keys a query sees, itself included; 0 = all.
+        tables_SB: Block ids by sequence, int32.
+        tiles: Tiles of the queries; rows in no tile are not changed.
+        out_THD: Results, contiguous; written.
+        config: Sizes of tiles and splits.
+        workspace: Memory for the splits.
+        window: Keys that a query sees, itself included; 0 = all.
 
     Raises:
-        ValueError: The tiles hold more queries than the cut has rows, or there is no split size.
+        ValueError: The tiles have more queries than the configuration has rows, or no split size.
     """
     _, _, block, kv_heads, dim = pool_2BTKD.shape
     heads = q_THD.shape[1]
@@ -126,10 +124,10 @@ def paged_attention(
     if tiles.max_queries * group > config.block_m:
         raise ValueError(f"{tiles.max_queries} queries of {group} heads exceed {config.block_m}")
     if tiles.splits and not config.split:
-        raise ValueError("a cut without split cannot be spread over splits")
+        raise ValueError("splits need a configuration with a split size")
     count = tiles.table_4N.shape[1]
     rows = tiles.max_queries * group
-    # not touched without splits
+    # unused without splits
     partial = q_THD
     stats = q_THD
     if tiles.splits:

@@ -1,7 +1,7 @@
-"""How the kernels are cut, as data. ``python3 -m benchmarks.gpu --tune`` prints better rows.
+"""Tile sizes of the kernels, as data. ``python3 -m benchmarks.gpu --tune`` prints better ones.
 
-``exact`` uses one cut for prefill, decode and verification, so that a query's bits do not depend on
-which of them it came through. ``fast`` chooses by the kind of work.
+``exact`` uses the same sizes for prefill, decode and verification, so that a query's bits do not
+depend on which of them computes it. ``fast`` chooses by the kind of work.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,12 @@ Kind = Literal["decode", "prefill"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """One way to cut attention.
+    """Tile sizes of attention.
 
     Attributes:
         block_m: Rows of a tile (queries times the query heads that share a KV head).
         kv_tile: Keys per inner step; a multiple of 16 (the matrix units' smallest side).
         split: Tokens per split, a multiple of ``kv_tile``; 0 = one split (prefill in ``fast``).
-        num_warps: Triton's.
-        num_stages: Triton's.
     """
 
     block_m: int
@@ -29,23 +27,19 @@ class AttentionConfig:
     num_stages: int
 
     def queries(self, group: int) -> int:
-        """Queries of one tile when ``group`` query heads share a KV head.
-
-        Raises:
-            ValueError: Not even one fits.
-        """
+        """Return the queries of a tile when ``group`` query heads share a KV head."""
         if group > self.block_m:
             raise ValueError(f"{group} heads share a KV head; a tile has {self.block_m} rows")
         return self.block_m // group
 
 
 SPLIT_TOKENS = 256
-"""Never chosen by batch or context: it decides the order of summation."""
+"""Independent of batch and context: it determines the order of summation."""
 
 EXACT = AttentionConfig(block_m=64, kv_tile=32, split=SPLIT_TOKENS, num_warps=4, num_stages=4)
 """64 rows: the smallest tile of Hopper's wide matrix instructions, which prefill needs."""
 
-# (kind, head dim up to) -> cut; not tuned on any machine yet, see docs/design/gpu.md
+# (kind, largest head dim) -> sizes; not tuned on any machine yet, see docs/design/gpu.md
 FAST: dict[tuple[Kind, int], AttentionConfig] = {
     ("decode", 64): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=4),
     ("decode", 128): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=4),
@@ -57,13 +51,9 @@ FAST: dict[tuple[Kind, int], AttentionConfig] = {
 
 
 def attention_config(kind: Kind, head_dim: int, *, exact: bool) -> AttentionConfig:
-    """The cut for a kind of work and a head dim.
-
-    Raises:
-        ValueError: Heads wider than 256.
-    """
+    """Return the sizes for a kind of work and a head dim."""
     if head_dim > 256:
-        raise ValueError(f"head_dim is {head_dim}; the attention kernels take at most 256")
+        raise ValueError(f"head_dim is {head_dim}, the attention kernels' limit is 256")
     if exact and head_dim <= 128:
         return EXACT
     if exact:  # two accumulators of 64 x 256 would not fit into registers
@@ -74,7 +64,7 @@ def attention_config(kind: Kind, head_dim: int, *, exact: bool) -> AttentionConf
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """One way to cut a matrix product: rows, outputs and inputs of a step, and Triton's two."""
+    """Tile sizes of a matrix product: rows, outputs and inputs of a step, warps and stages."""
 
     block_m: int
     block_n: int
@@ -84,16 +74,16 @@ class LinearConfig:
 
 
 EXACT_ROWS = LinearConfig(64, 32, 128, num_warps=4, num_stages=4)
-"""Narrow, so that one row already keeps every multiprocessor busy with reading weights."""
+"""Narrow, so that one row already keeps every multiprocessor busy reading weights."""
 
 EXACT_MANY_ROWS = LinearConfig(128, 128, 64, num_warps=8, num_stages=3)
 
-# (outputs, inputs) -> [(rows up to, cut)]: where ours was measured to beat cuBLAS; none was yet
+# (outputs, inputs) -> [(most rows, sizes)]: where ours was measured to beat cuBLAS; none was yet
 FAST_LINEAR: dict[tuple[int, int], list[tuple[int, LinearConfig]]] = {}
 
 
 def tuned_linear(rows: int, outputs: int, inputs: int) -> LinearConfig | None:
-    """The cut for a product in ``fast``; ``None`` = cuBLAS."""
+    """Return the sizes for a product in ``fast``; ``None`` = cuBLAS."""
     for limit, config in FAST_LINEAR.get((outputs, inputs), []):
         if rows <= limit:
             return config

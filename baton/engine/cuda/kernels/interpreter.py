@@ -1,13 +1,13 @@
-"""Triton's interpreter, made right for bf16 and quick enough for tests.
+"""Corrections of Triton's interpreter: right results for bf16, and speed enough for tests.
 
-Three things of triton 3.6's interpreter are replaced. Rounding to bf16 is not to nearest even
-there, and each call of a device function looks through the whole of ``triton.language`` again.
-``tl.dot`` multiplies bf16 bit patterns as integers, and is numpy's product, in which the bits of a
-row depend on where in the matrix it stands; here, as in matrix units, each element is a chain of
-its own: it begins with the accumulator and goes over K from left to right.
+Three parts of triton 3.6's interpreter are replaced. It does not round to bf16 to nearest even, and
+each call of a device function scans the whole of ``triton.language`` again. ``tl.dot`` multiplies
+bf16 bit patterns as integers, by numpy's product, in which the bits of a row depend on its place in
+the matrix. Here, as in matrix units, each element is a separate chain: it begins with the
+accumulator and goes over K from left to right.
 """
 
-# ruff: noqa: SLF001 - theirs to keep, ours to replace
+# ruff: noqa: SLF001 - private names of Triton are replaced
 
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 
 def repair() -> None:
-    """Replace them in this process; a second call does nothing."""
+    """Replace these parts in this process; a second call does nothing."""
     import triton.language as tl
     from triton.runtime import interpreter as theirs
 
@@ -29,7 +29,7 @@ def repair() -> None:
         left = _as_fp32(a, tl)
         right = _as_fp32(b, tl)
         total = d.data.copy()
-        for k in np.flatnonzero(left.any(0) | right.any(1)):  # the others only pad
+        for k in np.flatnonzero(left.any(0) | right.any(1)):  # the others are padding
             total += left[:, k, None] * right[k]
         return theirs.TensorHandle(total, d.dtype.scalar)
 
@@ -59,7 +59,7 @@ def _as_fp32(x: Any, tl: Any) -> Any:
 
 
 def round_to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The bits of the nearest bf16, ties to even; NaN stays NaN."""
+    """Return the bits of the nearest bf16, ties to even; NaN stays NaN."""
     raw = np.ascontiguousarray(values).view(np.uint32)
     rounded = (raw + np.uint32(0x7FFF) + ((raw >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

@@ -1,12 +1,12 @@
 """Matrix products of the layers: cuBLAS in ``fast``, a kernel of fixed order in ``exact``.
 
 cuBLAS chooses its kernel by the number of rows, so a row's bits depend on its batch. ``exact``
-therefore takes ``linear_kernel`` with a cut that never changes; a second, faster cut for many rows
-is used only when it was found, for this weight on this device, to give the same bits.
+therefore uses ``linear_kernel`` with fixed sizes. Second, faster sizes for many rows are used only
+if they were found to give the same bits for this weight on this device.
 
-Weights in fp8 (e4m3, a scale per output) are widened inside that kernel, so a row's bits still come
-from the row alone. In ``fast`` many rows are rounded to fp8 themselves, with a scale per row, and
-multiplied by ``torch._scaled_mm``; few rows wait for weights, not for arithmetic, and are not.
+Weights in fp8 (e4m3, a scale per output) are widened inside that kernel, so a row's bits still
+depend on the row alone. In ``fast``, many rows are rounded to fp8 themselves, with a scale per row,
+and multiplied by ``torch._scaled_mm``. Few rows are not: they wait for weights, not for arithmetic.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
@@ -14,7 +14,7 @@ multiplied by ``torch._scaled_mm``; few rows wait for weights, not for arithmeti
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 import triton
 
 from baton.engine.cuda.kernels.configs import (
@@ -27,13 +27,10 @@ from baton.engine.cuda.kernels.device import matmul
 
 FP8 = torch.float8_e4m3fn
 FP8_SIDE = 16
-"""``torch._scaled_mm`` wants outputs and inputs to be multiples of it."""
+"""``torch._scaled_mm`` needs outputs and inputs to be multiples of this."""
 
-_MANY = 256
-"""Rows from which the second cut pays."""
-
-_MANY_FP8 = 128
-"""Rows from which rounding them to fp8 pays; an estimate."""
+_MANY = 256  # rows from which the second sizes pay
+_MANY_FP8 = 128  # rows from which rounding them to fp8 pays; an estimate
 
 _FP8_MAX = 448.0
 _TINY = 1e-30
@@ -41,14 +38,14 @@ _TINY = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """A weight in e4m3, and what each of its outputs is multiplied with (fp32)."""
+    """A weight in e4m3, with a factor for each of its outputs (fp32)."""
 
     values_NE: torch.Tensor
     scale_N: torch.Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """Outputs and inputs of the weight."""
         return self.values_NE.shape[0], self.values_NE.shape[1]
 
 
@@ -56,7 +53,7 @@ Weight = torch.Tensor | Fp8Weight
 
 
 def to_fp8(values: torch.Tensor) -> Fp8Weight:
-    """Round each row to e4m3, its largest value to the largest there is."""
+    """Round each row to e4m3, with its largest value at the format's largest."""
     wide = values.float()
     scale = wide.abs().amax(1).mul_(1 / _FP8_MAX).clamp_(min=_TINY)
     return Fp8Weight((wide / scale[:, None]).clamp_(-_FP8_MAX, _FP8_MAX).to(FP8), scale)
@@ -65,7 +62,7 @@ def to_fp8(values: torch.Tensor) -> Fp8Weight:
 def fixed_linear(
     x_TE: torch.Tensor, weight: Weight, config: LinearConfig, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``[T, N]`` product in one cut, rounded once to ``dtype``."""
+    """Return the ``[T, N]`` product with fixed sizes, rounded once to ``dtype``."""
     scaled = isinstance(weight, Fp8Weight)
     values_NE = weight.values_NE if isinstance(weight, Fp8Weight) else weight
     count, width_in = x_TE.shape
@@ -92,9 +89,9 @@ def fixed_linear(
 
 
 def scaled_linear(x_TE: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
-    """``[T, N]`` bf16 product of rows that are rounded to fp8 too."""
+    """Return the ``[T, N]`` bf16 product of rows that are rounded to fp8 too."""
     rows = to_fp8(x_TE)
-    y_TN: torch.Tensor = torch._scaled_mm(  # noqa: SLF001 - torch has no other name for it
+    y_TN: torch.Tensor = torch._scaled_mm(  # noqa: SLF001 - torch has no public name for it
         rows.values_NE,
         weight.values_NE.t(),
         scale_a=rows.scale_N[:, None],
@@ -105,11 +102,7 @@ def scaled_linear(x_TE: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
 
 
 class Products:
-    """``x @ weight.T`` for the weights of one model.
-
-    Args:
-        exact: Rows never depend on how many there are.
-    """
+    """Products ``x @ weight.T`` for the weights of one model."""
 
     def __init__(self, *, exact: bool) -> None:
         self._exact = exact
@@ -118,7 +111,7 @@ class Products:
     def __call__(
         self, x_TE: torch.Tensor, weight: Weight, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """``[T, N]`` in ``dtype``, by default that of ``x``; ``x`` is contiguous."""
+        """Return ``[T, N]`` in ``dtype``, by default that of ``x``; ``x`` is contiguous."""
         kind = dtype or x_TE.dtype
         rows = x_TE.shape[0]
         if self._exact:
@@ -138,11 +131,7 @@ class Products:
         return F.linear(x_TE.to(kind), weight.to(kind))
 
     def prepare(self, weight: Weight, dtype: torch.dtype) -> None:
-        """Do beforehand what is too late while a graph is captured: probe a shape, or try it.
-
-        Raises:
-            RuntimeError: The device cannot multiply in fp8.
-        """
+        """Probe a shape now: it is impossible during the capture of a graph."""
         values_NE = weight.values_NE if isinstance(weight, Fp8Weight) else weight
         if not values_NE.is_cuda:
             return
@@ -169,15 +158,7 @@ class Products:
 def same_bits_by_cut(
     width_out: int, width_in: int, dtype: torch.dtype, device: torch.device, *, scaled: bool
 ) -> bool:
-    """Whether both cuts give the same bits, on pairs that cancel: what is left is rounding.
-
-    Args:
-        width_out: Outputs.
-        width_in: Inputs.
-        dtype: Of the rows.
-        device: Where they are multiplied.
-        scaled: Weights in fp8.
-    """
+    """Return whether both sizes give the same bits, on pairs that cancel but for their rounding."""
     generator = torch.Generator().manual_seed(0)
     half_in = (width_in + 1) // 2
     rows = min(_MANY, 2 * EXACT_MANY_ROWS.block_m)

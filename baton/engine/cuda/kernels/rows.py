@@ -1,4 +1,4 @@
-"""Launches of the kernels between the matrix products, and of the sampling kernel.
+"""Launches of the kernels between the matrix products, and of the sampling kernels.
 
 T rows of a step, E hidden size, F feed-forward size, H query heads, K KV heads, D head dim,
 V vocabulary, S block table rows
@@ -24,30 +24,24 @@ def add_norm(
     dtype: torch.dtype,
     post_E: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Add ``delta`` to the fp32 sum ``x`` in place; returns the sum's RMS norm in ``dtype``.
+    """Add ``delta`` to the fp32 sum ``x`` in place; return the sum's RMS norm in ``dtype``.
 
-    With ``post_E``, what is added is the RMS norm of ``delta``.
+    With ``post_E``, the RMS norm of ``delta`` is added instead.
     """
     out_TE = torch.empty(x_TE.shape, dtype=dtype, device=x_TE.device)
-    _launch_add_norm(x_TE, delta_TE, weight_E, eps, out_TE, post_E)
+    add_to(x_TE, delta_TE, eps, post_E, weight_E, out_TE)
     return out_TE
 
 
 def add_to(
-    x_TE: torch.Tensor, delta_TE: torch.Tensor, eps: float, post_E: torch.Tensor | None
-) -> None:
-    """The sum alone."""
-    _launch_add_norm(x_TE, delta_TE, None, eps, None, post_E)
-
-
-def _launch_add_norm(
     x_TE: torch.Tensor,
     delta_TE: torch.Tensor | None,
-    weight_E: torch.Tensor | None,
     eps: float,
-    out_TE: torch.Tensor | None,
     post_E: torch.Tensor | None,
+    weight_E: torch.Tensor | None = None,
+    out_TE: torch.Tensor | None = None,
 ) -> None:
+    """Add ``delta`` to the fp32 sum ``x`` in place, and store the sum's norm in ``out``, if any."""
     count, width = x_TE.shape
     padded = triton.next_power_of_2(width)
     rows.add_norm_kernel[(count,)](
@@ -79,19 +73,19 @@ def rope_write(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate Q in place, rotate K, and write K and V into the pages of each row's sequence.
+    """Rotate Q in place, rotate K, and store K and V in the pages of each row's sequence.
 
     Args:
-        qkv: ``[T, (H + 2 K) D]``, contiguous.
-        heads: H.
-        positions_T: int32.
-        sequences_T: int32 row of the block tables, -1 = a row that only pads.
-        rotation: ``[positions, D / 2, 2]`` fp32 cosines and sines.
-        tables_SB: int32 block ids.
+        qkv: Rows ``[T, (H + 2 K) D]``, contiguous.
+        heads: Number of query heads H.
+        positions_T: Positions, int32.
+        sequences_T: Row of the block tables, int32; -1 = a padding row.
+        rotation: Cosines and sines, ``[positions, D / 2, 2]`` fp32.
+        tables_SB: Block ids, int32.
         pool_2BTKD: K and V of one layer.
-        bias: ``[(H + 2 K) D]`` fp32, added first.
-        norm: ``[H + K, D]`` fp32; the heads of Q and K are RMS normed with it before they turn.
-        eps: Of that norm.
+        bias: Bias ``[(H + 2 K) D]`` fp32, added first.
+        norm: RMS norm ``[H + K, D]`` fp32 of the heads of Q and K before rotation.
+        eps: Epsilon of that norm.
     """
     _, _, block, kv_heads, dim = pool_2BTKD.shape
     rows.rope_write_kernel[(qkv.shape[0],)](
@@ -121,7 +115,7 @@ def rope_write(
 
 
 def gate_mul(gate_up: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
-    """``silu(gate) * up`` of ``[T, 2 F]``, or with ``gelu`` (its tanh form) instead."""
+    """Compute ``silu(gate) * up`` of ``[T, 2 F]``, or with ``gelu`` (its tanh form) instead."""
     count = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     out_TF = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
@@ -138,15 +132,15 @@ def sample_tokens(
     positions_S: torch.Tensor,
     cuts_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``[S]`` int64 tokens, as ``baton.engine.sampling.sample`` gives them without penalties.
+    """Sample ``[S]`` int64 tokens, equal to ``baton.engine.sampling.sample`` without penalties.
 
     Args:
-        logits_SV: Any float dtype, contiguous.
-        temperatures_S: fp64, 0 = greedy.
-        seeds_S: int64 holding the bits of the unsigned seed.
-        choices_S: int64.
-        positions_S: int64 index of the token that is sampled.
-        cuts_S: From ``cuts``; by default nothing is filtered.
+        logits_SV: Logits of any float dtype, contiguous.
+        temperatures_S: Temperatures, fp64; 0 = greedy.
+        seeds_S: Bits of the unsigned seeds, int64.
+        choices_S: Numbers of the choices, int64.
+        positions_S: Indexes of the sampled tokens, int64.
+        cuts_S: Result of ``cuts``; by default nothing is filtered.
     """
     count, vocabulary = logits_SV.shape
     parts = triton.cdiv(vocabulary, 4 * _DRAW_TILE)
@@ -182,14 +176,14 @@ def cuts(
     top_ps_S: torch.Tensor,
     min_ps_S: torch.Tensor,
 ) -> torch.Tensor:
-    """``[S]`` fp32: the least logit that a row's filters leave: ``baton.engine.sampling.sample``.
+    """Return ``[S]`` fp32: the least logit that a row's filters leave.
 
     Args:
-        logits_SV: fp32.
-        temperatures_S: fp64, 0 = greedy.
-        top_ks_S: int32, 0 = off.
-        top_ps_S: fp64, 1 = off.
-        min_ps_S: fp64, 0 = off.
+        logits_SV: Logits, fp32.
+        temperatures_S: Temperatures, fp64; 0 = greedy.
+        top_ks_S: Limits on the number of tokens, int32; 0 = off.
+        top_ps_S: Nucleus probabilities, fp64; 1 = off.
+        min_ps_S: Minimum relative probabilities, fp64; 0 = off.
     """
     count, vocabulary = logits_SV.shape
     cuts_S = torch.empty(count, dtype=torch.float32, device=logits_SV.device)

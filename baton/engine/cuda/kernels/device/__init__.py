@@ -1,6 +1,6 @@
-"""Code that runs on the GPU, or, under ``TRITON_INTERPRET=1``, in Triton's interpreter.
+"""Code that runs on the GPU, or, with ``TRITON_INTERPRET=1``, in Triton's interpreter.
 
-The variable must be set before anything imports triton (``transformers`` does): set it for the
+The variable must be set before triton is imported (``transformers`` imports it): set it for the
 whole process.
 """
 

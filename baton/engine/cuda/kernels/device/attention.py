@@ -1,16 +1,14 @@
-"""Attention over a paged pool, on the device.
+"""Device code of attention over a paged pool, launched by ``../attention.py``.
 
-``baton/engine/cuda/kernels/attention.py`` launches it.
-
-One program has a *tile*: up to ``BLOCK_M // G`` consecutive queries of one sequence, for one KV
+A program computes a *tile*: up to ``BLOCK_M // G`` consecutive queries of one sequence, for one KV
 head, with the G query heads that share it packed into the rows of one matrix:
 
     row r of the tile  =  query ``r // G``, head ``kv_head * G + r % G``
 
-Keys are read in tiles of ``KV_TILE`` that begin at multiples of it, and are gathered into *splits*
-of ``SPLIT`` tokens that begin at multiples of that. Splits are merged from left to right. So what
-is summed with what depends on a query's position alone: neither on the batch, nor on the chunk in
-which the query came, nor on whether one program had all splits or each split had its own.
+Keys are read in tiles of ``KV_TILE`` that begin at multiples of it, and form *splits* of ``SPLIT``
+tokens that begin at multiples of that. Splits are merged from left to right. So the order of sums
+depends on a query's position alone: not on the batch, not on the query's chunk, and not on whether
+one program had all splits or each split its own program.
 """
 
 # ruff: noqa: N803 - constexpr are upper case
@@ -43,7 +41,7 @@ def attend_keys(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax of a tile over the keys ``lo ... hi - 1``; nothing from ``end`` on is read."""
+    """Run a tile's online softmax over keys ``lo ... hi - 1``; none from ``end`` on is read."""
     n_offsets = tl.arange(0, KV_TILE)
     d_offsets = tl.arange(0, D_PAD)
     d_inside = d_offsets < D
@@ -106,7 +104,7 @@ def attend_split(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Maximum, sum and weighted values of a tile over one range of keys.
+    """Return maximum, sum and weighted values of a tile over one range of keys.
 
     Keys that every query of the tile sees (``first`` is the tile's first position) need no mask.
     """
@@ -129,7 +127,7 @@ def attend_split(
 
 @triton.jit
 def merge(m, total, acc, m_next, total_next, acc_next):
-    """The state over the keys so far, and over the split that follows them."""
+    """Merge the state over the keys so far with the split that follows them."""
     m_new = tl.maximum(m, m_next)
     m_used = tl.where(m_new == float("-inf"), 0.0, m_new)
     before = tl.exp2(m - m_used)
@@ -167,7 +165,7 @@ def attend_kernel(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile over all its keys, or (``PARTIAL``) over the split that is the third program id.
+    """Attend over all keys of a tile, or (``PARTIAL``) over the split of the third program id.
 
     ``SPLIT`` 0 (not with ``PARTIAL``): all keys are one split.
     """

@@ -1,4 +1,4 @@
-"""A matrix product whose rows do not depend on how many there are (``exact``)."""
+"""Matrix product whose rows do not depend on their number (``exact``)."""
 
 # ruff: noqa: N803 - constexpr are upper case
 
@@ -21,7 +21,7 @@ def linear_kernel(
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``out = x @ w.T``; each element is one sum over K in steps of ``BLOCK_K``, from the left.
+    """Compute ``out = x @ w.T``; each element is one sum over K in steps of ``BLOCK_K``.
 
     ``SCALED``: weights are narrower than ``x``, with a scale for each output.
     """

@@ -1,4 +1,4 @@
-"""What happens to each row between the matrix products: one program each, so no row sees another.
+"""Operations on each row between the matrix products: one program each, so rows are independent.
 
 Everything is computed in fp32 and rounded once. The sum over the layers (``x``) stays in fp32.
 """
@@ -23,9 +23,9 @@ def add_norm_kernel(
     NORM: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
 ):
-    """``x += delta`` (``ADD``), then ``out = x / rms(x) * weight`` (``NORM``).
+    """Compute ``x += delta`` (``ADD``), then ``out = x / rms(x) * weight`` (``NORM``).
 
-    ``POST``: it is ``delta / rms(delta) * post`` that is added.
+    ``POST``: the added value is ``delta / rms(delta) * post``.
     """
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, WIDTH_PAD)
@@ -61,9 +61,10 @@ def rotate_heads(
     BIASED: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Turn the pairs (2i, 2i + 1) of ``count`` heads; source and target may be the same.
+    """Rotate the pairs (2i, 2i + 1) of ``count`` heads; source and target may be the same.
 
-    Before that add a bias (``BIASED``), then norm each head (``NORMED``); both stand by head.
+    First a bias is added (``BIASED``), then each head is normed (``NORMED``); both have one row
+    per head.
     """
     heads = tl.arange(0, HEADS_PAD)
     pairs = tl.arange(0, HALF_PAD)
@@ -108,10 +109,10 @@ def rope_write_kernel(
     BIASED: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Rotate Q in place; rotate K and write it, and V, where the block table says.
+    """Rotate Q in place; rotate K and store it, and V, in the slots of the block table.
 
-    ``bias`` is that of Q, K and V side by side, ``norm`` that of the heads of Q and of K.
-    A row without a sequence (-1) only pads a batch and writes nothing.
+    ``bias`` has Q, K and V side by side, ``norm`` the heads of Q and of K.
+    A row without a sequence (-1) is padding and stores nothing.
     """
     row = tl.program_id(0).to(tl.int64)
     sequence = tl.load(sequences_ptr + row)
@@ -145,7 +146,7 @@ def rope_write_kernel(
 
 @triton.jit
 def gate_kernel(gate_up_ptr, out_ptr, width, GELU: tl.constexpr, TILE: tl.constexpr):
-    """``silu(gate) * up`` of rows that hold gate and up side by side; ``GELU``: by tanh."""
+    """Compute ``silu(gate) * up`` of rows with gate and up side by side; ``GELU``: by tanh."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = offsets < width

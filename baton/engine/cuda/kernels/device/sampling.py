@@ -1,7 +1,7 @@
-"""The token with the largest logit, or with the largest logit / temperature + Gumbel noise.
+"""Samples the token with the largest logit, or the largest logit / temperature + Gumbel noise.
 
 The noise is that of ``baton/engine/sampling/sample.py``: numpy's Philox4x64-10 with the key (seed,
-choice) and a counter whose last word is the position, so that a request samples the same tokens on
+choice) and a counter whose last word is the position. So a request samples the same tokens on
 either device, up to the last bit of a logarithm.
 """
 
@@ -27,11 +27,11 @@ def draw_kernel(
     CUT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The best token of each row's part ``[part * 4 * TILE, ...)`` of the vocabulary.
+    """Find the best token of each row's part ``[part * 4 * TILE, ...)`` of the vocabulary.
 
     ``CUT``: among logits of at least ``cuts``.
-    Temperature 0 is greedy. Equal scores: the smallest id. ``reduce_draw_kernel`` takes the best of
-    the parts. One counter gives the noise of four neighbouring tokens.
+    Temperature 0 is greedy. Of equal scores the smallest id wins. ``reduce_draw_kernel`` selects
+    the best of the parts. One counter gives the noise of four neighbouring tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -77,7 +77,7 @@ def draw_kernel(
 
 @triton.jit
 def reduce_draw_kernel(scores_ptr, tokens_ptr, out_ptr, vocabulary, parts, PARTS_PAD: tl.constexpr):
-    """The best of the parts."""
+    """Select the best of the parts of each row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS_PAD)
     inside = part < parts
@@ -99,10 +99,10 @@ def cut_kernel(
     vocabulary,
     TILE: tl.constexpr,
 ):
-    """The least logit that ``min_p``, ``top_k`` and ``top_p`` leave of a row in falling order.
+    """Find the least logit that ``min_p``, ``top_k`` and ``top_p`` leave of a row in falling order.
 
-    ``min_ps`` are logarithms. One program goes over the row from the left, so sums depend on the
-    row alone. Logits that equal the least one all stay.
+    ``min_ps`` are logarithms. One program reads the row from the left, so sums depend on the row
+    alone. All logits equal to the least one stay.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = falling_ptr + row * vocabulary
