@@ -1,4 +1,4 @@
-"""From a checked body to requests: tokens, resolved sampling, deadline. Refuses what is wrong."""
+"""Conversion of validated bodies to requests: tokens, resolved sampling, deadline."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -32,11 +32,11 @@ _MODES: dict[str, Mode] = {
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
-_LARGE_BYTES = 32 * 1024  # from these on a thread is cheaper than what waits for the loop
-_ONE_BY_ONE_BYTES = 4 * 1024  # that many take some 0.4 ms: other answers get a turn between two
-MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # of one call; their JSON takes fifty times that
+_LARGE_BYTES = 32 * 1024  # a larger body is prepared in a thread, since it would block the loop
+_ONE_BY_ONE_BYTES = 4 * 1024  # takes about 0.4 ms; larger bodies yield to other responses
+MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # per call; their JSON is fifty times as large
 
-_LARGE_WORK = LargeWork()  # of this process: threads cost memory
+_LARGE_WORK = LargeWork()  # one per process: threads cost memory
 _ONE_BY_ONE = OneByOne()
 
 _T = TypeVar("_T")
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What a call's headers ask for, and who sent it."""
+    """Sender and options of a call, from its headers."""
 
     tenant: str
     mode: Mode
@@ -55,11 +55,11 @@ class Caller:
 
 
 def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller:
-    """Who calls, and how the request is to be run.
+    """Read the sender and the options of a call from its headers.
 
     Raises:
-        UnauthorizedError: The fleet has API keys and this is none of them.
-        InvalidRequestError: A header has a value that it cannot have.
+        UnauthorizedError: The API key is missing or unknown.
+        InvalidRequestError: The value of a header is invalid.
     """
     mode = headers.get("x-baton-mode", "auto")
     if mode not in _MODES:
@@ -84,14 +84,14 @@ def _timeout_s(raw: str | None, settings: RouterSettings) -> float:
     timeout_ms = _number(raw)
     if timeout_ms is None or not 0 < timeout_ms <= _MAX_TIMEOUT_MS:
         raise InvalidRequestError(
-            f"x-baton-timeout-ms: must be 1 to {_MAX_TIMEOUT_MS} (got {raw[:40]!r})",
+            f"x-baton-timeout-ms: must be from 1 to {_MAX_TIMEOUT_MS} (got {raw[:40]!r})",
             param="x-baton-timeout-ms",
         )
     return timeout_ms / 1000
 
 
 def _number(raw: str) -> int | None:
-    """The number that ``raw`` spells in its one way: ASCII digits, no leading zero, not too many.
+    """Parse a number of ASCII digits without a leading zero; None if ``raw`` is none.
 
     Two spellings of one token id would be two entries of the same bias.
     """
@@ -101,12 +101,7 @@ def _number(raw: str) -> int | None:
 
 
 class Preparer:
-    """Makes requests of bodies. Takes time for large ones: see ``off_loop``.
-
-    Args:
-        model: For text, limits and defaults.
-        settings: For limits.
-    """
+    """Converts bodies to requests. Large bodies take time: see ``off_loop``."""
 
     def __init__(self, model: ServedModel, settings: RouterSettings) -> None:
         self._model = model
@@ -115,17 +110,17 @@ class Preparer:
     def chat(
         self, body: ChatBody, caller: Caller, now_ns: int, grammar: str = ""
     ) -> GenerationRequest:
-        """The request of a chat; ``grammar`` is what its answer must follow.
+        """Return the request of a chat; its answer follows ``grammar``.
 
         Raises:
-            InvalidRequestError: See its subclasses; the parameter is named.
+            InvalidRequestError: A parameter is invalid; ``param`` names it.
         """
         if body.top_logprobs is not None and not body.logprobs:
-            raise InvalidRequestError("top_logprobs: needs logprobs: true", param="top_logprobs")
+            raise InvalidRequestError("top_logprobs: requires logprobs: true", param="top_logprobs")
         limits = (body.max_tokens, body.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise InvalidRequestError(
-                "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
+                "max_tokens and max_completion_tokens differ; use one of them", param="max_tokens"
             )
         tools = offered(body.tools, body.tool_choice)
         text = self._model.render_chat(
@@ -154,26 +149,27 @@ class Preparer:
     def completions(
         self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""
     ) -> list[GenerationRequest]:
-        """The requests of a completion, one for each prompt; each follows ``grammar``.
+        """Return the requests of a completion, one for each prompt; answers follow ``grammar``.
 
         Raises:
-            InvalidRequestError: See its subclasses; the parameter is named.
+            InvalidRequestError: A parameter is invalid; ``param`` names it.
         """
         logprobs_only = body.max_tokens == 0
         if logprobs_only and body.prompt_alternatives is None:
             raise InvalidRequestError(
-                "max_tokens: must be at least 1 (got 0), unless the prompt's log-probabilities are "
-                "asked for: echo with logprobs, or prompt_logprobs",
+                "max_tokens: must be at least 1 (got 0), unless echo and logprobs, or "
+                "prompt_logprobs, request log-probabilities of the prompt",
                 param="max_tokens",
             )
         prompts = body.prompts()
         if not 1 <= len(prompts) <= MAX_PROMPTS:
             raise InvalidRequestError(
-                f"prompt: must hold 1 to {MAX_PROMPTS} prompts (got {len(prompts)})", param="prompt"
+                f"prompt: must contain 1 to {MAX_PROMPTS} prompts (got {len(prompts)})",
+                param="prompt",
             )
         if body.echo and body.truncate_prompt_tokens is not None:
             raise InvalidRequestError(
-                "echo: shows the prompt as it was sent; not with truncate_prompt_tokens",
+                "echo: cannot be combined with truncate_prompt_tokens",
                 param="echo",
             )
         request_id = f"cmpl-{secrets.token_hex(16)}"
@@ -184,7 +180,7 @@ class Preparer:
             prompt = self._model.encode_prompt(text, special=special, whole=cut is None)
             answer_tokens = body.max_tokens if body.max_tokens is not None else _COMPLETION_TOKENS
             prompt = self._cut(prompt, cut, answer_tokens)
-            # Without an answer the prompt may fill the context: the token sampled is not kept.
+            # Without an answer the prompt may fill the context: the sampled token is discarded.
             room = self._room(prompt, "prompt", answer_tokens=0 if logprobs_only else 1)
             default = min(_COMPLETION_TOKENS, room)
             asked_tokens = 1 if logprobs_only else body.max_tokens
@@ -208,20 +204,21 @@ class Preparer:
     def embeddings(
         self, body: EmbeddingBody, caller: Caller, now_ns: int
     ) -> list[GenerationRequest]:
-        """The requests of an embeddings call, one for each input.
+        """Return the requests of an embeddings call, one for each input.
 
         Raises:
-            InvalidRequestError: See its subclasses; the parameter is named.
+            InvalidRequestError: A parameter is invalid; ``param`` names it.
         """
         inputs = body.inputs()
         size = self._model.hidden_size
         if not 1 <= len(inputs) <= MAX_INPUTS:
             raise InvalidRequestError(
-                f"input: must hold 1 to {MAX_INPUTS} inputs (got {len(inputs)})", param="input"
+                f"input: must contain 1 to {MAX_INPUTS} inputs (got {len(inputs)})", param="input"
             )
         if body.dimensions is not None and body.dimensions > size:
             raise InvalidRequestError(
-                f"dimensions: this model's vectors have {size} (got {body.dimensions})",
+                f"dimensions: must be at most {size}, the size of this model's vectors "
+                f"(got {body.dimensions})",
                 param="dimensions",
             )
         request_id = f"embd-{secrets.token_hex(16)}"
@@ -238,7 +235,7 @@ class Preparer:
         return requests
 
     def _cut(self, prompt: list[int], last: int | None, answer_tokens: int) -> list[int]:
-        """The last tokens of a prompt that may be cut, ``truncate_prompt_tokens``."""
+        """Apply ``truncate_prompt_tokens``, which keeps the last tokens of a prompt."""
         if last is None:
             return prompt
         if last == 0:
@@ -253,8 +250,8 @@ class Preparer:
         limit = self._model.max_context_tokens
         if len(prompt) + answer_tokens > limit:
             raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens; this model's context is {limit} tokens, "
-                "prompt and answer together",
+                f"{param}: the prompt has {len(prompt)} tokens; the context for prompt and answer "
+                f"together is {limit} tokens",
                 param=param,
             )
         return limit - len(prompt)
@@ -271,8 +268,8 @@ class Preparer:
     ) -> SamplingParams:
         if asked_tokens is not None and asked_tokens > room:
             raise PromptTooLongError(
-                f"max_tokens: {asked_tokens} tokens do not fit; the context is "
-                f"{self._model.max_context_tokens} tokens and the prompt leaves {room}",
+                f"max_tokens: {asked_tokens} exceeds {room}, the tokens that the prompt leaves in "
+                f"the context of {self._model.max_context_tokens}",
                 param="max_tokens",
             )
         max_tokens = default if asked_tokens is None else asked_tokens
@@ -303,26 +300,26 @@ class Preparer:
         )
 
     def _check(self, body: GenerationBody, max_tokens: int) -> None:
-        """Limits that depend on the model, or on two parameters."""
+        """Check limits that depend on the model or on two parameters."""
         vocabulary = self._model.vocab_size
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError(
-                "stream_options: only with stream: true", param="stream_options"
+                "stream_options: requires stream: true", param="stream_options"
             )
         if body.min_tokens is not None and body.min_tokens > max_tokens:
             raise InvalidRequestError(
-                f"min_tokens: must be at most max_tokens, {max_tokens} (got {body.min_tokens})",
+                f"min_tokens: must be at most {max_tokens}, max_tokens (got {body.min_tokens})",
                 param="min_tokens",
             )
         if body.top_k is not None and body.top_k > vocabulary:
             raise InvalidRequestError(
-                f"top_k: must be at most the vocabulary, {vocabulary} (got {body.top_k})",
+                f"top_k: must be at most {vocabulary}, the vocabulary (got {body.top_k})",
                 param="top_k",
             )
         if body.n is not None and body.n > self._settings.window_requests:
             raise InvalidRequestError(
-                f"n: must be at most {self._settings.window_requests}, what one worker runs at "
-                f"once (got {body.n})",
+                f"n: must be at most {self._settings.window_requests}, the requests that one "
+                f"worker runs at once (got {body.n})",
                 param="n",
             )
         self._model.check_ids(body.stop_token_ids or (), "stop_token_ids")
@@ -372,7 +369,7 @@ class Preparer:
         )
 
     def _scope(self, caller: Caller, salt: str | None) -> str:
-        """Tenant and salt as one text; a tenant's name has no NUL, so no two pairs are alike."""
+        """Join tenant and salt; unambiguous, because a tenant's name contains no NUL."""
         owner = "" if self._settings.share_cache else caller.tenant
         return f"{owner}\0{salt or ''}"
 
@@ -387,7 +384,7 @@ def _shown(body: GenerationBody) -> Shown:
 
 
 def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
-    """Refuse more prompt logprobs than one answer should hold; each choice repeats them."""
+    """Reject more prompt logprobs than one response may hold; each choice repeats them."""
     alternatives = requests[0].sampling.prompt_logprobs
     if alternatives is None:
         return
@@ -396,14 +393,14 @@ def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRe
     if tokens > most:
         raise InvalidRequestError(
             f"log-probabilities of {tokens} prompt tokens (of all prompts, times n) with "
-            f"{alternatives} alternatives each are too many for one call; at most {most} tokens, "
-            "or fewer alternatives",
+            f"{alternatives} alternatives each are too many for one call; send at most {most} "
+            "tokens, or request fewer alternatives",
             param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
         )
 
 
 def _first(*values: _T | None) -> _T:
-    """The first that is given; the last one always is."""
+    """Return the first value that is not None."""
     for value in values:
         if value is not None:
             return value
@@ -411,9 +408,10 @@ def _first(*values: _T | None) -> _T:
 
 
 async def off_loop(size: int, work: Callable[[], _T]) -> _T:
-    """``work()`` on a body of ``size`` bytes, so that it does not delay other answers.
+    """Run ``work()`` on a body of ``size`` bytes without delaying other responses.
 
-    Large ones go to a thread. Of those that are worked on here, one is in each turn of the loop.
+    Work on large bodies runs in a thread. Work on medium ones runs one at a time in the event loop,
+    which handles other events in between.
     """
     if size > _LARGE_BYTES:
         return await _LARGE_WORK.run(size, work)

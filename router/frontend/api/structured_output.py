@@ -1,4 +1,4 @@
-"""What a body says about the shape of its answer: OpenAI's ``response_format`` and vLLM's names."""
+"""Grammars requested by a body: OpenAI's ``response_format``, vLLM's names, tools, thinking."""
 
 import json
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ _ANY_TEXT = "start: /(.|\\n)*/"
 
 
 class RequestedGrammar(NamedTuple):
-    """A grammar that a client asks for, by the parameter ``param``."""
+    """A grammar that a client requests by the parameter ``param``."""
 
     param: str
     kind: GrammarKind
@@ -24,16 +24,16 @@ class RequestedGrammar(NamedTuple):
 
 
 def requested_grammar(body: GenerationBody, model: ServedModel) -> RequestedGrammar | None:
-    """The one grammar of a body, or None for a free answer.
+    """Return the grammar of a body, or None if the answer is unconstrained.
 
     Raises:
-        InvalidRequestError: There is more than one shape, or a limit cannot be kept; names them.
+        InvalidRequestError: There is more than one constraint, or one cannot be enforced.
     """
     shapes = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
     if len(shapes) > 1:
         names = " and ".join(sorted({shape.param for shape in shapes}))
         raise InvalidRequestError(
-            f"{names}: an answer has one structure; give one of them", param=shapes[0].param
+            f"{names}: cannot be combined; use one of them", param=shapes[0].param
         )
     shape = shapes[0] if shapes else None
     if not isinstance(body, ChatBody):
@@ -51,7 +51,7 @@ def requested_grammar(body: GenerationBody, model: ServedModel) -> RequestedGram
 def _with_calls(
     body: ChatBody, shape: RequestedGrammar | None
 ) -> tuple[RequestedGrammar | None, str]:
-    """The shape of an answer that may call tools, and the calls that may stand in its place."""
+    """Return the grammar of an answer with tools, and the grammar of calls that may replace it."""
     tools = may_be_called(offered(body.tools, body.tool_choice), body.tool_choice)
     if not tools:
         return shape, ""
@@ -61,7 +61,7 @@ def _with_calls(
 
 
 def _thought(body: ChatBody, model: ServedModel, *, shaped: bool) -> str:
-    """The grammar of the thinking, where what follows has a shape, or it has a budget."""
+    """Return the grammar of the thinking if it has a budget or a constrained answer follows."""
     budget = body.thinking_token_budget
     if budget is None:
         budget = body.thinking_budget
@@ -92,7 +92,7 @@ def _source(schema: dict[str, Any] | bool) -> str:
 
 
 def checked_schema(body: GenerationBody) -> str:
-    """The schema that a complete answer is compared with: not all of it can be followed."""
+    """Return the schema that the complete answer is checked against; empty if none is needed."""
     given = body.response_format
     if given is None or given.type != "json_schema" or given.json_schema is None:
         return ""
@@ -103,7 +103,7 @@ def checked_schema(body: GenerationBody) -> str:
 
 
 def checked_tools(body: ChatBody) -> dict[str, str]:
-    """By name, the tools whose arguments are compared with their schema when they are complete."""
+    """Return by name the schemas that complete arguments of tools are checked against."""
     functions = [tool.function for tool in body.tools or () if tool.function.strict is False]
     return {
         function.name: json.dumps(function.parameters)
@@ -142,7 +142,7 @@ def _of(
     if regex is not None:
         if (len(regex) - len(regex.rstrip("\\"))) % 2:
             raise GrammarError(
-                f"{prefix}regex: ends in a backslash, which escapes nothing; `\\\\` is a backslash",
+                f"{prefix}regex: ends with a single backslash; write `\\\\` for a backslash",
                 param=f"{prefix}regex",
             )
         grammars.append(RequestedGrammar(f"{prefix}regex", "regex", regex))

@@ -1,12 +1,12 @@
-"""One span for each generation call, with OpenTelemetry's GenAI attributes, and its parts.
+"""Spans of generation calls and of their parts, with OpenTelemetry's GenAI attributes.
 
 chat MODEL                          the call, at the router
-├── baton.queue                     waits for its place
-├── baton.attempt                   one placement; a later one links to the one before it
-├── baton.delivery                  the last token until the last byte out
-└── baton.decode                    at the decode worker, of every attempt
-    ├── baton.transfer              first chunk asked for until commit
-    └── baton.prefill               at the prefill worker
+├── baton.queue                     time in the router's queue
+├── baton.attempt                   one placement; links to the previous attempt
+├── baton.delivery                  from the last token to the last byte sent
+└── baton.decode                    each attempt at the decode worker
+    ├── baton.transfer              from the request of the first chunk to the commit
+    └── baton.prefill               work of the prefill worker
 """
 
 from collections.abc import Iterator
@@ -26,17 +26,17 @@ from router.frontend.api.prepare import Caller
 from router.routing.requests.active_request import ActiveRequest
 
 PLACED = "placed on "
-"""How the event of the timeline begins that an attempt begins with."""
+"""Prefix of the timeline event that starts an attempt."""
 
 
 def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller: Caller) -> Span:
-    """Start the span of a call; it holds parameters, never text.
+    """Start the span of a call; it contains parameters, but never text.
 
     Args:
-        tracing: Of the router.
+        tracing: Tracing of the router.
         operation: ``chat`` or ``text_completion``.
-        body: What was asked.
-        caller: Brings the client's trace context.
+        body: Request body.
+        caller: Caller with the client's trace context.
     """
     span = tracing.tracer.start_span(
         f"{operation} {body.model}",
@@ -96,13 +96,13 @@ def _set(span: Span, attributes: dict[str, Any]) -> None:
 
 
 def traceparent_of(span: Span, caller: Caller) -> Caller:
-    """The caller with our span as the parent of what the workers do."""
+    """Return the caller with ``span`` as the parent of the workers' spans."""
     return replace(caller, traceparent=inject(span) or caller.traceparent)
 
 
 @contextmanager
 def ended_on_error(span: Span) -> Iterator[None]:
-    """A request that is refused ends its span here; otherwise the answer does."""
+    """End the span if the request is rejected; otherwise the answer ends it."""
     try:
         yield
     except BaseException as error:
@@ -113,7 +113,7 @@ def ended_on_error(span: Span) -> Iterator[None]:
 
 
 def part_spans(tracing: Tracing, span: Span, active: ActiveRequest) -> None:
-    """The parts of a request at the router, written when it is over, below the span of its call."""
+    """Write the spans of a request's parts at the router, when the request has ended."""
     if not span.is_recording():
         return
     record = active.record

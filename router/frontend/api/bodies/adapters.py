@@ -1,16 +1,16 @@
-"""LoRA adapters that come and go: vLLM's two calls."""
+"""Bodies of vLLM's two calls that load and unload LoRA adapters."""
 
 from router.frontend.api.bodies.common import Body, NonEmpty
 from router.frontend.api.bodies.fields import Fields, Refused
 
 
 class LoadAdapterBody(Body):
-    """``POST /v1/load_lora_adapter``."""
+    """Request body of ``POST /v1/load_lora_adapter``."""
 
     lora_name: NonEmpty
-    """the name of a model"""
+    """model name of the adapter"""
     lora_path: NonEmpty
-    """a directory"""
+    """the adapter's directory"""
 
     others = Fields(
         refused={"load_inplace": Refused((None, False), "unload it first")},
@@ -18,11 +18,11 @@ class LoadAdapterBody(Body):
 
 
 class UnloadAdapterBody(Body):
-    """``POST /v1/unload_lora_adapter``."""
+    """Request body of ``POST /v1/unload_lora_adapter``."""
 
     lora_name: NonEmpty
-    """the name of a model"""
+    """model name of the adapter"""
 
     others = Fields(
-        accepted={"lora_int_id": "the name says which"},
+        accepted={"lora_int_id": "the adapter is identified by its name"},
     )

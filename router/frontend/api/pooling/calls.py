@@ -1,4 +1,4 @@
-"""``/score``, ``/rerank`` and ``/pooling``: each text is an embedding's input."""
+"""Endpoints ``/score``, ``/rerank`` and ``/pooling``: each text is an input of an embedding."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,44 +17,37 @@ from router.served_model import ServedModel
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """The calls, under every path that vLLM, Jina and Cohere gave them."""
+    """Return the calls under the paths of vLLM, Jina and Cohere."""
     api = Endpoints()
     calls = _PooledCalls(router)
 
     @api.post_body("/v1/score", ScoreBody)
     @api.post_body("/score", ScoreBody)
     async def score(request: Request) -> Response:
-        """How near texts are to each other: the cosine of their vectors."""
+        """Compute the similarity of texts, which is the cosine of their vectors."""
         return await calls.calls.answer(request, "score", ScoreBody, calls.score)
 
     @api.post_body("/v2/rerank", RerankBody)
     @api.post_body("/v1/rerank", RerankBody)
     @api.post_body("/rerank", RerankBody)
     async def rerank(request: Request) -> Response:
-        """Documents by their nearness to a query, the nearest first."""
+        """Sort documents by their similarity to a query, most similar first."""
         return await calls.calls.answer(request, "rerank", RerankBody, calls.rerank)
 
     @api.post_body("/pooling", PoolingBody)
     async def pooling(request: Request) -> Response:
-        """The pooled vector of each input."""
+        """Compute the pooled vector of each input."""
         return await calls.calls.answer(request, "pooling", PoolingBody, calls.pooling)
 
     return api
 
 
 class _PooledCalls:
-    """Makes an answer of a checked body.
-
-    Args:
-        router: The parts.
-    """
-
     def __init__(self, router: RouterParts) -> None:
         self._router = router
         self.calls = Calls(router)
 
     async def score(self, body: ScoreBody, size: int, caller: Caller, now_ns: int) -> Response:
-        """Each text is computed once, however many pairs it is in."""
         left, right = body.sides()
         names = [f"text_1[{i}]" for i in range(len(left))]
         names += [f"text_2[{i}]" for i in range(len(right))]
@@ -63,14 +56,12 @@ class _PooledCalls:
         return await self._answer("score", how, scored(pairs), (size, caller, now_ns))
 
     async def rerank(self, body: RerankBody, size: int, caller: Caller, now_ns: int) -> Response:
-        """The query is the first text."""
         texts = [body.query, *body.texts()]
         names = ["query", *(f"documents[{i}]" for i in range(len(texts) - 1))]
         how = await off_loop(size, lambda: self._how(body, texts, names))
         return await self._answer("rerank", how, ranked(body), (size, caller, now_ns))
 
     async def pooling(self, body: PoolingBody, size: int, caller: Caller, now_ns: int) -> Response:
-        """As an embeddings call, in vLLM's shape."""
         inputs = body.inputs()
         names = [f"input[{i}]" for i in range(len(inputs))]
         how = await off_loop(size, lambda: self._how(body, inputs, names))
@@ -79,7 +70,7 @@ class _PooledCalls:
     def _how(
         self, body: PooledBody, texts: Sequence[str | list[int]], names: Sequence[str]
     ) -> EmbeddingBody:
-        """The embeddings call that brings the vectors of ``texts``, whose places have ``names``."""
+        """Return the embeddings call for ``texts``, whose fields in errors are ``names``."""
         model = self._router.model
         most = body.most_tokens
         encoded = [
@@ -92,7 +83,7 @@ class _PooledCalls:
                 "dimensions": body.dimensions,
                 "normalize": body.normalize,
             }
-        # The texts are checked: they need not be a second time.
+        # The texts are already validated.
         return EmbeddingBody.model_construct(
             model=body.model,
             input=encoded,
@@ -119,11 +110,7 @@ class _PooledCalls:
 def _tokens(
     model: ServedModel, text: str | list[int], name: str, most_tokens: int | None
 ) -> list[int]:
-    """Token ids of a text, cut where that is asked for.
-
-    Raises:
-        InvalidRequestError: It is empty, too long, or not of this vocabulary.
-    """
+    """Return the token ids of a text, cut to ``most_tokens`` unless it is None."""
     limit = model.max_context_tokens
     if most_tokens is not None:
         most_tokens = limit if most_tokens == -1 else min(most_tokens, limit)
@@ -137,8 +124,8 @@ def _tokens(
         )
     if len(tokens) > limit:
         raise PromptTooLongError(
-            f"{name} has {len(tokens)} tokens; this model's context is {limit}. "
-            "`truncate_prompt_tokens: -1` cuts what is too long",
+            f"{name}: has {len(tokens)} tokens; this model's context is {limit}; cut it with "
+            "`truncate_prompt_tokens: -1`",
             param=name,
         )
     return tokens
