@@ -156,7 +156,7 @@ class AdapterTable:
 
         Args:
             name: Model name of the adapter.
-            owner: Tenant that unloads its own adapter; empty: an operator, who may unload any.
+            owner: Tenant that unloads its own adapter; empty: an operator, for any adapter.
 
         Raises:
             ModelNotFoundError: The owner has no access to an adapter of this name.

@@ -12,7 +12,7 @@ from router.frontend.api.bodies.tools import ToolChoice, ToolNamed, ToolOffered,
 
 
 def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = None) -> list[Tool]:
-    """Return the tools that the model sees: the named one, or none, if ``choice`` says so.
+    """Return the tools that the model sees; ``choice`` may select one or none.
 
     Raises:
         InvalidRequestError: A tool is invalid, or the choice does not match the tools.

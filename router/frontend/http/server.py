@@ -23,10 +23,10 @@ class Group(Protocol):
     """Routers that share the port; implemented by ``router.routing.group.group.RouterGroup``."""
 
     async def join(self, make_connection: Any, tls: object | None) -> None:
-        """Start accepting connections."""
+        """Start accepting connections of the shared port."""
 
     def leave(self) -> None:
-        """Stop accepting connections."""
+        """Stop accepting connections of the shared port."""
 
     async def close(self) -> None:
         """Release the group's resources."""

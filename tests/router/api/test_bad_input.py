@@ -187,7 +187,7 @@ async def test_neutral_values_of_unsupported_parameters_are_accepted(fleet):
 async def test_beam_search_is_refused_with_what_to_use_in_its_place(fleet):
     error = (await fleet.chat(use_beam_search=True)).json()["error"]
     assert "beam search" in error["message"]
-    assert "n answers" in error["message"]
+    assert "several answers" in error["message"]
 
 
 async def test_messages_and_text_parts_reach_the_prompt(fleet, model):

@@ -143,7 +143,7 @@ class ResponsesText(Body):
 
 
 class ResponsesReasoning(Body):
-    """Reasoning effort."""
+    """Reasoning effort and summary."""
 
     effort: str | None = None
     """passed to chat templates that support it; none: enable_thinking false"""
@@ -196,7 +196,7 @@ class ResponsesBody(InputTokensBody):
     temperature: float | None = None
     """0 is greedy"""
     top_p: float | None = None
-    """over 0, at most 1"""
+    """greater than 0, at most 1"""
     top_logprobs: int | None = None
     """0 to 20"""
     include: list[str] | None = None
