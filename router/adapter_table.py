@@ -9,9 +9,8 @@ while Redis is unavailable.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -19,6 +18,7 @@ from baton.model.artifact import ModelConfig
 from baton.model.lora_artifact import AdapterError, read_adapter
 from baton.registry.json_file import keep
 from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.shared_adapters import SharedAdapters
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import (
     AdapterExistsError,
@@ -63,19 +63,6 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
         return AdapterRef(self.name, self.digest, self.path)
 
 
-class AdapterSharedTable(Protocol):
-    """Table that routers share; implemented by ``baton.registry.shared_adapters``."""
-
-    async def adapters(self) -> Mapping[str, bytes]:
-        """Return all encoded entries by name."""
-
-    async def put_adapters(self, entries: Mapping[str, bytes]) -> None:
-        """Add entries; replace those of the same name."""
-
-    async def drop_adapters(self, names: Collection[str]) -> None:
-        """Remove the entries of these names."""
-
-
 class AdapterTable:
     """Adapters that one router serves, by name.
 
@@ -107,7 +94,7 @@ class AdapterTable:
         self._folder = None if folder is None else Path(folder)
         self._fixed = {name: self._read(name, path, 0) for name, path in (load or {}).items()}
         self._shared: dict[str, AdapterEntry] = {}
-        self._shared_table: AdapterSharedTable | None = None
+        self._shared_table: SharedAdapters | None = None
         self._file: Path | None = None
         self._tasks = BackgroundTasks("adapters", lambda name: self.count_failure(name))
         self.count_failure: Callable[[str], None] = lambda _: None
@@ -137,16 +124,15 @@ class AdapterTable:
             AdapterExistsError: The name is in use.
         """
         if owner and not name.startswith(f"{owner}/"):
-            raise InvalidRequestError(
-                f"lora_name: must begin with {owner + '/'!r} with this API key",
-                param="lora_name",
+            raise InvalidRequestError.at(
+                "lora_name", f"must begin with {owner + '/'!r} with this API key"
             )
         self._check_free(name)
         self._check_count(name, owner)
         try:
             entry = await asyncio.to_thread(self._read_below, name, path, owner)
         except AdapterError as error:
-            raise InvalidRequestError(f"lora_path: {error}", param="lora_path") from error
+            raise InvalidRequestError.at("lora_path", f"{error}") from error
         self._check_free(name)  # a concurrent call may have used it
         await self._change(entry)
         return entry
@@ -169,20 +155,17 @@ class AdapterTable:
                 f"lora_name: {name!r} is shared by all tenants; only an operator may unload it"
             )
         if name in self._fixed:
-            raise InvalidRequestError(
-                f"lora_name: {name!r} is in the fleet file; remove it from adapters.load",
-                param="lora_name",
+            raise InvalidRequestError.at(
+                "lora_name", f"{name!r} is in the fleet file; remove it from adapters.load"
             )
         if entry is None:
-            raise ModelNotFoundError(
-                f"lora_name: adapter {name[:200]!r} is not loaded", param="lora_name"
-            )
+            raise ModelNotFoundError.at("lora_name", f"adapter {name[:200]!r} is not loaded")
         gone = AdapterEntry(name=name, owner=entry.owner, changed_ms=self._next_ms(name), gone=True)
         await self._change(gone)
 
     # --- sharing ---------------------------------------------------------------------------------
 
-    def start(self, shared: AdapterSharedTable | None, file: Path | None = None) -> None:
+    def start(self, shared: SharedAdapters | None, file: Path | None = None) -> None:
         """Start sharing. Requires a running event loop.
 
         Args:
@@ -200,7 +183,7 @@ class AdapterTable:
         """Stop sharing the table."""
         await self._tasks.close()
 
-    async def exchange(self, shared: AdapterSharedTable) -> None:
+    async def exchange(self, shared: SharedAdapters) -> None:
         """Copy newer entries from the shared table, and add newer ones of this table to it.
 
         Raises:
@@ -219,7 +202,7 @@ class AdapterTable:
         if newer:
             await shared.put_adapters(newer)
 
-    async def _follow(self, shared: AdapterSharedTable) -> None:
+    async def _follow(self, shared: SharedAdapters) -> None:
         while True:
             try:
                 await self.exchange(shared)
@@ -283,10 +266,10 @@ class AdapterTable:
         known = [entry for entry in self._shared.values() if owner in ("", entry.owner)]
         most = MAX_REMEMBERED_OF_A_TENANT if owner else MAX_REMEMBERED
         if len(known) >= most and name not in self._shared:
-            raise InvalidRequestError(
-                f"lora_name: {len(known)} names were loaded or unloaded within a day, the limit; "
+            raise InvalidRequestError.at(
+                "lora_name",
+                f"{len(known)} names were loaded or unloaded within a day, the limit; "
                 "use one of these names again, or wait",
-                param="lora_name",
             )
 
     def _read(self, name: str, path: str, changed_ms: int) -> AdapterEntry:
@@ -304,16 +287,14 @@ class AdapterTable:
 
     def _check_free(self, name: str) -> None:
         if len(name) > MAX_NAME_LENGTH or not name.isprintable():
-            raise InvalidRequestError(
-                f"lora_name: must be 1 to {MAX_NAME_LENGTH} printable characters", param="lora_name"
+            raise InvalidRequestError.at(
+                "lora_name", f"must be 1 to {MAX_NAME_LENGTH} printable characters"
             )
         if name in self._reserved:
-            raise AdapterExistsError(
-                f"lora_name: {name!r} is a name of the base model", param="lora_name"
-            )
+            raise AdapterExistsError.at("lora_name", f"{name!r} is a name of the base model")
         if self.find(name) is not None:
-            raise AdapterExistsError(
-                f"lora_name: adapter {name!r} is already loaded; unload it first", param="lora_name"
+            raise AdapterExistsError.at(
+                "lora_name", f"adapter {name!r} is already loaded; unload it first"
             )
 
     def _next_ms(self, name: str) -> int:

@@ -12,9 +12,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from baton.registry.orders import Orders
+from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
 from baton.telemetry.alive_clock import ALIVE
-from router.adapter_table import AdapterSharedTable
 from router.frontend.api import errors, generation, models, operations, orders, page
 from router.frontend.api.call_headers import CallHeaders
 from router.frontend.api.messages import endpoints as messages
@@ -71,7 +71,7 @@ class Router:
         model: ServedModel,
         directory: WorkerDirectory,
         events: EventSource | None = None,
-        shared_adapters: AdapterSharedTable | None = None,
+        shared_adapters: SharedAdapters | None = None,
         shared_tickets: TicketSource | None = None,
         shared_demands: DemandSource | None = None,
         stored_responses: StoredResponses | None = None,

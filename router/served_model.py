@@ -97,9 +97,8 @@ class ServedModel:
             ModelNotFoundError: The name is not served.
         """
         if name not in self.names and self.adapters.find(name, tenant) is None:
-            raise ModelNotFoundError(
-                f"model: {name[:200]!r} is not served; this fleet serves {self.names[0]!r}",
-                param="model",
+            raise ModelNotFoundError.at(
+                "model", f"{name[:200]!r} is not served; this fleet serves {self.names[0]!r}"
             )
         return name
 
@@ -145,7 +144,7 @@ class ServedModel:
             tokens = list(prompt)
             self.check_ids(tokens, param)
         if not tokens:
-            raise InvalidRequestError(f"{param}: must not be empty", param=param)
+            raise InvalidRequestError.at(param, "must not be empty")
         return tokens
 
     def render_chat(
@@ -214,9 +213,7 @@ class ServedModel:
             self.check_length(text, "messages")
         tokens = self.tokenizer.encode(text, add_special_tokens=special)
         if not tokens:
-            raise InvalidRequestError(
-                "messages: the chat template returned an empty prompt", param="messages"
-            )
+            raise InvalidRequestError.at("messages", "the chat template returned an empty prompt")
         return tokens
 
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -236,10 +233,10 @@ class ServedModel:
         """Reject a text that is too long for the context without tokenizing it."""
         limit = self.max_context_tokens
         if len(text) > limit and (least := self._length_bound.fewest_tokens(text)) > limit:
-            raise PromptTooLongError(
-                f"{param}: a text of {len(text)} characters has at least {least} tokens; the "
+            raise PromptTooLongError.at(
+                param,
+                f"a text of {len(text)} characters has at least {least} tokens; the "
                 f"context for prompt and answer together is {limit} tokens",
-                param=param,
             )
 
     def vocabulary(self) -> Vocabulary:
@@ -255,10 +252,9 @@ class ServedModel:
         """
         for token_id in ids:
             if token_id >= self.vocab_size:
-                raise InvalidRequestError(
-                    f"{param}: token id {token_id} is outside the vocabulary "
-                    f"(0 to {self.vocab_size - 1})",
-                    param=param,
+                raise InvalidRequestError.at(
+                    param,
+                    f"token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})",
                 )
 
     def record(self, name: str, created: int, dtype: str = "") -> dict[str, Any]:

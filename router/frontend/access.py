@@ -53,9 +53,8 @@ def access_of(headers: Mapping[str, str], settings: RouterSettings) -> Access:
         return Access(key.tenant, key.role == "operator", key.min_priority, own_adapters)
     tenant = headers.get("x-baton-tenant", "default")
     if _TENANT.fullmatch(tenant) is None:
-        raise InvalidRequestError(
-            "x-baton-tenant: must be 1 to 64 characters of letters, digits, '_', '.' and '-'",
-            param="x-baton-tenant",
+        raise InvalidRequestError.at(
+            "x-baton-tenant", "must be 1 to 64 characters of letters, digits, '_', '.' and '-'"
         )
     return Access(tenant, operator=True)
 

@@ -24,43 +24,28 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.telemetry.logs import request_context
-from baton.telemetry.tasks import BackgroundTasks
-from baton.telemetry.tracing import Tracing
 from baton.types.errors import BatonError
-from router.frontend.api.errors import OPENAI_ERRORS, ErrorShape, error_response
+from router.frontend.api.errors import ErrorShape, error_response
 from router.frontend.api.formats.answer_format import AnswerFormat, usage
+from router.frontend.api.parts import RouterParts
 from router.frontend.api.prepare import off_loop
 from router.frontend.api.tracing import part_spans
-from router.frontend.http.connection import Connection, Deliveries, connection_of
+from router.frontend.http.connection import Connection, connection_of
 from router.request import GenerationRequest
 from router.routing.choice import Delta
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
-from router.routing.requests.observer import Observer
-from router.routing.watch.request_log import RequestLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerContext:
-    """Context of an answer.
+    """Context of an answer: parts of the router, the call's span, and the format of its errors."""
 
-    Attributes:
-        emulated: Timing model of emulated workers, or "".
-        errors: Format of the API's errors and of the headers with the request id.
-    """
-
-    gateway: Gateway
-    observer: Observer
-    request_log: RequestLog
-    tracing: Tracing
+    router: RouterParts
     span: Span
     endpoint: str
     request_id: str
-    emulated: str
-    keep_alive_s: float
-    tasks: BackgroundTasks
-    deliveries: Deliveries
-    errors: ErrorShape = OPENAI_ERRORS
+    errors: ErrorShape
 
 
 class Exchange(Response):
@@ -69,6 +54,7 @@ class Exchange(Response):
     def __init__(self, context: AnswerContext, requests: Sequence[GenerationRequest]) -> None:
         super().__init__()
         self._context = context
+        self._router = context.router
         self._requests = requests
         self._wakeup = asyncio.Event()
         self._gone = False
@@ -88,7 +74,7 @@ class Exchange(Response):
                 self._connection.follow(self)
                 status = await self._run(scope, receive, send)
             else:
-                async with self._context.tasks.beside(self._watch(receive), "watch for disconnect"):
+                async with self._router.tasks.beside(self._watch(receive), "watch for disconnect"):
                     status = await self._run(scope, receive, send)
         except Exception as fault:
             status = 499 if isinstance(fault, OSError) else 500
@@ -96,11 +82,10 @@ class Exchange(Response):
         finally:
             if self._connection is not None:
                 self._connection.unfollow(self)
-            context = self._context
             for active in self._active:
-                context.gateway.cancel(active)
-                context.request_log.write(active, context.endpoint, status)
-                context.gateway.delivered(active)
+                self._router.gateway.cancel(active)
+                self._router.request_log.write(active, self._context.endpoint, status)
+                self._router.gateway.delivered(active)
             self._report(status)
 
     async def _watch(self, receive: Receive) -> None:
@@ -117,16 +102,15 @@ class Exchange(Response):
         """Do nothing: `send` itself waits until the client has read."""
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> int:
-        gateway = self._context.gateway
         try:
-            if not await self._submit_all(gateway):
+            if not await self._submit_all(self._router.gateway):
                 return 499
             self._raise_early_error()
         except BatonError as error:
             tenant = self._requests[0].tenant
-            self._context.observer.rejected(error.code, tenant)
+            self._router.observer.rejected(error.code, tenant)
             if not self._active:  # otherwise the log entry is written at the end
-                self._context.request_log.refused(error, self._context.endpoint, tenant)
+                self._router.request_log.refused(error, self._context.endpoint, tenant)
             response = error_response(error, self._context.request_id, self._context.errors)
             await response(scope, receive, send)
             return response.status_code
@@ -145,7 +129,7 @@ class Exchange(Response):
             if ready():
                 return True
             try:
-                async with asyncio.timeout(self._context.keep_alive_s if idle else None):
+                async with asyncio.timeout(self._router.settings.keep_alive_s if idle else None):
                     await self._wakeup.wait()
             except TimeoutError:
                 if idle is not None:
@@ -175,7 +159,7 @@ class Exchange(Response):
     def _start_headers(self, kind: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         begun = [active for active in self._active if active.record.begun] or self._active
         begun[0].record.sent = True  # its route is in the headers, so it cannot be placed again
-        timing = self._context.emulated
+        timing = self._router.settings.emulated
         return [
             (b"content-type", kind),
             *([(b"x-baton-emulated", timing.encode())] if timing else []),
@@ -195,12 +179,12 @@ class Exchange(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
         for active in self._active:
-            self._context.observer.first_byte(active, monotonic_ns())
+            self._router.observer.first_byte(active, monotonic_ns())
         return 200
 
     def _report(self, status: int) -> None:
         context = self._context
-        context.observer.answered(context.endpoint, status, self._requests[0].tenant)
+        self._router.observer.answered(context.endpoint, status, self._requests[0].tenant)
         if context.span.is_recording():
             self._describe(context.span, status)
         context.span.end()
@@ -226,7 +210,7 @@ class Exchange(Response):
                 span.set_attribute("baton.route", active.route_header())
             if active.record.error is not None:
                 span.set_attribute("error.type", active.record.error.code)
-            part_spans(self._context.tracing, span, active)
+            part_spans(self._router.tracing, span, active)
 
 
 class Answer(Exchange):
@@ -307,7 +291,7 @@ class Answer(Exchange):
         The last tokens, which arrive with the end of a request, remain to be written.
         """
         loop = asyncio.get_running_loop()
-        keep_alive_s = self._context.keep_alive_s
+        keep_alive_s = self._router.settings.keep_alive_s
         self._wakeup.clear()
         for active in self._active:
             active.wakeup = self
@@ -330,11 +314,11 @@ class Answer(Exchange):
 
     def set(self) -> None:
         """Schedule a delivery. Replaces the event that wakes the handler."""
-        self._context.deliveries.add(self._deliver)
+        self._router.deliveries.add(self._deliver)
 
     def on_writable(self) -> None:
         """Schedule a delivery of the tokens that waited."""
-        self._context.deliveries.add(self._deliver)
+        self._router.deliveries.add(self._deliver)
 
     def _deliver(self) -> None:
         """Write new tokens as one piece, unless the client is too slow."""
@@ -394,7 +378,7 @@ class Answer(Exchange):
                 active.record.sent = True  # from now on it cannot be placed again
                 if prompt not in self._shown and (delta.text or delta.calls or delta.reasoning):
                     self._shown.add(prompt)
-                    self._context.observer.first_byte(active, monotonic_ns())
+                    self._router.observer.first_byte(active, monotonic_ns())
                 pieces.append(self._layout.delta(prompt, delta))
         return b"".join(pieces)
 

@@ -186,9 +186,9 @@ class Calls:
                 return await self._router.grammars.check(*requested, caller.tenant)
         except TimeoutError as error:
             self._router.metrics.inc("baton_timeouts", phase="grammar")
-            raise DeadlineError(
-                f"x-baton-timeout-ms: checking the grammar took longer than {caller.timeout_s:g} s",
-                param="x-baton-timeout-ms",
+            raise DeadlineError.at(
+                "x-baton-timeout-ms",
+                f"checking the grammar took longer than {caller.timeout_s:g} s",
             ) from error
 
     def _echoes(self, body: CompletionBody) -> list[str]:
@@ -213,17 +213,10 @@ class Calls:
     def context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:
         """Return the context of the answer ``request_id``."""
         return AnswerContext(
-            gateway=self._router.gateway,
-            observer=self._router.observer,
-            request_log=self._router.request_log,
-            tracing=self._router.tracing,
+            router=self._router,
             span=span,
             endpoint=endpoint,
             request_id=request_id,
-            emulated=self._router.settings.emulated,
-            keep_alive_s=self._router.settings.keep_alive_s,
-            tasks=self._router.tasks,
-            deliveries=self._router.deliveries,
             errors=self._errors,
         )
 

@@ -114,9 +114,7 @@ def _tokenized(
 
 def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError(
-            "prompt: exactly one of prompt and messages is required", param="prompt"
-        )
+        raise InvalidRequestError.at("prompt", "exactly one of prompt and messages is required")
     if body.messages is not None:
         return model.encode_chat(
             messages_of(body.messages),
@@ -126,7 +124,7 @@ def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
             ),
         )
     if body.tools is not None:
-        raise InvalidRequestError("tools: requires messages", param="tools")
+        raise InvalidRequestError.at("tools", "requires messages")
     prompt = body.prompt or ""
     model.check_length(prompt, "prompt")
     return model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)

@@ -44,11 +44,9 @@ def routes(router: RouterParts, orders: Orders) -> Endpoints:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "body"
-            raise InvalidRequestError(f"{where}: {first['msg']}", param=where) from error
+            raise InvalidRequestError.at(where, f"{first['msg']}") from error
         if body.verb in _SUPERVISOR_VERBS:
-            raise InvalidRequestError(
-                f"verb: {body.verb} is available only to the supervisor", param="verb"
-            )
+            raise InvalidRequestError.at("verb", f"{body.verb} is available only to the supervisor")
         try:
             answer = await orders.ask(body.verb, body.workers, body.arguments, body.timeout_s)
         except RegistryUnavailableError as error:

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
@@ -24,11 +24,7 @@ from router.request import GenerationRequest, Mode, Shown, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 
-_MODES: dict[str, Mode] = {
-    "auto": "auto",
-    "disaggregated": "disaggregated",
-    "colocated": "colocated",
-}
+_MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
@@ -63,9 +59,8 @@ def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller
     """
     mode = headers.get("x-baton-mode", "auto")
     if mode not in _MODES:
-        raise InvalidRequestError(
-            f"x-baton-mode: must be auto, disaggregated or colocated (got {mode[:40]!r})",
-            param="x-baton-mode",
+        raise InvalidRequestError.at(
+            "x-baton-mode", f"must be auto, disaggregated or colocated (got {mode[:40]!r})"
         )
     access = access_of(headers, settings)
     return Caller(
@@ -83,9 +78,8 @@ def _timeout_s(raw: str | None, settings: RouterSettings) -> float:
         return settings.default_timeout_s
     timeout_ms = _number(raw)
     if timeout_ms is None or not 0 < timeout_ms <= _MAX_TIMEOUT_MS:
-        raise InvalidRequestError(
-            f"x-baton-timeout-ms: must be from 1 to {_MAX_TIMEOUT_MS} (got {raw[:40]!r})",
-            param="x-baton-timeout-ms",
+        raise InvalidRequestError.at(
+            "x-baton-timeout-ms", f"must be from 1 to {_MAX_TIMEOUT_MS} (got {raw[:40]!r})"
         )
     return timeout_ms / 1000
 
@@ -116,7 +110,7 @@ class Preparer:
             InvalidRequestError: A parameter is invalid; ``param`` names it.
         """
         if body.top_logprobs is not None and not body.logprobs:
-            raise InvalidRequestError("top_logprobs: requires logprobs: true", param="top_logprobs")
+            raise InvalidRequestError.at("top_logprobs", "requires logprobs: true")
         limits = (body.max_tokens, body.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise InvalidRequestError(
@@ -156,22 +150,18 @@ class Preparer:
         """
         logprobs_only = body.max_tokens == 0
         if logprobs_only and body.prompt_alternatives is None:
-            raise InvalidRequestError(
-                "max_tokens: must be at least 1 (got 0), unless echo and logprobs, or "
+            raise InvalidRequestError.at(
+                "max_tokens",
+                "must be at least 1 (got 0), unless echo and logprobs, or "
                 "prompt_logprobs, request log-probabilities of the prompt",
-                param="max_tokens",
             )
         prompts = body.prompts()
         if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise InvalidRequestError(
-                f"prompt: must contain 1 to {MAX_PROMPTS} prompts (got {len(prompts)})",
-                param="prompt",
+            raise InvalidRequestError.at(
+                "prompt", f"must contain 1 to {MAX_PROMPTS} prompts (got {len(prompts)})"
             )
         if body.echo and body.truncate_prompt_tokens is not None:
-            raise InvalidRequestError(
-                "echo: cannot be combined with truncate_prompt_tokens",
-                param="echo",
-            )
+            raise InvalidRequestError.at("echo", "cannot be combined with truncate_prompt_tokens")
         request_id = f"cmpl-{secrets.token_hex(16)}"
         requests = []
         for index, text in enumerate(prompts):
@@ -212,14 +202,13 @@ class Preparer:
         inputs = body.inputs()
         size = self._model.hidden_size
         if not 1 <= len(inputs) <= MAX_INPUTS:
-            raise InvalidRequestError(
-                f"input: must contain 1 to {MAX_INPUTS} inputs (got {len(inputs)})", param="input"
+            raise InvalidRequestError.at(
+                "input", f"must contain 1 to {MAX_INPUTS} inputs (got {len(inputs)})"
             )
         if body.dimensions is not None and body.dimensions > size:
-            raise InvalidRequestError(
-                f"dimensions: must be at most {size}, the size of this model's vectors "
-                f"(got {body.dimensions})",
-                param="dimensions",
+            raise InvalidRequestError.at(
+                "dimensions",
+                f"must be at most {size}, the size of this model's vectors (got {body.dimensions})",
             )
         request_id = f"embd-{secrets.token_hex(16)}"
         requests = []
@@ -239,9 +228,8 @@ class Preparer:
         if last is None:
             return prompt
         if last == 0:
-            raise InvalidRequestError(
-                "truncate_prompt_tokens: must be -1 or at least 1 (got 0)",
-                param="truncate_prompt_tokens",
+            raise InvalidRequestError.at(
+                "truncate_prompt_tokens", "must be -1 or at least 1 (got 0)"
             )
         room = self._model.max_context_tokens - answer_tokens
         return prompt[-(max(room, 1) if last < 0 else last) :]
@@ -249,10 +237,10 @@ class Preparer:
     def _room(self, prompt: list[int], param: str, answer_tokens: int = 1) -> int:
         limit = self._model.max_context_tokens
         if len(prompt) + answer_tokens > limit:
-            raise PromptTooLongError(
-                f"{param}: the prompt has {len(prompt)} tokens; the context for prompt and answer "
+            raise PromptTooLongError.at(
+                param,
+                f"the prompt has {len(prompt)} tokens; the context for prompt and answer "
                 f"together is {limit} tokens",
-                param=param,
             )
         return limit - len(prompt)
 
@@ -267,10 +255,10 @@ class Preparer:
         grammar: str,
     ) -> SamplingParams:
         if asked_tokens is not None and asked_tokens > room:
-            raise PromptTooLongError(
-                f"max_tokens: {asked_tokens} exceeds {room}, the tokens that the prompt leaves in "
+            raise PromptTooLongError.at(
+                "max_tokens",
+                f"{asked_tokens} exceeds {room}, the tokens that the prompt leaves in "
                 f"the context of {self._model.max_context_tokens}",
-                param="max_tokens",
             )
         max_tokens = default if asked_tokens is None else asked_tokens
         self._check(body, max_tokens)
@@ -303,32 +291,27 @@ class Preparer:
         """Check limits that depend on the model or on two parameters."""
         vocabulary = self._model.vocab_size
         if body.stream_options is not None and not body.stream:
-            raise InvalidRequestError(
-                "stream_options: requires stream: true", param="stream_options"
-            )
+            raise InvalidRequestError.at("stream_options", "requires stream: true")
         if body.min_tokens is not None and body.min_tokens > max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens: must be at most {max_tokens}, max_tokens (got {body.min_tokens})",
-                param="min_tokens",
+            raise InvalidRequestError.at(
+                "min_tokens", f"must be at most {max_tokens}, max_tokens (got {body.min_tokens})"
             )
         if body.top_k is not None and body.top_k > vocabulary:
-            raise InvalidRequestError(
-                f"top_k: must be at most {vocabulary}, the vocabulary (got {body.top_k})",
-                param="top_k",
+            raise InvalidRequestError.at(
+                "top_k", f"must be at most {vocabulary}, the vocabulary (got {body.top_k})"
             )
         if body.n is not None and body.n > self._settings.window_requests:
-            raise InvalidRequestError(
-                f"n: must be at most {self._settings.window_requests}, the requests that one "
+            raise InvalidRequestError.at(
+                "n",
+                f"must be at most {self._settings.window_requests}, the requests that one "
                 f"worker runs at once (got {body.n})",
-                param="n",
             )
         self._model.check_ids(body.stop_token_ids or (), "stop_token_ids")
         for name in body.logit_bias or ():
             token_id = _number(name)
             if token_id is None or token_id >= vocabulary:
-                raise InvalidRequestError(
-                    f"logit_bias: {name[:40]!r} is not a token id (0 to {vocabulary - 1})",
-                    param="logit_bias",
+                raise InvalidRequestError.at(
+                    "logit_bias", f"{name[:40]!r} is not a token id (0 to {vocabulary - 1})"
                 )
 
     def _request(
@@ -345,9 +328,8 @@ class Preparer:
         least = caller.min_priority
         if least is not None and priority < least:
             if body.priority is not None:
-                raise InvalidRequestError(
-                    f"priority: must be at least {least} for this API key (got {priority})",
-                    param="priority",
+                raise InvalidRequestError.at(
+                    "priority", f"must be at least {least} for this API key (got {priority})"
                 )
             priority = least
         return GenerationRequest(

@@ -77,10 +77,7 @@ def _response_format(body: GenerationBody) -> list[RequestedGrammar]:
     if given.type == "json_object":
         return [RequestedGrammar("response_format", "json", ANY_OBJECT)]
     if given.json_schema is None:
-        raise InvalidRequestError(
-            "response_format.json_schema: is required for this type",
-            param="response_format.json_schema",
-        )
+        raise InvalidRequestError.at("response_format.json_schema", "is required for this type")
     schema = {} if given.json_schema.schema_ is None else given.json_schema.schema_
     if given.json_schema.strict is False and isinstance(schema, dict):
         schema = lenient(schema)
@@ -141,9 +138,8 @@ def _of(
         grammars.append(RequestedGrammar(f"{prefix}json", "json", text))
     if regex is not None:
         if (len(regex) - len(regex.rstrip("\\"))) % 2:
-            raise GrammarError(
-                f"{prefix}regex: ends with a single backslash; write `\\\\` for a backslash",
-                param=f"{prefix}regex",
+            raise GrammarError.at(
+                f"{prefix}regex", "ends with a single backslash; write `\\\\` for a backslash"
             )
         grammars.append(RequestedGrammar(f"{prefix}regex", "regex", regex))
     if choice is not None:

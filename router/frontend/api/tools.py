@@ -32,12 +32,12 @@ def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = No
     if isinstance(choice, ToolNamed):
         named = [tool for tool in tools if tool.name == choice.function.name]
         if not named:
-            raise InvalidRequestError(
-                f"tool_choice: tool {choice.function.name!r} is not in tools", param="tool_choice"
+            raise InvalidRequestError.at(
+                "tool_choice", f"tool {choice.function.name!r} is not in tools"
             )
         return named
     if choice == "required" and not tools:
-        raise InvalidRequestError("tool_choice: required needs tools", param="tool_choice")
+        raise InvalidRequestError.at("tool_choice", "required needs tools")
     return tools
 
 
@@ -45,15 +45,13 @@ def _check(tools: Sequence[Tool]) -> None:
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.name in names:
-            raise InvalidRequestError(
-                f"tools[{index}]: function {tool.name!r} is defined twice", param=f"tools[{index}]"
+            raise InvalidRequestError.at(
+                f"tools[{index}]", f"function {tool.name!r} is defined twice"
             )
         names.add(tool.name)
         if tool.parameters and tool.parameters.get("type", "object") != "object":
             where = f"tools[{index}].function.parameters"
-            raise InvalidRequestError(
-                f"{where}: must be the schema of an object (`type: object`)", param=where
-            )
+            raise InvalidRequestError.at(where, "must be the schema of an object (`type: object`)")
 
 
 def may_be_called(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool]:
@@ -69,9 +67,7 @@ def may_be_called(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool
     for index, tool in enumerate(choice.allowed_tools.tools):
         if tool.function.name not in known:
             where = f"tool_choice.allowed_tools.tools[{index}]"
-            raise InvalidRequestError(
-                f"{where}: tool {tool.function.name!r} is not in tools", param=where
-            )
+            raise InvalidRequestError.at(where, f"tool {tool.function.name!r} is not in tools")
     return [tool for tool in tools if tool.name in allowed]
 
 
@@ -95,7 +91,7 @@ def calls_grammar_of(body: ChatBody, tools: Sequence[Tool], *, only_calls: bool 
     try:
         return calls_grammar(tools, "required" if required else "auto", parallel=parallel)
     except GrammarError as error:
-        raise GrammarError(f"tools: {error.message}", param="tools") from error
+        raise GrammarError.at("tools", f"{error.message}") from error
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -115,13 +111,12 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
             entry["tool_calls"] = _calls(message)
             called |= {call.id for call in message.tool_calls if call.id}
         elif message.content is None and message.role != "assistant":
-            raise InvalidRequestError(f"{where}.content: is required", param=f"{where}.content")
+            raise InvalidRequestError.at(f"{where}.content", "is required")
         if message.role == "tool":
             if message.tool_call_id not in called:
-                raise InvalidRequestError(
-                    f"{where}.tool_call_id: must be the id of an earlier call "
-                    f"(got {message.tool_call_id!r:.80})",
-                    param=f"{where}.tool_call_id",
+                raise InvalidRequestError.at(
+                    f"{where}.tool_call_id",
+                    f"must be the id of an earlier call (got {message.tool_call_id!r:.80})",
                 )
             entry["tool_call_id"] = message.tool_call_id
         elif message.tool_call_id is not None:
@@ -150,4 +145,4 @@ def _text_of(function: CalledFunction) -> str:
 
 
 def _misplaced(param: str, role: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param}: is allowed only in messages with {role}", param=param)
+    return InvalidRequestError.at(param, f"is allowed only in messages with {role}")

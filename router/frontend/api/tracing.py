@@ -30,26 +30,9 @@ PLACED = "placed on "
 
 
 def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller: Caller) -> Span:
-    """Start the span of a call; it contains parameters, but never text.
-
-    Args:
-        tracing: Tracing of the router.
-        operation: ``chat`` or ``text_completion``.
-        body: Request body.
-        caller: Caller with the client's trace context.
-    """
-    span = tracing.tracer.start_span(
-        f"{operation} {body.model}",
-        context=extract(caller.traceparent),
-        kind=SpanKind.SERVER,
-    )
-    if not span.is_recording():
-        return span
+    """Start the span of a ``chat`` or ``text_completion``; it never contains text."""
     limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
-    attributes: dict[str, Any] = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": "baton",
-        "gen_ai.request.model": body.model,
+    attributes = {
         "gen_ai.request.max_tokens": limit or body.max_tokens,
         "gen_ai.request.temperature": body.temperature,
         "gen_ai.request.top_p": body.top_p,
@@ -58,34 +41,39 @@ def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller:
         "gen_ai.request.stream": bool(body.stream),
         "gen_ai.request.choice.count": body.n or 1,
         "gen_ai.request.stop_sequences": list(body.stops) or None,
-        "enduser.id": body.user,
-        "baton.tenant": caller.tenant,
-        "baton.client_request_id": caller.client_id or None,
-        "baton.mode": caller.mode,
     }
-    _set(span, attributes)
-    return span
+    return _started(tracing, operation, body, caller, attributes)
 
 
 def embedding_span(tracing: Tracing, body: EmbeddingBody, caller: Caller) -> Span:
     """Start the span of an embeddings call."""
-    span = tracing.tracer.start_span(
-        f"embeddings {body.model}",
-        context=extract(caller.traceparent),
-        kind=SpanKind.SERVER,
-    )
     attributes = {
-        "gen_ai.operation.name": "embeddings",
-        "gen_ai.provider.name": "baton",
-        "gen_ai.request.model": body.model,
         "gen_ai.request.encoding_formats": [body.encoding_format],
         "gen_ai.embeddings.dimension.count": body.dimensions,
+    }
+    return _started(tracing, "embeddings", body, caller, attributes)
+
+
+def _started(
+    tracing: Tracing,
+    operation: str,
+    body: GenerationBody | EmbeddingBody,
+    caller: Caller,
+    attributes: dict[str, Any],
+) -> Span:
+    name = f"{operation} {body.model}"
+    context = extract(caller.traceparent)
+    span = tracing.tracer.start_span(name, context=context, kind=SpanKind.SERVER)
+    common = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": body.model,
         "enduser.id": body.user,
         "baton.tenant": caller.tenant,
         "baton.client_request_id": caller.client_id or None,
         "baton.mode": caller.mode,
     }
-    _set(span, attributes)
+    _set(span, {**common, **attributes})
     return span
 
 

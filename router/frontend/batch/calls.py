@@ -99,9 +99,8 @@ def routes(router: RouterParts) -> Endpoints:
         if found is None:
             raise UnavailableError("files need a state folder, which this router does not have")
         if tenant == LOCK:
-            raise InvalidRequestError(
-                f"x-baton-tenant: {tenant!r} is a reserved name and cannot have files",
-                param="x-baton-tenant",
+            raise InvalidRequestError.at(
+                "x-baton-tenant", f"{tenant!r} is a reserved name and cannot have files"
             )
         return found, tenant
 
@@ -170,9 +169,8 @@ def routes(router: RouterParts) -> Endpoints:
         store, tenant = of(request)
         body = parse(BatchBody, await read_body(request, router), ignored_of(request))
         if await asyncio.to_thread(store.file, tenant, body.input_file_id) is None:
-            raise InvalidRequestError(
-                f"input_file_id: file {body.input_file_id[:80]!r} does not exist",
-                param="input_file_id",
+            raise InvalidRequestError.at(
+                "input_file_id", f"file {body.input_file_id[:80]!r} does not exist"
             )
         if len(await asyncio.to_thread(store.batches, tenant)) >= MAX_FILES:
             raise InvalidRequestError(
@@ -211,8 +209,8 @@ def routes(router: RouterParts) -> Endpoints:
         store, tenant = of(request)
         record = _known(await asyncio.to_thread(store.batch, tenant, batch_id), batch_id)
         if record.ended:
-            raise InvalidRequestError(
-                f"batch_id: the batch has already ended ({record.state})", param="batch_id"
+            raise InvalidRequestError.at(
+                "batch_id", f"the batch has already ended ({record.state})"
             )
         await asyncio.to_thread(store.ask_to_cancel, record)
         record.cancel(time.time())  # the router that runs it will store the same state
@@ -237,7 +235,7 @@ def _page(
     """Return the part of a list after the entry ``after``, in OpenAI's format."""
     names = [record.id for record in records]
     if after and after not in names:
-        raise InvalidRequestError(f"after: {after[:80]!r} does not exist", param="after")
+        raise InvalidRequestError.at("after", f"{after[:80]!r} does not exist")
     begin = names.index(after) + 1 if after else 0
     shown = [record.shown() for record in records[begin : begin + limit]]
     return {

@@ -10,7 +10,7 @@ files are moved to their final place, the record stores their ids (``name_files`
 finds such ids in a batch that has not ended only ends the batch.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -25,16 +25,6 @@ State = Literal[
     "cancelled",
 ]
 ENDED: frozenset[State] = frozenset(("completed", "failed", "expired", "cancelled"))
-
-_TIMES: tuple[State, ...] = (
-    "in_progress",
-    "finalizing",
-    "completed",
-    "failed",
-    "expired",
-    "cancelling",
-    "cancelled",
-)
 
 
 class BatchRecord(msgspec.Struct, kw_only=True):
@@ -135,7 +125,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
             "error_file_id": self.error_file_id if self.ended else None,
             "created_at": self.created_s,
             "expires_at": self.expires_s,
-            **{f"{state}_at": self.times_s.get(state) for state in _TIMES},
+            **{f"{state}_at": self.times_s.get(state) for state in get_args(State)[1:]},
             "request_counts": {
                 "total": self.total,
                 "completed": self.completed,

@@ -179,8 +179,8 @@ class BatchStore:
             return False
         for batch in self.batches(tenant):
             if batch.input_file_id == file_id and not batch.ended:
-                raise InvalidRequestError(
-                    f"file_id: the file is in use by {batch.id}; cancel it first", param="file_id"
+                raise InvalidRequestError.at(
+                    "file_id", f"the file is in use by {batch.id}; cancel it first"
                 )
         (self._folder(tenant, "files") / f"{file_id}.json").unlink(missing_ok=True)
         self.data_path(tenant, file_id).unlink(missing_ok=True)

@@ -81,9 +81,7 @@ async def read_upload(
     """
     kind = request.headers.get("content-type", "")
     if not kind.lower().startswith("multipart/form-data"):
-        raise UnsupportedMediaError(
-            "content-type: must be multipart/form-data", param="content-type"
-        )
+        raise UnsupportedMediaError.at("content-type", "must be multipart/form-data")
     limit_bytes = limits.batch.max_file_bytes
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit_bytes + _FORM_BYTES:
@@ -124,19 +122,14 @@ def _checked(form: FormData, limit_bytes: int) -> Upload:
     file = form.get("file")
     purpose = form.get("purpose")
     if not isinstance(file, UploadFile):
-        raise InvalidRequestError("file: is required", param="file")
+        raise InvalidRequestError.at("file", "is required")
     if purpose != "batch":
-        raise InvalidRequestError(
-            f"purpose: must be batch (got {str(purpose)[:40]!r})",
-            param="purpose",
-        )
+        raise InvalidRequestError.at("purpose", f"must be batch (got {str(purpose)[:40]!r})")
     if (file.size or 0) > limit_bytes:
         raise _too_large(limit_bytes)
     keep = form.get("expires_after[seconds]")
     if keep is not None and not (isinstance(keep, str) and keep.isdigit() and len(keep) < 10):
-        raise InvalidRequestError(
-            "expires_after[seconds]: must be an integer", param="expires_after[seconds]"
-        )
+        raise InvalidRequestError.at("expires_after[seconds]", "must be an integer")
     name = (file.filename or "file.jsonl")[:_MAX_NAME_CHARS]
     return Upload(form, file, name, purpose, int(keep) if isinstance(keep, str) else None)
 

@@ -42,10 +42,9 @@ class Gunzip:
             return None
         if name in ("gzip", "x-gzip"):
             return cls()
-        raise UnsupportedMediaError(
-            f"content-encoding: {content_encoding[:40]!r} is not supported; send gzip or an "
-            "uncompressed body",
-            param="content-encoding",
+        raise UnsupportedMediaError.at(
+            "content-encoding",
+            f"{content_encoding[:40]!r} is not supported; send gzip or an uncompressed body",
         )
 
     def _new(self) -> "zlib._Decompress":

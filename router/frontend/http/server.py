@@ -10,26 +10,14 @@ import functools
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 
 from router.frontend.http.acceptor import Acceptor
+from router.routing.group.group import RouterGroup
 
 _LOOK_EVERY_S = 0.1
-
-
-class Group(Protocol):
-    """Routers that share the port; implemented by ``router.routing.group.group.RouterGroup``."""
-
-    async def join(self, make_connection: Any, tls: object | None) -> None:
-        """Start accepting connections of the shared port."""
-
-    def leave(self) -> None:
-        """Stop accepting connections of the shared port."""
-
-    async def close(self) -> None:
-        """Release the group's resources."""
 
 
 class RouterServer(uvicorn.Server):
@@ -45,7 +33,7 @@ class RouterServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        group: Group | None = None,
+        group: RouterGroup | None = None,
         *,
         leave_limit_s: float = 0.0,
         count_failure: Callable[[str], None] = lambda _: None,

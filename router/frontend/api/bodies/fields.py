@@ -114,8 +114,7 @@ def refuse(name: str, where: str, rule: Refused, value: Any) -> None:
         InvalidRequestError: The field is rejected; the message names an alternative.
     """
     if not rule.allows(value):
-        raise InvalidRequestError(
-            f"{where}{name}: is not supported, and ignoring it would change the answer; "
-            f"{rule.instead}",
-            param=f"{where}{name}",
+        raise InvalidRequestError.at(
+            f"{where}{name}",
+            f"is not supported, and ignoring it would change the answer; {rule.instead}",
         )

@@ -139,7 +139,7 @@ def _first_error(error: ValidationError, data: Any) -> InvalidRequestError:
     deepest = [(place, item) for place, item in same if len(place) == depth]
     param = _dotted(deepest[0][0])
     reasons = dict.fromkeys(_sentence(item) for place, item in deepest if place == deepest[0][0])
-    return InvalidRequestError(f"{param}: {' or '.join(reasons)}", param=param)
+    return InvalidRequestError.at(param, f"{' or '.join(reasons)}")
 
 
 def _place(item: Any, data: Any) -> tuple[int | str, ...]:

@@ -24,17 +24,14 @@ def rendering(
         InvalidRequestError: The options exclude each other, or a value has a reserved name.
     """
     if begin_answer and go_on:
-        raise InvalidRequestError(
-            "continue_final_message: cannot be combined with add_generation_prompt: true",
-            param="continue_final_message",
+        raise InvalidRequestError.at(
+            "continue_final_message", "cannot be combined with add_generation_prompt: true"
         )
     kwargs = dict(values or {})
     for name in _OWN:
         if name in kwargs:
             where = f"chat_template_kwargs.{name}"
-            raise InvalidRequestError(
-                f"{where}: is not allowed; use the field {name} of the body", param=where
-            )
+            raise InvalidRequestError.at(where, f"is not allowed; use the field {name} of the body")
     own_begin = kwargs.pop("add_generation_prompt", None)
     if begin_answer is None and isinstance(own_begin, bool) and not go_on:
         begin_answer = own_begin

@@ -36,6 +36,7 @@ class AnswerFormat(Protocol):
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
         """Return the events with the prompt logprobs, which precede the request's first delta."""
+        return b""
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
         """Return the events of one delta of one choice."""
@@ -45,6 +46,7 @@ class AnswerFormat(Protocol):
 
     async def finish(self, active_requests: Sequence[ActiveRequest]) -> None:
         """Prepare the end of the response after all requests have ended without errors."""
+        return
 
     def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """Return the events after the last delta."""
@@ -72,7 +74,7 @@ class ChunkFormat(Protocol):
         """Return the response in one piece."""
 
 
-class DataEvents:
+class DataEvents(AnswerFormat):
     """Format that sends each chunk of a `ChunkFormat` as an event, and ``[DONE]`` at the end.
 
     Args:
@@ -120,9 +122,6 @@ class DataEvents:
     def failed(self, error: BatonError) -> bytes:
         """Return the event that ends a stream with an error."""
         return data_event(error.body())
-
-    async def finish(self, active_requests: Sequence[ActiveRequest]) -> None:
-        """Do nothing: nothing needs to be prepared."""
 
     def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """Return the events after the last delta."""

@@ -1,7 +1,7 @@
 """Formats of OpenAI's chat and text completions, in one piece and as chunks."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from baton.text.tokenizer import TextTokenizer
 from baton.text.tool_calls import CallDelta
@@ -24,6 +24,8 @@ class _Format:
         prompt_logprobs: Number of alternatives for each prompt token (vLLM's parameter).
         token_ids: Whether the response contains token ids (vLLM's ``return_token_ids``).
     """
+
+    _chunk_object: ClassVar[str]
 
     def __init__(
         self,
@@ -48,8 +50,12 @@ class _Format:
         self._tokenizer = tokenizer
         self._include_usage = include_usage
 
-    def _chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head, "object": kind, "choices": choices}
+    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
+        """Return a chunk with the usage and without choices."""
+        return {**self._chunk([]), "usage": usage(active_requests)}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self._chunk_object, "choices": choices}
         if self._include_usage:
             chunk["usage"] = None
         return chunk
@@ -78,6 +84,8 @@ class _Format:
 class ChatFormat(_Format):
     """Format of chats: ``chat.completion`` and ``chat.completion.chunk``."""
 
+    _chunk_object = "chat.completion.chunk"
+
     def __init__(self, *, n: int, **common: Any) -> None:
         super().__init__(**common)
         self._n = n
@@ -91,7 +99,7 @@ class ChatFormat(_Format):
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """Return a chunk without choices."""
-        return [{**self._chunk("chat.completion.chunk", []), **self._vllm(active)}]
+        return [{**self._chunk([]), **self._vllm(active)}]
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """Return a chunk with new content; the last one of a choice has its finish reason."""
@@ -117,11 +125,7 @@ class ChatFormat(_Format):
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return self._chunk("chat.completion.chunk", [choice])
-
-    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """Return a chunk with the usage and without choices."""
-        return {**self._chunk("chat.completion.chunk", []), "usage": usage(active_requests)}
+        return self._chunk([choice])
 
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """Return all choices with their messages."""
@@ -197,6 +201,8 @@ class CompletionFormat(_Format):
         **common: Arguments of ``_Format``.
     """
 
+    _chunk_object = "text_completion"
+
     def __init__(
         self,
         *,
@@ -263,11 +269,7 @@ class CompletionFormat(_Format):
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return self._chunk("text_completion", [choice])
-
-    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """Return a chunk with the usage and without choices."""
-        return {**self._chunk("text_completion", []), "usage": usage(active_requests)}
+        return self._chunk([choice])
 
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """Return all choices of all prompts."""

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from baton.types.errors import BatonError
 from router.frontend.api.errors import Refusal
-from router.frontend.api.formats.answer_format import TextEvent, named_event, usage
+from router.frontend.api.formats.answer_format import AnswerFormat, TextEvent, named_event, usage
 from router.frontend.api.formats.answer_parts import (
     AnswerParts,
     Begin,
@@ -24,7 +24,7 @@ from router.routing.choice import Delta
 from router.routing.requests.active_request import ActiveRequest
 
 
-class MessagesFormat:
+class MessagesFormat(AnswerFormat):
     """Writer of one message.
 
     Args:
@@ -48,10 +48,6 @@ class MessagesFormat:
         message = self._message([], active_requests, ended=False)
         return named_event("message_start", {"type": "message_start", "message": message})
 
-    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
-        """Return nothing: this API has no prompt logprobs."""
-        return b""
-
     def delta(self, prompt: int, delta: Delta) -> bytes:
         """Return the events of the blocks that a delta belongs to."""
         return b"".join(map(_event, self._answer.push(delta)))
@@ -59,9 +55,6 @@ class MessagesFormat:
     def failed(self, error: BatonError) -> bytes:
         """Return the event that ends a stream with an error."""
         return named_event("error", MESSAGES_ERRORS.body(Refusal.of(error), self._id))
-
-    async def finish(self, active_requests: Sequence[ActiveRequest]) -> None:
-        """Do nothing: messages are not stored."""
 
     def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """Return the end of the last block, the stop reason and the usage."""

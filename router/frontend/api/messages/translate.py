@@ -34,9 +34,7 @@ def chat_of(body: CountTokensBody) -> Translation:
         InvalidRequestError: A field is not supported.
     """
     if isinstance(body, MessagesBody) and body.thread is not None:
-        raise ThreadsError(
-            "thread: is not supported; send all messages with each request", param="thread"
-        )
+        raise ThreadsError.at("thread", "is not supported; send all messages with each request")
     conversation = Conversation(joins=("system", "user", "assistant"))
     if body.system is not None:
         conversation.add_text("system", _text_of(body.system, "system"), "system")
@@ -97,7 +95,7 @@ def _text_of(content: str | list[MessagesBlock], where: str) -> str:
 
 def _given(value: str | None, param: str) -> str:
     if value is None:
-        raise InvalidRequestError(f"{param}: is required", param=param)
+        raise InvalidRequestError.at(param, "is required")
     return value
 
 
@@ -131,14 +129,14 @@ def _tools(body: CountTokensBody) -> dict[str, Any]:
 
 def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise InvalidRequestError(
-            f"{where}.type: {tool.type[:64]!r} is a tool that only Anthropic provides; define a "
+        raise InvalidRequestError.at(
+            f"{where}.type",
+            f"{tool.type[:64]!r} is a tool that only Anthropic provides; define a "
             "tool with input_schema",
-            param=f"{where}.type",
         )
     if tool.input_schema is None:
         param = f"{where}.input_schema"
-        raise InvalidRequestError(f"{param}: is required", param=param)
+        raise InvalidRequestError.at(param, "is required")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description

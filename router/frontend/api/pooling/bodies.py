@@ -63,15 +63,14 @@ class ScoreBody(PooledBody):
         left = _one_of("text_1", self.text_1, "queries", self.queries)
         right = _one_of("text_2", self.text_2, "documents", self.documents)
         if len(left) not in (1, len(right)):
-            raise InvalidRequestError(
-                f"text_1: must contain one text, or {len(right)} as text_2 (got {len(left)})",
-                param="text_1",
+            raise InvalidRequestError.at(
+                "text_1", f"must contain one text, or {len(right)} as text_2 (got {len(left)})"
             )
         if len(left) + len(right) > MAX_INPUTS:
-            raise InvalidRequestError(
-                f"text_2: text_1 and text_2 together must contain at most {MAX_INPUTS} texts (got "
+            raise InvalidRequestError.at(
+                "text_2",
+                f"text_1 and text_2 together must contain at most {MAX_INPUTS} texts (got "
                 f"{len(left) + len(right)})",
-                param="text_2",
             )
         return left, right
 
@@ -80,9 +79,7 @@ def _one_of(
     name: str, value: str | list[str] | None, later: str, later_value: str | list[str] | None
 ) -> list[str]:
     if (value is None) == (later_value is None):
-        raise InvalidRequestError(
-            f"{name}: exactly one of {name} and {later} is required", param=name
-        )
+        raise InvalidRequestError.at(name, f"exactly one of {name} and {later} is required")
     given = value if value is not None else later_value
     return [given] if isinstance(given, str) else list(given or ())
 

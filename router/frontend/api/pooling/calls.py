@@ -118,14 +118,11 @@ def _tokens(
         text = model.tokenizer.encode(text)
     tokens = model.encode_prompt(text, param=name)[:most_tokens]
     if not tokens:
-        raise InvalidRequestError(
-            "truncate_prompt_tokens: must be -1 or at least 1 (got 0)",
-            param="truncate_prompt_tokens",
-        )
+        raise InvalidRequestError.at("truncate_prompt_tokens", "must be -1 or at least 1 (got 0)")
     if len(tokens) > limit:
-        raise PromptTooLongError(
-            f"{name}: has {len(tokens)} tokens; this model's context is {limit}; cut it with "
+        raise PromptTooLongError.at(
+            name,
+            f"has {len(tokens)} tokens; this model's context is {limit}; cut it with "
             "`truncate_prompt_tokens: -1`",
-            param=name,
         )
     return tokens

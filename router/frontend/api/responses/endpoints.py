@@ -112,8 +112,8 @@ class _ResponsesCalls(Calls):
     async def found(self, request: Request, response_id: str) -> dict[str, Any]:
         """Return a stored response, or the current state of one that is running here."""
         if request.query_params.get("stream") == "true":
-            raise InvalidRequestError(
-                "stream: the events of a response are not stored; leave it out", param="stream"
+            raise InvalidRequestError.at(
+                "stream", "the events of a response are not stored; leave it out"
             )
         tenant = tenant_of(request.headers, self._router.settings)
         running = self._running(tenant, response_id)
@@ -129,10 +129,10 @@ class _ResponsesCalls(Calls):
             self._router.gateway.cancel(active, "the response was cancelled")
             return running.snapshot("cancelled")
         kept = await self.store.get(tenant, response_id)
-        raise InvalidRequestError(
-            f"response_id: the response has already ended ({kept.response.get('status')}); only "
+        raise InvalidRequestError.at(
+            "response_id",
+            f"the response has already ended ({kept.response.get('status')}); only "
             "its own router can cancel a running one",
-            param="response_id",
         )
 
     def _running(self, tenant: str, response_id: str) -> ResponsesFormat | None:
@@ -187,16 +187,14 @@ def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str
     after = query.get("after")
     limit = query.get("limit")
     if order not in ("asc", "desc"):
-        raise InvalidRequestError(f"order: must be asc or desc (got {order[:40]!r})", param="order")
+        raise InvalidRequestError.at("order", f"must be asc or desc (got {order[:40]!r})")
     if limit is not None and not (limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_PAGE):
-        raise InvalidRequestError(
-            f"limit: must be 1 to {_MAX_PAGE} (got {limit[:40]!r})", param="limit"
-        )
+        raise InvalidRequestError.at("limit", f"must be 1 to {_MAX_PAGE} (got {limit[:40]!r})")
     listed = list(items) if order == "asc" else list(reversed(items))
     names = [item["id"] for item in listed]
     if after is not None:
         if after not in names:
-            raise InvalidRequestError(f"after: item {after[:80]!r} does not exist", param="after")
+            raise InvalidRequestError.at("after", f"item {after[:80]!r} does not exist")
         listed = listed[names.index(after) + 1 :]
     page = listed[: int(limit) if limit is not None else _PAGE]
     return {

@@ -9,6 +9,7 @@ from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import BatonError, CancelledError_
 from router.frontend.api.formats.answer_format import (
     KEEP_ALIVE_COMMENT,
+    AnswerFormat,
     TextEvent,
     named_event,
     usage,
@@ -73,7 +74,7 @@ class _NumberedText:
         return b'%b"sequence_number":%d%b' % (self._before, number, self._text.of(text))
 
 
-class ResponsesFormat:
+class ResponsesFormat(AnswerFormat):
     """Writer of one response.
 
     Args:
@@ -107,10 +108,6 @@ class ResponsesFormat:
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
-
-    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
-        """Return nothing: this API has no prompt logprobs."""
-        return b""
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
         """Return the events of the items that a delta belongs to."""

@@ -191,8 +191,8 @@ class EarlierResponses:
         while at is not None:
             turn = await self._find(at, param)
             if turn is None:
-                raise PreviousResponseError(
-                    f"{param}: response {at[:80]!r} is not stored, or no longer stored", param=param
+                raise PreviousResponseError.at(
+                    param, f"response {at[:80]!r} is not stored, or no longer stored"
                 )
             turns.append(turn)
             at = turn.previous
@@ -220,9 +220,8 @@ class EarlierResponses:
             items = turn.given if place.given else turn.output
             if place.position < len(items) and items[place.position].id == name:
                 return items[place.position]
-        raise InvalidRequestError(
-            f"{param}: item {name[:80]!r} is not stored, or no longer stored; send the item itself",
-            param=param,
+        raise InvalidRequestError.at(
+            param, f"item {name[:80]!r} is not stored, or no longer stored; send the item itself"
         )
 
     async def _find(self, name: str, param: str) -> _Turn | None:
@@ -230,11 +229,11 @@ class EarlierResponses:
             value = await self._store.find(self._tenant, name)
             self.bytes_read += len(value or b"")
             if self.bytes_read > self._max_bytes or len(self._found) >= MAX_RESPONSES:
-                raise InvalidRequestError(
-                    f"{param}: the earlier responses have more than {self._max_bytes} bytes, or "
+                raise InvalidRequestError.at(
+                    param,
+                    f"the earlier responses have more than {self._max_bytes} bytes, or "
                     f"there are more than {MAX_RESPONSES}; start a new conversation with the items "
                     "that matter",
-                    param=param,
                 )
             turn = None
             if value is not None:  # decoding a megabyte of small items takes 0.1 s

@@ -53,7 +53,7 @@ def chat_of(
     for index, item in enumerate(given):
         _add(conversation, item, "input" if isinstance(body.input, str) else f"input[{index}]")
     if not conversation.messages:
-        raise InvalidRequestError("input: is required", param="input")
+        raise InvalidRequestError.at("input", "is required")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
     fields |= _tools(body) | _text(body)
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -85,10 +85,10 @@ def _add(conversation: Conversation, item: ResponsesItem, where: str) -> None:
         if thoughts:
             conversation.add_thoughts(thoughts)
     else:
-        raise InvalidRequestError(
-            f"{where}.type: {item.type[:64]!r} is not supported; send messages, function_call, "
+        raise InvalidRequestError.at(
+            f"{where}.type",
+            f"{item.type[:64]!r} is not supported; send messages, function_call, "
             "function_call_output and reasoning items",
-            param=f"{where}.type",
         )
 
 
@@ -99,10 +99,9 @@ def _text_of(content: str | list[ResponsesPart], where: str) -> str:
     for index, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*_TEXT_PARTS, "refusal"):
-            raise InvalidRequestError(
-                f"{where}[{index}].type: {part.type[:64]!r} is not supported; this model "
-                "reads only text: send its text",
-                param=f"{where}[{index}].type",
+            raise InvalidRequestError.at(
+                f"{where}[{index}].type",
+                f"{part.type[:64]!r} is not supported; this model reads only text: send its text",
             )
         if text is None:
             raise _required(f"{where}[{index}].text")
@@ -111,7 +110,7 @@ def _text_of(content: str | list[ResponsesPart], where: str) -> str:
 
 
 def _required(param: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param}: is required", param=param)
+    return InvalidRequestError.at(param, "is required")
 
 
 def _tools(body: InputTokensBody) -> dict[str, Any]:
@@ -127,10 +126,9 @@ def _tools(body: InputTokensBody) -> dict[str, Any]:
 
 def _tool(tool: ResponsesFunction, where: str) -> dict[str, Any]:
     if tool.type != "function":
-        raise InvalidRequestError(
-            f"{where}.type: {tool.type[:64]!r} is a tool that only OpenAI provides; define a "
-            "function for it",
-            param=f"{where}.type",
+        raise InvalidRequestError.at(
+            f"{where}.type",
+            f"{tool.type[:64]!r} is a tool that only OpenAI provides; define a function for it",
         )
     if tool.name is None:
         raise _required(f"{where}.name")
@@ -158,9 +156,8 @@ def _choice(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
             "type": "allowed_tools",
             "allowed_tools": {"mode": choice.mode or "auto", "tools": tools},
         }
-    raise InvalidRequestError(
-        f"tool_choice.type: {choice.type[:64]!r} is not supported; use function or allowed_tools",
-        param="tool_choice.type",
+    raise InvalidRequestError.at(
+        "tool_choice.type", f"{choice.type[:64]!r} is not supported; use function or allowed_tools"
     )
 
 
