@@ -245,11 +245,7 @@ class ServedModel:
         return vocabulary_of(self.tokenizer, self.vocab_size, ends)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Reject token ids outside the vocabulary.
-
-        Raises:
-            InvalidRequestError: An id is outside the vocabulary.
-        """
+        """Reject token ids outside the vocabulary."""
         for token_id in ids:
             if token_id >= self.vocab_size:
                 raise InvalidRequestError.at(

@@ -16,26 +16,17 @@ from router.routing.requests.gateway import Gateway
 
 
 class EmbeddingAnswer(Exchange):
-    """Response to one embeddings call, of whose inputs only some run at a time.
+    """Response to one embeddings call.
 
-    Args:
-        context: Shared parts.
-        requests: Requests, one for each input.
-        body: Body with dimensions, scaling and encoding of the vectors.
-        at_once: Largest number of waiting and running inputs, to leave room in the queue.
+    To leave space in the queue, only as many inputs run or wait as one worker runs at once.
     """
 
     def __init__(
-        self,
-        context: AnswerContext,
-        requests: Sequence[GenerationRequest],
-        body: EmbeddingBody,
-        *,
-        at_once: int,
+        self, context: AnswerContext, requests: Sequence[GenerationRequest], body: EmbeddingBody
     ) -> None:
         super().__init__(context, requests)
         self._body = body
-        self._at_once = at_once
+        self._at_once = context.router.settings.window_requests
 
     async def _submit_all(self, gateway: Gateway) -> bool:
         """Submit the next input whenever one has ended."""

@@ -100,15 +100,19 @@ class Calls:
         self, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
         """Return the response to an embeddings call."""
-        router = self._router
-        span = embedding_span(router.tracing, body, caller)
+        context, requests = await self.embedding_requests("embeddings", body, size, caller, now_ns)
+        return EmbeddingAnswer(context, requests, body)
+
+    async def embedding_requests(
+        self, endpoint: str, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
+    ) -> tuple[AnswerContext, list[GenerationRequest]]:
+        """Return the context of an embeddings call, and a request for each input."""
+        preparer = self._router.preparer
+        span = embedding_span(self._router.tracing, body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            requests = await off_loop(
-                size, lambda: router.preparer.embeddings(body, caller, now_ns)
-            )
-        context = self.context("embeddings", requests[0].answer_id, span)
-        return EmbeddingAnswer(context, requests, body, at_once=router.settings.window_requests)
+            requests = await off_loop(size, lambda: preparer.embeddings(body, caller, now_ns))
+        return self.context(endpoint, requests[0].answer_id, span), requests
 
     async def chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
         """Return the response to a chat."""

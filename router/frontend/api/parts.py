@@ -6,7 +6,7 @@ lists these files.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, get_type_hints
 
@@ -22,6 +22,7 @@ from baton.telemetry.tracing import Tracing
 from baton.types.errors import (
     ClientClosedError,
     DeadlineError,
+    InvalidRequestError,
     PayloadTooLargeError,
     SlowRequestError,
 )
@@ -183,6 +184,26 @@ async def read_body(request: Request, router: RouterParts, *, deadline_s: float 
     if decoder is not None:
         decoder.end()
     return utf8_of(bytes(body))
+
+
+def page_of(entries: Sequence[dict[str, Any]], limit: int, after: str) -> dict[str, Any]:
+    """Return up to ``limit`` entries of a list after the entry ``after``, in OpenAI's format.
+
+    Raises:
+        InvalidRequestError: There is no entry ``after``.
+    """
+    names = [entry["id"] for entry in entries]
+    if after and after not in names:
+        raise InvalidRequestError.at("after", f"{after[:80]!r} does not exist")
+    begin = names.index(after) + 1 if after else 0
+    page = entries[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": begin + limit < len(entries),
+    }
 
 
 def _too_large(limit_bytes: int) -> PayloadTooLargeError:

@@ -95,7 +95,10 @@ def _number(raw: str) -> int | None:
 
 
 class Preparer:
-    """Converts bodies to requests. Large bodies take time: see ``off_loop``."""
+    """Converts bodies to requests. Large bodies take time: see ``off_loop``.
+
+    Every method raises InvalidRequestError if a parameter is invalid.
+    """
 
     def __init__(self, model: ServedModel, settings: RouterSettings) -> None:
         self._model = model
@@ -104,11 +107,7 @@ class Preparer:
     def chat(
         self, body: ChatBody, caller: Caller, now_ns: int, grammar: str = ""
     ) -> GenerationRequest:
-        """Return the request of a chat; its answer follows ``grammar``.
-
-        Raises:
-            InvalidRequestError: A parameter is invalid; ``param`` names it.
-        """
+        """Return the request of a chat; its answer follows ``grammar``."""
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError.at("top_logprobs", "requires logprobs: true")
         limits = (body.max_tokens, body.max_completion_tokens)
@@ -143,11 +142,7 @@ class Preparer:
     def completions(
         self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""
     ) -> list[GenerationRequest]:
-        """Return the requests of a completion, one for each prompt; answers follow ``grammar``.
-
-        Raises:
-            InvalidRequestError: A parameter is invalid; ``param`` names it.
-        """
+        """Return the requests of a completion, one for each prompt; answers follow ``grammar``."""
         logprobs_only = body.max_tokens == 0
         if logprobs_only and body.prompt_alternatives is None:
             raise InvalidRequestError.at(
@@ -194,11 +189,7 @@ class Preparer:
     def embeddings(
         self, body: EmbeddingBody, caller: Caller, now_ns: int
     ) -> list[GenerationRequest]:
-        """Return the requests of an embeddings call, one for each input.
-
-        Raises:
-            InvalidRequestError: A parameter is invalid; ``param`` names it.
-        """
+        """Return the requests of an embeddings call, one for each input."""
         inputs = body.inputs()
         size = self._model.hidden_size
         if not 1 <= len(inputs) <= MAX_INPUTS:

@@ -24,11 +24,7 @@ class RequestedGrammar(NamedTuple):
 
 
 def requested_grammar(body: GenerationBody, model: ServedModel) -> RequestedGrammar | None:
-    """Return the grammar of a body, or None if the answer is unconstrained.
-
-    Raises:
-        InvalidRequestError: There is more than one constraint, or one cannot be enforced.
-    """
+    """Return the grammar of a body, or None if the answer is unconstrained."""
     shapes = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
     if len(shapes) > 1:
         names = " and ".join(sorted({shape.param for shape in shapes}))

@@ -12,11 +12,7 @@ from router.frontend.api.bodies.tools import ToolChoice, ToolNamed, ToolOffered,
 
 
 def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = None) -> list[Tool]:
-    """Return the tools that the model sees; ``choice`` may select one or none.
-
-    Raises:
-        InvalidRequestError: A tool is invalid, or the choice does not match the tools.
-    """
+    """Return the tools that the model sees; ``choice`` may select one or none."""
     tools = [
         Tool(
             name=item.function.name,
@@ -55,11 +51,7 @@ def _check(tools: Sequence[Tool]) -> None:
 
 
 def may_be_called(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool]:
-    """Return those of ``tools`` that the model may call.
-
-    Raises:
-        InvalidRequestError: An allowed tool is not in ``tools``.
-    """
+    """Return those of ``tools`` that the model may call."""
     if not isinstance(choice, ToolsAllowed):
         return list(tools)
     known = {tool.name for tool in tools}
@@ -79,13 +71,7 @@ def must_call(choice: ToolChoice | None) -> bool:
 
 
 def calls_grammar_of(body: ChatBody, tools: Sequence[Tool], *, only_calls: bool = False) -> str:
-    """Return the grammar of an answer that may call ``tools``.
-
-    Args:
-        body: The chat.
-        tools: Tools that may be called, not empty.
-        only_calls: Whether the grammar describes calls only, without text.
-    """
+    """Return the grammar of an answer that may call ``tools``; ``only_calls`` excludes text."""
     parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ToolNamed)
     required = only_calls or must_call(body.tool_choice)
     try:
@@ -95,11 +81,7 @@ def calls_grammar_of(body: ChatBody, tools: Sequence[Tool], *, only_calls: bool 
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Convert messages to the input of ``baton.text.tools.conversation``.
-
-    Raises:
-        InvalidRequestError: Content is missing, or calls and results do not match.
-    """
+    """Convert messages to the input of ``baton.text.tools.conversation``."""
     called: set[str] = set()
     conversation = []
     for index, message in enumerate(messages):

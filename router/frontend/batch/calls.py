@@ -17,7 +17,7 @@ from router.frontend.api.bodies.common import Body, NonEmpty
 from router.frontend.api.bodies.fields import Fields
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import ignored_of
-from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.api.parts import Endpoints, RouterParts, page_of, read_body
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
 from router.frontend.batch.uploads import UploadGate, read_upload
@@ -232,16 +232,4 @@ def _unknown(record_id: str) -> HTTPException:
 def _page(
     records: Sequence[FileRecord] | Sequence[BatchRecord], limit: int, after: str
 ) -> dict[str, Any]:
-    """Return the part of a list after the entry ``after``, in OpenAI's format."""
-    names = [record.id for record in records]
-    if after and after not in names:
-        raise InvalidRequestError.at("after", f"{after[:80]!r} does not exist")
-    begin = names.index(after) + 1 if after else 0
-    shown = [record.shown() for record in records[begin : begin + limit]]
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": begin + limit < len(records),
-    }
+    return page_of([record.shown() for record in records], limit, after)

@@ -56,11 +56,11 @@ class BatchRunner:
     def __init__(
         self, store: BatchStore, settings: RouterSettings, metrics: Metrics, tasks: BackgroundTasks
     ) -> None:
-        self._store = store
-        self._settings = settings
-        self._metrics = metrics
+        self.store = store
+        self.settings = settings
+        self.metrics = metrics
+        self.places = asyncio.Semaphore(store.limits.at_once)
         self._tasks = tasks
-        self._places = asyncio.Semaphore(store.limits.at_once)
         self._running: dict[str, _Run] = {}  # by tenant
 
     def start(self, app: ASGIApp) -> None:
@@ -70,7 +70,7 @@ class BatchRunner:
     async def _look(self, app: ASGIApp) -> None:
         """Wait for the lock, then run batches."""
         with ExitStack() as held:
-            while not await asyncio.to_thread(held.enter_context, self._store.lock()):
+            while not await asyncio.to_thread(held.enter_context, self.store.lock()):
                 held.close()
                 await asyncio.sleep(_POLL_S)
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -87,9 +87,9 @@ class BatchRunner:
         sweep_at_s = 0.0
         while True:
             if time.monotonic() >= sweep_at_s:
-                await asyncio.to_thread(self._store.sweep, time.time())
+                await asyncio.to_thread(self.store.sweep, time.time())
                 sweep_at_s = time.monotonic() + _SWEEP_S
-            for batch in await asyncio.to_thread(self._store.open_batches):
+            for batch in await asyncio.to_thread(self.store.open_batches):
                 await self._attend(batch, client)
             await asyncio.sleep(_POLL_S)
 
@@ -98,23 +98,20 @@ class BatchRunner:
         run = self._running.get(batch.tenant)
         if run is None:
             # It may have ended since the list was read.
-            found = await asyncio.to_thread(self._store.batch, batch.tenant, batch.id)
+            found = await asyncio.to_thread(self.store.batch, batch.tenant, batch.id)
             if found is None or found.ended:
                 return
-            run = self._running[batch.tenant] = self._run_of(found, client)
+            run = self._running[batch.tenant] = _Run(found, self, client)
             self._tasks.spawn(self._finish(run), "batch")
-        is_cancelled = await asyncio.to_thread(self._store.is_cancelled, batch)
+        is_cancelled = await asyncio.to_thread(self.store.is_cancelled, batch)
         if run.batch.id == batch.id:
             if is_cancelled:
                 run.cancel()
         elif is_cancelled or batch.expires_s < time.time():
-            waiting = self._run_of(batch, client)  # for another batch of its tenant
+            waiting = _Run(batch, self, client)  # for another batch of its tenant
             if is_cancelled:
                 waiting.cancel()
             await waiting.end()
-
-    def _run_of(self, batch: BatchRecord, client: httpx.AsyncClient) -> "_Run":
-        return _Run(batch, self._store, client, self._places, self._settings, self._metrics)
 
     async def _finish(self, run: "_Run") -> None:
         try:
@@ -128,23 +125,16 @@ class BatchRunner:
 
 
 class _Run:
-    def __init__(
-        self,
-        batch: BatchRecord,
-        store: BatchStore,
-        client: httpx.AsyncClient,
-        places: asyncio.Semaphore,
-        settings: RouterSettings,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, batch: BatchRecord, runner: BatchRunner, client: httpx.AsyncClient) -> None:
         self.batch = batch
-        self._store = store
+        self._store = runner.store
         self._client = client
-        self._places = places
-        self._lines = asyncio.Semaphore(store.limits.at_once)  # limits started lines of this batch
-        self._max_line_bytes = settings.max_body_bytes
-        self._headers = _headers_of(batch.tenant, settings.api_keys)
-        self._metrics = metrics
+        self._places = runner.places
+        # limits started lines of this batch
+        self._lines = asyncio.Semaphore(runner.store.limits.at_once)
+        self._max_line_bytes = runner.settings.max_body_bytes
+        self._headers = _headers_of(batch.tenant, runner.settings.api_keys)
+        self._metrics = runner.metrics
         self._enough = asyncio.Event()  # cancelled, or no space
         self._saved_s = 0.0
 

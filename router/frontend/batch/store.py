@@ -85,11 +85,7 @@ class BatchStore:
         return max(min(own, self.limits.max_bytes - _bytes_below(self.root)), 0)
 
     def check_room(self, tenant: str, more_bytes: int) -> None:
-        """Check the limits before ``more_bytes`` are added.
-
-        Raises:
-            PayloadTooLargeError: A limit of bytes or files is exceeded.
-        """
+        """Raise PayloadTooLargeError if ``more_bytes`` would exceed a limit."""
         own = _bytes_below(self.root / tenant)
         if own + more_bytes > self.limits.max_bytes_per_tenant:
             raise PayloadTooLargeError(
@@ -106,11 +102,7 @@ class BatchStore:
     def add_file(
         self, tenant: str, source: IO[bytes], filename: str, purpose: str, now_s: float, keep_s: int
     ) -> FileRecord:
-        """Store the content of ``source`` as a new file.
-
-        Raises:
-            PayloadTooLargeError: A limit is exceeded.
-        """
+        """Store the content of ``source`` as a new file, within the limits of `check_room`."""
         size = source.seek(0, os.SEEK_END)
         source.seek(0)
         self.check_room(tenant, size)

@@ -32,11 +32,7 @@ class Gunzip:
 
     @classmethod
     def of(cls, content_encoding: str) -> "Gunzip | None":
-        """Return the decoder for this header; None for an uncompressed body.
-
-        Raises:
-            UnsupportedMediaError: The encoding is not gzip.
-        """
+        """Return the decoder for this header; None for an uncompressed body."""
         name = content_encoding.strip().lower()
         if name in ("", "identity"):
             return None
@@ -75,11 +71,7 @@ class Gunzip:
         return bytes(found)
 
     def end(self) -> None:
-        """Check that the body is complete.
-
-        Raises:
-            InvalidRequestError: The body ends in the middle of a member.
-        """
+        """Check that the body is complete."""
         if self._begun and not self._inflate.eof:
             raise _corrupt("it is incomplete")
 
@@ -89,11 +81,7 @@ def _corrupt(why: str) -> InvalidRequestError:
 
 
 def utf8_of(body: bytes) -> bytes:
-    """Return a body without its byte order mark.
-
-    Raises:
-        InvalidRequestError: The body is UTF-16 or UTF-32.
-    """
+    """Return a body without its byte order mark; reject UTF-16 and UTF-32."""
     if body.startswith(_BOM):
         return body[len(_BOM) :]
     for mark, name in _OTHERS:

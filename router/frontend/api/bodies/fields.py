@@ -108,11 +108,7 @@ class Ignored:
 
 
 def refuse(name: str, where: str, rule: Refused, value: Any) -> None:
-    """Reject the field unless ``value`` is harmless.
-
-    Raises:
-        InvalidRequestError: The field is rejected; the message names an alternative.
-    """
+    """Reject the field unless ``value`` is harmless."""
     if not rule.allows(value):
         raise InvalidRequestError.at(
             f"{where}{name}",

@@ -28,11 +28,7 @@ _NAMES = {
 
 
 def chat_of(body: CountTokensBody) -> Translation:
-    """Return the chat that corresponds to a body, without a limit on its answer.
-
-    Raises:
-        InvalidRequestError: A field is not supported.
-    """
+    """Return the chat that corresponds to a body, without a limit on its answer."""
     if isinstance(body, MessagesBody) and body.thread is not None:
         raise ThreadsError.at("thread", "is not supported; send all messages with each request")
     conversation = Conversation(joins=("system", "user", "assistant"))

@@ -29,10 +29,8 @@ class PooledAnswer(EmbeddingAnswer):
         requests: Sequence[GenerationRequest],
         body: EmbeddingBody,
         write: Write,
-        *,
-        at_once: int,
     ) -> None:
-        super().__init__(context, requests, body, at_once=at_once)
+        super().__init__(context, requests, body)
         self._write_vectors = write
 
     def _whole(self) -> dict[str, Any]:

@@ -55,11 +55,7 @@ class ScoreBody(PooledBody):
     """same as text_2"""
 
     def sides(self) -> tuple[list[str], list[str]]:
-        """Return the texts of both sides.
-
-        Raises:
-            InvalidRequestError: A side is missing or given twice, or the lengths do not match.
-        """
+        """Return the texts of both sides."""
         left = _one_of("text_1", self.text_1, "queries", self.queries)
         right = _one_of("text_2", self.text_2, "documents", self.documents)
         if len(left) not in (1, len(right)):

@@ -12,7 +12,6 @@ from router.frontend.api.parts import Endpoints, RouterParts
 from router.frontend.api.pooling.answers import PooledAnswer, Write, pooled, ranked, scored
 from router.frontend.api.pooling.bodies import PooledBody, PoolingBody, RerankBody, ScoreBody
 from router.frontend.api.prepare import Caller, off_loop
-from router.frontend.api.tracing import embedding_span, ended_on_error, traceparent_of
 from router.served_model import ServedModel
 
 
@@ -25,47 +24,43 @@ def routes(router: RouterParts) -> Endpoints:
     @api.post_body("/score", ScoreBody)
     async def score(request: Request) -> Response:
         """Compute the similarity of texts, which is the cosine of their vectors."""
-        return await calls.calls.answer(request, "score", ScoreBody, calls.score)
+        return await calls.answer(request, "score", ScoreBody, calls.score)
 
     @api.post_body("/v2/rerank", RerankBody)
     @api.post_body("/v1/rerank", RerankBody)
     @api.post_body("/rerank", RerankBody)
     async def rerank(request: Request) -> Response:
         """Sort documents by their similarity to a query, most similar first."""
-        return await calls.calls.answer(request, "rerank", RerankBody, calls.rerank)
+        return await calls.answer(request, "rerank", RerankBody, calls.rerank)
 
     @api.post_body("/pooling", PoolingBody)
     async def pooling(request: Request) -> Response:
         """Compute the pooled vector of each input."""
-        return await calls.calls.answer(request, "pooling", PoolingBody, calls.pooling)
+        return await calls.answer(request, "pooling", PoolingBody, calls.pooling)
 
     return api
 
 
-class _PooledCalls:
-    def __init__(self, router: RouterParts) -> None:
-        self._router = router
-        self.calls = Calls(router)
-
+class _PooledCalls(Calls):
     async def score(self, body: ScoreBody, size: int, caller: Caller, now_ns: int) -> Response:
         left, right = body.sides()
         names = [f"text_1[{i}]" for i in range(len(left))]
         names += [f"text_2[{i}]" for i in range(len(right))]
         pairs = [(index % len(left), len(left) + index) for index in range(len(right))]
         how = await off_loop(size, lambda: self._how(body, [*left, *right], names))
-        return await self._answer("score", how, scored(pairs), (size, caller, now_ns))
+        return await self._pooled("score", how, scored(pairs), size, caller, now_ns)
 
     async def rerank(self, body: RerankBody, size: int, caller: Caller, now_ns: int) -> Response:
         texts = [body.query, *body.texts()]
         names = ["query", *(f"documents[{i}]" for i in range(len(texts) - 1))]
         how = await off_loop(size, lambda: self._how(body, texts, names))
-        return await self._answer("rerank", how, ranked(body), (size, caller, now_ns))
+        return await self._pooled("rerank", how, ranked(body), size, caller, now_ns)
 
     async def pooling(self, body: PoolingBody, size: int, caller: Caller, now_ns: int) -> Response:
         inputs = body.inputs()
         names = [f"input[{i}]" for i in range(len(inputs))]
         how = await off_loop(size, lambda: self._how(body, inputs, names))
-        return await self._answer("pooling", how, pooled(how), (size, caller, now_ns))
+        return await self._pooled("pooling", how, pooled(how), size, caller, now_ns)
 
     def _how(
         self, body: PooledBody, texts: Sequence[str | list[int]], names: Sequence[str]
@@ -93,18 +88,17 @@ class _PooledCalls:
             **more,
         )
 
-    async def _answer(
-        self, endpoint: str, how: EmbeddingBody, write: Write, call: tuple[int, Caller, int]
+    async def _pooled(
+        self,
+        endpoint: str,
+        how: EmbeddingBody,
+        write: Write,
+        size: int,
+        caller: Caller,
+        now_ns: int,
     ) -> Response:
-        size, caller, now_ns = call
-        router = self._router
-        span = embedding_span(router.tracing, how, caller)
-        caller = traceparent_of(span, caller)
-        with ended_on_error(span):
-            requests = await off_loop(size, lambda: router.preparer.embeddings(how, caller, now_ns))
-        context = self.calls.context(endpoint, requests[0].answer_id, span)
-        at_once = router.settings.window_requests
-        return PooledAnswer(context, requests, how, write, at_once=at_once)
+        context, requests = await self.embedding_requests(endpoint, how, size, caller, now_ns)
+        return PooledAnswer(context, requests, how, write)
 
 
 def _tokens(

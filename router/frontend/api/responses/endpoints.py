@@ -13,7 +13,7 @@ from baton.types.errors import InvalidRequestError, PromptTooLongError
 from router.frontend.access import tenant_of
 from router.frontend.api.answer import Answer
 from router.frontend.api.generation import Calls
-from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.api.parts import Endpoints, RouterParts, page_of
 from router.frontend.api.prepare import Caller, off_loop
 from router.frontend.api.responses.body import InputTokensBody, ResponsesBody, ResponsesItem
 from router.frontend.api.responses.format import ResponsesFormat
@@ -184,23 +184,10 @@ class _ResponsesCalls(Calls):
 def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return a page of a list, newest first by default."""
     order = query.get("order", "desc")
-    after = query.get("after")
     limit = query.get("limit")
     if order not in ("asc", "desc"):
         raise InvalidRequestError.at("order", f"must be asc or desc (got {order[:40]!r})")
     if limit is not None and not (limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_PAGE):
         raise InvalidRequestError.at("limit", f"must be 1 to {_MAX_PAGE} (got {limit[:40]!r})")
     listed = list(items) if order == "asc" else list(reversed(items))
-    names = [item["id"] for item in listed]
-    if after is not None:
-        if after not in names:
-            raise InvalidRequestError.at("after", f"item {after[:80]!r} does not exist")
-        listed = listed[names.index(after) + 1 :]
-    page = listed[: int(limit) if limit is not None else _PAGE]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(page) < len(listed),
-    }
+    return page_of(listed, int(limit) if limit is not None else _PAGE, query.get("after", ""))

@@ -15,11 +15,7 @@ _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": 
 
 
 def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> dict[str, Any]:
-    """Return the response object without status, output and usage.
-
-    Raises:
-        InvalidRequestError: A field cannot be encoded as JSON.
-    """
+    """Return the response object without status, output and usage."""
     text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text is not None else {}
     reasoning = body.reasoning.model_dump() if body.reasoning is not None else {}
     choice = body.tool_choice

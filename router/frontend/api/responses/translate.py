@@ -41,9 +41,6 @@ def chat_of(
         body: Request body.
         earlier: Items of earlier responses.
         given: Items of the body, with references resolved.
-
-    Raises:
-        InvalidRequestError: A field is not supported.
     """
     conversation = Conversation(joins=("system",))
     if body.instructions is not None:
