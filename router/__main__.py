@@ -101,10 +101,10 @@ async def serve(
     """Serve HTTP until a signal stops the router.
 
     Args:
-        settings: Settings of the router.
+        settings: Configuration of the router.
         model: Served model.
-        sockets: Listening sockets; of several ones, ``member`` selects this router's.
-        member: Membership in the group of routers that share the port; None: there is no group.
+        sockets: Listening sockets; ``member`` selects one of several.
+        member: Membership in the group of routers that share the port, or None.
     """
     if settings.emulated:
         _LOG.warning("EMULATED fleet (%s): responses are made up, no model runs", settings.emulated)

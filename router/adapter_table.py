@@ -166,12 +166,7 @@ class AdapterTable:
     # --- sharing ---------------------------------------------------------------------------------
 
     def start(self, shared: SharedAdapters | None, file: Path | None = None) -> None:
-        """Start sharing. Requires a running event loop.
-
-        Args:
-            shared: Table of all routers of the fleet, or None.
-            file: JSON file that keeps the table after this process, or None.
-        """
+        """Start sharing, and keep the table in ``file``. Requires a running event loop."""
         self._shared_table = shared
         self._file = file
         if file is not None and file.exists():

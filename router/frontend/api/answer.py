@@ -214,14 +214,7 @@ class Exchange(Response):
 
 
 class Answer(Exchange):
-    """Response to a generation call.
-
-    Args:
-        context: Shared parts.
-        requests: Requests, one for each prompt.
-        layout: Format of the response.
-        stream: Whether the response is sent as server-sent events.
-    """
+    """Response to a generation call in the format ``layout``, with one request per prompt."""
 
     def __init__(
         self,

@@ -28,13 +28,7 @@ def ignored_of(request: Request) -> Ignored:
 
 
 class CallHeaders:
-    """ASGI middleware that adds ``x-request-id`` and ``x-baton-ignored``.
-
-    Args:
-        app: Wrapped application.
-        metrics: Metrics that count ignored fields.
-        strict: Whether unknown fields are rejected.
-    """
+    """ASGI middleware that adds ``x-request-id`` and ``x-baton-ignored``."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, *, strict: bool) -> None:
         self._app = app

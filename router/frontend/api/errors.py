@@ -108,11 +108,9 @@ class _RequestIds:
 
 
 def install(app: FastAPI, shapes: Mapping[str, ErrorShape] | None = None) -> None:
-    """Install handlers that return errors in the format of the API, with a request id.
+    """Install handlers that return errors with a request id, in the format of the path's API.
 
-    Args:
-        app: The application.
-        shapes: Formats by path prefix; all other paths use OpenAI's.
+    ``shapes`` are the formats by path prefix; all other paths use OpenAI's.
     """
     prefixes = tuple((shapes or {}).items())
 

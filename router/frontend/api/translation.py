@@ -19,8 +19,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\]")
 class Conversation:
     """Builder of a chat's messages, which records the original path of each message.
 
-    Args:
-        joins: Roles whose consecutive texts become one message.
+    Consecutive texts of a role in ``joins`` become one message.
     """
 
     def __init__(self, joins: Collection[str]) -> None:
@@ -83,11 +82,7 @@ class Translation:
     names: Mapping[str, str]
 
     def chat(self) -> ChatBody:
-        """Return the validated body of the chat.
-
-        Raises:
-            InvalidRequestError: A field is invalid; the error names the original one.
-        """
+        """Return the validated body of the chat. Errors name the original fields."""
         with self.named():
             return checked(ChatBody, self.fields)
 
@@ -134,12 +129,9 @@ class Translation:
 def as_answer(
     request: GenerationRequest, *, answer_id: str, most_tokens: int | None
 ) -> GenerationRequest:
-    """Return a chat's request with another API's id and limit.
+    """Return a chat's request with another id and with the limit ``most_tokens``.
 
-    Args:
-        request: Request whose answer may fill the context.
-        answer_id: New id.
-        most_tokens: Limit of the answer; reduced to the context if it is larger.
+    A limit beyond the context is reduced to the space that ``request`` allows.
     """
     room = request.sampling.max_tokens
     limit = room if most_tokens is None else min(most_tokens, room)

@@ -12,13 +12,7 @@ from router.frontend.batch.lines import number_of
 
 
 class AnswerFiles:
-    """Both output files, opened for appending.
-
-    Args:
-        output: Path of the file of responses.
-        errors: Path of the file of errors.
-        room_bytes: Number of bytes that may be written.
-    """
+    """Both output files, opened for appending up to ``room_bytes``."""
 
     def __init__(self, output: Path, errors: Path, room_bytes: int) -> None:
         self.done: set[int] = set()

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import HTTPException, Query, Request
 from fastapi.responses import FileResponse
@@ -14,7 +14,6 @@ from pydantic import Field, StringConstraints
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.access import tenant_of
 from router.frontend.api.bodies.common import Body, NonEmpty
-from router.frontend.api.bodies.fields import Fields
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import ignored_of
 from router.frontend.api.parts import Endpoints, RouterParts, page_of, read_body
@@ -70,9 +69,9 @@ class BatchBody(Body):
     metadata: Annotated[dict[str, _Label], Field(max_length=16)] | None = None
     """up to 16 texts, repeated in the batch"""
 
-    others = Fields(
-        accepted={"output_expires_after": "output files are kept for clients.batch.keep_days"},
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "output_expires_after": "output files are kept for clients.batch.keep_days"
+    }
 
     @property
     def window_s(self) -> int:

@@ -20,13 +20,9 @@ class LineRequest(NamedTuple):
 
 
 class LineFault(NamedTuple):
-    """An invalid line of a batch.
+    """An invalid line of a batch."""
 
-    Attributes:
-        custom_id: Id from the line; None if it cannot be read.
-    """
-
-    custom_id: str | None
+    custom_id: str | None  # None if it cannot be read
     code: str
     message: str
 

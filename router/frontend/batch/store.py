@@ -65,12 +65,7 @@ class FileRecord(msgspec.Struct, kw_only=True):
 
 
 class BatchStore:
-    """Files and batches of all tenants.
-
-    Args:
-        root: Folder, which is created when it is needed.
-        limits: Limits of size and age.
-    """
+    """Files and batches of all tenants in the folder ``root``, which is created when needed."""
 
     def __init__(self, root: Path, limits: BatchConfig) -> None:
         self.root = root

@@ -29,11 +29,7 @@ _MAX_NAME_CHARS = 256
 
 
 class Upload(NamedTuple):
-    """An uploaded file.
-
-    Attributes:
-        keep_s: Time to keep the file, if the form specifies one.
-    """
+    """An uploaded file; the form may specify the time to keep it."""
 
     form: FormData
     file: UploadFile

@@ -13,9 +13,6 @@ _LOOK_S = 1.0
 class LiveCertificate:
     """TLS context of a server that is updated when its files change.
 
-    Args:
-        https: Paths of the files.
-
     Raises:
         CertificateError: The files cannot be used.
     """

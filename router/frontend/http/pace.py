@@ -26,12 +26,7 @@ class Pace:
         self._spent_ns = 0
 
     def passed(self, now_ns: int, cpu_ns: int) -> None:
-        """Update the delay at the end of a pass.
-
-        Args:
-            now_ns: Monotonic clock.
-            cpu_ns: Total CPU time of the loop's thread.
-        """
+        """Update the delay at the end of a pass. ``cpu_ns`` is the thread's total CPU time."""
         window_ns = now_ns - self._since_ns
         if window_ns < _WINDOW_NS:
             return

@@ -1,7 +1,9 @@
 """Bodies of vLLM's two calls that load and unload LoRA adapters."""
 
+from typing import ClassVar
+
 from router.frontend.api.bodies.common import Body, NonEmpty
-from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.fields import Refused
 
 
 class LoadAdapterBody(Body):
@@ -12,9 +14,9 @@ class LoadAdapterBody(Body):
     lora_path: NonEmpty
     """the adapter's directory"""
 
-    others = Fields(
-        refused={"load_inplace": Refused((None, False), "unload it first")},
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        "load_inplace": Refused((None, False), "unload it first")
+    }
 
 
 class UnloadAdapterBody(Body):
@@ -23,6 +25,4 @@ class UnloadAdapterBody(Body):
     lora_name: NonEmpty
     """model name of the adapter"""
 
-    others = Fields(
-        accepted={"lora_int_id": "the adapter is identified by its name"},
-    )
+    accepted: ClassVar[dict[str, str]] = {"lora_int_id": "the adapter is identified by its name"}

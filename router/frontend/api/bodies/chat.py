@@ -1,11 +1,11 @@
 """Request body of chat completions."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import INT32
-from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.fields import Refused
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.messages import Messages
 from router.frontend.api.bodies.tools import ToolChoice, Tools
@@ -51,22 +51,20 @@ class ChatBody(GenerationBody):
     thinking_budget: _Budget | None = None
     """same as thinking_token_budget"""
 
-    others = Fields(
-        accepted={
-            "verbosity": "no chat template supports it",
-        },
-        refused={
-            "functions": Refused((None, []), "use tools"),
-            "function_call": Refused((None, "none"), "use tool_choice"),
-            "modalities": Refused((None, ["text"]), _TEXT_ONLY),
-            "audio": Refused((None,), _TEXT_ONLY),
-            "web_search_options": Refused((None,), "offer a search function in tools"),
-            "documents": Refused(
-                (None, []), "put them into a message or into chat_template_kwargs.documents"
-            ),
-            "chat_template": Refused(
-                (None,), "set chat_template in the fleet file; templates of requests are not run"
-            ),
-            "echo": Refused((None, False), "prepend the last message to the answer in the client"),
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "verbosity": "no chat template supports it",
+    }
+    refused: ClassVar[dict[str, Refused]] = {
+        "functions": Refused((None, []), "use tools"),
+        "function_call": Refused((None, "none"), "use tool_choice"),
+        "modalities": Refused((None, ["text"]), _TEXT_ONLY),
+        "audio": Refused((None,), _TEXT_ONLY),
+        "web_search_options": Refused((None,), "offer a search function in tools"),
+        "documents": Refused(
+            (None, []), "put them into a message or into chat_template_kwargs.documents"
+        ),
+        "chat_template": Refused(
+            (None,), "set chat_template in the fleet file; templates of requests are not run"
+        ),
+        "echo": Refused((None, False), "prepend the last message to the answer in the client"),
+    }

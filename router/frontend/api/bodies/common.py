@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from router.frontend.api.bodies.fields import Fields
+from router.frontend.api.bodies.fields import Refused
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
@@ -24,20 +24,22 @@ class Body(BaseModel):
 
     Values are converted by pydantic's rules for JSON: ``"0.5"`` becomes 0.5, and 5.0 becomes 5 in
     an integer field. Values out of range are rejected. ``parse`` looks up all other fields in
-    ``others``.
+    ``accepted`` and ``refused``.
     """
 
     model_config = ConfigDict(
         extra="ignore", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
-    others: ClassVar[Fields] = Fields()
+    accepted: ClassVar[dict[str, str]] = {}  # field to the reason why it has no effect
+    refused: ClassVar[dict[str, Refused]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Merge the base class's ``others`` into those of this class."""
-        if "others" in cls.__dict__:
-            cls.others = cast("type[Body]", cls.__base__).others | cls.others
+        """Add the tables of the base class to those of this class."""
+        base = cast("type[Body]", cls.__base__)
+        cls.accepted = {**base.accepted, **cls.accepted}
+        cls.refused = {**base.refused, **cls.refused}
 
 
 class ModelBody(Body):
@@ -57,14 +59,12 @@ class VectorsBody(ModelBody):
     priority: Annotated[int, Field(ge=-INT32, lt=INT32)] | None = None
     """requests with lower values run first"""
 
-    others = Fields(
-        accepted={
-            "request_id": "the header X-Request-Id identifies a request",
-            "additional_data": "nothing is stored under it",
-            "metadata": "nothing is stored under it",
-            "mm_processor_kwargs": "applies only to images, which are rejected",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "request_id": "the header X-Request-Id identifies a request",
+        "additional_data": "nothing is stored under it",
+        "metadata": "nothing is stored under it",
+        "mm_processor_kwargs": "applies only to images, which are rejected",
+    }
 
 
 def each(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -1,11 +1,11 @@
 """Request body of text completions."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import INT32, Prompts, each
-from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.fields import Refused
 from router.frontend.api.bodies.generation import GenerationBody
 
 MAX_PROMPTS = 64
@@ -23,15 +23,11 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """0 to 20 alternatives"""
 
-    others = Fields(
-        refused={
-            "suffix": Refused(
-                (None, ""), "put the model's fill-in-the-middle tokens into the prompt"
-            ),
-            "messages": Refused((), "use /v1/chat/completions"),
-            "prompt_embeds": Refused((None,), "send text or token ids"),
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        "suffix": Refused((None, ""), "put the model's fill-in-the-middle tokens into the prompt"),
+        "messages": Refused((), "use /v1/chat/completions"),
+        "prompt_embeds": Refused((None,), "send text or token ids"),
+    }
 
     @property
     def prompt_alternatives(self) -> int | None:

@@ -1,11 +1,11 @@
 """Request body of embeddings."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import INT32, Prompts, Truncation, VectorsBody, each
-from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.fields import Refused
 
 MAX_INPUTS = 2048  # OpenAI's limit for embeddings
 
@@ -24,13 +24,11 @@ class EmbeddingBody(VectorsBody):
     truncate_prompt_tokens: Truncation | None = None
     """number of last tokens to keep; -1: as many as fit into the context"""
 
-    others = Fields(
-        refused={
-            "messages": Refused((None,), "send input"),
-            "embed_dtype": Refused((None, "float32"), "vectors are float32"),
-            "add_special_tokens": Refused((None, True), "send token ids"),
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        "messages": Refused((None,), "send input"),
+        "embed_dtype": Refused((None, "float32"), "vectors are float32"),
+        "add_special_tokens": Refused((None, True), "send token ids"),
+    }
 
     def inputs(self) -> list[str | list[int]]:
         """Return the inputs, each as text or as token ids."""

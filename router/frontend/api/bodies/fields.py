@@ -7,8 +7,8 @@ unknown    ignored and listed in the header ``x-baton-ignored``
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from baton.types.errors import InvalidRequestError
@@ -42,32 +42,8 @@ class Refused:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fields:
-    """Fields of a JSON object that its class does not define.
-
-    Attributes:
-        accepted: Field name to the reason why it has no effect.
-        refused: Field name to its rule.
-    """
-
-    accepted: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, Refused] = field(default_factory=dict)
-
-    def __or__(self, other: "Fields") -> "Fields":
-        """Return the union of both."""
-        return Fields(
-            accepted={**self.accepted, **other.accepted},
-            refused={**self.refused, **other.refused},
-        )
-
-
 class Ignored:
-    """Names of a request's unknown fields.
-
-    Args:
-        strict: Whether unknown fields are rejected.
-    """
+    """Names of a request's unknown fields, which ``strict`` rejects."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict

@@ -1,6 +1,6 @@
 """Request fields that chat and text completions share."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -13,7 +13,7 @@ from router.frontend.api.bodies.common import (
     TokenId,
     Truncation,
 )
-from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.fields import Refused
 
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _BadWord = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -36,9 +36,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
     """true: every chunk contains the usage so far; requires include_usage"""
 
-    others = Fields(
-        accepted={"include_obfuscation": "chunks are not padded"},
-    )
+    accepted: ClassVar[dict[str, str]] = {"include_obfuscation": "chunks are not padded"}
 
 
 class JsonSchemaFormat(Body):
@@ -51,12 +49,10 @@ class JsonSchemaFormat(Body):
     strict: bool | None = None
     """false: keywords that cannot be enforced during generation are checked afterwards"""
 
-    others = Fields(
-        accepted={
-            "name": "the schema is not shown to the model",
-            "description": "the schema is not shown to the model",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "name": "the schema is not shown to the model",
+        "description": "the schema is not shown to the model",
+    }
 
 
 class ResponseFormat(Body):
@@ -82,22 +78,20 @@ class StructuredOutputs(Body):
     grammar: NonEmpty | None = None
     """grammar in Lark or GBNF"""
 
-    others = Fields(
-        accepted={"disable_fallback": "there is only one backend"},
-        refused={
-            "disable_any_whitespace": Refused(
-                (None, False), "add x-guidance: {whitespace_flexible: false} to the schema"
-            ),
-            "disable_additional_properties": Refused(
-                (None, False, True),
-                "objects have no additional properties unless the schema sets additionalProperties",
-            ),
-            "whitespace_pattern": Refused(
-                (None,), "add x-guidance: {whitespace_pattern: ...} to the schema"
-            ),
-            "structural_tag": Refused((None,), "use tools or a grammar"),
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {"disable_fallback": "there is only one backend"}
+    refused: ClassVar[dict[str, Refused]] = {
+        "disable_any_whitespace": Refused(
+            (None, False), "add x-guidance: {whitespace_flexible: false} to the schema"
+        ),
+        "disable_additional_properties": Refused(
+            (None, False, True),
+            "objects have no additional properties unless the schema sets additionalProperties",
+        ),
+        "whitespace_pattern": Refused(
+            (None,), "add x-guidance: {whitespace_pattern: ...} to the schema"
+        ),
+        "structural_tag": Refused((None,), "use tools or a grammar"),
+    }
 
 
 class GenerationBody(ModelBody):
@@ -170,41 +164,37 @@ class GenerationBody(ModelBody):
     guided_grammar: NonEmpty | None = None
     """same as structured_outputs.grammar"""
 
-    others = Fields(
-        accepted={
-            "metadata": _STORED,
-            "store": _STORED,
-            "prompt_cache_key": "prefixes are cached without keys",
-            "prompt_cache_retention": "prefixes stay cached until their space is needed",
-            "service_tier": _HINT,
-            "safety_identifier": "nothing is reported to third parties",
-            "prediction": _HINT,
-            "guided_decoding_backend": "there is only one backend",
-            "request_id": "the header X-Request-Id identifies a request",
-            "spaces_between_special_tokens": "spaces are never added between them",
-            "mm_processor_kwargs": "applies only to images, which are rejected",
-            "media_io_kwargs": "applies only to images, which are rejected",
-        },
-        refused={
-            "use_beam_search": _BEAMS,
-            "num_beams": Refused((None, 1), _BEAMS.instead),
-            "length_penalty": Refused((None, 1), _BEAMS.instead),
-            "early_stopping": _BEAMS,
-            "best_of": Refused(
-                (None, 1), _BEAMS.instead
-            ),  # the value of n is accepted: see parse.py
-            "allowed_token_ids": Refused((None, []), "use guided_choice or guided_regex"),
-            "logits_processors": Refused((None, []), "use logit_bias or a grammar"),
-            "guided_whitespace_pattern": Refused(
-                (None,), "add x-guidance: {whitespace_pattern: ...} to the schema"
-            ),
-            "guided_json_object": Refused((None, False), "use response_format"),
-            "return_tokens_as_token_ids": Refused((None, False), "use return_token_ids"),
-            "logprob_token_ids": Refused((None, []), "use top_logprobs"),
-            "kv_transfer_params": Refused((None, {}), "the router chooses the workers"),
-            "vllm_xargs": Refused((None, {}), "leave it out"),
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "metadata": _STORED,
+        "store": _STORED,
+        "prompt_cache_key": "prefixes are cached without keys",
+        "prompt_cache_retention": "prefixes stay cached until their space is needed",
+        "service_tier": _HINT,
+        "safety_identifier": "nothing is reported to third parties",
+        "prediction": _HINT,
+        "guided_decoding_backend": "there is only one backend",
+        "request_id": "the header X-Request-Id identifies a request",
+        "spaces_between_special_tokens": "spaces are never added between them",
+        "mm_processor_kwargs": "applies only to images, which are rejected",
+        "media_io_kwargs": "applies only to images, which are rejected",
+    }
+    refused: ClassVar[dict[str, Refused]] = {
+        "use_beam_search": _BEAMS,
+        "num_beams": Refused((None, 1), _BEAMS.instead),
+        "length_penalty": Refused((None, 1), _BEAMS.instead),
+        "early_stopping": _BEAMS,
+        "best_of": Refused((None, 1), _BEAMS.instead),  # the value of n is accepted: see parse.py
+        "allowed_token_ids": Refused((None, []), "use guided_choice or guided_regex"),
+        "logits_processors": Refused((None, []), "use logit_bias or a grammar"),
+        "guided_whitespace_pattern": Refused(
+            (None,), "add x-guidance: {whitespace_pattern: ...} to the schema"
+        ),
+        "guided_json_object": Refused((None, False), "use response_format"),
+        "return_tokens_as_token_ids": Refused((None, False), "use return_token_ids"),
+        "logprob_token_ids": Refused((None, []), "use top_logprobs"),
+        "kv_transfer_params": Refused((None, {}), "the router chooses the workers"),
+        "vllm_xargs": Refused((None, {}), "leave it out"),
+    }
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
 """Messages of a conversation. Earlier output of any model is accepted as input."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
 from router.frontend.api.bodies.common import FIRST_FAULT, Body, NonEmpty
-from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.fields import Refused
 
 _TEXT_ONLY = "this model supports text only"
 
@@ -22,16 +22,14 @@ class Part(Body):
     thinking: str | None = None
     """same as reasoning_content"""
 
-    others = Fields(
-        accepted={
-            "cache_control": "prefixes are cached without markers",
-            "annotations": "not part of the text",
-            "logprobs": "not part of the text",
-            "signature": "not part of the text",
-            "id": "not part of the text",
-            "index": "the order is that of the list",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "cache_control": "prefixes are cached without markers",
+        "annotations": "not part of the text",
+        "logprobs": "not part of the text",
+        "signature": "not part of the text",
+        "id": "not part of the text",
+        "index": "the order is that of the list",
+    }
 
     def shown(self) -> str:
         """Return the text that is part of the message's content."""
@@ -48,12 +46,10 @@ class CalledFunction(Body):
     arguments: str | dict[str, Any] | None = None
     """any text (empty text is `{}`), or an object"""
 
-    others = Fields(
-        accepted={
-            "parsed_arguments": "the arguments, parsed by the client",
-            "provider_specific_fields": "not part of the call",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "parsed_arguments": "the arguments, parsed by the client",
+        "provider_specific_fields": "not part of the call",
+    }
 
 
 class CalledTool(Body):
@@ -66,14 +62,12 @@ class CalledTool(Body):
     function: CalledFunction
     """name and arguments"""
 
-    others = Fields(
-        accepted={
-            "index": "the order is that of the list",
-            "provider_specific_fields": "not part of the call",
-            "extra_content": "not part of the call",
-            "cache_control": "prefixes are cached without markers",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "index": "the order is that of the list",
+        "provider_specific_fields": "not part of the call",
+        "extra_content": "not part of the call",
+        "cache_control": "prefixes are cached without markers",
+    }
 
 
 class Message(Body):
@@ -96,29 +90,27 @@ class Message(Body):
     reasoning: str | None = None
     """same as reasoning_content"""
 
-    others = Fields(
-        accepted={
-            "annotations": "not part of the text",
-            "parsed": "the content, parsed by the client",
-            "id": "message ids are not used",
-            "index": "the order is that of the list",
-            "type": "all items are messages",
-            "status": "not part of the text",
-            "created_at": "not part of the text",
-            "cache_control": "prefixes are cached without markers",
-            "provider_specific_fields": "not part of the text",
-            "reasoning_details": "see reasoning_content",
-            "thinking_blocks": "see reasoning_content",
-            "images": "empty, or produced by another model",
-            "token_ids": "the text is used",
-        },
-        refused={
-            "function_call": Refused((None,), "use tool_calls"),
-            "audio": Refused((None,), _TEXT_ONLY),
-            "prefix": Refused((None, False), "use continue_final_message"),
-            "partial": Refused((None, False), "use continue_final_message"),
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "annotations": "not part of the text",
+        "parsed": "the content, parsed by the client",
+        "id": "message ids are not used",
+        "index": "the order is that of the list",
+        "type": "all items are messages",
+        "status": "not part of the text",
+        "created_at": "not part of the text",
+        "cache_control": "prefixes are cached without markers",
+        "provider_specific_fields": "not part of the text",
+        "reasoning_details": "see reasoning_content",
+        "thinking_blocks": "see reasoning_content",
+        "images": "empty, or produced by another model",
+        "token_ids": "the text is used",
+    }
+    refused: ClassVar[dict[str, Refused]] = {
+        "function_call": Refused((None,), "use tool_calls"),
+        "audio": Refused((None,), _TEXT_ONLY),
+        "prefix": Refused((None, False), "use continue_final_message"),
+        "partial": Refused((None, False), "use continue_final_message"),
+    }
 
     def text(self) -> str:
         """Return the content as one string, with each part on its own line."""

@@ -97,9 +97,9 @@ class _Sieve:
     ) -> None:
         value = data[name]
         for kind in kinds:
-            if name in kind.others.accepted:
+            if name in kind.accepted:
                 return
-            rule = kind.others.refused.get(name)
+            rule = kind.refused.get(name)
             if rule is None:
                 continue
             if name == "best_of" and value == data.get("n"):

@@ -1,10 +1,10 @@
 """Request bodies of tokenization."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.common import Body, Ids, NonEmpty
-from router.frontend.api.bodies.fields import Fields
+from router.frontend.api.bodies.fields import Refused
 from router.frontend.api.bodies.messages import Messages
 from router.frontend.api.bodies.tools import Tools
 
@@ -31,10 +31,10 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
     """true: also return the text of each token"""
 
-    others = Fields(
-        accepted={"mm_processor_kwargs": "applies only to images, which are rejected"},
-        refused={"chat_template": ChatBody.others.refused["chat_template"]},
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "mm_processor_kwargs": "applies only to images, which are rejected"
+    }
+    refused: ClassVar[dict[str, Refused]] = {"chat_template": ChatBody.refused["chat_template"]}
 
 
 class DetokenizeBody(Body):

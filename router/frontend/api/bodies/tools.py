@@ -1,11 +1,11 @@
 """Tools that a chat offers, and the choice among them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import Body, FunctionName
-from router.frontend.api.bodies.fields import MAX_TOOLS, Fields
+from router.frontend.api.bodies.fields import MAX_TOOLS
 
 
 class FunctionOffered(Body):
@@ -20,9 +20,7 @@ class FunctionOffered(Body):
     strict: bool | None = None
     """false: keywords that cannot be enforced during generation are checked afterwards"""
 
-    others = Fields(
-        accepted={"cache_control": "prefixes are cached without markers"},
-    )
+    accepted: ClassVar[dict[str, str]] = {"cache_control": "prefixes are cached without markers"}
 
 
 class ToolOffered(Body):
@@ -33,9 +31,7 @@ class ToolOffered(Body):
     function: FunctionOffered
     """the function that may be called"""
 
-    others = Fields(
-        accepted={"cache_control": "prefixes are cached without markers"},
-    )
+    accepted: ClassVar[dict[str, str]] = {"cache_control": "prefixes are cached without markers"}
 
 
 class FunctionNamed(Body):

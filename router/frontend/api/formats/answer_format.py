@@ -23,13 +23,9 @@ KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 
 
 class AnswerFormat(Protocol):
-    """Format of an API's responses. ``prompt`` is the index of a request.
+    """Format of an API's responses. ``prompt`` is the index of a request."""
 
-    Attributes:
-        keep_alive: Bytes that are sent when a stream is silent.
-    """
-
-    keep_alive: bytes
+    keep_alive: bytes  # sent when a stream is silent
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """Return the events before the first delta."""
@@ -75,13 +71,7 @@ class ChunkFormat(Protocol):
 
 
 class DataEvents(AnswerFormat):
-    """Format that sends each chunk of a `ChunkFormat` as an event, and ``[DONE]`` at the end.
-
-    Args:
-        chunks: Format of the chunks.
-        include_usage: Whether the last chunk contains the usage.
-        continuous_usage: Whether every chunk contains the usage so far.
-    """
+    """Format that sends each chunk of a `ChunkFormat` as an event, and ``[DONE]`` at the end."""
 
     keep_alive = KEEP_ALIVE_COMMENT
 
@@ -135,11 +125,7 @@ class DataEvents(AnswerFormat):
 
 
 class TextEvent:
-    """Encoder of events that differ in one text only; the rest is encoded once.
-
-    Args:
-        sample: Encoded event whose text is `SAMPLE`.
-    """
+    """Encoder of events that differ in one text only. The text of ``sample`` is `SAMPLE`."""
 
     SAMPLE = (
         "baton text \u2063\u2062\u2064 sample"  # no other field of an event has such characters

@@ -98,11 +98,7 @@ class AnswerParts:
         return self._taken()
 
     def finish(self, *, never_empty: bool = False) -> list[Event]:
-        """End the answer. Return the last events.
-
-        Args:
-            never_empty: Whether an answer without parts gets an empty text.
-        """
+        """End the answer. Return the last events. ``never_empty`` adds an empty text."""
         if never_empty and not self.parts:
             self._begin("text")
         self._end()

@@ -11,13 +11,7 @@ from router.routing.requests.active_request import ActiveRequest
 
 
 class PromptView:
-    """Converter of a prompt's logprobs to the formats of APIs.
-
-    Args:
-        prompt: Token ids.
-        logprobs: Logprobs of all tokens but the first.
-        tokenizer: Tokenizer that converts tokens to text.
-    """
+    """Converter of a prompt's logprobs (of all tokens but the first) to the formats of APIs."""
 
     def __init__(
         self, prompt: tuple[int, ...], logprobs: PromptLogprobs, tokenizer: TextTokenizer

@@ -1,11 +1,11 @@
 """Request bodies of Anthropic's Messages API."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
-from router.frontend.api.bodies.fields import MAX_TOOLS, Fields, Refused
+from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
 
 _CACHED = "prefixes are cached without markers"
 _NO_TEXT = "applies only to images and documents, which are rejected"
@@ -35,20 +35,18 @@ class MessagesBlock(Body):
     is_error: bool | None = None
     """true: the model sees `Error: ` before the result"""
 
-    others = Fields(
-        accepted={
-            "cache_control": _CACHED,
-            "citations": "not part of the text",
-            "signature": "not part of the text",
-            "data": "redacted thinking is not used",
-            "source": _NO_TEXT,
-            "title": _NO_TEXT,
-            "context": _NO_TEXT,
-            "file_id": _NO_TEXT,
-            "caller": "not part of the call",
-            "toolset_name": "not part of the call",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "cache_control": _CACHED,
+        "citations": "not part of the text",
+        "signature": "not part of the text",
+        "data": "redacted thinking is not used",
+        "source": _NO_TEXT,
+        "title": _NO_TEXT,
+        "context": _NO_TEXT,
+        "file_id": _NO_TEXT,
+        "caller": "not part of the call",
+        "toolset_name": "not part of the call",
+    }
 
 
 class MessagesTurn(Body):
@@ -59,16 +57,14 @@ class MessagesTurn(Body):
     content: str | Annotated[list[MessagesBlock], FIRST_FAULT]
     """text, or content blocks"""
 
-    others = Fields(
-        accepted={
-            "id": "message ids are not used",
-            "type": "all items are messages",
-            "model": "output of all models is accepted",
-            "stop_reason": "not part of the text",
-            "stop_sequence": "not part of the text",
-            "usage": "not part of the text",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "id": "message ids are not used",
+        "type": "all items are messages",
+        "model": "output of all models is accepted",
+        "stop_reason": "not part of the text",
+        "stop_sequence": "not part of the text",
+        "usage": "not part of the text",
+    }
 
 
 class MessagesTool(Body):
@@ -85,15 +81,13 @@ class MessagesTool(Body):
     strict: bool | None = None
     """false: keywords that cannot be enforced during generation are checked afterwards"""
 
-    others = Fields(
-        accepted={
-            "cache_control": _CACHED,
-            "eager_input_streaming": "arguments are always streamed as they are generated",
-            "input_examples": "not shown to the model",
-            "allowed_callers": "only the model calls tools",
-            "defer_loading": "all tools are shown to the model at once",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "cache_control": _CACHED,
+        "eager_input_streaming": "arguments are always streamed as they are generated",
+        "input_examples": "not shown to the model",
+        "allowed_callers": "only the model calls tools",
+        "defer_loading": "all tools are shown to the model at once",
+    }
 
 
 class MessagesToolChoice(Body):
@@ -131,9 +125,7 @@ class MessagesOutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     """passed to chat templates that support it"""
 
-    others = Fields(
-        accepted={"task_budget": "no chat template supports it"},
-    )
+    accepted: ClassVar[dict[str, str]] = {"task_budget": "no chat template supports it"}
 
 
 class MessagesThinking(Body):
@@ -163,28 +155,26 @@ class CountTokensBody(ModelBody):
     output_config: MessagesOutputConfig | None = None
     """see below"""
 
-    others = Fields(
-        accepted={
-            "cache_control": _CACHED,
-            "service_tier": _HINT,
-            "speed": _HINT,
-            "inference_geo": _HINT,
-            "billing_policy": _HINT,
-            "fallbacks": "no request is passed to another model",
-            "fallback_credit_token": "no request is passed to another model",
-            "diagnostics": "GET /fleet/requests/{id} returns the request report",
-            "user_profile_id": "nothing is stored under it",
-            "workspace_id": "nothing is stored under it",
-        },
-        refused={
-            "container": Refused((None,), _THEIRS),
-            "mcp_servers": Refused((None, []), _THEIRS),
-            "compaction": Refused((None,), "ask for a summary in a message"),
-            "context_management": Refused(
-                (None, {}, {"edits": []}), "send only the messages that the model must see"
-            ),
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "cache_control": _CACHED,
+        "service_tier": _HINT,
+        "speed": _HINT,
+        "inference_geo": _HINT,
+        "billing_policy": _HINT,
+        "fallbacks": "no request is passed to another model",
+        "fallback_credit_token": "no request is passed to another model",
+        "diagnostics": "GET /fleet/requests/{id} returns the request report",
+        "user_profile_id": "nothing is stored under it",
+        "workspace_id": "nothing is stored under it",
+    }
+    refused: ClassVar[dict[str, Refused]] = {
+        "container": Refused((None,), _THEIRS),
+        "mcp_servers": Refused((None, []), _THEIRS),
+        "compaction": Refused((None,), "ask for a summary in a message"),
+        "context_management": Refused(
+            (None, {}, {"edits": []}), "send only the messages that the model must see"
+        ),
+    }
 
 
 class MessagesBody(CountTokensBody):

@@ -27,10 +27,7 @@ from router.routing.requests.active_request import ActiveRequest
 class MessagesFormat(AnswerFormat):
     """Writer of one message.
 
-    Args:
-        message_id: Id of the message.
-        model: Model name from the request.
-        fills_context: Whether the model's context limits the answer, instead of ``max_tokens``.
+    ``fills_context`` means that the model's context limits the answer, instead of ``max_tokens``.
     """
 
     keep_alive = named_event("ping", {"type": "ping"})

@@ -1,6 +1,6 @@
 """Bodies of ``/score``, ``/rerank`` and ``/pooling``, with the names of vLLM, Jina and Cohere."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,7 +14,7 @@ from router.frontend.api.bodies.common import (
     each,
 )
 from router.frontend.api.bodies.embedding import MAX_INPUTS
-from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.fields import Refused
 
 _Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), FIRST_FAULT]
 _Limit = Annotated[int, Field(ge=-1, lt=INT32)]
@@ -26,12 +26,10 @@ class PooledBody(VectorsBody):
     truncate_prompt_tokens: _Limit | None = None
     """number of first tokens to keep of each text; -1: as many as fit into the context"""
 
-    others = Fields(
-        refused={
-            name: Refused((None, True), "scores are cosines, without an activation")
-            for name in ("activation", "softmax", "use_activation")
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        name: Refused((None, True), "scores are cosines, without an activation")
+        for name in ("activation", "softmax", "use_activation")
+    }
 
     @property
     def most_tokens(self) -> int | None:
@@ -86,12 +84,10 @@ class Document(Body):
     text: str
     """text of the document"""
 
-    others = Fields(
-        refused={
-            name: Refused((None,), "send text; images are not supported")
-            for name in ("image", "multi_modal", "content")
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        name: Refused((None,), "send text; images are not supported")
+        for name in ("image", "multi_modal", "content")
+    }
 
 
 _Documents = Annotated[
@@ -113,12 +109,10 @@ class RerankBody(PooledBody):
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=INT32)] | None = None
     """number of first tokens to keep of each text"""
 
-    others = Fields(
-        refused={
-            "max_chunks_per_doc": Refused((None, 1), "split documents before sending them"),
-            "rank_fields": Refused((None, ["text"]), "send documents as texts"),
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        "max_chunks_per_doc": Refused((None, 1), "split documents before sending them"),
+        "rank_fields": Refused((None, ["text"]), "send documents as texts"),
+    }
 
     @property
     def most_tokens(self) -> int | None:
@@ -146,14 +140,12 @@ class PoolingBody(PooledBody):
     normalize: bool = True
     """true: scale vectors to length 1"""
 
-    others = Fields(
-        refused={
-            "task": Refused((None, "embed"), "embed is the only task"),
-            "messages": Refused((None,), "send input"),
-            "embed_dtype": Refused((None, "float32"), "vectors are float32"),
-            "add_special_tokens": Refused((None, True), "send token ids"),
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        "task": Refused((None, "embed"), "embed is the only task"),
+        "messages": Refused((None,), "send input"),
+        "embed_dtype": Refused((None, "float32"), "vectors are float32"),
+        "add_special_tokens": Refused((None, True), "send token ids"),
+    }
 
     def inputs(self) -> list[str | list[int]]:
         """Return the inputs, each as text or as token ids."""

@@ -1,11 +1,11 @@
 """Request bodies of OpenAI's Responses API."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
-from router.frontend.api.bodies.fields import MAX_TOOLS, Fields, Refused
+from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
 
 _NO_TEXT = "applies only to images and files, which are rejected"
 _HINT = "a hint about speed or price; all requests are served alike"
@@ -21,21 +21,19 @@ class ResponsesPart(Body):
     refusal: str | None = None
     """same as text"""
 
-    others = Fields(
-        accepted={
-            "annotations": "not part of the text",
-            "logprobs": "not part of the text",
-            "parsed": "the text, parsed by the client",
-            "prompt_cache_breakpoint": "prefixes are cached without markers",
-            "image_url": _NO_TEXT,
-            "detail": _NO_TEXT,
-            "file_id": _NO_TEXT,
-            "file_url": _NO_TEXT,
-            "file_data": _NO_TEXT,
-            "filename": _NO_TEXT,
-            "input_audio": _NO_TEXT,
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "annotations": "not part of the text",
+        "logprobs": "not part of the text",
+        "parsed": "the text, parsed by the client",
+        "prompt_cache_breakpoint": "prefixes are cached without markers",
+        "image_url": _NO_TEXT,
+        "detail": _NO_TEXT,
+        "file_id": _NO_TEXT,
+        "file_url": _NO_TEXT,
+        "file_data": _NO_TEXT,
+        "filename": _NO_TEXT,
+        "input_audio": _NO_TEXT,
+    }
 
 
 class ResponsesItem(Body):
@@ -62,17 +60,15 @@ class ResponsesItem(Body):
     summary: Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
     """summary of reasoning, used if content is missing"""
 
-    others = Fields(
-        accepted={
-            "phase": "not part of the text",
-            "encrypted_content": "encrypted reasoning is not used",
-            "caller": "not part of the call",
-            "namespace": "not part of the call",
-            "async": "not part of the call",
-            "parsed_arguments": "the arguments, parsed by the client",
-            "created_by": "not part of the text",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "phase": "not part of the text",
+        "encrypted_content": "encrypted reasoning is not used",
+        "caller": "not part of the call",
+        "namespace": "not part of the call",
+        "async": "not part of the call",
+        "parsed_arguments": "the arguments, parsed by the client",
+        "created_by": "not part of the text",
+    }
 
 
 class ResponsesFunction(Body):
@@ -89,13 +85,11 @@ class ResponsesFunction(Body):
     strict: bool | None = None
     """false: keywords that cannot be enforced during generation are checked afterwards"""
 
-    others = Fields(
-        accepted={
-            "allowed_callers": "only the model calls functions",
-            "defer_loading": "all tools are shown to the model at once",
-            "output_schema": "not shown to the model",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "allowed_callers": "only the model calls functions",
+        "defer_loading": "all tools are shown to the model at once",
+        "output_schema": "not shown to the model",
+    }
 
 
 class ResponsesFunctionName(Body):
@@ -150,13 +144,11 @@ class ResponsesReasoning(Body):
     summary: str | None = None
     """repeated in the response"""
 
-    others = Fields(
-        accepted={
-            "generate_summary": "reasoning is returned in full",
-            "context": "the chat template selects which earlier reasoning the model sees",
-            "mode": _HINT,
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "generate_summary": "reasoning is returned in full",
+        "context": "the chat template selects which earlier reasoning the model sees",
+        "mode": _HINT,
+    }
 
 
 class InputTokensBody(ModelBody):
@@ -181,11 +173,9 @@ class InputTokensBody(ModelBody):
     truncation: Literal["auto", "disabled"] | None = None
     """auto: drops as many of the first turns as necessary"""
 
-    others = Fields(
-        refused={
-            "conversation": Refused((None,), "send previous_response_id, or all items as input"),
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        "conversation": Refused((None,), "send previous_response_id, or all items as input"),
+    }
 
 
 class ResponsesBody(InputTokensBody):
@@ -222,28 +212,24 @@ class ResponsesBody(InputTokensBody):
     cache_salt: str | None = None
     """Baton's own: only requests with the same salt share cached prefixes"""
 
-    others = Fields(
-        accepted={
-            "service_tier": _HINT,
-            "prompt_cache_retention": "prefixes stay cached until their space is needed",
-            "prompt_cache_options": "prefixes are cached without keys",
-            "stream_options": "events are not padded",
-            "image": "applies only to images, which are rejected",
-            "access_programs": "nothing depends on them",
-            "background_options": "applies only to background responses, which are rejected",
-        },
-        refused={
-            "background": Refused(
-                (None, False),
-                "a response ends with its HTTP call: leave it out, and use stream",
-            ),
-            "prompt": Refused(
-                (None,), "there are no prompt templates: send instructions and input"
-            ),
-            "context_management": Refused((None, []), "use truncation: auto"),
-            "moderation": Refused((None,), "send the text to a moderation model"),
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "service_tier": _HINT,
+        "prompt_cache_retention": "prefixes stay cached until their space is needed",
+        "prompt_cache_options": "prefixes are cached without keys",
+        "stream_options": "events are not padded",
+        "image": "applies only to images, which are rejected",
+        "access_programs": "nothing depends on them",
+        "background_options": "applies only to background responses, which are rejected",
+    }
+    refused: ClassVar[dict[str, Refused]] = {
+        "background": Refused(
+            (None, False),
+            "a response ends with its HTTP call: leave it out, and use stream",
+        ),
+        "prompt": Refused((None,), "there are no prompt templates: send instructions and input"),
+        "context_management": Refused((None, []), "use truncation: auto"),
+        "moderation": Refused((None,), "send the text to a moderation model"),
+    }
 
     @property
     def wants_logprobs(self) -> bool:

@@ -39,14 +39,10 @@ def item_id(response_id: str, prefix: str, place: str, index: int) -> str:
 
 
 class ItemPlace(NamedTuple):
-    """Location of a stored item.
-
-    Attributes:
-        given: Whether it is in the input of the response; otherwise in its output.
-    """
+    """Location of a stored item."""
 
     response_id: str
-    given: bool
+    given: bool  # in the input of the response; otherwise in its output
     position: int
 
 
@@ -57,12 +53,7 @@ def place_of(name: str) -> ItemPlace | None:
 
 
 class _NumberedText:
-    """Encoder of events that differ only in their number and one text.
-
-    Args:
-        kind: Type of the event.
-        fields: Fields of the event; the text is `TextEvent.SAMPLE`.
-    """
+    """Encoder of events that differ only in their number and one text, `TextEvent.SAMPLE`."""
 
     def __init__(self, kind: str, fields: dict[str, Any]) -> None:
         whole = named_event(kind, {"type": kind, "sequence_number": 0, **fields})
@@ -75,13 +66,7 @@ class _NumberedText:
 
 
 class ResponsesFormat(AnswerFormat):
-    """Writer of one response.
-
-    Args:
-        head: Response object without output, status and usage.
-        tokenizer: Tokenizer that converts tokens to text.
-        keep: Stores the complete response; None if it is not to be stored.
-    """
+    """Writer of one response; ``head`` is the object without output, status and usage."""
 
     keep_alive = KEEP_ALIVE_COMMENT
 

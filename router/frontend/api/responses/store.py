@@ -34,13 +34,7 @@ _AWAY = "Redis does not answer"
 
 
 class ResponseStore:
-    """Access of one router to stored responses.
-
-    Args:
-        stored: Storage in Redis; None stores nothing.
-        max_bytes: Largest size of a response with its input.
-        metrics: Metrics that count stored responses.
-    """
+    """Access of one router to stored responses, of up to ``max_bytes`` including the input."""
 
     def __init__(self, stored: StoredResponses | None, max_bytes: int, metrics: Metrics) -> None:
         self._stored = stored
@@ -159,13 +153,7 @@ class _Turn:
 
 
 class EarlierResponses:
-    """Reader of the earlier responses that one request refers to.
-
-    Args:
-        store: Stored responses.
-        tenant: Tenant of the request.
-        max_bytes: Largest size of all responses together.
-    """
+    """Reader of the earlier responses that one request refers to, up to ``max_bytes`` in total."""
 
     def __init__(self, store: ResponseStore, tenant: str, max_bytes: int) -> None:
         self._store = store
@@ -175,10 +163,7 @@ class EarlierResponses:
         self._found: dict[str, _Turn | None] = {}
 
     async def conversation(self, name: str | None) -> list[ResponsesItem]:
-        """Return all items of a response and of its predecessors, oldest first.
-
-        Args:
-            name: Id of the last response; None: no items.
+        """Return all items of the response ``name`` and of its predecessors, oldest first.
 
         Raises:
             PreviousResponseError: A response is not stored or no longer stored.

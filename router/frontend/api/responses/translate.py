@@ -35,12 +35,10 @@ def input_items(body: InputTokensBody) -> list[ResponsesItem]:
 def chat_of(
     body: InputTokensBody, earlier: Sequence[ResponsesItem], given: Sequence[ResponsesItem]
 ) -> Translation:
-    """Return the chat that corresponds to a body, without a limit on its answer.
+    """Return the chat of a body, without a limit on its answer.
 
-    Args:
-        body: Request body.
-        earlier: Items of earlier responses.
-        given: Items of the body, with references resolved.
+    ``earlier`` are items of earlier responses, and ``given`` those of the body, with references
+    resolved.
     """
     conversation = Conversation(joins=("system",))
     if body.instructions is not None:
