@@ -100,11 +100,7 @@ async def serve(
 ) -> None:
     """Serve HTTP until a signal stops the router.
 
-    Args:
-        settings: Configuration of the router.
-        model: Served model.
-        sockets: Listening sockets; ``member`` selects one of several.
-        member: Membership in the group of routers that share the port, or None.
+    With a ``member`` of a group, which selects one of ``sockets``, the port is shared.
     """
     if settings.emulated:
         _LOG.warning("EMULATED fleet (%s): responses are made up, no model runs", settings.emulated)

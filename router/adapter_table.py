@@ -163,8 +163,6 @@ class AdapterTable:
         gone = AdapterEntry(name=name, owner=entry.owner, changed_ms=self._next_ms(name), gone=True)
         await self._change(gone)
 
-    # --- sharing ---------------------------------------------------------------------------------
-
     def start(self, shared: SharedAdapters | None, file: Path | None = None) -> None:
         """Start sharing, and keep the table in ``file``. Requires a running event loop."""
         self._shared_table = shared
@@ -227,8 +225,6 @@ class AdapterTable:
                 del self._shared[entry.name]
         if changed:
             keep(self._file, list(self._shared.values()))
-
-    # --- reading and checking --------------------------------------------------------------------
 
     def _read_below(self, name: str, path: str, owner: str) -> AdapterEntry:
         """Read an adapter that must be below the adapter folder after resolving links."""

@@ -54,14 +54,11 @@ class Router:
     """Router process. All parts that are shared through Redis are optional.
 
     Args:
-        settings: Configuration of the router.
-        model: Served model.
         directory: List of the workers.
         events: KV events for the prefix index; None: routing without an index.
         shared_adapters: Table of the adapters that were loaded at run time.
         shared_tickets: Common order of the requests of all routers.
         shared_demands: Demands of all routers, which share limits; None: separate limits.
-        stored_responses: Storage of responses for later turns.
         fleet_orders: Queue of admin commands for the fleet's controller.
     """
 

@@ -25,11 +25,6 @@ class RouterSettings:
         api_keys: API key to its rights; None: requests need no key.
         start_limit_s: Time after which the router listens even if workers are not connected.
         probe_pause_s: Minimum time between two rounds of probes.
-        fleet_token: Token that workers require.
-        tls: TLS of connections to workers; None: plain text.
-        https: Certificate of the router; None: plain text.
-        share_cache: Whether tenants share cached prefixes.
-        adapters: LoRA adapters of the fleet file, name to directory.
         max_adapters: Number of adapters that a worker holds at once.
         window_requests: Largest number of sequences at one worker; more wait in the router's queue.
         lease_ms: Time for which a worker keeps requests of a router that sends no heartbeat.

@@ -105,7 +105,9 @@ class Exchange(Response):
         try:
             if not await self._submit_all(self._router.gateway):
                 return 499
-            self._raise_early_error()
+            for active in self._active:
+                if active.record.error is not None:
+                    raise active.record.error
         except BatonError as error:
             tenant = self._requests[0].tenant
             self._router.observer.rejected(error.code, tenant)
@@ -150,11 +152,6 @@ class Exchange(Response):
     def _whole(self) -> dict[str, Any]:
         """Return the body after all requests have ended."""
         raise NotImplementedError
-
-    def _raise_early_error(self) -> None:
-        for active in self._active:
-            if active.record.error is not None:
-                raise active.record.error
 
     def _start_headers(self, kind: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         begun = [active for active in self._active if active.record.begun] or self._active

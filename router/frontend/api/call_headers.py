@@ -51,14 +51,11 @@ class CallHeaders:
                     headers["x-request-id"] = client_id
                 if ignored:
                     headers[HEADER] = ignored.header()
-                    self._count(ignored)
+                    for place in ignored:
+                        # Before the dot are known fields, so there are few labels.
+                        where = place.rpartition(".")[0] or "body"
+                        self._metrics.inc("baton_ignored_fields", where=where)
             await send(message)
 
         with client_context(client_id):
             await self._app(scope, receive, send_with_headers)
-
-    def _count(self, ignored: Ignored) -> None:
-        for place in ignored:
-            # The part before the dot consists of known fields, so there are few labels.
-            where = place.rpartition(".")[0] or "body"
-            self._metrics.inc("baton_ignored_fields", where=where)

@@ -68,7 +68,8 @@ def error_response(
         headers["retry-after"] = str(max(round(error.retry_after_s), 1))
     elif isinstance(error, UnavailableError):
         headers["retry-after"] = "1"
-    if isinstance(error, SlowRequestError) or _cut_body(error):
+    body_is_late = isinstance(error, DeadlineError) and isinstance(error.__cause__, TimeoutError)
+    if isinstance(error, SlowRequestError) or body_is_late:
         headers["connection"] = "close"  # the rest of the body is not read
     return _response(Refusal.of(error), request_id, shape, headers)
 
@@ -82,10 +83,6 @@ def _response(
         status_code=shape.status(refusal),
         headers={**(named if request_id else {}), **(headers or {})},
     )
-
-
-def _cut_body(error: BatonError) -> bool:
-    return isinstance(error, DeadlineError) and isinstance(error.__cause__, TimeoutError)
 
 
 def _new_id() -> str:

@@ -124,7 +124,7 @@ def routes(router: RouterParts) -> Endpoints:
         if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
             raise HTTPException(
                 404,
-                f"request {request_id[:80]!r} is unknown, or no longer recorded, at this router",
+                "the request is unknown to this router, or no longer recorded",
             )
         return explanation
 

@@ -48,7 +48,6 @@ class RouterParts:
     """Parts of one router process.
 
     Attributes:
-        tasks: Background tasks.
         created: Start of the router in Unix seconds.
         stored_responses: Storage of responses for later turns; None: responses are not stored.
     """

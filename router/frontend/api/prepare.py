@@ -51,12 +51,7 @@ class Caller:
 
 
 def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller:
-    """Read the sender and the options of a call from its headers.
-
-    Raises:
-        UnauthorizedError: The API key is missing or unknown.
-        InvalidRequestError: The value of a header is invalid.
-    """
+    """Read the sender and the options of a call from its headers."""
     mode = headers.get("x-baton-mode", "auto")
     if mode not in _MODES:
         raise InvalidRequestError.at(

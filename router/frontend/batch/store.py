@@ -72,8 +72,6 @@ class BatchStore:
         self.limits = limits
         self._looked: dict[str, tuple[int, bool]] = {}  # see `open_batches`
 
-    # --- files -----------------------------------------------------------------------------------
-
     def room_bytes(self, tenant: str) -> int:
         """Return the number of bytes that a tenant may add."""
         own = self.limits.max_bytes_per_tenant - _bytes_below(self.root / tenant)
@@ -173,8 +171,6 @@ class BatchStore:
         self.data_path(tenant, file_id).unlink(missing_ok=True)
         return True
 
-    # --- batches ---------------------------------------------------------------------------------
-
     def save(self, batch: BatchRecord) -> None:
         """Write a batch's record atomically."""
         self._write(self._folder(batch.tenant, "batches") / f"{batch.id}.json", batch)
@@ -220,8 +216,6 @@ class BatchStore:
     def path_of(self, batch: BatchRecord, kind: str) -> Path:
         """Return the path of a batch's ``output``, ``errors`` or ``cancel``."""
         return self._folder(batch.tenant, "batches") / f"{batch.id}.{kind}"
-
-    # --- the whole -------------------------------------------------------------------------------
 
     def sweep(self, now_s: float) -> None:
         """Remove expired files and batches."""

@@ -26,7 +26,6 @@ class Acceptor:
     Args:
         listener: Descriptor of the socket, which stays open and belongs to the caller.
         make_connection: Function that returns the protocol of a new connection.
-        tls: TLS context of the connections; None for plain text.
         count_failure: Callback for the name of a background task that failed.
     """
 

@@ -24,7 +24,6 @@ class RouterServer(uvicorn.Server):
     """Server that exits with code 0 after a signal, while uvicorn would raise the signal again.
 
     Args:
-        config: Configuration of uvicorn.
         group: Routers with the same port, or None.
         leave_limit_s: Time limit of responses when the router leaves.
         count_failure: Callback for the name of a background task that failed.

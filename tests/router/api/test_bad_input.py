@@ -318,7 +318,7 @@ def test_of_many_faults_the_first_is_looked_at(kind, fields, param):
 def test_where_faults_have_no_order_their_number_is_said():
     biases = {str(i): "much" for i in range(MANY)}
     body = {"model": MODEL, "messages": USER, "logit_bias": biases}
-    with pytest.raises(InvalidRequestError, match=r"the body has 3000 faults"):
+    with pytest.raises(InvalidRequestError, match=r"the body has 3000 invalid values"):
         parse(ChatBody, json.dumps(body).encode())
 
 

@@ -16,10 +16,7 @@ class _Format:
 
     Args:
         answer_id: ``chatcmpl-…`` or ``cmpl-…``.
-        created: Unix time in seconds.
-        model: Model name from the request.
         fingerprint: Value of ``system_fingerprint``.
-        tokenizer: Tokenizer that converts tokens to text.
         include_usage: Whether chunks have a ``usage`` field.
         prompt_logprobs: Number of alternatives for each prompt token (vLLM's parameter).
         token_ids: Whether the response contains token ids (vLLM's ``return_token_ids``).

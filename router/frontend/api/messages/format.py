@@ -38,8 +38,6 @@ class MessagesFormat(AnswerFormat):
         self._fills_context = fills_context
         self._answer = AnswerParts(_new_id)
 
-    # --- as a stream ----------------------------------------------------------------------------
-
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """Return the message without content, with the usage of the prompt."""
         message = self._message([], active_requests, ended=False)
@@ -59,8 +57,6 @@ class MessagesFormat(AnswerFormat):
         delta = {"type": "message_delta", "delta": self._stop(), "usage": _usage(active_requests)}
         stop = {"type": "message_stop"}
         return last_block + named_event("message_delta", delta) + named_event("message_stop", stop)
-
-    # --- in one piece ---------------------------------------------------------------------------
 
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """Return the message as JSON."""

@@ -85,8 +85,6 @@ class ResponsesFormat(AnswerFormat):
     def _new_id(self, kind: Kind) -> str:
         return item_id(self._head["id"], _PREFIXES[kind], "out", len(self._answer.parts))
 
-    # --- as a stream ----------------------------------------------------------------------------
-
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """Return the events ``response.created`` and ``response.in_progress``."""
         response = self.snapshot("in_progress")
@@ -127,8 +125,6 @@ class ResponsesFormat(AnswerFormat):
         """Return the end of the last item and the complete response."""
         return self._tail + self._event(f"response.{self._final['status']}", response=self._final)
 
-    # --- in one piece ---------------------------------------------------------------------------
-
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
         """Return the complete response."""
         return self._final
@@ -150,8 +146,6 @@ class ResponsesFormat(AnswerFormat):
     def _status(self, part: Part) -> str:
         cut = part is self._answer.parts[-1] and self._answer.finish_reason in ("length", None)
         return "incomplete" if cut else "completed"
-
-    # --- items and their events -----------------------------------------------------------------
 
     def _events_of(self, event: Event) -> bytes:
         match event:
