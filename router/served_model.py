@@ -103,11 +103,7 @@ class ServedModel:
         return name
 
     def adapter_of(self, name: str, tenant: str | None = None) -> AdapterRef | None:
-        """Return the adapter with this model name; None for the base model. See `check_name`.
-
-        Raises:
-            ModelNotFoundError: The name is not served.
-        """
+        """Return the adapter with this model name; None for the base model. See `check_name`."""
         entry = self.adapters.find(self.check_name(name, tenant), tenant)
         return None if entry is None else entry.ref()
 
@@ -200,14 +196,7 @@ class ServedModel:
     def encode_rendered(self, text: str, *, special: bool = False, whole: bool = True) -> list[int]:
         """Return the token ids of a rendered chat, whose text already contains a BOS token.
 
-        Args:
-            text: Output of the template.
-            special: Whether the tokenizer adds its special tokens.
-            whole: Whether the prompt must fit the context, because it is not cut.
-
-        Raises:
-            PromptTooLongError: The text is too long for the context.
-            InvalidRequestError: The text is empty.
+        The other arguments and the errors are those of `encode_prompt`.
         """
         if whole:
             self.check_length(text, "messages")

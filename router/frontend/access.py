@@ -76,23 +76,13 @@ def has_operator_key(headers: Mapping[str, str], settings: RouterSettings) -> bo
 
 
 def check_operator(headers: Mapping[str, str], settings: RouterSettings) -> None:
-    """Reject callers that are not operators, if the fleet has API keys.
-
-    Raises:
-        UnauthorizedError: The API key is missing or unknown.
-        ForbiddenError: The API key belongs to an ordinary tenant.
-    """
+    """Reject callers that are not operators, if the fleet has API keys."""
     if settings.api_keys is not None and not access_of(headers, settings).operator:
         raise ForbiddenError("an operator's API key is required (`role: operator` in api_keys)")
 
 
 def adapter_owner_of(headers: Mapping[str, str], settings: RouterSettings) -> str:
-    """Return the tenant whose adapters the caller may load and unload; empty: all tenants.
-
-    Raises:
-        UnauthorizedError: The API key is missing or unknown.
-        ForbiddenError: The API key allows neither.
-    """
+    """Return the tenant whose adapters the caller may load and unload; empty: all tenants."""
     caller = access_of(headers, settings)
     if caller.operator:
         return ""

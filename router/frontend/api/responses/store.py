@@ -34,7 +34,10 @@ _AWAY = "Redis does not answer"
 
 
 class ResponseStore:
-    """Access of one router to stored responses, of up to ``max_bytes`` including the input."""
+    """Access of one router to stored responses, of up to ``max_bytes`` including the input.
+
+    All methods except ``keep`` raise UnavailableError if Redis does not answer.
+    """
 
     def __init__(self, stored: StoredResponses | None, max_bytes: int, metrics: Metrics) -> None:
         self._stored = stored
@@ -69,21 +72,12 @@ class ResponseStore:
         return "stored", ""
 
     async def find(self, tenant: str, name: str) -> bytes | None:
-        """Return a response of this tenant in stored form (``response`` and ``input`` as JSON).
-
-        Raises:
-            UnavailableError: Redis does not answer.
-        """
+        """Return a response of this tenant in stored form (``response`` and ``input`` as JSON)."""
         async with self._available("read") as stored:
             return await stored.get(tenant, name)
 
     async def get(self, tenant: str, name: str) -> "Kept":
-        """Return a response of this tenant.
-
-        Raises:
-            ResponseNotFoundError: The tenant has no such response.
-            UnavailableError: Redis does not answer.
-        """
+        """Return a response of this tenant; raise ResponseNotFoundError if there is none."""
         value = await self.find(tenant, name)
         kept = None if value is None else _read(value)
         if kept is None:
@@ -91,12 +85,7 @@ class ResponseStore:
         return kept
 
     async def delete(self, tenant: str, name: str) -> None:
-        """Delete a response.
-
-        Raises:
-            ResponseNotFoundError: The tenant has no such response.
-            UnavailableError: Redis does not answer.
-        """
+        """Delete a response of this tenant; raise ResponseNotFoundError if there is none."""
         async with self._available("deleted") as stored:
             deleted = await stored.delete(tenant, name)
         if not deleted:
