@@ -1,13 +1,13 @@
 """`python -m router --config FILE [--port N]`: one router process.
 
-With ``--fd`` it takes a socket that listens already, and whose holder outlives it: while a router
-is started again, new connections wait in the socket's queue and are not refused. Several of these
-and ``--group FOLDER --routers N --index I`` make it one of N that share a port
+With ``--fd`` the router uses a listening socket of its parent process, which outlives the router:
+while a router restarts, new connections wait in the socket's queue and are not rejected. Several
+``--fd`` and ``--group FOLDER --routers N --index I`` start one of N routers that share a port
 (`router.routing.group`).
 
-SIGTERM and SIGINT end it within five seconds: no new connections; active requests end with an
-error, and the workers are told to stop them. SIGUSR1 ends it when its
-answers have ended. Secrets come by environment (``router/settings.py``).
+On SIGTERM and SIGINT the router exits within five seconds: it accepts no connections and cancels
+active requests, which end with an error. On SIGUSR1 it exits when all its responses have ended.
+Environment variables contain the secrets (``router/settings.py``).
 """
 
 import argparse
@@ -51,17 +51,17 @@ _GRACE_S = 3
 
 
 def main() -> int:
-    """Run a router until it is told to stop."""
+    """Run a router until a signal stops it."""
     parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the fleet's YAML file")
-    parser.add_argument("--port", type=int, help="instead of the one in the file")
-    parser.add_argument("--host", help="instead of the one in the file")
+    parser.add_argument("--port", type=int, help="port, instead of the one in the file")
+    parser.add_argument("--host", help="address, instead of the one in the file")
     parser.add_argument(
-        "--fd", type=int, action="append", default=[], help="a socket that listens already"
+        "--fd", type=int, action="append", default=[], help="descriptor of a listening socket"
     )
-    parser.add_argument("--group", type=Path, help="a folder for the routers that share the port")
-    parser.add_argument("--routers", type=int, default=1, help="how many these are")
-    parser.add_argument("--index", type=int, default=0, help="which of them this is, from 0")
+    parser.add_argument("--group", type=Path, help="folder of the routers that share the port")
+    parser.add_argument("--routers", type=int, default=1, help="number of these routers")
+    parser.add_argument("--index", type=int, default=0, help="index of this router, from 0")
     arguments = parser.parse_args()
     set_up_logs("text")
     overrides = {"host": arguments.host} if arguments.host else {}
@@ -70,7 +70,7 @@ def main() -> int:
         settings = RouterSettings.from_config(config, port=arguments.port)
         set_up_logs(settings.logs.format)
         if settings.https is not None:
-            LiveCertificate(settings.https)  # that it cannot be used is said before all else
+            LiveCertificate(settings.https)  # reports an unusable certificate before the start
         model = ServedModel.load(settings)
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
@@ -98,16 +98,12 @@ async def serve(
     sockets: Sequence[socket.socket] = (),
     member: Member | None = None,
 ) -> None:
-    """Serve HTTP until a signal comes.
+    """Serve HTTP until a signal stops the router.
 
-    Args:
-        settings: Of the router.
-        model: That it serves.
-        sockets: That listen already; of several, ``member`` says which is this router's.
-        member: Its place among routers that share the port; None: it is alone.
+    With a ``member`` of a group, which selects one of ``sockets``, the port is shared.
     """
     if settings.emulated:
-        _LOG.warning("EMULATED fleet (%s): answers are made up, no model runs", settings.emulated)
+        _LOG.warning("EMULATED fleet (%s): responses are made up, no model runs", settings.emulated)
     registry = Registry(settings.redis_url, settings.fleet)
     state_dir = Path(settings.state_dir) if settings.state_dir else None
     last_known = state_dir / "workers.json" if state_dir is not None else None
@@ -167,7 +163,7 @@ def _show_registry(metrics: Metrics, registry: Registry) -> None:
 
 
 async def _end_requests(server: RouterServer, router: Router) -> None:
-    """After a signal, answers have a short time to finish; then they end with a typed error."""
+    """After a signal, let responses finish for a short time; then end them with an error."""
     await server.stopping.wait()
     router.parts.gateway.stopping = True
     await asyncio.sleep(_GRACE_S - 1)

@@ -1,17 +1,16 @@
-"""The LoRA adapters that clients may name: those of the fleet file, and those loaded at run time.
+"""LoRA adapters that clients may use: those of the fleet file, and those loaded at run time.
 
-Routers share the latter through Redis. Each change carries its time and the newest wins, also over
-an emptied Redis or one that came back old; a name that was taken away is kept as such for a day. So
-any router can be asked, the others follow within a second, and a file keeps the table over a
-restart while Redis is away.
+Routers share the latter through Redis. Each change has a time and the newest wins, even if Redis
+was emptied or restored from an old state. Unloaded names are remembered for a day. Any router can
+load an adapter, and the others follow within a second. A file keeps the table during a restart
+while Redis is unavailable.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -19,6 +18,7 @@ from baton.model.artifact import ModelConfig
 from baton.model.lora_artifact import AdapterError, read_adapter
 from baton.registry.json_file import keep
 from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.shared_adapters import SharedAdapters
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import (
     AdapterExistsError,
@@ -36,17 +36,17 @@ MAX_NAMES_OF_A_TENANT = 64
 MAX_NAME_LENGTH = 200
 MAX_REMEMBERED = 16 * MAX_NAMES
 MAX_REMEMBERED_OF_A_TENANT = 16 * MAX_NAMES_OF_A_TENANT
-"""Names, those included that were taken away in the last day: every router reads all of them."""
+"""Limit of names, including those unloaded in the last day: every router reads all of them."""
 
 _REMEMBER_GONE_MS = 24 * 3600 * 1000
 
 
 class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One name.
+    """Entry of the table.
 
     Attributes:
-        owner: The tenant that loaded it, for itself alone; empty: it is everybody's.
-        gone: It was unloaded at ``changed_ms``.
+        owner: Tenant that loaded the adapter for itself; empty: all tenants may use it.
+        gone: Whether it was unloaded at ``changed_ms``.
     """
 
     name: str
@@ -59,36 +59,23 @@ class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
     gone: bool = False
 
     def ref(self) -> AdapterRef:
-        """What workers are told."""
+        """Return the reference that is sent to workers."""
         return AdapterRef(self.name, self.digest, self.path)
 
 
-class AdapterSharedTable(Protocol):
-    """Where routers share their table; ``baton.registry.shared_adapters`` has it."""
-
-    async def adapters(self) -> Mapping[str, bytes]:
-        """All entries by name, encoded."""
-
-    async def put_adapters(self, entries: Mapping[str, bytes]) -> None:
-        """Write entries, over those of the same name."""
-
-    async def drop_adapters(self, names: Collection[str]) -> None:
-        """Remove entries."""
-
-
 class AdapterTable:
-    """The adapters that one router serves, by name.
+    """Adapters that one router serves, by name.
 
     Args:
-        config: Of the base model: what adapters must fit.
-        reserved: Names of the model itself.
-        load: Adapters of the fleet file, name to directory. Reads them.
-        max_loaded: What one worker holds; 0 refuses every adapter.
-        max_rank: The largest rank that is served.
-        folder: What is loaded at run time lies below it; None: nothing is.
+        config: Configuration of the base model, which adapters must match.
+        reserved: Names of the base model.
+        load: Adapters of the fleet file, name to directory.
+        max_loaded: Number of adapters that one worker holds; 0: adapters are not served.
+        max_rank: Largest rank of an adapter.
+        folder: Folder of adapters that may be loaded at run time; None: none may be.
 
     Raises:
-        ValueError: One of ``load`` cannot be used.
+        ValueError: An adapter of ``load`` cannot be used.
     """
 
     def __init__(
@@ -107,90 +94,77 @@ class AdapterTable:
         self._folder = None if folder is None else Path(folder)
         self._fixed = {name: self._read(name, path, 0) for name, path in (load or {}).items()}
         self._shared: dict[str, AdapterEntry] = {}
-        self._shared_table: AdapterSharedTable | None = None
+        self._shared_table: SharedAdapters | None = None
         self._file: Path | None = None
         self._tasks = BackgroundTasks("adapters", lambda name: self.count_failure(name))
         self.count_failure: Callable[[str], None] = lambda _: None
 
     def find(self, name: str, tenant: str | None = None) -> AdapterEntry | None:
-        """The adapter of that name; a name of the model itself is never one.
-
-        Args:
-            name: The model name that a client gave.
-            tenant: Adapters that other tenants own are not found; None: all are.
-        """
+        """Return the adapter of this name that the tenant may use (None: any tenant)."""
         entry = self._fixed.get(name) or self._shared.get(name)
         if entry is None or entry.gone or name in self._reserved:
             return None
         return entry if tenant is None or entry.owner in ("", tenant) else None
 
     def served(self, tenant: str | None = None) -> list[AdapterEntry]:
-        """Every adapter that the tenant may name; None: every adapter."""
+        """Return all adapters that the tenant may use (None: any tenant)."""
         names = sorted(self._fixed.keys() | self._shared.keys())
         return [entry for name in names if (entry := self.find(name, tenant)) is not None]
 
     async def load(self, name: str, path: str, owner: str = "") -> AdapterEntry:
-        """Serve an adapter under a name, from now on.
+        """Serve an adapter under a name.
 
         Args:
-            name: The model name. That of an owner begins with ``OWNER/``, so that tenants do not
-                take names from each other.
-            path: Its directory, below the adapter folder; that of an owner below ``OWNER`` there.
-            owner: The tenant that loads it for itself; empty: everybody may use it.
+            name: Model name; with an owner, it must begin with ``OWNER/`` to avoid conflicts.
+            path: Directory below the adapter folder; with an owner, below its subfolder ``OWNER``.
+            owner: Tenant that loads the adapter for itself; empty: all tenants may use it.
 
         Raises:
-            InvalidRequestError: The adapter, its path or the name cannot be used; says why.
-            AdapterExistsError: The name is taken.
+            InvalidRequestError: The adapter, its path or the name cannot be used.
+            AdapterExistsError: The name is in use.
         """
         if owner and not name.startswith(f"{owner}/"):
-            raise InvalidRequestError(
-                f"lora_name: with this API key it must begin with {owner + '/'!r}",
-                param="lora_name",
+            raise InvalidRequestError.at(
+                "lora_name", f"must begin with {owner + '/'!r} with this API key"
             )
         self._check_free(name)
         self._check_count(name, owner)
         try:
             entry = await asyncio.to_thread(self._read_below, name, path, owner)
         except AdapterError as error:
-            raise InvalidRequestError(f"lora_path: {error}", param="lora_path") from error
-        self._check_free(name)  # another call may have been faster
+            raise InvalidRequestError.at("lora_path", f"{error}") from error
+        self._check_free(name)  # a concurrent call may have used it
         await self._change(entry)
         return entry
 
     async def unload(self, name: str, owner: str = "") -> None:
-        """Take a name away. Requests that run with it finish; workers drop it when they need room.
+        """Stop serving a name. Running requests finish; workers unload it when they need space.
 
         Args:
-            name: The model name.
-            owner: The tenant that owns it; empty: an operator takes away anybody's.
+            name: Model name of the adapter.
+            owner: Tenant that unloads its own adapter; empty: an operator, for any adapter.
 
         Raises:
-            ModelNotFoundError: There is no adapter of that name, or the owner may not see it.
-            ForbiddenError: The owner may use it, but it is everybody's.
-            InvalidRequestError: It stands in the fleet file.
+            ModelNotFoundError: The owner has no access to an adapter of this name.
+            ForbiddenError: The adapter is shared by all tenants.
+            InvalidRequestError: The adapter is in the fleet file.
         """
         entry = self.find(name, owner or None)
         if entry is not None and owner and not entry.owner:
-            raise ForbiddenError(f"lora_name: {name!r} is everybody's; an operator may unload it")
+            raise ForbiddenError(
+                f"lora_name: {name!r} is shared by all tenants; only an operator may unload it"
+            )
         if name in self._fixed:
-            raise InvalidRequestError(
-                f"lora_name: {name!r} stands in the fleet file (adapters.load); take it out there",
-                param="lora_name",
+            raise InvalidRequestError.at(
+                "lora_name", f"{name!r} is in the fleet file; remove it from adapters.load"
             )
         if entry is None:
-            raise ModelNotFoundError(f"no adapter {name[:200]!r} is loaded", param="lora_name")
+            raise ModelNotFoundError.at("lora_name", f"adapter {name[:200]!r} is not loaded")
         gone = AdapterEntry(name=name, owner=entry.owner, changed_ms=self._next_ms(name), gone=True)
         await self._change(gone)
 
-    # --- sharing ---------------------------------------------------------------------------------
-
-    def start(self, shared: AdapterSharedTable | None, file: Path | None = None) -> None:
-        """Begin to share. Needs a running event loop.
-
-        Args:
-            shared: The table of all routers of the fleet, or None.
-            file: JSON file that outlives this process, or None.
-        """
+    def start(self, shared: SharedAdapters | None, file: Path | None = None) -> None:
+        """Start sharing, and keep the table in ``file``. Requires a running event loop."""
         self._shared_table = shared
         self._file = file
         if file is not None and file.exists():
@@ -199,11 +173,11 @@ class AdapterTable:
             self._tasks.keep(lambda: self._follow(shared), "adapters")
 
     async def close(self) -> None:
-        """Stop sharing."""
+        """Stop sharing the table."""
         await self._tasks.close()
 
-    async def exchange(self, shared: AdapterSharedTable) -> None:
-        """Take over what is newer in the shared table, and write what is newer in this one.
+    async def exchange(self, shared: SharedAdapters) -> None:
+        """Copy newer entries from the shared table, and add newer ones of this table to it.
 
         Raises:
             RegistryUnavailableError: Redis does not answer.
@@ -221,12 +195,12 @@ class AdapterTable:
         if newer:
             await shared.put_adapters(newer)
 
-    async def _follow(self, shared: AdapterSharedTable) -> None:
+    async def _follow(self, shared: SharedAdapters) -> None:
         while True:
             try:
                 await self.exchange(shared)
             except RegistryUnavailableError:
-                _LOG.debug("registry away, going on with the adapters that are known")
+                _LOG.debug("registry is unavailable; using the known adapters")
             await asyncio.sleep(POLL_S)
 
     async def _change(self, entry: AdapterEntry) -> None:
@@ -235,7 +209,7 @@ class AdapterTable:
             try:
                 await self.exchange(self._shared_table)
             except RegistryUnavailableError as error:
-                _LOG.warning("other routers see adapter %s later: %s", entry.name, error)
+                _LOG.warning("sharing adapter=%s later: %s", entry.name, error)
 
     def _adopt(self, entries: Iterable[AdapterEntry]) -> None:
         changed = False
@@ -252,19 +226,17 @@ class AdapterTable:
         if changed:
             keep(self._file, list(self._shared.values()))
 
-    # --- reading and checking --------------------------------------------------------------------
-
     def _read_below(self, name: str, path: str, owner: str) -> AdapterEntry:
-        """An adapter that may lie in the adapter folder only, links followed."""
+        """Read an adapter that must be below the adapter folder after resolving links."""
         if self._folder is None:
             raise AdapterError(
-                "this fleet has only the adapters of its file; to load others, name their folder "
-                "there: `adapters: {folder: FOLDER}`"
+                "adapters cannot be loaded at run time; set `adapters: {folder: FOLDER}` in the "
+                "fleet file"
             )
         folder = (self._folder / owner).resolve()
         try:
             found = (folder / path).resolve()
-        except (OSError, ValueError, RuntimeError) as error:  # a null byte, links in a circle
+        except (OSError, ValueError, RuntimeError) as error:  # a null byte, or a loop of links
             raise AdapterError(f"{path[:200]!r}: cannot be read ({error})") from error
         if not found.is_relative_to(folder):
             raise AdapterError(f"{path[:200]!r} is not below {folder}")
@@ -274,17 +246,21 @@ class AdapterTable:
     def _check_count(self, name: str, owner: str) -> None:
         served = self.served()
         if len(served) >= MAX_NAMES:
-            raise InvalidRequestError(f"{len(served)} adapters are loaded, no more are taken")
+            raise InvalidRequestError(
+                f"lora_name: {MAX_NAMES} adapters are loaded, the limit; unload one"
+            )
         own = sum(1 for entry in served if entry.owner == owner) if owner else 0
         if own >= MAX_NAMES_OF_A_TENANT:
-            raise InvalidRequestError(f"{own} adapters of {owner} are loaded, no more are taken")
+            raise InvalidRequestError(
+                f"lora_name: {own} adapters of {owner} are loaded, the limit; unload one"
+            )
         known = [entry for entry in self._shared.values() if owner in ("", entry.owner)]
         most = MAX_REMEMBERED_OF_A_TENANT if owner else MAX_REMEMBERED
         if len(known) >= most and name not in self._shared:
-            raise InvalidRequestError(
-                f"lora_name: {len(known)} names were loaded or taken away within a day, the limit; "
-                "take one of these names again, or wait",
-                param="lora_name",
+            raise InvalidRequestError.at(
+                "lora_name",
+                f"{len(known)} names were loaded or unloaded within a day, the limit; "
+                "use one of these names again, or wait",
             )
 
     def _read(self, name: str, path: str, changed_ms: int) -> AdapterEntry:
@@ -302,16 +278,14 @@ class AdapterTable:
 
     def _check_free(self, name: str) -> None:
         if len(name) > MAX_NAME_LENGTH or not name.isprintable():
-            raise InvalidRequestError(
-                f"lora_name: must be 1 to {MAX_NAME_LENGTH} printable characters", param="lora_name"
+            raise InvalidRequestError.at(
+                "lora_name", f"must be 1 to {MAX_NAME_LENGTH} printable characters"
             )
         if name in self._reserved:
-            raise AdapterExistsError(
-                f"lora_name: {name!r} is a name of the model itself", param="lora_name"
-            )
+            raise AdapterExistsError.at("lora_name", f"{name!r} is a name of the base model")
         if self.find(name) is not None:
-            raise AdapterExistsError(
-                f"lora_name: an adapter {name!r} is loaded; unload it first", param="lora_name"
+            raise AdapterExistsError.at(
+                "lora_name", f"adapter {name!r} is already loaded; unload it first"
             )
 
     def _next_ms(self, name: str) -> int:
@@ -320,7 +294,7 @@ class AdapterTable:
 
 
 def _is_forgotten(entry: AdapterEntry) -> bool:
-    """Whether the name was taken away so long ago that no router need know of it."""
+    """Return whether the name was unloaded so long ago that routers need not remember it."""
     return entry.gone and entry.changed_ms < _now_ms() - _REMEMBER_GONE_MS
 
 
@@ -332,12 +306,12 @@ def _decode(raw: bytes) -> AdapterEntry | None:
     try:
         return msgspec.json.decode(raw, type=AdapterEntry)
     except msgspec.DecodeError:
-        return None  # from another version
+        return None  # written by another version
 
 
 def _decode_file(file: Path) -> list[AdapterEntry]:
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[AdapterEntry])
     except (OSError, msgspec.DecodeError) as error:
-        _LOG.warning("cannot read the adapters in %s: %s", file, error)
+        _LOG.warning("cannot read adapters from %s: %s", file, error)
         return []

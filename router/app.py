@@ -1,4 +1,4 @@
-"""One router: its parts, the tasks that keep them current, and the HTTP application over them."""
+"""Router process: its parts, their background tasks, and the HTTP application."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from baton.registry.orders import Orders
+from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
 from baton.telemetry.alive_clock import ALIVE
-from router.adapter_table import AdapterSharedTable
 from router.frontend.api import errors, generation, models, operations, orders, page
 from router.frontend.api.call_headers import CallHeaders
 from router.frontend.api.messages import endpoints as messages
@@ -37,7 +37,7 @@ from router.settings import RouterSettings
 _POLL_S = 0.01
 _SAMPLE_S = 1.0
 
-# An endpoint is added to one of these files, or to a new one that is listed here.
+# New endpoints belong to one of these files, or to a new file that is listed here.
 _ENDPOINTS = (
     generation.routes,
     responses.routes,
@@ -51,18 +51,15 @@ _ENDPOINTS = (
 
 
 class Router:
-    """One router process.
+    """Router process. All parts that are shared through Redis are optional.
 
     Args:
-        settings: Its configuration.
-        model: The model it serves.
-        directory: Which workers there are.
-        events: KV events for the prefix index, or None to route without an index.
-        shared_adapters: Where routers share the adapters loaded at run time; None: nowhere.
-        shared_tickets: Where routers share the order of requests; None: reports tell of others.
-        shared_demands: Where routers tell what they have to do; None: limits are each one's own.
-        stored_responses: Where responses are kept for later turns; None: nowhere.
-        fleet_orders: The way to the fleet's controller; None: there is none.
+        directory: List of the workers.
+        events: KV events for the prefix index; None: routing without an index.
+        shared_adapters: Table of the adapters that were loaded at run time.
+        shared_tickets: Common order of the requests of all routers.
+        shared_demands: Demands of all routers, which share limits; None: separate limits.
+        fleet_orders: Queue of admin commands for the fleet's controller.
     """
 
     def __init__(
@@ -71,7 +68,7 @@ class Router:
         model: ServedModel,
         directory: WorkerDirectory,
         events: EventSource | None = None,
-        shared_adapters: AdapterSharedTable | None = None,
+        shared_adapters: SharedAdapters | None = None,
         shared_tickets: TicketSource | None = None,
         shared_demands: DemandSource | None = None,
         stored_responses: StoredResponses | None = None,
@@ -99,7 +96,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def running(self, app: ASGIApp | None = None) -> AsyncIterator[None]:
-        """Connected to the workers, for as long as the context lasts; ``app`` runs batches."""
+        """Run the background tasks within the context; ``app`` runs the lines of batches."""
         parts = self.parts
         state_dir = parts.settings.state_dir
         file = Path(state_dir) / "adapters.json" if state_dir else None
@@ -110,12 +107,12 @@ class Router:
         self._feeder.start()
         self._ticket_feed.start()
         self._share_feed.start()
-        await self._know_workers()
+        await self._wait_for_workers()
         parts.tasks.keep(self._sample, "live series")
         store = batch.store_of(parts.settings)
         if app is not None and store is not None:
             BatchRunner(store, parts.settings, parts.metrics, parts.tasks).start(app)
-        # The first long text should not have to wait for what is the same for all of them.
+        # Computed in advance, so that the first long text does not wait for it.
         parts.tasks.spawn(asyncio.to_thread(parts.model.know_lengths), "lengths of tokens")
         try:
             yield
@@ -130,39 +127,39 @@ class Router:
             parts.tracing.shutdown()
 
     async def _sample(self) -> None:
-        """Close a sample of what happens once a second."""
+        """Close one sample of the live series each second."""
         loop = asyncio.get_running_loop()
         gateway = self.parts.gateway
         at_s = loop.time()
         while True:
-            at_s = max(at_s + _SAMPLE_S, loop.time())  # late is late: no two at once
+            at_s = max(at_s + _SAMPLE_S, loop.time())  # never two at once after a delay
             await asyncio.sleep(at_s - loop.time())
             queued = gateway.admission.waiting
             running = gateway.in_flight - queued
             self.parts.observer.series.close(time.time(), queued=queued, running=running)
 
-    async def _know_workers(self) -> None:
-        """Wait until every worker on the list answers, or for as long as a start may take.
+    async def _wait_for_workers(self) -> None:
+        """Wait until all workers of the list are connected, but at most ``start_limit_s``.
 
-        The server listens only then: a router that has just been started refuses nobody for want
-        of workers that it has not met.
+        The server starts listening afterwards, so that it does not reject requests because of
+        workers that are not connected yet.
         """
         workers = self.parts.gateway.workers
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self.parts.settings.start_limit_s
         while loop.time() < until_s:
-            met = all(slot.link is None or slot.link.live for slot in workers)
-            if met and self._directory.known:
+            connected = all(slot.link is None or slot.link.live for slot in workers)
+            if connected and self._directory.known:
                 return
             await asyncio.sleep(_POLL_S)
 
     def app(self) -> FastAPI:
-        """The ASGI application."""
+        """Build the ASGI application."""
         app = DirectFastAPI(
             title="Baton router",
             summary="OpenAI's API over a disaggregated fleet",
             lifespan=self.running,
-            # FastAPI's pages load scripts of another host; ours is `router/frontend/api/page.py`.
+            # FastAPI's pages load scripts from other hosts; see `router/frontend/api/page.py`.
             docs_url=None,
             redoc_url=None,
         )

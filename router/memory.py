@@ -1,8 +1,8 @@
-"""What the process takes of the machine: memory goes back, sockets are allowed for.
+"""Memory and file limits of the process.
 
-glibc keeps freed memory in one arena per thread, and gives it back only from an arena's end: after
-some large bodies a router would keep hundreds of MiB for good. So arenas are few, large bodies are
-worked on by few threads, and after the last large one the rest is given back.
+glibc keeps freed memory in one arena per thread and returns it only from the end of an arena: after
+some large bodies a router would keep hundreds of MiB. Therefore the number of arenas is limited,
+few threads process large bodies, and freed memory is returned after the last large body.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ _LOG = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_M_ARENA_MAX = -8  # of malloc.h
+_M_ARENA_MAX = -8  # from malloc.h
 _ARENAS = 2
 _OWN_FILES = 256  # files and sockets that are not clients
 _TRIM_BYTES = 256 * 1024
 _TRIM_AFTER_S = 1.0
-_COLLECT_AFTER = 100_000  # objects more than before: 2,048 requests that end together are fewer
+_COLLECT_AFTER = 100_000  # new objects; 2,048 requests that end together have fewer
 _THREADS = max(2, min(4, os.cpu_count() or 2))
 
 
 class LargeWork:
-    """Work on large bodies, in a few threads beside the event loop."""
+    """Thread pool for work on large bodies."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="large-body")
@@ -38,7 +38,7 @@ class LargeWork:
         self._trims_soon = False
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """``work()`` on ``size`` bytes, when a thread is free."""
+        """Run ``work()`` on ``size`` bytes in a thread."""
         loop = asyncio.get_running_loop()
         self._running += 1
         try:
@@ -50,7 +50,7 @@ class LargeWork:
                 loop.call_later(_TRIM_AFTER_S, self._trim, loop)
 
     def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._running:  # its end may come at any time: wait for it
+        if self._running:
             loop.call_later(_TRIM_AFTER_S, self._trim, loop)
             return
         self._trims_soon = False
@@ -58,7 +58,7 @@ class LargeWork:
 
 
 class OneByOne:
-    """Work of some milliseconds on the event loop, one piece in each of the loop's turns."""
+    """Queue of work in the event loop that takes milliseconds: one item per turn of the loop."""
 
     def __init__(self) -> None:
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
@@ -66,32 +66,32 @@ class OneByOne:
         )
 
     async def run(self, work: Callable[[], _T]) -> _T:
-        """``work()``, after what came before it, and after what else the loop has to do."""
+        """Run ``work()`` after earlier work and after other events of the loop."""
         async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             await asyncio.sleep(0)
             return work()
 
 
 def give_back() -> None:
-    """Give freed memory back to the system, where the C library can."""
+    """Return freed memory to the system, if the C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def limit_arenas() -> None:
-    """Have threads share their memory, where the C library is glibc."""
+    """Limit the number of memory arenas, if the C library is glibc."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def collect_rarely() -> None:
-    """Look for circles among objects less often, and never among those that are here already.
+    """Collect reference cycles less often, and exclude all objects that exist now.
 
-    Tokenizer, templates and modules are hundreds of thousands of objects that live for ever: to
-    look at all of them holds every stream up. Objects that an earlier call kept are looked at
-    again: a worker's next life calls this in the same process.
+    Tokenizer, templates and modules are hundreds of thousands of permanent objects; a collection
+    that visits all of them would delay every stream. Objects excluded by an earlier call are
+    collected first: the next incarnation of a worker calls this in the same process.
     """
     gc.unfreeze()
     gc.collect()
@@ -100,7 +100,7 @@ def collect_rarely() -> None:
 
 
 def allow_connections(count: int) -> None:
-    """Raise this process's limit of open files for ``count`` clients, as far as it may."""
+    """Raise the process's limit of open files for ``count`` clients, if permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OWN_FILES
     if hard != resource.RLIM_INFINITY:
@@ -108,4 +108,4 @@ def allow_connections(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if wanted < count:
-        _LOG.warning("clients.max_connections = %d, but only %d files may be open", count, wanted)
+        _LOG.warning("limit of open files is below clients.max_connections=%d: %d", count, wanted)

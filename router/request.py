@@ -1,4 +1,4 @@
-"""A request as the router carries it: validated, tokenized, every parameter resolved."""
+"""Requests of the router: validated, tokenized, with all parameters resolved."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Mode = Literal["auto", "disaggregated", "colocated"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """The workers that a probe must use; ``prefill`` is None for a worker alone."""
+    """Workers that a probe must use; ``prefill`` is None for a single worker."""
 
     prefill: str | None
     decode: str
@@ -20,13 +20,13 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What of an answer's tokens its text shows.
+    """Options of converting output tokens to text.
 
     Attributes:
         stops: Strings that end the text.
-        stop_text: The text ends with what ended it.
-        special_tokens: They are shown too.
-        token_ids: The ids are told beside the text.
+        stop_text: Whether the text includes the stop string.
+        special_tokens: Whether the text includes special tokens.
+        token_ids: Whether the response contains token ids besides the text.
     """
 
     stops: tuple[str, ...] = ()
@@ -37,26 +37,25 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt and how to continue it.
+    """A prompt and the parameters of its continuation.
 
     Attributes:
         prompt: Token ids.
-        checked_schema: JSON text; whether an answer fits it is looked at when it is complete.
-        checked_tools: By the name of a tool the same, of the arguments of its calls.
-        thinking: The answer may begin with thinking, which is not part of its text.
-        shown: What of its tokens the answer shows.
-        reads_calls: The answer may hold calls of tools, which are not part of its text.
-        cache_scope: Requests of different scopes share no cached prefix.
-        adapter: The LoRA adapter to answer with; none is the model itself.
-        client_id: What the client calls it, by ``x-request-id``; need not be one of a kind.
-        arrived_ns: Monotonic clock of the router, as is ``deadline_ns``.
-        pinned: Only for probes.
+        checked_schema: JSON schema (as text) that the complete answer is checked against.
+        checked_tools: Tool name to the schema that arguments of its calls are checked against.
+        thinking: Thinking, which may precede the answer and is not part of its text.
+        reads_calls: Whether the answer may contain calls of tools, which are not part of its text.
+        cache_scope: Scope within which requests share cached prefixes.
+        adapter: LoRA adapter; None: the base model.
+        client_id: The client's ``x-request-id``, which need not be unique.
+        arrived_ns: Arrival on the router's monotonic clock, as ``deadline_ns``.
+        pinned: Workers to use; only for probes.
         traceparent: Parent of the spans at the workers.
-        pooling: Not empty: the answer is the prompt's pooled hidden state; nothing is sampled.
-        prompt_logprobs_only: Only the prompt's logprobs are asked for: the one token that is
-            sampled is not shown.
-        goes_on: An answer that began at another worker is to go on; ``prompt`` ends with it.
-        part_of: The call, where it has several prompts or inputs: each is a request.
+        pooling: Pooling of the prompt's hidden states; empty: tokens are generated instead.
+        prompt_logprobs_only: Whether only the prompt's logprobs are returned, without the one
+            token that is sampled.
+        goes_on: Whether to resume an answer of another worker, whose tokens end the ``prompt``.
+        part_of: Id of the call, if it has several prompts or inputs, which are requests each.
     """
 
     request_id: str
@@ -86,25 +85,25 @@ class GenerationRequest:
 
     @property
     def answer_id(self) -> str:
-        """The name of the call, for the client."""
+        """Id of the call that clients see."""
         return self.part_of or self.request_id
 
     @property
     def adapter_digest(self) -> str:
-        """Of the adapter, hexadecimal; empty for the model itself."""
+        """Digest of the adapter in hexadecimal; empty for the base model."""
         return self.adapter.digest if self.adapter is not None else ""
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's tokens are to have log-probabilities."""
+        """True if log-probabilities of the prompt's tokens are requested."""
         return self.sampling.prompt_logprobs is not None
 
     @property
     def whole_prompt(self) -> bool:
-        """Whether all of the prompt is computed, whatever is cached."""
+        """True if the whole prompt must be computed even if a prefix is cached."""
         return self.wants_prompt_logprobs or bool(self.pooling)
 
 
 def part_id(request_id: str, index: int) -> str:
-    """The name of one prompt's request, of a call ``request_id`` with several prompts."""
+    """Return the id of one prompt's request in a call with several prompts."""
     return f"{request_id}-{index}"

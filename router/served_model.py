@@ -1,4 +1,4 @@
-"""The model that the fleet serves, as the router knows it: names, text, limits. No weights."""
+"""Served model without weights: names, tokenizer, chat template, limits."""
 
 import threading
 from collections.abc import Sequence
@@ -20,19 +20,18 @@ from router.settings import RouterSettings
 
 
 class ServedModel:
-    """Names, tokenizer and chat template.
+    """Names, tokenizer, chat template and limits of the served model.
 
     Args:
-        artifact: What the weights files say.
-        names: The served name, then its aliases.
-        max_context_tokens: Prompt and answer together; at most the model's own limit.
-        emulated: The workers have no weights, so the model's limit does not bind them.
-        chat_template: Jinja text that replaces the model's own.
-        adapters: LoRA adapters that may be named beside the model; by default none, and any may
-            be loaded.
+        artifact: Metadata of the model's files.
+        names: Served name, then its aliases.
+        max_context_tokens: Limit of prompt and answer together; at most the model's own.
+        emulated: Whether workers are emulated, for which the model's own limit does not apply.
+        chat_template: Jinja text that replaces the model's own template.
+        adapters: LoRA adapters; by default an empty table into which any may be loaded.
 
     Raises:
-        ValueError: The limit is beyond the model's, or tokenizer or template cannot be used.
+        ValueError: The limit exceeds the model's, or tokenizer or template cannot be used.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ServedModel:
         limit = artifact.config.max_context_tokens
         if not emulated and max_context_tokens is not None and max_context_tokens > limit:
             raise ValueError(
-                f"max_context_tokens = {max_context_tokens}: the model has only {limit}"
+                f"max_context_tokens: {max_context_tokens} exceeds {limit}, the model's context"
             )
         self.artifact = artifact
         self.names = tuple(names)
@@ -68,7 +67,7 @@ class ServedModel:
 
     @classmethod
     def load(cls, settings: RouterSettings) -> "ServedModel":
-        """The model of the settings; reads files, so not for the event loop."""
+        """Load the model of the settings from files. Blocks."""
         template = settings.chat_template
         artifact = resolve_model(settings.model)
         adapters = AdapterTable(
@@ -87,43 +86,30 @@ class ServedModel:
             emulated=bool(settings.emulated),
             chat_template=Path(template).read_text("utf-8") if template else None,
         )
-        # Requests do not wait for it: until it is there they are encoded more slowly.
+        # Requests do not wait for it; they are encoded more slowly until it is ready.
         threading.Thread(target=model.tokenizer.speed_up, name="tokenizer", daemon=True).start()
         return model
 
     def check_name(self, name: str, tenant: str | None = None) -> str:
-        """Return ``name`` if the fleet serves it.
-
-        Args:
-            name: Of the model or of an adapter.
-            tenant: For whom; None: adapters of every tenant count.
+        """Return ``name`` if the tenant (None: any tenant) may use this model or adapter.
 
         Raises:
-            ModelNotFoundError: It does not; the message says what it serves.
+            ModelNotFoundError: The name is not served.
         """
         if name not in self.names and self.adapters.find(name, tenant) is None:
-            raise ModelNotFoundError(
-                f"model {name[:200]!r} is not served here; this fleet serves {self.names[0]!r}",
-                param="model",
+            raise ModelNotFoundError.at(
+                "model", f"{name[:200]!r} is not served; this fleet serves {self.names[0]!r}"
             )
         return name
 
     def adapter_of(self, name: str, tenant: str | None = None) -> AdapterRef | None:
-        """The adapter that a model name stands for; None for the model itself.
-
-        Args:
-            name: Of the model or of an adapter.
-            tenant: For whom; None: adapters of every tenant count.
-
-        Raises:
-            ModelNotFoundError: The fleet does not serve the name (any more).
-        """
+        """Return the adapter with this model name; None for the base model. See `check_name`."""
         entry = self.adapters.find(self.check_name(name, tenant), tenant)
         return None if entry is None else entry.ref()
 
     @property
     def hidden_size(self) -> int:
-        """Length of a hidden state, and so of an embedding."""
+        """Length of a hidden state and of an embedding."""
         return self.artifact.config.hidden_size
 
     def encode_prompt(
@@ -134,17 +120,17 @@ class ServedModel:
         param: str = "prompt",
         whole: bool = True,
     ) -> list[int]:
-        """Token ids of a completion's prompt, or of another text that ``param`` names.
+        """Return the token ids of a prompt.
 
         Args:
-            prompt: A text or token ids.
-            special: The tokenizer adds its own.
-            param: For errors.
-            whole: The prompt will not be cut to fit the context.
+            prompt: Text or token ids.
+            special: Whether the tokenizer adds its special tokens.
+            param: Name of the field in errors.
+            whole: Whether the prompt must fit the context, because it is not cut.
 
         Raises:
-            PromptTooLongError: It has so many characters that it cannot fit the context.
-            InvalidRequestError: It is empty, or an id is outside the vocabulary.
+            PromptTooLongError: The text is too long for the context.
+            InvalidRequestError: The prompt is empty, or an id is outside the vocabulary.
         """
         if isinstance(prompt, str):
             if whole:
@@ -154,7 +140,7 @@ class ServedModel:
             tokens = list(prompt)
             self.check_ids(tokens, param)
         if not tokens:
-            raise InvalidRequestError(f"{param}: must not be empty", param=param)
+            raise InvalidRequestError.at(param, "must not be empty")
         return tokens
 
     def render_chat(
@@ -163,15 +149,15 @@ class ServedModel:
         tools: Sequence[Tool] = (),
         rendering: Rendering = Rendering(),  # noqa: B008 - it is frozen
     ) -> str:
-        """The text of a conversation, by the model's template.
+        """Render a conversation with the chat template.
 
-        Messages and tools are those of ``baton.text.tools.conversation``.
+        Messages and tools are in the form of ``baton.text.tools.conversation``.
 
         Raises:
-            InvalidRequestError: The model has no template, or the template refuses.
+            InvalidRequestError: The model has no template, or the template raises an error.
         """
-        told, listed = conversation(messages, tools, self.tool_syntax)
-        return self.template.render(told, tools=listed, rendering=rendering)
+        adapted, listed = conversation(messages, tools, self.tool_syntax)
+        return self.template.render(adapted, tools=listed, rendering=rendering)
 
     def encode_chat(
         self,
@@ -179,25 +165,24 @@ class ServedModel:
         tools: Sequence[Tool] = (),
         rendering: Rendering = Rendering(),  # noqa: B008 - it is frozen
     ) -> list[int]:
-        """Token ids of a conversation, see `render_chat`."""
+        """Return the token ids of a conversation; see `render_chat`."""
         return self.encode_rendered(self.render_chat(messages, tools, rendering))
 
     def thinking_of(self, prompt: str, *, shown: bool) -> Thinking | None:
-        """How the answer to a rendered prompt thinks; None for a model that does not."""
+        """Return the thinking of the answer to a rendered prompt; None if the model has none."""
         if self.reasoning is None:
             return None
         return Thinking(self.reasoning, self.reasoning.begun_by(prompt), shown)
 
     def thought_grammar(self, rendering: Rendering, budget: int | None) -> str:
-        """A Lark grammar of the thinking at the begin of an answer; empty if there is none.
+        """Return a Lark grammar of the thinking before an answer; empty if there is none.
 
         Args:
-            rendering: How the prompt is written; whether it begins the thinking does not depend
-                on the conversation.
-            budget: Tokens of thinking, at most.
+            rendering: Options of the template, which determine whether the prompt starts thinking.
+            budget: Maximum number of thinking tokens.
 
         Raises:
-            InvalidRequestError: The model's thinking cannot be cut.
+            InvalidRequestError: The model's thinking cannot be limited.
         """
         if self.reasoning is None or not rendering.begin_answer or not self.template.exists:
             return ""
@@ -209,31 +194,24 @@ class ServedModel:
         return self.reasoning.grammar(begun=begun, end_ids=ends, budget=budget)
 
     def encode_rendered(self, text: str, *, special: bool = False, whole: bool = True) -> list[int]:
-        """Token ids of what the template wrote (which has its own BOS token in it).
+        """Return the token ids of a rendered chat, whose text already contains a BOS token.
 
-        Args:
-            text: The prompt.
-            special: The tokenizer adds its own.
-            whole: The prompt will not be cut to fit the context.
-
-        Raises:
-            PromptTooLongError: It has so many characters that it cannot fit the context.
-            InvalidRequestError: It is empty.
+        The other arguments and the errors are those of `encode_prompt`.
         """
         if whole:
             self.check_length(text, "messages")
         tokens = self.tokenizer.encode(text, add_special_tokens=special)
         if not tokens:
-            raise InvalidRequestError("the chat template made an empty prompt", param="messages")
+            raise InvalidRequestError.at("messages", "the chat template returned an empty prompt")
         return tokens
 
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """How the tokenizer writes words: at the start of a text, and behind a space."""
+        """Return the token ids of words, at the start of a text and after a space."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return tuple(dict.fromkeys(tuple(ids) for ids in map(self.tokenizer.encode, texts) if ids))
 
     def know_lengths(self) -> None:
-        """Look at all tokens for `check_length`; takes a moment."""
+        """Compute the lengths of all tokens for `check_length`, which takes a moment."""
         _ = self._length_bound
 
     @cached_property
@@ -241,36 +219,31 @@ class ServedModel:
         return LengthBound.of(self.tokenizer)
 
     def check_length(self, text: str, param: str) -> None:
-        """Refuse a text that cannot fit, before the time that tokenizing it would take."""
+        """Reject a text that is too long for the context without tokenizing it."""
         limit = self.max_context_tokens
         if len(text) > limit and (least := self._length_bound.fewest_tokens(text)) > limit:
-            raise PromptTooLongError(
-                f"{param}: a text of {len(text)} characters has at least {least} tokens; this "
-                f"model's context is {limit} tokens, prompt and answer together",
-                param=param,
+            raise PromptTooLongError.at(
+                param,
+                f"a text of {len(text)} characters has at least {least} tokens; the "
+                f"context for prompt and answer together is {limit} tokens",
             )
 
     def vocabulary(self) -> Vocabulary:
-        """The tokens, for grammars; takes a moment."""
+        """Return the vocabulary for grammars, which takes a moment."""
         ends = self.artifact.config.eos_token_ids
         return vocabulary_of(self.tokenizer, self.vocab_size, ends)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Refuse token ids outside the vocabulary.
-
-        Raises:
-            InvalidRequestError: Names the id and the limit.
-        """
+        """Reject token ids outside the vocabulary."""
         for token_id in ids:
             if token_id >= self.vocab_size:
-                raise InvalidRequestError(
-                    f"{param}: token id {token_id} is outside the vocabulary "
-                    f"(0 to {self.vocab_size - 1})",
-                    param=param,
+                raise InvalidRequestError.at(
+                    param,
+                    f"token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})",
                 )
 
     def record(self, name: str, created: int, dtype: str = "") -> dict[str, Any]:
-        """The artifact record of ``GET /v1/models/{id}``; an adapter's names its parent."""
+        """Return the artifact record for ``GET /v1/models/{id}``."""
         artifact = self.artifact
         entry = self.adapters.find(name)
         if entry is not None:

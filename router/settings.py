@@ -16,30 +16,23 @@ from baton.wire.tls import FleetTls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """One router's configuration, from the fleet file and the environment.
+    """Configuration of one router, from the fleet file and the environment.
 
     Attributes:
-        emulated: The timing model of emulated workers; empty: they are real. Others are refused.
-        model_names: The served name, then its aliases.
-        max_context_tokens: None takes the model's own.
-        api_keys: Key to what it may do; None means that nobody needs a key.
-        clients: How long slow clients are waited for, and how many there may be.
-        logs: Their layout, and what of requests they hold.
-        start_limit_s: A router that still does not know its workers then begins to listen.
-        probe_pause_s: Between two rounds of probes, however often the workers change.
-        fleet_token: What workers ask for.
-        tls: For connections to workers; None is plain text.
-        https: The router's own certificate; None is plain text.
-        share_cache: Whether tenants find each other's cached prefixes.
-        adapters: LoRA adapters of the fleet file, name to directory.
-        max_adapters: How many of them a worker holds at once.
-        window_requests: Sequences sent to one worker at most; more wait in the router's queue.
-        lease_ms: How long a worker keeps a request of a router that sends no heartbeat.
-        silence_s: A worker that sends nothing for so long is dead to this router.
-        pull_prefixes: Whether a worker may get leading blocks of a prompt from another one's cache.
-        reopen_s: A broken stream must be open again within this time.
-        repair_wait_s: How long a request waits for a prefill worker to replace a lost one.
-        unary_prompt_bytes: Longer packed prompts, with their grammars, go on a call of their own.
+        emulated: Timing model of emulated workers; empty for real ones. Other workers are rejected.
+        model_names: Served name, then its aliases.
+        max_context_tokens: Limit of the context; None: the model's own.
+        api_keys: API key to its rights; None: requests need no key.
+        start_limit_s: Time after which the router listens even if workers are not connected.
+        probe_pause_s: Minimum time between two rounds of probes.
+        max_adapters: Number of adapters that a worker holds at once.
+        window_requests: Largest number of sequences at one worker; more wait in the router's queue.
+        lease_ms: Time for which a worker keeps requests of a router that sends no heartbeat.
+        silence_s: Time after which a silent worker counts as dead.
+        pull_prefixes: Whether a worker may pull a cached prefix from another one.
+        reopen_s: Time within which a broken stream must be open again.
+        repair_wait_s: Time for which a request waits until a lost prefill worker is replaced.
+        unary_prompt_bytes: Size above which encoded prompts with grammars get a separate RPC.
     """
 
     fleet: str = "local"
@@ -63,7 +56,7 @@ class RouterSettings:
     window_requests: int = 32
     default_timeout_s: float = 600.0
     redis_url: str = field(default="", repr=False)
-    # Followed by themselves: what is in them makes no other router.
+    # Not compared: these objects follow changes of their files.
     fleet_token: FleetToken = field(default_factory=FleetToken, repr=False, compare=False)
     tls: FleetTls | None = field(default=None, repr=False, compare=False)
     https: HttpsConfig | None = None
@@ -86,14 +79,14 @@ class RouterSettings:
 
     @classmethod
     def from_config(cls, config: FleetConfig, *, port: int | None = None) -> Self:
-        """Settings for the fleet that ``config`` describes.
+        """Return the settings for the fleet that ``config`` describes.
 
-        The secrets come by environment, never by a command line that others can read:
-        ``BATON_REDIS_URL``, ``BATON_FLEET_TOKEN`` or the name of a file with the fleet's token,
-        ``BATON_FLEET_TOKEN_FILE``; ``BATON_STATE_DIR`` names the state folder.
+        Environment variables contain the secrets, because other users can read command lines:
+        ``BATON_REDIS_URL``, and ``BATON_FLEET_TOKEN`` or the path ``BATON_FLEET_TOKEN_FILE``.
+        ``BATON_STATE_DIR`` is the path of the state folder.
 
         Raises:
-            SecretError, CertificateError: A file that is named cannot be used.
+            SecretError, CertificateError: A file cannot be used.
         """
         environ = os.environ
         return cls(

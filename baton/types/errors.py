@@ -31,7 +31,7 @@ Each has a ``code`` (stable, for programs), an HTTP ``status``, and says whether
 may be ``retryable``. On the wire an error is ``baton.v1.Error``; ``from_code`` turns it back.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class BatonError(Exception):
@@ -51,6 +51,11 @@ class BatonError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+
+    @classmethod
+    def at(cls, param: str, reason: str) -> Self:
+        """Create the error of one parameter, whose name begins the message."""
+        return cls(f"{param}: {reason}", param=param)
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """OpenAI's error body."""

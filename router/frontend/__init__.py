@@ -1,1 +1,1 @@
-"""The APIs of the router over HTTP: parsing, responses, batches, the page, access."""
+"""HTTP front end of the router: parsing, responses, batches, the live page, access."""

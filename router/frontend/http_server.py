@@ -1,14 +1,14 @@
-"""The HTTP server: uvicorn's, with an end to every wait for a client.
+"""HTTP connections of uvicorn with timeouts for clients.
 
-uvicorn waits for ever for a header, for a body and for a client that does not read: an answer that
-is not read lies in the connection's buffer after its handler has ended. So the limits stand here,
-at the connection, where every answer passes: whole, streamed, or an error.
+uvicorn waits without limit for headers, bodies and clients that do not read. Responses that are not
+read stay in the connection's buffer after their handler has ended, so the timeouts apply to the
+connection:
 
-- header: begun or not, it must be complete after ``header_timeout_s``, and within
-  `MAX_HEADER_BYTES`. So must be all that a body has around it: sizes of chunks, and trailers.
-- body: complete after ``body_timeout_s``. Handlers refuse earlier, with an answer that says so
-  (``router.frontend.api.parts.read_body``); this ends what no handler reads.
-- write: what waits must become less within ``write_timeout_s``, and go at ``_SLOWEST`` at least.
+- header: complete within ``header_timeout_s`` and `MAX_HEADER_BYTES`. Chunk sizes and trailers of
+  the body count towards the same limit of bytes.
+- body: complete within ``body_timeout_s``. ``router.frontend.api.parts.read_body`` reports the
+  timeout earlier; this timeout ends bodies that no handler reads.
+- write: the backlog must shrink within ``write_timeout_s``, at a rate of at least ``_SLOWEST``.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ from router.frontend.http.head_writer import HeadWriter
 from router.frontend.http.intake import Intake
 
 MAX_HEADER_BYTES = 64 * 1024
-"""More than 40 times what clients send; the parser itself has no limit."""
+"""More than 40 times the usual size; the parser itself has no limit."""
 
-_CHUNK_BYTES = 16  # what stands around a chunk of one byte, generously
-_LAST_WORD_S = 1.0  # a client may have sent a request that is not here yet
+_CHUNK_BYTES = 16  # allowance for the frame of a chunk of one byte
+_LINGER_S = 1.0  # a request of the client may be in transit
 _SLOWEST = 64 * 1024  # bytes a second
 _BODY_SLACK_S = 1.0
 _REASONS = {
@@ -51,7 +51,7 @@ _REASONS = {
 def server_config(
     app: ASGIApp, metrics: Metrics, limits: ClientLimitsConfig, **options: Any
 ) -> uvicorn.Config:
-    """How a router's server runs; ``options`` are uvicorn's."""
+    """Return the configuration of a router's server; ``options`` are uvicorn's."""
     protocol: Any = functools.partial(LimitedProtocol, limits=limits, metrics=metrics)
     return uvicorn.Config(
         Intake(app, metrics),
@@ -66,12 +66,7 @@ def server_config(
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection, whose client has limited time.
-
-    Args:
-        limits: How long, and how many connections there may be.
-        metrics: Of the router.
-    """
+    """HTTP connection with timeouts for the client. See the module."""
 
     def __init__(
         self, *args: Any, limits: ClientLimitsConfig, metrics: Metrics, **kwargs: Any
@@ -82,9 +77,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._spare_bytes = MAX_HEADER_BYTES  # that may still come and are no body
-        self._began = False  # a request, with the bytes that are being read
-        self._unread = 0  # bytes that waited for the client when last looked at
+        self._spare_bytes = MAX_HEADER_BYTES  # allowed bytes outside the body
+        self._began = False  # whether the received bytes begin a request
+        self._unread = 0  # backlog at the last check
         self._write_until_s = 0.0
         self._follower: Follower | None = None
         self._lost = False
@@ -93,15 +88,15 @@ class LimitedProtocol(HttpToolsProtocol):
     # --- connections -----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, or say that there are too many."""
+        """Accept a connection, or reject it if there are too many."""
         super().connection_made(transport)
         self._writer = HeadWriter(transport, self.loop)
         if len(self.connections) > self._limits.max_connections:
             self._metrics.inc("baton_connections_refused")
             self._refuse(
                 UnavailableError(
-                    f"{self._limits.max_connections} connections are open, which is the limit "
-                    "(clients.max_connections)"
+                    f"{self._limits.max_connections} connections are open, the limit "
+                    "(clients.max_connections); retry later"
                 )
             )
             return
@@ -109,7 +104,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._await_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget what was waited for."""
+        """Cancel all timers, and notify the follower."""
         super().connection_lost(exc)
         for timer in (self._header_timer, self._body_timer, self._write_timer):
             if timer is not None:
@@ -121,23 +116,22 @@ class LimitedProtocol(HttpToolsProtocol):
             self._follower.on_lost()
 
     def leave(self) -> None:
-        """The router is replaced: this connection's next answer is its last."""
+        """Close the connection after its next response, because the router is replaced."""
         if self.cycle is not None:
             self.cycle.keep_alive = False
         if not self._leaves:
             self._leaves = True
-            self.loop.call_later(_LAST_WORD_S, self._end_if_idle)
+            self.loop.call_later(_LINGER_S, self._end_if_idle)
 
     def _end_if_idle(self) -> None:
-        """Nothing came any more, be it the rest of a request."""
-        begun = self._body_timer is not None
-        if not begun and not self.transport.is_closing():
+        has_request = self._body_timer is not None
+        if not has_request and not self.transport.is_closing():
             self.shutdown()
 
     # --- header ----------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Read on; between two requests the first byte of the next one starts its time."""
+        """Parse received bytes, and start the header timeout of the next request."""
         if self.transport.is_closing():
             return
         self._began = False
@@ -160,27 +154,29 @@ class LimitedProtocol(HttpToolsProtocol):
         self._header_timer = None
         if self.transport.is_closing():
             return
-        if self.flow.read_paused:  # we do not read, so it is not the client who is late
+        if self.flow.read_paused:  # the server, not the client, is slow
             self._await_header()
             return
         self._metrics.inc("baton_client_timeouts", kind="header")
         limit_s = self._limits.header_timeout_s
-        error = SlowRequestError(f"the request's header did not come within {limit_s:g} s")
+        error = SlowRequestError(
+            f"the header was not complete within {limit_s:g} s (clients.header_timeout_s)"
+        )
         self._refuse(error)
 
     def _header_too_large(self) -> None:
-        """End a connection whose header, trailers or chunk sizes do not end."""
-        if self._header_timer is None:  # it is no header, or another answer is under way
+        """End a connection whose header, trailers or chunk sizes are too large."""
+        if self._header_timer is None:  # not a header, or another response is being sent
             self.transport.abort()
             return
         self._refuse(
             PayloadTooLargeError(
-                f"the request's header is larger than {MAX_HEADER_BYTES} bytes; send less of it"
+                f"the header is larger than {MAX_HEADER_BYTES} bytes; send fewer or shorter fields"
             )
         )
 
     def on_headers_complete(self) -> None:
-        """The header is here; now its body has a time."""
+        """Start the timeout of the body."""
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
@@ -207,12 +203,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of the body."""
+        """Handle a piece of the body."""
         self._spare_bytes += _CHUNK_BYTES * len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The body is here."""
+        """Stop the timeout of the body."""
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -221,7 +217,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # --- answers ---------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """A request begins: its answer may write to this connection."""
+        """Start a request, and lend this connection to its response."""
         super().on_message_begin()
         self._spare_bytes = MAX_HEADER_BYTES
         self._began = True
@@ -229,31 +225,31 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def writable(self) -> bool:
-        """See ``router.frontend.http.connection.Connection``."""
+        """True if the client is connected and keeps up."""
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def write_piece(self, body: bytes) -> None:
-        """See ``router.frontend.http.connection.Connection``."""
+        """Write a piece of a chunked body."""
         self._writer.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def follow(self, follower: Follower) -> None:
-        """See ``router.frontend.http.connection.Connection``."""
+        """Notify this follower only, from now on."""
         self._follower = follower
-        if self._lost:  # not merely closing: that is followed by the loss, which uvicorn waits for
+        if self._lost:  # a closing connection will be lost later
             follower.on_lost()
 
     def unfollow(self, follower: Follower) -> None:
-        """See ``router.frontend.http.connection.Connection``."""
+        """Stop notifying this follower."""
         if self._follower is follower:
             self._follower = None
 
     def pause_writing(self) -> None:
-        """Much is written that the client has not read."""
+        """Start the write timeout, because the backlog is large."""
         super().pause_writing()
         self._await_reader()
 
     def resume_writing(self) -> None:
-        """It has read most of it."""
+        """Stop the write timeout, because the client has read most of the backlog."""
         super().resume_writing()
         if self._write_timer is not None and not self.transport.is_closing():
             self._write_timer.cancel()
@@ -262,17 +258,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._follower.on_writable()
 
     def on_response_complete(self) -> None:
-        """The answer is written; it may still have to be read."""
+        """Start the write timeout if the client has not read the whole response."""
         super().on_response_complete()
         self._await_reader()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End an idle connection; one whose client does not read would stay."""
+        """Close an idle connection, within the write timeout."""
         super().timeout_keep_alive_handler()
         self._await_reader()
 
     def shutdown(self) -> None:
-        """End the connection with its answer."""
+        """Close the connection after its response, within the write timeout."""
         super().shutdown()
         self._await_reader()
 
@@ -283,9 +279,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unread = unread
         limit_s = self._limits.write_timeout_s
         self._write_until_s = self.loop.time() + limit_s + unread / _SLOWEST
-        self._write_timer = self.loop.call_later(limit_s, self._look_whether_it_reads)
+        self._write_timer = self.loop.call_later(limit_s, self._check_backlog)
 
-    def _look_whether_it_reads(self) -> None:
+    def _check_backlog(self) -> None:
         self._write_timer = None
         unread = self.transport.get_write_buffer_size()
         if not unread:
@@ -296,13 +292,13 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._unread = unread
         limit_s = self._limits.write_timeout_s
-        self._write_timer = self.loop.call_later(limit_s, self._look_whether_it_reads)
+        self._write_timer = self.loop.call_later(limit_s, self._check_backlog)
 
     # --- errors before there is a request --------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP is refused in the shape of all errors."""
-        self._refuse(InvalidRequestError(f"this is not a valid HTTP request: {msg}"))
+        """Reject invalid HTTP in the format of all errors."""
+        self._refuse(InvalidRequestError(f"the HTTP request is invalid: {msg}"))
 
     def _refuse(self, error: BatonError) -> None:
         body = orjson.dumps(error.body())

@@ -49,7 +49,7 @@ def test_logs_of_every_node_come_from_any_host(cluster: Cluster) -> None:
     text = baton(cluster.host("client"), "logs", "decode-0", "--url", cluster.url, *KEY)
     assert f"==> {cluster.places()['decode-0']}: decode-0.log <==" in text
     refused = baton(cluster.host("client"), "nodes", "--url", cluster.url, ok=False)
-    assert "API key is needed" in " ".join(refused.split())
+    assert "API key is required" in " ".join(refused.split())
 
 
 def test_a_second_up_is_refused_and_names_the_owner(cluster: Cluster) -> None:

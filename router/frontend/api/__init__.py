@@ -1,1 +1,1 @@
-"""OpenAI's API as HTTP: bodies in, answers and events out. Nothing here chooses a worker."""
+"""HTTP endpoints: parsing of request bodies, and responses. Workers are chosen elsewhere."""

@@ -1,16 +1,13 @@
-"""Writes one HTTP answer, whole or as server-sent events, and watches for the client going away.
+"""HTTP responses of generation calls, in one piece or as server-sent events.
 
-The response starts with the first token or with the error, whichever comes first: until then the
-status can still say what happened, and the headers can say where the request ran. So there is
-nothing to keep a connection alive with before the first token (a comment would fix the status at
-200); after it, silence is broken by comments. A client that reads slowly gets the tokens of
-several steps in one chunk; what waits for it is bounded by its own ``max_tokens``. One that does
-not read at all is dropped by the server (``router/frontend/http_server.py``), which here is a
-disconnect.
+The response starts with the first token or with an error. Until then the status code can still
+report an error, and the headers the route. Therefore no keep-alive comment is sent before the first
+token, since it would fix the status at 200. A slow client receives the tokens of several steps in
+one chunk; its backlog is limited by ``max_tokens``. The server disconnects clients that do not read
+(``router/frontend/http_server.py``).
 
-Where the server lends its connection (``router/frontend/http/connection.py``), the tokens of a
-stream are written from there, without waking the handler: it sleeps from the first token to the
-end.
+After the first token the handler task sleeps, and tokens are written directly to the connection
+that the server provides (``router/frontend/http/connection.py``).
 """
 
 import asyncio
@@ -27,56 +24,37 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.telemetry.logs import request_context
-from baton.telemetry.tasks import BackgroundTasks
-from baton.telemetry.tracing import Tracing
 from baton.types.errors import BatonError
-from router.frontend.api.errors import OPENAI_ERRORS, ErrorShape, error_response
+from router.frontend.api.errors import ErrorShape, error_response
 from router.frontend.api.formats.answer_format import AnswerFormat, usage
+from router.frontend.api.parts import RouterParts
 from router.frontend.api.prepare import off_loop
 from router.frontend.api.tracing import part_spans
-from router.frontend.http.connection import Connection, Deliveries, connection_of
+from router.frontend.http.connection import Connection, connection_of
 from router.request import GenerationRequest
 from router.routing.choice import Delta
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
-from router.routing.requests.observer import Observer
-from router.routing.watch.request_log import RequestLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerContext:
-    """What an answer needs besides the requests.
+    """Context of an answer: parts of the router, the call's span, and the format of its errors."""
 
-    Attributes:
-        emulated: The timing model of emulated workers, or "".
-        errors: How the API writes an error, and names a request in its headers.
-    """
-
-    gateway: Gateway
-    observer: Observer
-    request_log: RequestLog
-    tracing: Tracing
+    router: RouterParts
     span: Span
     endpoint: str
     request_id: str
-    emulated: str
-    keep_alive_s: float
-    tasks: BackgroundTasks
-    deliveries: Deliveries
-    errors: ErrorShape = OPENAI_ERRORS
+    errors: ErrorShape
 
 
 class Exchange(Response):
-    """One HTTP call and its requests, from submission to the last byte.
-
-    Args:
-        context: Shared parts.
-        requests: One for each prompt.
-    """
+    """HTTP response that runs requests, from their submission to the last byte."""
 
     def __init__(self, context: AnswerContext, requests: Sequence[GenerationRequest]) -> None:
         super().__init__()
         self._context = context
+        self._router = context.router
         self._requests = requests
         self._wakeup = asyncio.Event()
         self._gone = False
@@ -84,7 +62,7 @@ class Exchange(Response):
         self._active: list[ActiveRequest] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the requests to their ends and write the answer."""
+        """Run the requests to their ends and write the response."""
         with request_context(self._context.request_id, self._requests[0].traceparent):
             await self._call(scope, receive, send)
 
@@ -96,7 +74,7 @@ class Exchange(Response):
                 self._connection.follow(self)
                 status = await self._run(scope, receive, send)
             else:
-                async with self._context.tasks.beside(self._watch(receive), "watch for disconnect"):
+                async with self._router.tasks.beside(self._watch(receive), "watch for disconnect"):
                     status = await self._run(scope, receive, send)
         except Exception as fault:
             status = 499 if isinstance(fault, OSError) else 500
@@ -104,11 +82,10 @@ class Exchange(Response):
         finally:
             if self._connection is not None:
                 self._connection.unfollow(self)
-            context = self._context
             for active in self._active:
-                context.gateway.cancel(active)
-                context.request_log.write(active, context.endpoint, status)
-                context.gateway.delivered(active)
+                self._router.gateway.cancel(active)
+                self._router.request_log.write(active, self._context.endpoint, status)
+                self._router.gateway.delivered(active)
             self._report(status)
 
     async def _watch(self, receive: Receive) -> None:
@@ -117,43 +94,44 @@ class Exchange(Response):
         self.on_lost()
 
     def on_lost(self) -> None:
-        """The client has gone."""
+        """Handle the client's disconnect."""
         self._gone = True
         self._wakeup.set()
 
     def on_writable(self) -> None:
-        """The client has read what waited for it; `send` waits for that by itself."""
+        """Do nothing: `send` itself waits until the client has read."""
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> int:
-        gateway = self._context.gateway
         try:
-            if not await self._submit_all(gateway):
+            if not await self._submit_all(self._router.gateway):
                 return 499
-            self._raise_early_error()
+            for active in self._active:
+                if active.record.error is not None:
+                    raise active.record.error
         except BatonError as error:
             tenant = self._requests[0].tenant
-            self._context.observer.rejected(error.code, tenant)
-            if not self._active:  # the others have their line when they are over
-                self._context.request_log.refused(error, self._context.endpoint, tenant)
+            self._router.observer.rejected(error.code, tenant)
+            if not self._active:  # otherwise the log entry is written at the end
+                self._router.request_log.refused(error, self._context.endpoint, tenant)
             response = error_response(error, self._context.request_id, self._context.errors)
             await response(scope, receive, send)
             return response.status_code
         return await self._respond(send)
 
     async def _submit_all(self, gateway: Gateway) -> bool:
-        """Begin all requests and wait until the answer may start; False if the client left."""
+        """Submit all requests and wait for the response to start; False after a disconnect."""
         for request in self._requests:
             self._active.append(gateway.submit(request, self._wakeup))
         return await self._wait(self._may_start)
 
     async def _wait(self, ready: Callable[[], bool], idle: Callable[[], Any] | None = None) -> bool:
-        """Wait until ``ready()``. Returns False when the client went away instead."""
+        """Wait until ``ready()``. Return False if the client disconnects first."""
         while not self._gone:
             self._wakeup.clear()
             if ready():
                 return True
             try:
-                async with asyncio.timeout(self._context.keep_alive_s if idle else None):
+                async with asyncio.timeout(self._router.settings.keep_alive_s if idle else None):
                     await self._wakeup.wait()
             except TimeoutError:
                 if idle is not None:
@@ -161,30 +139,24 @@ class Exchange(Response):
         return False
 
     def _may_start(self) -> bool:
-        """Whether the response can begin: with an error, or with everything."""
         failed = any(active.record.error is not None for active in self._active)
         return failed or all(active.record.ended for active in self._active)
 
     async def _respond(self, send: Send) -> int:
-        """Write the response; returns its status."""
+        """Write the response. Return its status code."""
         return await self._write_whole(send)
 
     async def _finish(self) -> None:
-        """Every request has ended well, and nothing of the end is written yet."""
+        """Prepare the end of the response after all requests have ended without errors."""
 
     def _whole(self) -> dict[str, Any]:
-        """The body, once every request has ended."""
+        """Return the body after all requests have ended."""
         raise NotImplementedError
-
-    def _raise_early_error(self) -> None:
-        for active in self._active:
-            if active.record.error is not None:
-                raise active.record.error
 
     def _start_headers(self, kind: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         begun = [active for active in self._active if active.record.begun] or self._active
-        begun[0].record.sent = True  # its route is in the headers: it cannot be placed again
-        timing = self._context.emulated
+        begun[0].record.sent = True  # its route is in the headers, so it cannot be placed again
+        timing = self._router.settings.emulated
         return [
             (b"content-type", kind),
             *([(b"x-baton-emulated", timing.encode())] if timing else []),
@@ -204,12 +176,12 @@ class Exchange(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
         for active in self._active:
-            self._context.observer.first_byte(active, monotonic_ns())
+            self._router.observer.first_byte(active, monotonic_ns())
         return 200
 
     def _report(self, status: int) -> None:
         context = self._context
-        context.observer.answered(context.endpoint, status, self._requests[0].tenant)
+        self._router.observer.answered(context.endpoint, status, self._requests[0].tenant)
         if context.span.is_recording():
             self._describe(context.span, status)
         context.span.end()
@@ -235,18 +207,11 @@ class Exchange(Response):
                 span.set_attribute("baton.route", active.route_header())
             if active.record.error is not None:
                 span.set_attribute("error.type", active.record.error.code)
-            part_spans(self._context.tracing, span, active)
+            part_spans(self._router.tracing, span, active)
 
 
 class Answer(Exchange):
-    """The answer to one generation call.
-
-    Args:
-        context: Shared parts.
-        requests: One for each prompt.
-        layout: How to write them.
-        stream: As server-sent events.
-    """
+    """Response to a generation call in the format ``layout``, with one request per prompt."""
 
     def __init__(
         self,
@@ -260,13 +225,13 @@ class Answer(Exchange):
         self._layout = layout
         self._stream = stream
         self._with_logprobs: set[int] = set()  # prompts whose logprobs were sent
-        self._shown: set[int] = set()  # prompts of whose answer something was sent
+        self._shown: set[int] = set()  # prompts with output that was sent
         self._fault: Exception | None = None
         self._written_s = 0.0
-        self._text = Delta(0)  # filled anew for each token of a plain answer
+        self._text = Delta(0)  # reused for each token of a plain answer
 
     def _may_start(self) -> bool:
-        """A stream begins with the first token of any of its prompts."""
+        """Return whether the first token of any prompt, or everything, is available."""
         begun = self._stream and any(active.record.begun for active in self._active)
         return begun or super()._may_start()
 
@@ -283,11 +248,11 @@ class Answer(Exchange):
         headers = self._start_headers(
             b"text/event-stream; charset=utf-8",
             (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # nginx would hold the tokens back
+            (b"x-accel-buffering", b"no"),  # nginx would buffer the tokens
         )
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         opening = self._layout.opening(self._active)
-        if not self._wants_prompt_logprobs:  # else those come first
+        if not self._wants_prompt_logprobs:  # otherwise they come first
             opening += self._collect()
         await self._write(send, opening)
         keep_alive = self._layout.keep_alive
@@ -311,12 +276,12 @@ class Answer(Exchange):
         return 200
 
     async def _stream_directly(self, connection: Connection) -> None:
-        """Sleep while others write, until all requests have ended or the client has left.
+        """Sleep until all requests have ended or the client disconnects; `_deliver` writes.
 
-        What came with an end is not written yet.
+        The last tokens, which arrive with the end of a request, remain to be written.
         """
         loop = asyncio.get_running_loop()
-        keep_alive_s = self._context.keep_alive_s
+        keep_alive_s = self._router.settings.keep_alive_s
         self._wakeup.clear()
         for active in self._active:
             active.wakeup = self
@@ -338,15 +303,15 @@ class Answer(Exchange):
             raise self._fault
 
     def set(self) -> None:
-        """There is news, or an end: as the event that wakes a handler."""
-        self._context.deliveries.add(self._deliver)
+        """Schedule a delivery. Replaces the event that wakes the handler."""
+        self._router.deliveries.add(self._deliver)
 
     def on_writable(self) -> None:
-        """See ``router.frontend.http.connection.Follower``."""
-        self._context.deliveries.add(self._deliver)
+        """Schedule a delivery of the tokens that waited."""
+        self._router.deliveries.add(self._deliver)
 
     def _deliver(self) -> None:
-        """Write what is new; while the client is behind it waits, and then is one piece."""
+        """Write new tokens as one piece, unless the client is too slow."""
         connection = self._connection
         if connection is None or self._gone:
             return
@@ -356,13 +321,13 @@ class Answer(Exchange):
             elif connection.writable and (news := self._collect()):
                 connection.write_piece(news)
                 self._written_s = asyncio.get_running_loop().time()
-        except Exception as fault:  # noqa: BLE001 - raised in the handler, whose answer it breaks
+        except Exception as fault:  # noqa: BLE001 - raised in the handler
             self._fault = fault
             self._wakeup.set()
 
     @property
     def _over(self) -> bool:
-        """Whether every request has ended, or one with an error."""
+        """True if all requests have ended, or one has failed."""
         over = True
         for active in self._active:
             if active.record.error is not None:
@@ -378,18 +343,18 @@ class Answer(Exchange):
         return any(active.record.has_news for active in self._active)
 
     async def _write_prompt_logprobs(self, send: Send) -> None:
-        """Prompt logprobs that have come since; each stands before all deltas of its request."""
+        """Write new prompt logprobs, which precede all deltas of their request."""
         for prompt, active in enumerate(self._active):
             if active.record.prompt_logprobs is None or prompt in self._with_logprobs:
                 continue
-            active.record.sent = True  # while they are encoded it must not be placed again
+            active.record.sent = True  # set before encoding, so that it is not placed again
             work = partial(self._layout.prompt_logprobs, prompt, active)
             chunks = await off_loop(_bulk_bytes(active), work)
             self._with_logprobs.add(prompt)
             await self._write(send, chunks)
 
     def _collect(self) -> bytes:
-        """All that is new, as one piece: one write, however far the client is behind."""
+        """Return all new tokens as one piece."""
         if len(self._active) == 1 and 0 in self._shown:
             record = self._active[0].record
             if record.is_plain:
@@ -400,10 +365,10 @@ class Answer(Exchange):
                 continue  # its prompt logprobs come first
             deltas = [Delta(0, text=text) for text in active.record.take_texts()]
             for delta in deltas + active.record.take():
-                active.record.sent = True  # not before: until then it may be placed again
+                active.record.sent = True  # from now on it cannot be placed again
                 if prompt not in self._shown and (delta.text or delta.calls or delta.reasoning):
                     self._shown.add(prompt)
-                    self._context.observer.first_byte(active, monotonic_ns())
+                    self._router.observer.first_byte(active, monotonic_ns())
                 pieces.append(self._layout.delta(prompt, delta))
         return b"".join(pieces)
 
@@ -421,7 +386,7 @@ class Answer(Exchange):
 
 
 def _bulk_bytes(active: ActiveRequest) -> int:
-    """Roughly what of an answer takes time to write; see ``off_loop``."""
+    """Estimate the size of embeddings and prompt logprobs; see ``off_loop``."""
     logprobs = active.record.prompt_logprobs
     embedding_bytes = len(active.record.embedding)
     if logprobs is None:

@@ -1,4 +1,4 @@
-"""Answers of ``POST /v1/embeddings``: from pooled hidden states to OpenAI's response."""
+"""Responses of ``POST /v1/embeddings``, made of pooled hidden states."""
 
 import base64
 from collections.abc import Sequence
@@ -16,29 +16,20 @@ from router.routing.requests.gateway import Gateway
 
 
 class EmbeddingAnswer(Exchange):
-    """The answer to one embeddings call; of many inputs only some run at a time.
+    """Response to one embeddings call.
 
-    Args:
-        context: Shared parts.
-        requests: One for each input.
-        body: Says how vectors are cut, scaled and written.
-        at_once: Inputs that wait or run together, so that one call leaves room in the queue.
+    To leave space in the queue, only as many inputs run or wait as one worker runs at once.
     """
 
     def __init__(
-        self,
-        context: AnswerContext,
-        requests: Sequence[GenerationRequest],
-        body: EmbeddingBody,
-        *,
-        at_once: int,
+        self, context: AnswerContext, requests: Sequence[GenerationRequest], body: EmbeddingBody
     ) -> None:
         super().__init__(context, requests)
         self._body = body
-        self._at_once = at_once
+        self._at_once = context.router.settings.window_requests
 
     async def _submit_all(self, gateway: Gateway) -> bool:
-        """Begin the next input whenever one has ended, until all have."""
+        """Submit the next input whenever one has ended."""
         for request in self._requests:
             if not await self._wait(lambda: self._failed or self._open < self._at_once):
                 return False
@@ -49,7 +40,7 @@ class EmbeddingAnswer(Exchange):
             except QueueFullError:
                 if not self._open:
                     raise
-                # Other calls wait as well: try again when all inputs of this call have ended.
+                # The queue is full of other calls: retry when all inputs of this call have ended.
                 if not await self._wait(lambda: not self._open):
                     return False
                 self._active.append(gateway.submit(request, self._wakeup))
@@ -81,12 +72,7 @@ class EmbeddingAnswer(Exchange):
 
 
 def written(embedding: bytes, body: EmbeddingBody) -> list[float] | str:
-    """A pooled vector, cut, scaled and written as the call wants it.
-
-    Args:
-        embedding: float32, little-endian, as the engine pooled it.
-        body: What was asked.
-    """
+    """Cut, scale and encode a pooled vector (float32, little-endian) according to ``body``."""
     vector = np.frombuffer(embedding, "<f4")[: body.dimensions].astype(np.float64)
     if body.normalize:
         vector /= max(np.linalg.norm(vector), np.finfo(np.float32).tiny)

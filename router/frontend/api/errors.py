@@ -1,9 +1,9 @@
-"""Errors as HTTP: in the shape of the API that was called, whatever raised them."""
+"""HTTP responses of errors, in the format of the API that was called."""
 
 import logging
 import secrets
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Refusal(NamedTuple):
-    """What a client is told of an error; ``kind`` is OpenAI's ``type``."""
+    """Error as clients see it; ``kind`` is OpenAI's ``type``."""
 
     status: int
     message: str
@@ -35,49 +35,42 @@ class Refusal(NamedTuple):
 
     @classmethod
     def of(cls, error: BatonError) -> Self:
-        """Of an error of the tree."""
+        """Convert an error of ``baton.types.errors``."""
         return cls(error.status, error.message, error.kind, error.code, error.param)
 
 
-class ErrorShape(Protocol):
-    """How an API tells of errors, and by which headers it names a request."""
+class ErrorShape:
+    """Format of an API's errors and of the headers with a request's id: OpenAI's, by default."""
 
     def status(self, refusal: Refusal) -> int:
-        """The HTTP status."""
-
-    def body(self, refusal: Refusal, request_id: str) -> dict[str, Any]:
-        """The body."""
-
-    def id_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
-        """Headers of every answer, errors or not."""
-
-
-class _OpenAIErrors:
-    def status(self, refusal: Refusal) -> int:
+        """Return the HTTP status code."""
         return refusal.status
 
     def body(self, refusal: Refusal, request_id: str) -> dict[str, Any]:
+        """Return the body as JSON."""
         fields = {"message": refusal.message, "type": refusal.kind, "param": refusal.param}
         return {"error": {**fields, "code": refusal.code}}
 
     def id_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        """Return the headers with the request's id, for successful responses as well."""
         return [(b"x-request-id", request_id.encode())]
 
 
-OPENAI_ERRORS: ErrorShape = _OpenAIErrors()
+OPENAI_ERRORS = ErrorShape()
 
 
 def error_response(
     error: BatonError, request_id: str = "", shape: ErrorShape = OPENAI_ERRORS
 ) -> JSONResponse:
-    """The response that tells a client of ``error``."""
+    """Return the HTTP response for ``error``."""
     headers = {}
     if isinstance(error, QueueFullError):
         headers["retry-after"] = str(max(round(error.retry_after_s), 1))
     elif isinstance(error, UnavailableError):
         headers["retry-after"] = "1"
-    if isinstance(error, SlowRequestError) or _cut_body(error):
-        headers["connection"] = "close"  # the rest of the body is not wanted any more
+    body_is_late = isinstance(error, DeadlineError) and isinstance(error.__cause__, TimeoutError)
+    if isinstance(error, SlowRequestError) or body_is_late:
+        headers["connection"] = "close"  # the rest of the body is not read
     return _response(Refusal.of(error), request_id, shape, headers)
 
 
@@ -92,16 +85,12 @@ def _response(
     )
 
 
-def _cut_body(error: BatonError) -> bool:
-    return isinstance(error, DeadlineError) and isinstance(error.__cause__, TimeoutError)
-
-
 def _new_id() -> str:
     return f"req-{secrets.token_hex(16)}"
 
 
 class _RequestIds:
-    """Gives every response an ``x-request-id`` that has none of its own."""
+    """Adds an ``x-request-id`` to every response that has none."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -116,11 +105,9 @@ class _RequestIds:
 
 
 def install(app: FastAPI, shapes: Mapping[str, ErrorShape] | None = None) -> None:
-    """Make ``app`` answer every error in the shape of its API, and every request with an id.
+    """Install handlers that return errors with a request id, in the format of the path's API.
 
-    Args:
-        app: The application.
-        shapes: By the beginning of a path; all other paths have OpenAI's.
+    ``shapes`` are the formats by path prefix; all other paths use OpenAI's.
     """
     prefixes = tuple((shapes or {}).items())
 
@@ -136,7 +123,10 @@ def install(app: FastAPI, shapes: Mapping[str, ErrorShape] | None = None) -> Non
         if not isinstance(error, HTTPException):
             raise error
         call = f"{request.method} {request.url.path[:200]}"
-        messages = {"Not Found": f"there is no {call}", "Method Not Allowed": f"no {call} here"}
+        messages = {
+            "Not Found": f"{call} does not exist",
+            "Method Not Allowed": f"{call} is not allowed",
+        }
         message = messages.get(str(error.detail), str(error.detail))
         codes = {404: "not_found", 405: "method_not_allowed"}
         code = codes.get(error.status_code, "invalid_request")
@@ -144,9 +134,9 @@ def install(app: FastAPI, shapes: Mapping[str, ErrorShape] | None = None) -> Non
         return _response(refusal, _new_id(), shape_of(request), error.headers)
 
     async def on_fault(request: Request, error: Exception) -> JSONResponse:
-        name = _new_id()  # this answer goes out around the middleware
+        name = _new_id()  # this response bypasses the middleware
         with request_context(name, request.headers.get("traceparent", "")):
-            _LOG.error("a request failed inside the router", exc_info=error)
+            _LOG.error("failed to handle a request", exc_info=error)
         return error_response(
             InternalError("the router failed; see its log"), name, shape_of(request)
         )

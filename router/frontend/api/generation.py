@@ -1,4 +1,4 @@
-"""The calls that run the model: chat completions, completions, embeddings."""
+"""Endpoints that run the model: chat completions, completions, embeddings."""
 
 import asyncio
 import contextlib
@@ -34,35 +34,30 @@ _Body = TypeVar("_Body", bound=ModelBody)
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """``/v1/chat/completions``, ``/v1/completions`` and ``/v1/embeddings``."""
+    """Return ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/embeddings``."""
     api = Endpoints()
     calls = Calls(router)
 
     @api.post_body("/v1/chat/completions", ChatBody)
     async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate answers to a conversation."""
         return await calls.answer(request, "chat", ChatBody, calls.chat)
 
     @api.post_body("/v1/completions", CompletionBody)
     async def completions(request: Request) -> Response:
-        """Continue a text."""
+        """Generate continuations of prompts."""
         return await calls.answer(request, "completions", CompletionBody, calls.completions)
 
     @api.post_body("/v1/embeddings", EmbeddingBody)
     async def embeddings(request: Request) -> Response:
-        """One vector for each input."""
+        """Compute a vector for each input."""
         return await calls.answer(request, "embeddings", EmbeddingBody, calls.embeddings)
 
     return api
 
 
 class Calls:
-    """From an HTTP request to the response that runs it.
-
-    Args:
-        router: The parts.
-        errors: How the API tells of errors.
-    """
+    """Handlers that validate a request and return the response that runs it."""
 
     def __init__(self, router: RouterParts, errors: ErrorShape = OPENAI_ERRORS) -> None:
         self._router = router
@@ -75,7 +70,7 @@ class Calls:
         kind: type[_Body],
         respond: Callable[[_Body, int, Caller, int], Awaitable[Response]],
     ) -> Response:
-        """Check who calls and what is asked, then ``respond(body, its bytes, caller, now_ns)``."""
+        """Check caller and body, then ``respond(body, size_bytes, caller, now_ns)``."""
         now_ns = arrived_ns_of(request.scope)
         router = self._router
         with self._counted(endpoint):
@@ -90,7 +85,7 @@ class Calls:
 
     @contextlib.contextmanager
     def _counted(self, endpoint: str) -> Iterator[None]:
-        """Count what is refused before there is an answer to count."""
+        """Count requests that are rejected before an answer exists."""
         try:
             yield
         except Exception as error:
@@ -104,19 +99,23 @@ class Calls:
     async def embeddings(
         self, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
-        """The response to an embeddings call."""
-        router = self._router
-        span = embedding_span(router.tracing, body, caller)
+        """Return the response to an embeddings call."""
+        context, requests = await self.embedding_requests("embeddings", body, size, caller, now_ns)
+        return EmbeddingAnswer(context, requests, body)
+
+    async def embedding_requests(
+        self, endpoint: str, body: EmbeddingBody, size: int, caller: Caller, now_ns: int
+    ) -> tuple[AnswerContext, list[GenerationRequest]]:
+        """Return the context of an embeddings call, and a request for each input."""
+        preparer = self._router.preparer
+        span = embedding_span(self._router.tracing, body, caller)
         caller = traceparent_of(span, caller)
         with ended_on_error(span):
-            requests = await off_loop(
-                size, lambda: router.preparer.embeddings(body, caller, now_ns)
-            )
-        context = self.context("embeddings", requests[0].answer_id, span)
-        return EmbeddingAnswer(context, requests, body, at_once=router.settings.window_requests)
+            requests = await off_loop(size, lambda: preparer.embeddings(body, caller, now_ns))
+        return self.context(endpoint, requests[0].answer_id, span), requests
 
     async def chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
-        """The response to a chat."""
+        """Return the response to a chat."""
         prepared, span = await self.chat_request(body, size, caller, now_ns)
         chunks = ChatFormat(n=prepared.sampling.n, **self._format_parts(prepared.request_id, body))
         return Answer(
@@ -134,11 +133,7 @@ class Calls:
     async def chat_request(
         self, body: ChatBody, size: int, caller: Caller, now_ns: int
     ) -> tuple[GenerationRequest, Span]:
-        """The request of a chat and the span of its call, which the answer ends.
-
-        Raises:
-            InvalidRequestError: See its subclasses; the parameter is named as the chat names it.
-        """
+        """Return the request of a chat and the span of its call, which the answer ends."""
         router = self._router
         span = gateway_span(router.tracing, "chat", body, caller)
         caller = traceparent_of(span, caller)
@@ -152,7 +147,7 @@ class Calls:
     async def prompt_tokens(
         self, endpoint: str, body: ChatBody, size: int, caller: Caller, now_ns: int
     ) -> int:
-        """How many tokens the prompt of a chat has, for a call that asks for nothing else."""
+        """Return the number of prompt tokens of a chat, for a call that only counts them."""
         preparer = self._router.preparer
         prepared = await off_loop(size, lambda: preparer.chat(body, caller, now_ns))
         self._router.observer.answered(endpoint, 200, caller.tenant)
@@ -161,7 +156,7 @@ class Calls:
     async def completions(
         self, body: CompletionBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
-        """The response to a completion of one prompt or of several."""
+        """Return the response to a completion of one or more prompts."""
         router = self._router
         span = gateway_span(router.tracing, "text_completion", body, caller)
         caller = traceparent_of(span, caller)
@@ -186,7 +181,7 @@ class Calls:
         )
 
     async def _grammar(self, body: GenerationBody, size: int, caller: Caller, now_ns: int) -> str:
-        """What the answer must follow, tried and accepted; empty = free."""
+        """Return the grammar of the answer after checking it; empty if there is none."""
         requested = await off_loop(size, lambda: requested_grammar(body, self._router.model))
         if requested is None:
             return ""
@@ -195,8 +190,10 @@ class Calls:
                 return await self._router.grammars.check(*requested, caller.tenant)
         except TimeoutError as error:
             self._router.metrics.inc("baton_timeouts", phase="grammar")
-            message = f"the grammar could not be checked within {caller.timeout_s:g} s"
-            raise DeadlineError(message, param="x-baton-timeout-ms") from error
+            raise DeadlineError.at(
+                "x-baton-timeout-ms",
+                f"checking the grammar took longer than {caller.timeout_s:g} s",
+            ) from error
 
     def _echoes(self, body: CompletionBody) -> list[str]:
         decode = self._router.model.tokenizer.decode
@@ -218,23 +215,16 @@ class Calls:
         }
 
     def context(self, endpoint: str, request_id: str, span: Span) -> AnswerContext:
-        """What the answer ``request_id`` needs besides its requests."""
+        """Return the context of the answer ``request_id``."""
         return AnswerContext(
-            gateway=self._router.gateway,
-            observer=self._router.observer,
-            request_log=self._router.request_log,
-            tracing=self._router.tracing,
+            router=self._router,
             span=span,
             endpoint=endpoint,
             request_id=request_id,
-            emulated=self._router.settings.emulated,
-            keep_alive_s=self._router.settings.keep_alive_s,
-            tasks=self._router.tasks,
-            deliveries=self._router.deliveries,
             errors=self._errors,
         )
 
 
 def _fingerprint(weights_digest: bytes, emulated: str) -> str:
-    """Changes when weights do; says of emulated workers that there are none."""
+    """Return OpenAI's ``system_fingerprint``, which identifies the weights or the emulation."""
     return f"baton-emulated-{emulated}" if emulated else f"baton-{weights_digest.hex()[:12]}"

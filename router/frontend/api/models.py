@@ -1,7 +1,4 @@
-"""The model as clients see it: its record, its LoRA adapters, its tokens.
-
-Adapters are loaded and unloaded by the names that vLLM gave to these calls.
-"""
+"""Endpoints of models, LoRA adapters and tokens. The calls for adapters are vLLM's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,21 +21,21 @@ from router.served_model import ServedModel
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """``/v1/models``, LoRA adapters, ``/tokenize`` and ``/detokenize``."""
+    """Return ``/v1/models``, calls for LoRA adapters, ``/tokenize`` and ``/detokenize``."""
     api = Endpoints()
     settings = router.settings
     served = router.model
 
     @api.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        """The model that this fleet serves, under each of its names, and its adapters."""
+        """List the names of the served model and of its adapters."""
         sees = access_of(request.headers, settings).sees
         names = [*served.names, *(entry.name for entry in served.adapters.served(sees))]
         return {"object": "list", "data": [_record(router, name) for name in names]}
 
     @api.get("/v1/models/{model_id:path}")
     async def model(request: Request, model_id: str) -> dict[str, Any]:
-        """The artifact record: what exactly is served."""
+        """Return the artifact record of a model or an adapter."""
         sees = access_of(request.headers, settings).sees
         return _record(router, served.check_name(model_id, sees))
 
@@ -53,7 +50,7 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.post_body("/v1/unload_lora_adapter", UnloadAdapterBody)
     async def unload_lora_adapter(request: Request) -> Response:
-        """Take the model ``lora_name`` away; requests that run with it finish."""
+        """Stop serving the adapter ``lora_name``. Running requests finish."""
         owner = adapter_owner_of(request.headers, settings)
         body = parse(UnloadAdapterBody, await read_body(request, router), ignored_of(request))
         await served.adapters.unload(body.lora_name, owner)
@@ -62,12 +59,12 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.post_body("/tokenize", TokenizeBody)
     async def tokenize(request: Request) -> Response:
-        """Token ids of a prompt, or of the prompt that a conversation makes."""
+        """Return the token ids of a prompt, or of a rendered conversation."""
         return await _answer_off_loop(router, request, _tokenized)
 
     @api.post_body("/detokenize", DetokenizeBody)
     async def detokenize(request: Request) -> Response:
-        """The text of token ids, special ones included."""
+        """Return the text of token ids, including special tokens."""
         return await _answer_off_loop(router, request, _detokenized)
 
     return api
@@ -117,7 +114,7 @@ def _tokenized(
 
 def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("give either prompt or messages", param="prompt")
+        raise InvalidRequestError.at("prompt", "exactly one of prompt and messages is required")
     if body.messages is not None:
         return model.encode_chat(
             messages_of(body.messages),
@@ -127,7 +124,7 @@ def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
             ),
         )
     if body.tools is not None:
-        raise InvalidRequestError("tools: only with messages", param="tools")
+        raise InvalidRequestError.at("tools", "requires messages")
     prompt = body.prompt or ""
     model.check_length(prompt, "prompt")
     return model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)

@@ -1,9 +1,9 @@
-"""For operators: health, metrics, the workers, and why a request went where it went.
+"""Endpoints for operators: health, metrics, workers, request reports.
 
-Where the fleet has API keys, health and version are open to all; metrics, load and workers are for
-operators; what is told of a request is for its tenant and for operators.
+If the fleet has API keys, health and version need no key. Metrics, load and workers need an
+operator's key. Request reports are available to their tenant and to operators.
 
-``/health``, ``/ping``, ``/version`` and ``/load`` are what vLLM has, for tools that look for them.
+``/health``, ``/ping``, ``/version`` and ``/load`` are compatible with vLLM.
 """
 
 import importlib.metadata
@@ -24,44 +24,44 @@ _WORKER_STATES = ("starting", "ready", "draining", "dead")
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
+    """Return ``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
     api = Endpoints()
     version = importlib.metadata.version("baton-serve")
 
     @api.head("/health", include_in_schema=False)
     @api.get("/health")
     async def health() -> Response:
-        """A worker is there to answer. Costs nothing; ``/health/ready`` tries it."""
+        """Check that a worker is ready, without a request. ``/health/ready`` sends requests."""
         return _healthy(router)
 
     @api.head("/ping", include_in_schema=False)
     @api.get("/ping")
     @api.post("/ping")
     async def ping() -> Response:
-        """The same, as SageMaker asks."""
+        """Check that a worker is ready, for SageMaker."""
         return _healthy(router)
 
     @api.get("/version")
     async def version_() -> dict[str, str]:
-        """Baton's version."""
+        """Return the version of Baton."""
         return {"version": version}
 
     @api.get("/load")
     async def load(request: Request) -> dict[str, int]:
-        """Requests of this router that are not over, those that wait included."""
+        """Count the running and waiting requests of this router."""
         check_operator(request.headers, router.settings)
         return {"server_load": router.gateway.in_flight}
 
     @api.head("/health/live", include_in_schema=False)
     @api.get("/health/live")
     async def live() -> dict[str, str]:
-        """This process answers."""
+        """Check that this process responds."""
         return {"status": "live"}
 
     @api.head("/health/ready", include_in_schema=False)
     @api.get("/health/ready")
     async def ready(request: Request, response: Response) -> dict[str, Any]:
-        """A real short request went through every live pair of workers, not long ago."""
+        """Check that each pair of workers recently served a short request."""
         first = is_operator(request.headers, router.settings)
         result = await router.prober.check(first=first)
         response.status_code = 200 if result["status"] == "ready" else 503
@@ -69,26 +69,26 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Prometheus' text format."""
+        """Return metrics in Prometheus' text format."""
         check_operator(request.headers, router.settings)
         _set_gauges(router)
         return Response(router.metrics.render(), media_type=router.metrics.content_type)
 
     @api.get("/fleet")
     async def fleet(request: Request) -> dict[str, Any]:
-        """The workers as last reported; that was known to hold ``age_s`` ago: 2, rarely 5 s."""
+        """List the workers as reported ``age_s`` seconds ago (2 s, rarely 5 s)."""
         check_operator(request.headers, router.settings)
         return router.gateway.workers.describe()
 
     @api.get("/fleet/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:
-        """Prometheus' HTTP service discovery."""
+        """List scrape targets for Prometheus' HTTP service discovery."""
         check_operator(request.headers, router.settings)
         return _targets(router, request.url.netloc)
 
     @api.get("/fleet/series")
     async def series(request: Request, after: int = 0) -> dict[str, Any]:
-        """One sample for each of the last 600 seconds, those after number ``after``."""
+        """Return samples of the last 600 seconds whose number is greater than ``after``."""
         check_operator(request.headers, router.settings)
         samples = router.observer.series
         return {
@@ -103,9 +103,9 @@ def routes(router: RouterParts) -> Endpoints:
         limit: Annotated[int, Query(ge=1, le=500)] = 50,
         order: Order = "newest",
     ) -> dict[str, Any]:
-        """The latest requests: all of them to an operator, to a tenant its own.
+        """List the latest requests: all of them for operators, otherwise the tenant's own.
 
-        Their ages are as of ``at_s``, seconds since the host's start.
+        Ages refer to ``at_s``, seconds since the host's start.
         """
         access = access_of(request.headers, router.settings)
         tenant = None if access.operator else access.tenant
@@ -116,13 +116,16 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/fleet/requests/{request_id}")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
-        """What was decided for a request, and why; by our id, or by the client's own."""
+        """Return the request report, by Baton's request id or the client's own."""
         access = access_of(request.headers, router.settings)
         tenant = None if access.operator else access.tenant
         explanation = story_of(router.gateway.kept, request_id, tenant)
-        # A request of another tenant is not known to this one.
+        # Requests of other tenants are reported as unknown.
         if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
-            raise HTTPException(404, "this router does not know the request (any more)")
+            raise HTTPException(
+                404,
+                "the request is unknown to this router, or no longer recorded",
+            )
         return explanation
 
     return api
@@ -135,12 +138,12 @@ def _healthy(router: RouterParts) -> Response:
 
 
 def _owner(explanation: dict[str, Any]) -> object:
-    """The tenant of a request, or of the call whose parts are listed."""
+    """Return the tenant of a request, or of a call with several requests."""
     return explanation["parts"][0]["tenant"] if "parts" in explanation else explanation["tenant"]
 
 
 def _set_gauges(router: RouterParts) -> None:
-    """Set what is only counted when the page is asked for."""
+    """Set the gauges that are computed only when metrics are requested."""
     counts = Counter((slot.role, slot.state) for slot in router.gateway.workers)
     for role in _ROLES:
         for state in _WORKER_STATES:

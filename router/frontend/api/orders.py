@@ -1,9 +1,9 @@
-"""``POST /fleet/orders``: what `baton drain --url …` and its like ask of the fleet's controller.
+"""``POST /fleet/orders``: admin commands for the fleet's controller (`baton drain --url …`).
 
     {"verb": "drain", "workers": ["decode-0"], "arguments": {}, "timeout_s": 5}
 
-The answer is ``{"data": …}``. It changes the fleet, so it needs an operator's key or the fleet's
-token also where requests need no key. Verbs: ``fleet/pools/orders.py``.
+The response is ``{"data": …}``. An operator's key or the fleet token is always required, even if
+requests need no key. ``fleet/pools/orders.py`` defines the verbs.
 """
 
 from typing import Annotated, Any
@@ -17,12 +17,10 @@ from baton.types.errors import InvalidRequestError, UnauthorizedError, Unavailab
 from router.frontend.access import check_operator, has_operator_key
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 
-_BY_THE_SUPERVISOR_ALONE = ("stop",)
+_SUPERVISOR_VERBS = ("stop",)
 
 
 class _OrderBody(BaseModel):
-    """The body of an order."""
-
     model_config = ConfigDict(extra="forbid")
 
     verb: Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]
@@ -32,27 +30,27 @@ class _OrderBody(BaseModel):
 
 
 def routes(router: RouterParts, orders: Orders) -> Endpoints:
-    """The one endpoint."""
+    """Return the endpoint of admin commands."""
     api = Endpoints()
 
     @api.post("/fleet/orders", include_in_schema=False)
     async def order(request: Request) -> dict[str, Any]:
-        """Hand an order to the controller and wait for what it says."""
+        """Send an admin command to the controller and wait for its answer."""
         check_operator(request.headers, router.settings)
         if not has_operator_key(request.headers, router.settings):
-            raise UnauthorizedError("orders need the key of an operator, or the fleet's token")
+            raise UnauthorizedError("an operator's API key or the fleet token is required")
         try:
             body = _OrderBody.model_validate_json(await read_body(request, router))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "body"
-            raise InvalidRequestError(f"{where}: {first['msg']}", param=where) from error
-        if body.verb in _BY_THE_SUPERVISOR_ALONE:
-            raise InvalidRequestError(f"{body.verb} is not for routers to ask", param="verb")
+            raise InvalidRequestError.at(where, f"{first['msg']}") from error
+        if body.verb in _SUPERVISOR_VERBS:
+            raise InvalidRequestError.at("verb", f"{body.verb} is available only to the supervisor")
         try:
             answer = await orders.ask(body.verb, body.workers, body.arguments, body.timeout_s)
         except RegistryUnavailableError as error:
-            raise UnavailableError("the fleet's Redis cannot be reached now") from error
+            raise UnavailableError("the fleet's Redis is unavailable") from error
         if answer is None:
             raise UnavailableError("the fleet's controller did not answer")
         if answer.problem:

@@ -1,6 +1,7 @@
-"""The live page at ``/`` and the API's at ``/docs``: static files of the package, from this host.
+"""Live page at ``/`` and API page at ``/docs``: static files of the package.
 
-The page itself holds nothing of the fleet and needs no key; its calls do, where the fleet has keys.
+The pages contain no data of the fleet and need no API key. Calls from them need one, if the fleet
+has API keys.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-# Swagger UI sets styles of its elements.
+# Swagger UI sets inline styles.
 _DOCS_HEADERS = {
     **_HEADERS,
     "content-security-policy": _HEADERS["content-security-policy"].replace(
@@ -45,7 +46,7 @@ class _File(NamedTuple):
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """``/``, ``/docs`` and ``/page/*``."""
+    """Return ``/``, ``/docs`` and ``/page/*``."""
     api = Endpoints()
     index = _read("index.html", "text/html")
     docs = _read("docs.html", "text/html")
@@ -53,19 +54,16 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
-        """The page."""
         return _answer(request, index)
 
     @api.get("/docs", include_in_schema=False)
     async def api_page(request: Request) -> Response:
-        """Swagger UI over ``/openapi.json``."""
         return _answer(request, docs, _DOCS_HEADERS)
 
     @api.get("/page/{name}", include_in_schema=False)
     async def part(request: Request, name: str) -> Response:
-        """What the page loads."""
         if name not in loaded:
-            raise HTTPException(404, f"the page has no part {name[:40]!r}")
+            raise HTTPException(404, f"/page/{name[:40]} does not exist")
         return _answer(request, loaded[name])
 
     return api

@@ -1,12 +1,12 @@
-"""What every endpoint is given: the parts of one router, and how bodies are read and documented.
+"""Parts of a router that endpoints use, registration of endpoints, and reading of bodies.
 
-An endpoint stands in one file of this folder, whose ``routes(router)`` adds it to an `Endpoints`;
-``router/app.py`` lists these files.
+Each file of endpoints has a function ``routes(router)`` that returns `Endpoints`; ``router/app.py``
+lists these files.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, get_type_hints
 
@@ -22,6 +22,7 @@ from baton.telemetry.tracing import Tracing
 from baton.types.errors import (
     ClientClosedError,
     DeadlineError,
+    InvalidRequestError,
     PayloadTooLargeError,
     SlowRequestError,
 )
@@ -44,12 +45,11 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterParts:
-    """Everything that one router process holds.
+    """Parts of one router process.
 
     Attributes:
-        tasks: What runs beside the endpoints.
-        created: When the router started, as Unix time.
-        stored_responses: Where responses are kept for later turns; None: nowhere.
+        created: Start of the router in Unix seconds.
+        stored_responses: Storage of responses for later turns; None: responses are not stored.
     """
 
     settings: RouterSettings
@@ -76,7 +76,7 @@ class RouterParts:
         directory: WorkerDirectory,
         stored_responses: StoredResponses | None = None,
     ) -> Self:
-        """The parts for one model and the workers that ``directory`` names."""
+        """Build the parts for one model and the workers in ``directory``."""
         metrics = Metrics("router", model=model.names[0])
         prefix_index = PrefixIndex()
         timing = settings.emulated
@@ -107,13 +107,12 @@ class RouterParts:
 
 
 class Endpoints(APIRouter):
-    """The endpoints of one file.
+    """Endpoints of one file.
 
     Attributes:
-        bodies: What those of `post_body` parse.
-        direct: Routes to those endpoints of `post_body` that return a response as it goes out.
-            They do without FastAPI's work on each call and stand before all other routes.
-            FastAPI's routes to the same endpoints document them.
+        bodies: Classes of the bodies of `post_body` endpoints.
+        direct: Routes to those `post_body` endpoints that return a complete response. They bypass
+            FastAPI; its routes to the same endpoints serve as documentation.
     """
 
     def __init__(self) -> None:
@@ -122,14 +121,14 @@ class Endpoints(APIRouter):
         self.direct: list[Route] = []
 
     def post_body(self, path: str, kind: type[BaseModel]) -> Callable[[_Handler], _Handler]:
-        """``post`` for an endpoint that reads a body of this ``kind`` with `read_body`."""
+        """Register a POST endpoint that reads a body of this ``kind`` with `read_body`."""
         self.bodies.append(kind)
         reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
         content = {"application/json": {"schema": reference}}
         extra = {"requestBody": {"required": True, "content": content}}
 
         def documented(handler: _Handler) -> _Handler:
-            if get_type_hints(handler).get("return") is Response:  # no work is left for FastAPI
+            if get_type_hints(handler).get("return") is Response:
                 self.direct.append(Route(path, handler, methods=["POST"], include_in_schema=False))
             return self.post(path, openapi_extra=extra)(handler)
 
@@ -137,22 +136,20 @@ class Endpoints(APIRouter):
 
 
 async def read_body(request: Request, router: RouterParts, *, deadline_s: float = 0.0) -> bytes:
-    """The request's body, read no further than the limit and no longer than its time.
-
-    A body that comes packed is unfolded, and the limit holds for what it unfolds to.
+    """Read a request's body within its limits of size and time; decompress it if necessary.
 
     Args:
-        request: Whose body it is.
-        router: Has the limits.
-        deadline_s: The request's own time, if it is to cover the body; 0 = none.
+        request: HTTP request.
+        router: Parts with the limits. The size limit applies to the decompressed body.
+        deadline_s: Time limit of the request, if it includes reading the body; 0 = none.
 
     Raises:
-        PayloadTooLargeError: It is longer.
-        UnsupportedMediaError: It is packed in a way that is not known here.
-        InvalidRequestError: It is damaged, or not UTF-8.
-        SlowRequestError: It takes longer than ``clients.body_timeout_s``.
-        DeadlineError: It takes longer than the request may.
-        ClientClosedError: The client left before it had sent all.
+        PayloadTooLargeError: The body is too large.
+        UnsupportedMediaError: The compression is not supported.
+        InvalidRequestError: The body is corrupt, or not UTF-8.
+        SlowRequestError: Reading takes longer than ``clients.body_timeout_s``.
+        DeadlineError: Reading takes longer than ``deadline_s``.
+        ClientClosedError: The client disconnected before the end of the body.
     """
     settings = router.settings
     own_s = router.settings.clients.body_timeout_s
@@ -160,7 +157,7 @@ async def read_body(request: Request, router: RouterParts, *, deadline_s: float 
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
-    unfolder = Gunzip.of(request.headers.get("content-encoding", ""))
+    decoder = Gunzip.of(request.headers.get("content-encoding", ""))
     body = bytearray()
     received_bytes = 0
     try:
@@ -169,21 +166,43 @@ async def read_body(request: Request, router: RouterParts, *, deadline_s: float 
                 received_bytes += len(piece)
                 if received_bytes > limit_bytes:
                     raise _too_large(limit_bytes)
-                body += piece if unfolder is None else unfolder.feed(piece, limit_bytes - len(body))
+                body += piece if decoder is None else decoder.feed(piece, limit_bytes - len(body))
     except BodyTooLargeError:
         raise _too_large(limit_bytes) from None
     except ClientDisconnect as gone:
-        raise ClientClosedError("the client left while it sent its request") from gone
+        raise ClientClosedError("the client disconnected while it sent the request") from gone
     except TimeoutError as late:
         router.metrics.inc("baton_client_timeouts", kind="body")
         if deadline_s and deadline_s < own_s:
             router.metrics.inc("baton_timeouts", phase="body")
-            message = f"the request's body did not come within {deadline_s:g} s"
+            message = f"the body was not complete within {deadline_s:g} s (x-baton-timeout-ms)"
             raise DeadlineError(message, param="x-baton-timeout-ms") from late
-        raise SlowRequestError(f"the request's body did not come within {own_s:g} s") from late
-    if unfolder is not None:
-        unfolder.end()
+        raise SlowRequestError(
+            f"the body was not complete within {own_s:g} s (clients.body_timeout_s)"
+        ) from late
+    if decoder is not None:
+        decoder.end()
     return utf8_of(bytes(body))
+
+
+def page_of(entries: Sequence[dict[str, Any]], limit: int, after: str) -> dict[str, Any]:
+    """Return up to ``limit`` entries of a list after the entry ``after``, in OpenAI's format.
+
+    Raises:
+        InvalidRequestError: There is no entry ``after``.
+    """
+    names = [entry["id"] for entry in entries]
+    if after and after not in names:
+        raise InvalidRequestError.at("after", f"{after[:80]!r} does not exist")
+    begin = names.index(after) + 1 if after else 0
+    page = entries[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": begin + limit < len(entries),
+    }
 
 
 def _too_large(limit_bytes: int) -> PayloadTooLargeError:

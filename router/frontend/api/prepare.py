@@ -1,9 +1,9 @@
-"""From a checked body to requests: tokens, resolved sampling, deadline. Refuses what is wrong."""
+"""Conversion of validated bodies to requests: tokens, resolved sampling, deadline."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 
@@ -24,19 +24,15 @@ from router.request import GenerationRequest, Mode, Shown, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 
-_MODES: dict[str, Mode] = {
-    "auto": "auto",
-    "disaggregated": "disaggregated",
-    "colocated": "colocated",
-}
+_MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
-_LARGE_BYTES = 32 * 1024  # from these on a thread is cheaper than what waits for the loop
-_ONE_BY_ONE_BYTES = 4 * 1024  # that many take some 0.4 ms: other answers get a turn between two
-MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # of one call; their JSON takes fifty times that
+_LARGE_BYTES = 32 * 1024  # a larger body is prepared in a thread, since it would block the loop
+_ONE_BY_ONE_BYTES = 4 * 1024  # takes about 0.4 ms; larger bodies yield to other responses
+MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # per call; their JSON is fifty times as large
 
-_LARGE_WORK = LargeWork()  # of this process: threads cost memory
+_LARGE_WORK = LargeWork()  # one per process: threads cost memory
 _ONE_BY_ONE = OneByOne()
 
 _T = TypeVar("_T")
@@ -44,7 +40,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What a call's headers ask for, and who sent it."""
+    """Sender and options of a call, from its headers."""
 
     tenant: str
     mode: Mode
@@ -55,17 +51,11 @@ class Caller:
 
 
 def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller:
-    """Who calls, and how the request is to be run.
-
-    Raises:
-        UnauthorizedError: The fleet has API keys and this is none of them.
-        InvalidRequestError: A header has a value that it cannot have.
-    """
+    """Read the sender and the options of a call from its headers."""
     mode = headers.get("x-baton-mode", "auto")
     if mode not in _MODES:
-        raise InvalidRequestError(
-            f"x-baton-mode: must be auto, disaggregated or colocated (got {mode[:40]!r})",
-            param="x-baton-mode",
+        raise InvalidRequestError.at(
+            "x-baton-mode", f"must be auto, disaggregated or colocated (got {mode[:40]!r})"
         )
     access = access_of(headers, settings)
     return Caller(
@@ -83,15 +73,14 @@ def _timeout_s(raw: str | None, settings: RouterSettings) -> float:
         return settings.default_timeout_s
     timeout_ms = _number(raw)
     if timeout_ms is None or not 0 < timeout_ms <= _MAX_TIMEOUT_MS:
-        raise InvalidRequestError(
-            f"x-baton-timeout-ms: must be 1 to {_MAX_TIMEOUT_MS} (got {raw[:40]!r})",
-            param="x-baton-timeout-ms",
+        raise InvalidRequestError.at(
+            "x-baton-timeout-ms", f"must be from 1 to {_MAX_TIMEOUT_MS} (got {raw[:40]!r})"
         )
     return timeout_ms / 1000
 
 
 def _number(raw: str) -> int | None:
-    """The number that ``raw`` spells in its one way: ASCII digits, no leading zero, not too many.
+    """Parse a number of ASCII digits without a leading zero; None if ``raw`` is none.
 
     Two spellings of one token id would be two entries of the same bias.
     """
@@ -101,11 +90,9 @@ def _number(raw: str) -> int | None:
 
 
 class Preparer:
-    """Makes requests of bodies. Takes time for large ones: see ``off_loop``.
+    """Converts bodies to requests. Large bodies take time: see ``off_loop``.
 
-    Args:
-        model: For text, limits and defaults.
-        settings: For limits.
+    Every method raises InvalidRequestError if a parameter is invalid.
     """
 
     def __init__(self, model: ServedModel, settings: RouterSettings) -> None:
@@ -115,17 +102,13 @@ class Preparer:
     def chat(
         self, body: ChatBody, caller: Caller, now_ns: int, grammar: str = ""
     ) -> GenerationRequest:
-        """The request of a chat; ``grammar`` is what its answer must follow.
-
-        Raises:
-            InvalidRequestError: See its subclasses; the parameter is named.
-        """
+        """Return the request of a chat; its answer follows ``grammar``."""
         if body.top_logprobs is not None and not body.logprobs:
-            raise InvalidRequestError("top_logprobs: needs logprobs: true", param="top_logprobs")
+            raise InvalidRequestError.at("top_logprobs", "requires logprobs: true")
         limits = (body.max_tokens, body.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise InvalidRequestError(
-                "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens"
+                "max_tokens and max_completion_tokens differ; use one of them", param="max_tokens"
             )
         tools = offered(body.tools, body.tool_choice)
         text = self._model.render_chat(
@@ -154,28 +137,21 @@ class Preparer:
     def completions(
         self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""
     ) -> list[GenerationRequest]:
-        """The requests of a completion, one for each prompt; each follows ``grammar``.
-
-        Raises:
-            InvalidRequestError: See its subclasses; the parameter is named.
-        """
+        """Return the requests of a completion, one for each prompt; answers follow ``grammar``."""
         logprobs_only = body.max_tokens == 0
         if logprobs_only and body.prompt_alternatives is None:
-            raise InvalidRequestError(
-                "max_tokens: must be at least 1 (got 0), unless the prompt's log-probabilities are "
-                "asked for: echo with logprobs, or prompt_logprobs",
-                param="max_tokens",
+            raise InvalidRequestError.at(
+                "max_tokens",
+                "must be at least 1 (got 0), unless echo and logprobs, or "
+                "prompt_logprobs, request log-probabilities of the prompt",
             )
         prompts = body.prompts()
         if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise InvalidRequestError(
-                f"prompt: must hold 1 to {MAX_PROMPTS} prompts (got {len(prompts)})", param="prompt"
+            raise InvalidRequestError.at(
+                "prompt", f"must contain 1 to {MAX_PROMPTS} prompts (got {len(prompts)})"
             )
         if body.echo and body.truncate_prompt_tokens is not None:
-            raise InvalidRequestError(
-                "echo: shows the prompt as it was sent; not with truncate_prompt_tokens",
-                param="echo",
-            )
+            raise InvalidRequestError.at("echo", "cannot be combined with truncate_prompt_tokens")
         request_id = f"cmpl-{secrets.token_hex(16)}"
         requests = []
         for index, text in enumerate(prompts):
@@ -184,7 +160,7 @@ class Preparer:
             prompt = self._model.encode_prompt(text, special=special, whole=cut is None)
             answer_tokens = body.max_tokens if body.max_tokens is not None else _COMPLETION_TOKENS
             prompt = self._cut(prompt, cut, answer_tokens)
-            # Without an answer the prompt may fill the context: the token sampled is not kept.
+            # Without an answer the prompt may fill the context: the sampled token is discarded.
             room = self._room(prompt, "prompt", answer_tokens=0 if logprobs_only else 1)
             default = min(_COMPLETION_TOKENS, room)
             asked_tokens = 1 if logprobs_only else body.max_tokens
@@ -208,21 +184,17 @@ class Preparer:
     def embeddings(
         self, body: EmbeddingBody, caller: Caller, now_ns: int
     ) -> list[GenerationRequest]:
-        """The requests of an embeddings call, one for each input.
-
-        Raises:
-            InvalidRequestError: See its subclasses; the parameter is named.
-        """
+        """Return the requests of an embeddings call, one for each input."""
         inputs = body.inputs()
         size = self._model.hidden_size
         if not 1 <= len(inputs) <= MAX_INPUTS:
-            raise InvalidRequestError(
-                f"input: must hold 1 to {MAX_INPUTS} inputs (got {len(inputs)})", param="input"
+            raise InvalidRequestError.at(
+                "input", f"must contain 1 to {MAX_INPUTS} inputs (got {len(inputs)})"
             )
         if body.dimensions is not None and body.dimensions > size:
-            raise InvalidRequestError(
-                f"dimensions: this model's vectors have {size} (got {body.dimensions})",
-                param="dimensions",
+            raise InvalidRequestError.at(
+                "dimensions",
+                f"must be at most {size}, the size of this model's vectors (got {body.dimensions})",
             )
         request_id = f"embd-{secrets.token_hex(16)}"
         requests = []
@@ -238,13 +210,12 @@ class Preparer:
         return requests
 
     def _cut(self, prompt: list[int], last: int | None, answer_tokens: int) -> list[int]:
-        """The last tokens of a prompt that may be cut, ``truncate_prompt_tokens``."""
+        """Apply ``truncate_prompt_tokens``, which keeps the last tokens of a prompt."""
         if last is None:
             return prompt
         if last == 0:
-            raise InvalidRequestError(
-                "truncate_prompt_tokens: must be -1 or at least 1 (got 0)",
-                param="truncate_prompt_tokens",
+            raise InvalidRequestError.at(
+                "truncate_prompt_tokens", "must be -1 or at least 1 (got 0)"
             )
         room = self._model.max_context_tokens - answer_tokens
         return prompt[-(max(room, 1) if last < 0 else last) :]
@@ -252,10 +223,10 @@ class Preparer:
     def _room(self, prompt: list[int], param: str, answer_tokens: int = 1) -> int:
         limit = self._model.max_context_tokens
         if len(prompt) + answer_tokens > limit:
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens; this model's context is {limit} tokens, "
-                "prompt and answer together",
-                param=param,
+            raise PromptTooLongError.at(
+                param,
+                f"the prompt has {len(prompt)} tokens; the context for prompt and answer "
+                f"together is {limit} tokens",
             )
         return limit - len(prompt)
 
@@ -270,10 +241,10 @@ class Preparer:
         grammar: str,
     ) -> SamplingParams:
         if asked_tokens is not None and asked_tokens > room:
-            raise PromptTooLongError(
-                f"max_tokens: {asked_tokens} tokens do not fit; the context is "
-                f"{self._model.max_context_tokens} tokens and the prompt leaves {room}",
-                param="max_tokens",
+            raise PromptTooLongError.at(
+                "max_tokens",
+                f"{asked_tokens} exceeds {room}, the tokens that the prompt leaves in "
+                f"the context of {self._model.max_context_tokens}",
             )
         max_tokens = default if asked_tokens is None else asked_tokens
         self._check(body, max_tokens)
@@ -303,35 +274,30 @@ class Preparer:
         )
 
     def _check(self, body: GenerationBody, max_tokens: int) -> None:
-        """Limits that depend on the model, or on two parameters."""
+        """Check limits that depend on the model or on two parameters."""
         vocabulary = self._model.vocab_size
         if body.stream_options is not None and not body.stream:
-            raise InvalidRequestError(
-                "stream_options: only with stream: true", param="stream_options"
-            )
+            raise InvalidRequestError.at("stream_options", "requires stream: true")
         if body.min_tokens is not None and body.min_tokens > max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens: must be at most max_tokens, {max_tokens} (got {body.min_tokens})",
-                param="min_tokens",
+            raise InvalidRequestError.at(
+                "min_tokens", f"must be at most {max_tokens}, max_tokens (got {body.min_tokens})"
             )
         if body.top_k is not None and body.top_k > vocabulary:
-            raise InvalidRequestError(
-                f"top_k: must be at most the vocabulary, {vocabulary} (got {body.top_k})",
-                param="top_k",
+            raise InvalidRequestError.at(
+                "top_k", f"must be at most {vocabulary}, the vocabulary (got {body.top_k})"
             )
         if body.n is not None and body.n > self._settings.window_requests:
-            raise InvalidRequestError(
-                f"n: must be at most {self._settings.window_requests}, what one worker runs at "
-                f"once (got {body.n})",
-                param="n",
+            raise InvalidRequestError.at(
+                "n",
+                f"must be at most {self._settings.window_requests}, the requests that one "
+                f"worker runs at once (got {body.n})",
             )
         self._model.check_ids(body.stop_token_ids or (), "stop_token_ids")
         for name in body.logit_bias or ():
             token_id = _number(name)
             if token_id is None or token_id >= vocabulary:
-                raise InvalidRequestError(
-                    f"logit_bias: {name[:40]!r} is not a token id (0 to {vocabulary - 1})",
-                    param="logit_bias",
+                raise InvalidRequestError.at(
+                    "logit_bias", f"{name[:40]!r} is not a token id (0 to {vocabulary - 1})"
                 )
 
     def _request(
@@ -348,9 +314,8 @@ class Preparer:
         least = caller.min_priority
         if least is not None and priority < least:
             if body.priority is not None:
-                raise InvalidRequestError(
-                    f"priority: must be at least {least} for this API key (got {priority})",
-                    param="priority",
+                raise InvalidRequestError.at(
+                    "priority", f"must be at least {least} for this API key (got {priority})"
                 )
             priority = least
         return GenerationRequest(
@@ -372,7 +337,7 @@ class Preparer:
         )
 
     def _scope(self, caller: Caller, salt: str | None) -> str:
-        """Tenant and salt as one text; a tenant's name has no NUL, so no two pairs are alike."""
+        """Join tenant and salt; unambiguous, because a tenant's name contains no NUL."""
         owner = "" if self._settings.share_cache else caller.tenant
         return f"{owner}\0{salt or ''}"
 
@@ -387,7 +352,7 @@ def _shown(body: GenerationBody) -> Shown:
 
 
 def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
-    """Refuse more prompt logprobs than one answer should hold; each choice repeats them."""
+    """Reject more prompt logprobs than one response may hold; each choice repeats them."""
     alternatives = requests[0].sampling.prompt_logprobs
     if alternatives is None:
         return
@@ -396,14 +361,14 @@ def _check_prompt_logprobs(body: GenerationBody, requests: Sequence[GenerationRe
     if tokens > most:
         raise InvalidRequestError(
             f"log-probabilities of {tokens} prompt tokens (of all prompts, times n) with "
-            f"{alternatives} alternatives each are too many for one call; at most {most} tokens, "
-            "or fewer alternatives",
+            f"{alternatives} alternatives each are too many for one call; send at most {most} "
+            "tokens, or request fewer alternatives",
             param="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
         )
 
 
 def _first(*values: _T | None) -> _T:
-    """The first that is given; the last one always is."""
+    """Return the first value that is not None."""
     for value in values:
         if value is not None:
             return value
@@ -411,9 +376,10 @@ def _first(*values: _T | None) -> _T:
 
 
 async def off_loop(size: int, work: Callable[[], _T]) -> _T:
-    """``work()`` on a body of ``size`` bytes, so that it does not delay other answers.
+    """Run ``work()`` on a body of ``size`` bytes without delaying other responses.
 
-    Large ones go to a thread. Of those that are worked on here, one is in each turn of the loop.
+    Work on large bodies runs in a thread. Work on medium ones runs one at a time in the event loop,
+    which handles other events in between.
     """
     if size > _LARGE_BYTES:
         return await _LARGE_WORK.run(size, work)

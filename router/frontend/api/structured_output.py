@@ -1,4 +1,4 @@
-"""What a body says about the shape of its answer: OpenAI's ``response_format`` and vLLM's names."""
+"""Grammars requested by a body: OpenAI's ``response_format``, vLLM's names, tools, thinking."""
 
 import json
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ _ANY_TEXT = "start: /(.|\\n)*/"
 
 
 class RequestedGrammar(NamedTuple):
-    """A grammar that a client asks for, by the parameter ``param``."""
+    """A grammar that a client requests by the parameter ``param``."""
 
     param: str
     kind: GrammarKind
@@ -24,16 +24,12 @@ class RequestedGrammar(NamedTuple):
 
 
 def requested_grammar(body: GenerationBody, model: ServedModel) -> RequestedGrammar | None:
-    """The one grammar of a body, or None for a free answer.
-
-    Raises:
-        InvalidRequestError: There is more than one shape, or a limit cannot be kept; names them.
-    """
+    """Return the grammar of a body, or None if the answer is unconstrained."""
     shapes = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
     if len(shapes) > 1:
         names = " and ".join(sorted({shape.param for shape in shapes}))
         raise InvalidRequestError(
-            f"{names}: an answer has one structure; give one of them", param=shapes[0].param
+            f"{names}: cannot be combined; use one of them", param=shapes[0].param
         )
     shape = shapes[0] if shapes else None
     if not isinstance(body, ChatBody):
@@ -51,7 +47,7 @@ def requested_grammar(body: GenerationBody, model: ServedModel) -> RequestedGram
 def _with_calls(
     body: ChatBody, shape: RequestedGrammar | None
 ) -> tuple[RequestedGrammar | None, str]:
-    """The shape of an answer that may call tools, and the calls that may stand in its place."""
+    """Return the grammar of an answer with tools, and the grammar of calls that may replace it."""
     tools = may_be_called(offered(body.tools, body.tool_choice), body.tool_choice)
     if not tools:
         return shape, ""
@@ -61,7 +57,7 @@ def _with_calls(
 
 
 def _thought(body: ChatBody, model: ServedModel, *, shaped: bool) -> str:
-    """The grammar of the thinking, where what follows has a shape, or it has a budget."""
+    """Return the grammar of the thinking if it has a budget or a constrained answer follows."""
     budget = body.thinking_token_budget
     if budget is None:
         budget = body.thinking_budget
@@ -77,10 +73,7 @@ def _response_format(body: GenerationBody) -> list[RequestedGrammar]:
     if given.type == "json_object":
         return [RequestedGrammar("response_format", "json", ANY_OBJECT)]
     if given.json_schema is None:
-        raise InvalidRequestError(
-            "response_format.json_schema: is required for this type",
-            param="response_format.json_schema",
-        )
+        raise InvalidRequestError.at("response_format.json_schema", "is required for this type")
     schema = {} if given.json_schema.schema_ is None else given.json_schema.schema_
     if given.json_schema.strict is False and isinstance(schema, dict):
         schema = lenient(schema)
@@ -92,7 +85,7 @@ def _source(schema: dict[str, Any] | bool) -> str:
 
 
 def checked_schema(body: GenerationBody) -> str:
-    """The schema that a complete answer is compared with: not all of it can be followed."""
+    """Return the schema that the complete answer is checked against; empty if none is needed."""
     given = body.response_format
     if given is None or given.type != "json_schema" or given.json_schema is None:
         return ""
@@ -103,7 +96,7 @@ def checked_schema(body: GenerationBody) -> str:
 
 
 def checked_tools(body: ChatBody) -> dict[str, str]:
-    """By name, the tools whose arguments are compared with their schema when they are complete."""
+    """Return by name the schemas that complete arguments of tools are checked against."""
     functions = [tool.function for tool in body.tools or () if tool.function.strict is False]
     return {
         function.name: json.dumps(function.parameters)
@@ -141,9 +134,8 @@ def _of(
         grammars.append(RequestedGrammar(f"{prefix}json", "json", text))
     if regex is not None:
         if (len(regex) - len(regex.rstrip("\\"))) % 2:
-            raise GrammarError(
-                f"{prefix}regex: ends in a backslash, which escapes nothing; `\\\\` is a backslash",
-                param=f"{prefix}regex",
+            raise GrammarError.at(
+                f"{prefix}regex", "ends with a single backslash; write `\\\\` for a backslash"
             )
         grammars.append(RequestedGrammar(f"{prefix}regex", "regex", regex))
     if choice is not None:

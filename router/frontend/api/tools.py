@@ -1,4 +1,4 @@
-"""What a chat says about tools: what may be called, what must be, and what was called before."""
+"""Tools of a chat: offered tools, the choice among them, and earlier calls."""
 
 import json
 from collections.abc import Sequence
@@ -12,11 +12,7 @@ from router.frontend.api.bodies.tools import ToolChoice, ToolNamed, ToolOffered,
 
 
 def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = None) -> list[Tool]:
-    """The tools that the answer may call: of a named choice only that one, of ``none`` none.
-
-    Raises:
-        InvalidRequestError: The choice does not fit the tools.
-    """
+    """Return the tools that the model sees; ``choice`` may select one or none."""
     tools = [
         Tool(
             name=item.function.name,
@@ -32,12 +28,12 @@ def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = No
     if isinstance(choice, ToolNamed):
         named = [tool for tool in tools if tool.name == choice.function.name]
         if not named:
-            raise InvalidRequestError(
-                f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice"
+            raise InvalidRequestError.at(
+                "tool_choice", f"tool {choice.function.name!r} is not in tools"
             )
         return named
     if choice == "required" and not tools:
-        raise InvalidRequestError("tool_choice: needs tools", param="tool_choice")
+        raise InvalidRequestError.at("tool_choice", "required needs tools")
     return tools
 
 
@@ -45,23 +41,17 @@ def _check(tools: Sequence[Tool]) -> None:
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.name in names:
-            raise InvalidRequestError(
-                f"tools[{index}]: there are two functions {tool.name!r}", param=f"tools[{index}]"
+            raise InvalidRequestError.at(
+                f"tools[{index}]", f"function {tool.name!r} is defined twice"
             )
         names.add(tool.name)
         if tool.parameters and tool.parameters.get("type", "object") != "object":
             where = f"tools[{index}].function.parameters"
-            raise InvalidRequestError(
-                f"{where}: must be the schema of an object, with type: object", param=where
-            )
+            raise InvalidRequestError.at(where, "must be the schema of an object (`type: object`)")
 
 
 def may_be_called(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool]:
-    """Of the tools that the model is told of, those that it may call.
-
-    Raises:
-        InvalidRequestError: A tool is allowed that is not offered.
-    """
+    """Return those of ``tools`` that the model may call."""
     if not isinstance(choice, ToolsAllowed):
         return list(tools)
     known = {tool.name for tool in tools}
@@ -69,41 +59,29 @@ def may_be_called(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool
     for index, tool in enumerate(choice.allowed_tools.tools):
         if tool.function.name not in known:
             where = f"tool_choice.allowed_tools.tools[{index}]"
-            raise InvalidRequestError(
-                f"{where}: there is no tool {tool.function.name!r}", param=where
-            )
+            raise InvalidRequestError.at(where, f"tool {tool.function.name!r} is not in tools")
     return [tool for tool in tools if tool.name in allowed]
 
 
 def must_call(choice: ToolChoice | None) -> bool:
-    """Whether every answer is a call."""
+    """Return whether the answer must be a call."""
     if isinstance(choice, ToolsAllowed):
         return choice.allowed_tools.mode == "required"
     return choice == "required" or isinstance(choice, ToolNamed)
 
 
 def calls_grammar_of(body: ChatBody, tools: Sequence[Tool], *, only_calls: bool = False) -> str:
-    """The grammar of an answer that may call ``tools``, which are not empty.
-
-    Args:
-        body: The chat.
-        tools: Those that may be called.
-        only_calls: Text is described elsewhere.
-    """
+    """Return the grammar of an answer that may call ``tools``; ``only_calls`` excludes text."""
     parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ToolNamed)
     required = only_calls or must_call(body.tool_choice)
     try:
         return calls_grammar(tools, "required" if required else "auto", parallel=parallel)
     except GrammarError as error:
-        raise GrammarError(f"tools: {error.message}", param="tools") from error
+        raise GrammarError.at("tools", f"{error.message}") from error
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as ``baton.text.tools.conversation`` takes them.
-
-    Raises:
-        InvalidRequestError: Content is missing, or calls and results do not match.
-    """
+    """Convert messages to the input of ``baton.text.tools.conversation``."""
     called: set[str] = set()
     conversation = []
     for index, message in enumerate(messages):
@@ -111,21 +89,20 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {"role": message.role, "content": message.text()}
         if message.tool_calls:
             if message.role != "assistant":
-                raise _misplaced(f"{where}.tool_calls", "an assistant")
+                raise _misplaced(f"{where}.tool_calls", "role assistant")
             entry["tool_calls"] = _calls(message)
             called |= {call.id for call in message.tool_calls if call.id}
         elif message.content is None and message.role != "assistant":
-            raise InvalidRequestError(f"{where}.content: is required", param=f"{where}.content")
+            raise InvalidRequestError.at(f"{where}.content", "is required")
         if message.role == "tool":
             if message.tool_call_id not in called:
-                raise InvalidRequestError(
-                    f"{where}.tool_call_id: must be the id of a call before it "
-                    f"(got {message.tool_call_id!r:.80})",
-                    param=f"{where}.tool_call_id",
+                raise InvalidRequestError.at(
+                    f"{where}.tool_call_id",
+                    f"must be the id of an earlier call (got {message.tool_call_id!r:.80})",
                 )
             entry["tool_call_id"] = message.tool_call_id
         elif message.tool_call_id is not None:
-            raise _misplaced(f"{where}.tool_call_id", "a tool")
+            raise _misplaced(f"{where}.tool_call_id", "role tool")
         if message.name:
             entry["name"] = message.name
         if message.role == "assistant" and (thoughts := message.thoughts()):
@@ -142,7 +119,7 @@ def _calls(message: Message) -> list[dict[str, str]]:
 
 
 def _text_of(function: CalledFunction) -> str:
-    """Arguments as they were sent: any text, since a call may have been cut short."""
+    """Return the arguments unchanged, even if they are cut off and no JSON."""
     given = function.arguments
     if isinstance(given, dict):
         return json.dumps(given, ensure_ascii=False)
@@ -150,4 +127,4 @@ def _text_of(function: CalledFunction) -> str:
 
 
 def _misplaced(param: str, role: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param}: belongs into a message of {role}", param=param)
+    return InvalidRequestError.at(param, f"is allowed only in messages with {role}")

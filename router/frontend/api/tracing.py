@@ -1,12 +1,12 @@
-"""One span for each generation call, with OpenTelemetry's GenAI attributes, and its parts.
+"""Spans of generation calls and of their parts, with OpenTelemetry's GenAI attributes.
 
 chat MODEL                          the call, at the router
-├── baton.queue                     waits for its place
-├── baton.attempt                   one placement; a later one links to the one before it
-├── baton.delivery                  the last token until the last byte out
-└── baton.decode                    at the decode worker, of every attempt
-    ├── baton.transfer              first chunk asked for until commit
-    └── baton.prefill               at the prefill worker
+├── baton.queue                     time in the router's queue
+├── baton.attempt                   one placement; links to the previous attempt
+├── baton.delivery                  from the last token to the last byte sent
+└── baton.decode                    each attempt at the decode worker
+    ├── baton.transfer              from the request of the first chunk to the commit
+    └── baton.prefill               work of the prefill worker
 """
 
 from collections.abc import Iterator
@@ -26,30 +26,13 @@ from router.frontend.api.prepare import Caller
 from router.routing.requests.active_request import ActiveRequest
 
 PLACED = "placed on "
-"""How the event of the timeline begins that an attempt begins with."""
+"""Prefix of the timeline event that starts an attempt."""
 
 
 def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller: Caller) -> Span:
-    """Start the span of a call; it holds parameters, never text.
-
-    Args:
-        tracing: Of the router.
-        operation: ``chat`` or ``text_completion``.
-        body: What was asked.
-        caller: Brings the client's trace context.
-    """
-    span = tracing.tracer.start_span(
-        f"{operation} {body.model}",
-        context=extract(caller.traceparent),
-        kind=SpanKind.SERVER,
-    )
-    if not span.is_recording():
-        return span
+    """Start the span of a ``chat`` or ``text_completion``; it never contains text."""
     limit = body.max_completion_tokens if isinstance(body, ChatBody) else None
-    attributes: dict[str, Any] = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": "baton",
-        "gen_ai.request.model": body.model,
+    attributes = {
         "gen_ai.request.max_tokens": limit or body.max_tokens,
         "gen_ai.request.temperature": body.temperature,
         "gen_ai.request.top_p": body.top_p,
@@ -58,34 +41,39 @@ def gateway_span(tracing: Tracing, operation: str, body: GenerationBody, caller:
         "gen_ai.request.stream": bool(body.stream),
         "gen_ai.request.choice.count": body.n or 1,
         "gen_ai.request.stop_sequences": list(body.stops) or None,
-        "enduser.id": body.user,
-        "baton.tenant": caller.tenant,
-        "baton.client_request_id": caller.client_id or None,
-        "baton.mode": caller.mode,
     }
-    _set(span, attributes)
-    return span
+    return _started(tracing, operation, body, caller, attributes)
 
 
 def embedding_span(tracing: Tracing, body: EmbeddingBody, caller: Caller) -> Span:
     """Start the span of an embeddings call."""
-    span = tracing.tracer.start_span(
-        f"embeddings {body.model}",
-        context=extract(caller.traceparent),
-        kind=SpanKind.SERVER,
-    )
     attributes = {
-        "gen_ai.operation.name": "embeddings",
-        "gen_ai.provider.name": "baton",
-        "gen_ai.request.model": body.model,
         "gen_ai.request.encoding_formats": [body.encoding_format],
         "gen_ai.embeddings.dimension.count": body.dimensions,
+    }
+    return _started(tracing, "embeddings", body, caller, attributes)
+
+
+def _started(
+    tracing: Tracing,
+    operation: str,
+    body: GenerationBody | EmbeddingBody,
+    caller: Caller,
+    attributes: dict[str, Any],
+) -> Span:
+    name = f"{operation} {body.model}"
+    context = extract(caller.traceparent)
+    span = tracing.tracer.start_span(name, context=context, kind=SpanKind.SERVER)
+    common = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": body.model,
         "enduser.id": body.user,
         "baton.tenant": caller.tenant,
         "baton.client_request_id": caller.client_id or None,
         "baton.mode": caller.mode,
     }
-    _set(span, attributes)
+    _set(span, {**common, **attributes})
     return span
 
 
@@ -96,13 +84,13 @@ def _set(span: Span, attributes: dict[str, Any]) -> None:
 
 
 def traceparent_of(span: Span, caller: Caller) -> Caller:
-    """The caller with our span as the parent of what the workers do."""
+    """Return the caller with ``span`` as the parent of the workers' spans."""
     return replace(caller, traceparent=inject(span) or caller.traceparent)
 
 
 @contextmanager
 def ended_on_error(span: Span) -> Iterator[None]:
-    """A request that is refused ends its span here; otherwise the answer does."""
+    """End the span if the request is rejected; otherwise the answer ends it."""
     try:
         yield
     except BaseException as error:
@@ -113,7 +101,7 @@ def ended_on_error(span: Span) -> Iterator[None]:
 
 
 def part_spans(tracing: Tracing, span: Span, active: ActiveRequest) -> None:
-    """The parts of a request at the router, written when it is over, below the span of its call."""
+    """Write the spans of a request's parts at the router, when the request has ended."""
     if not span.is_recording():
         return
     record = active.record

@@ -1,4 +1,4 @@
-"""Another API's body as a chat: one parser checks it, and its errors name the caller's fields."""
+"""Translation of other APIs' bodies to chats; errors name the fields of the original body."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,37 +17,36 @@ _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 class Conversation:
-    """The messages of a chat, and of each where the caller wrote it.
+    """Builder of a chat's messages, which records the original path of each message.
 
-    Args:
-        joins: Roles whose texts that follow each other become one message.
+    Consecutive texts of a role in ``joins`` become one message.
     """
 
     def __init__(self, joins: Collection[str]) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
         self._joins = joins
-        self._thoughts: list[str] = []  # of the assistant's message that is to come
+        self._thoughts: list[str] = []  # of the assistant's next message
 
-    def say(self, role: str, text: str, where: str) -> None:
-        """Text of one side."""
+    def add_text(self, role: str, text: str, where: str) -> None:
+        """Add a text of one role."""
         last = self.messages[-1] if self.messages else {}
         joins = last.get("role") == role and role in self._joins
         if joins and "tool_calls" not in last and not self._thoughts:
-            said = last["content"]
-            if isinstance(said, list):
-                said.append(text)
+            content = last["content"]
+            if isinstance(content, list):
+                content.append(text)
             else:
-                last["content"] = [said, text] if said else text  # a chat joins them as lines
+                last["content"] = [content, text] if content else text  # a chat joins them as lines
         else:
             self._append({"role": role, "content": text}, where)
 
-    def think(self, text: str) -> None:
-        """What the assistant thought before its next message."""
+    def add_thoughts(self, text: str) -> None:
+        """Add reasoning that precedes the assistant's next message."""
         self._thoughts.append(text)
 
-    def call(self, call_id: str, name: str, arguments: str, where: str) -> None:
-        """A call that the assistant made; it belongs to the text before it."""
+    def add_call(self, call_id: str, name: str, arguments: str, where: str) -> None:
+        """Add a call of the assistant to the text before it."""
         function = {"name": name, "arguments": arguments}
         last = self.messages[-1] if self.messages else None
         if last is None or last["role"] != "assistant" or self._thoughts:
@@ -55,8 +54,8 @@ class Conversation:
         calls = last.setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def result(self, call_id: str, text: str, where: str) -> None:
-        """What a call gave."""
+    def add_result(self, call_id: str, text: str, where: str) -> None:
+        """Add the result of a call."""
         self._append({"role": "tool", "tool_call_id": call_id, "content": text}, where)
 
     def _append(self, message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -70,12 +69,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """A chat that says what another API's body says.
+    """A chat that is equivalent to another API's body.
 
     Attributes:
         fields: The body of the chat.
-        places: Of each message, where the caller wrote it.
-        names: The chat's names of other fields to the caller's; a name may be a regular expression.
+        places: Path of each message in the original body.
+        names: Field of the chat (a regular expression) to the field of the original body.
     """
 
     fields: dict[str, Any]
@@ -83,21 +82,17 @@ class Translation:
     names: Mapping[str, str]
 
     def chat(self) -> ChatBody:
-        """The checked body of the chat.
-
-        Raises:
-            InvalidRequestError: Something is wrong with it; names the caller's field.
-        """
+        """Return the validated body of the chat. Errors name the original fields."""
         with self.named():
             return checked(ChatBody, self.fields)
 
     def turns(self) -> list[int]:
-        """Where the turns of the conversation begin, each with what the user said."""
+        """Return the indexes of the user's messages, which begin the turns."""
         messages = self.fields["messages"]
         return [i for i, message in enumerate(messages) if message["role"] == "user"] or [0]
 
     def from_turn(self, first: int) -> "Translation":
-        """The same without what stands before message ``first``, save for what the system said."""
+        """Return a copy without the messages before ``first``, except system messages."""
         kept = [
             (message, place)
             for i, (message, place) in enumerate(
@@ -110,7 +105,7 @@ class Translation:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Let what is refused inside name the caller's fields."""
+        """Rename the field in errors raised inside the context to the original one."""
         try:
             yield
         except InvalidRequestError as error:
@@ -134,12 +129,9 @@ class Translation:
 def as_answer(
     request: GenerationRequest, *, answer_id: str, most_tokens: int | None
 ) -> GenerationRequest:
-    """A chat's request under another API's name, and with its limit.
+    """Return a chat's request with another id and with the limit ``most_tokens``.
 
-    Args:
-        request: That may fill the context.
-        answer_id: Its new name.
-        most_tokens: The answer's limit; one that is beyond the context is no error.
+    A limit beyond the context is reduced to the space that ``request`` allows.
     """
     room = request.sampling.max_tokens
     limit = room if most_tokens is None else min(most_tokens, room)

@@ -1,1 +1,1 @@
-"""Files that tenants leave here, and batches: many requests, at the lowest priority, for later."""
+"""Uploaded files, and batches: many requests that run later at the lowest priority."""

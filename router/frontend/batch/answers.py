@@ -1,7 +1,7 @@
-"""The two files that a running batch fills: answers, and the lines that failed.
+"""Output files of a running batch: responses and errors.
 
-They are the only memory of what is done. After a crash a torn last line is cut off, and the lines
-that are not in either file run again.
+They are the only record of completed lines. After a crash, a torn last line is removed, and lines
+that are in neither file run again.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,7 @@ from router.frontend.batch.lines import number_of
 
 
 class AnswerFiles:
-    """Both files, open for writing at their ends.
-
-    Args:
-        output: Where answers go.
-        errors: Where errors go.
-        room_bytes: How much may still be written.
-    """
+    """Both output files, opened for appending up to ``room_bytes``."""
 
     def __init__(self, output: Path, errors: Path, room_bytes: int) -> None:
         self.done: set[int] = set()
@@ -29,7 +23,7 @@ class AnswerFiles:
         self._errors = errors.open("ab")
 
     def _resume(self, path: Path) -> int:
-        """Note what is in a file, and cut off what is torn; how many lines it has."""
+        """Record the lines of a file, remove a torn one, and return their number."""
         if not path.exists():
             return 0
         whole = lines = 0
@@ -45,7 +39,7 @@ class AnswerFiles:
         return lines
 
     def write(self, number: int, line: bytes, *, ok: bool) -> bool:
-        """Add the answer to line ``number``; False where there is no room for it."""
+        """Append the output of line ``number``; return False if there is no space."""
         if len(line) > self._room_bytes:
             return False
         self._room_bytes -= len(line)
@@ -60,7 +54,7 @@ class AnswerFiles:
         return True
 
     def close(self) -> None:
-        """No more comes."""
+        """Close both output files."""
         try:
             self._output.close()
         finally:
@@ -68,9 +62,9 @@ class AnswerFiles:
 
 
 def lines_of(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not empty, with their numbers from 1, without their ends.
+    """Yield the lines of a file that are not empty, with their numbers from 1, without line ends.
 
-    Of a line that is longer than ``max_bytes`` only one byte more is given, and no more is held.
+    A line that is longer than ``max_bytes`` is cut to one byte more.
     """
     number = 0
     with path.open("rb") as file:

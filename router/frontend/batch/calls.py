@@ -1,11 +1,11 @@
-"""``/v1/files`` and ``/v1/batches``, in OpenAI's shapes. A tenant sees only its own."""
+"""Endpoints ``/v1/files`` and ``/v1/batches``. Each tenant sees only its own files and batches."""
 
 import asyncio
 import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import HTTPException, Query, Request
 from fastapi.responses import FileResponse
@@ -14,16 +14,15 @@ from pydantic import Field, StringConstraints
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.access import tenant_of
 from router.frontend.api.bodies.common import Body, NonEmpty
-from router.frontend.api.bodies.fields import Fields
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import ignored_of
-from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.api.parts import Endpoints, RouterParts, page_of, read_body
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
 from router.frontend.batch.uploads import UploadGate, read_upload
 from router.settings import RouterSettings
 
-_LONG_S = 10**9  # the store has a limit of its own
+_LONG_S = 10**9  # the store has its own limit
 _HOUR_S = 3600
 
 _FORM = {
@@ -59,36 +58,36 @@ Endpoint = Literal[
 
 
 class BatchBody(Body):
-    """``POST /v1/batches``. Each line of the file is a request to ``endpoint``."""
+    """Request body of ``POST /v1/batches``. Each line of the file is a request to ``endpoint``."""
 
     input_file_id: NonEmpty
-    """a file that was sent with purpose batch"""
+    """id of a file that was uploaded with purpose batch"""
     endpoint: Endpoint
-    """where each line goes"""
+    """endpoint of all lines"""
     completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,2}h$")] = "24h"
-    """1h to 999h; left out: 24h"""
+    """1h to 999h"""
     metadata: Annotated[dict[str, _Label], Field(max_length=16)] | None = None
-    """up to 16 texts, told again with the batch"""
+    """up to 16 texts, repeated in the batch"""
 
-    others = Fields(
-        accepted={"output_expires_after": "files of answers stay for clients.batch.keep_days"},
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "output_expires_after": "output files are kept for clients.batch.keep_days"
+    }
 
     @property
     def window_s(self) -> int:
-        """In which it is to be done; what is not done then is given up."""
+        """Seconds after which the remaining lines are abandoned."""
         return int(self.completion_window.removesuffix("h")) * _HOUR_S
 
 
 def store_of(settings: RouterSettings) -> BatchStore | None:
-    """Where this router keeps files; None where it has no folder."""
+    """Return the store of files and batches; None if the router has no state folder."""
     if not settings.state_dir:
         return None
     return BatchStore(Path(settings.state_dir) / "batch", settings.clients.batch)
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """Files and batches."""
+    """Return the endpoints of files and batches."""
     api = Endpoints()
     settings = router.settings
     found = store_of(settings)
@@ -97,19 +96,18 @@ def routes(router: RouterParts) -> Endpoints:
     def of(request: Request) -> tuple[BatchStore, str]:
         tenant = tenant_of(request.headers, settings)
         if found is None:
-            raise UnavailableError("this router has no state folder to keep files in")
+            raise UnavailableError("files need a state folder, which this router does not have")
         if tenant == LOCK:
-            raise InvalidRequestError(
-                f"x-baton-tenant: {tenant!r} cannot have files: a file has that name already",
-                param="x-baton-tenant",
+            raise InvalidRequestError.at(
+                "x-baton-tenant", f"{tenant!r} is a reserved name and cannot have files"
             )
         return found, tenant
 
     @api.post("/v1/files", openapi_extra=_FORM)
     async def upload(request: Request) -> dict[str, Any]:
-        """Leave a file here: a form with ``file``, and ``purpose``, which is ``batch``."""
+        """Upload a file as a form with the fields ``file`` and ``purpose`` (``batch``)."""
         store, tenant = of(request)
-        # Before it is read: who has no room need not send it all.
+        # Checked before reading, so that clients without space need not send the whole file.
         await asyncio.to_thread(store.check_room, tenant, 1)
         sent = await read_upload(request, settings.clients, gate, tenant)
         try:
@@ -135,7 +133,7 @@ def routes(router: RouterParts) -> Endpoints:
         purpose: str = "",
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
-        """The files that are here, the newest first."""
+        """List the tenant's files, newest first."""
         store, tenant = of(request)
         records = await asyncio.to_thread(store.files, tenant)
         if purpose:
@@ -144,13 +142,13 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/v1/files/{file_id}")
     async def file(request: Request, file_id: str) -> dict[str, Any]:
-        """What is known of a file."""
+        """Return the metadata of a file."""
         store, tenant = of(request)
         return _known(await asyncio.to_thread(store.file, tenant, file_id), file_id).shown()
 
     @api.get("/v1/files/{file_id}/content")
     async def content(request: Request, file_id: str) -> FileResponse:
-        """A file's bytes."""
+        """Return the content of a file."""
         store, tenant = of(request)
         _known(await asyncio.to_thread(store.file, tenant, file_id), file_id)
         path = store.data_path(tenant, file_id)
@@ -158,7 +156,7 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.delete("/v1/files/{file_id}")
     async def delete(request: Request, file_id: str) -> dict[str, Any]:
-        """Remove a file."""
+        """Delete a stored file."""
         store, tenant = of(request)
         if not await asyncio.to_thread(store.delete_file, tenant, file_id):
             raise _unknown(file_id)
@@ -166,17 +164,16 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.post_body("/v1/batches", BatchBody)
     async def create(request: Request) -> dict[str, Any]:
-        """Run each line of a file as a request, behind all others."""
+        """Create a batch, which runs each line of a file as a request at the lowest priority."""
         store, tenant = of(request)
         body = parse(BatchBody, await read_body(request, router), ignored_of(request))
         if await asyncio.to_thread(store.file, tenant, body.input_file_id) is None:
-            raise InvalidRequestError(
-                f"input_file_id: there is no file {body.input_file_id[:80]!r}",
-                param="input_file_id",
+            raise InvalidRequestError.at(
+                "input_file_id", f"file {body.input_file_id[:80]!r} does not exist"
             )
         if len(await asyncio.to_thread(store.batches, tenant)) >= MAX_FILES:
             raise InvalidRequestError(
-                f"this tenant has {MAX_FILES} batches, the limit; old ones go after "
+                f"this tenant has {MAX_FILES} batches, the limit; old ones are removed after "
                 f"{store.limits.keep_days} days"
             )
         now_s = int(time.time())
@@ -195,27 +192,27 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/v1/batches")
     async def batches(request: Request, limit: _Limit = 20, after: str = "") -> dict[str, Any]:
-        """The batches of this tenant, the newest first."""
+        """List the tenant's batches, newest first."""
         store, tenant = of(request)
         return _page(await asyncio.to_thread(store.batches, tenant), limit, after)
 
     @api.get("/v1/batches/{batch_id}")
     async def batch(request: Request, batch_id: str) -> dict[str, Any]:
-        """How far a batch is."""
+        """Return the state of a batch."""
         store, tenant = of(request)
         return _known(await asyncio.to_thread(store.batch, tenant, batch_id), batch_id).shown()
 
     @api.post("/v1/batches/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
-        """Give the rest of a batch up; what is answered stays."""
+        """Cancel a batch. Its output so far is kept."""
         store, tenant = of(request)
         record = _known(await asyncio.to_thread(store.batch, tenant, batch_id), batch_id)
         if record.ended:
-            raise InvalidRequestError(
-                f"batch_id: it has ended already, it is {record.state}", param="batch_id"
+            raise InvalidRequestError.at(
+                "batch_id", f"the batch has already ended ({record.state})"
             )
         await asyncio.to_thread(store.ask_to_cancel, record)
-        record.cancel(time.time())  # the router that runs it will write the same
+        record.cancel(time.time())  # the router that runs it will store the same state
         return record.shown()
 
     return api
@@ -228,22 +225,10 @@ def _known(record: _Record | None, record_id: str) -> _Record:
 
 
 def _unknown(record_id: str) -> HTTPException:
-    return HTTPException(404, f"there is no {record_id[:80]!r} here")
+    return HTTPException(404, f"{record_id[:80]!r} does not exist")
 
 
 def _page(
     records: Sequence[FileRecord] | Sequence[BatchRecord], limit: int, after: str
 ) -> dict[str, Any]:
-    """A part of a list, behind the entry ``after``, in OpenAI's shape."""
-    names = [record.id for record in records]
-    if after and after not in names:
-        raise InvalidRequestError(f"after: there is no {after[:80]!r} here", param="after")
-    begin = names.index(after) + 1 if after else 0
-    shown = [record.shown() for record in records[begin : begin + limit]]
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": begin + limit < len(records),
-    }
+    return page_of([record.shown() for record in records], limit, after)

@@ -1,16 +1,16 @@
-"""One batch: what it is of, how far it is, how it ends. Pure: events and Unix seconds in.
+"""State machine of one batch. No I/O; its input are events and Unix seconds.
 
     validating ──▶ in_progress ──▶ finalizing ──▶ completed
         │               ├── cancel ─────────────▶ cancelled
-        │               ├── its time is over ───▶ expired
+        │               ├── end of window ──────▶ expired
         └───────────────┴── fault ──────────────▶ failed
 
-There is no machine for the lines: what is in the files of answers is done, all else is not. Before
-these files are moved to where clients find them, the record names them (``name_files``). A router
-that finds named files in a batch that has not ended only ends it.
+Lines have no state of their own: a line is done if it is in one of the output files. Before these
+files are moved to their final place, the record stores their ids (``name_files``). A router that
+finds such ids in a batch that has not ended only ends the batch.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -26,23 +26,13 @@ State = Literal[
 ]
 ENDED: frozenset[State] = frozenset(("completed", "failed", "expired", "cancelled"))
 
-_TIMES: tuple[State, ...] = (
-    "in_progress",
-    "finalizing",
-    "completed",
-    "failed",
-    "expired",
-    "cancelling",
-    "cancelled",
-)
-
 
 class BatchRecord(msgspec.Struct, kw_only=True):
-    """A batch as it lies on the disk.
+    """Stored record of a batch.
 
     Attributes:
-        times_s: When it came into each state, as Unix time.
-        fault: Why it fails, or has failed: code and message.
+        times_s: State to the Unix time at which it began.
+        fault: Code and message of the error that makes the batch fail.
     """
 
     id: str
@@ -64,42 +54,42 @@ class BatchRecord(msgspec.Struct, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen."""
+        """True if the batch is in a final state."""
         return self.state in ENDED
 
     @property
     def ended_s(self) -> int:
-        """When it ended; 0 while it has not."""
+        """Unix time of the end; 0 if the batch has not ended."""
         return self.times_s.get(self.state, 0) if self.ended else 0
 
     @property
     def is_closing(self) -> bool:
-        """Whether no line of it runs any more; all that is left to do is to end it."""
+        """True if no line runs any more and the batch only has to be ended."""
         return bool(self.fault or self.output_file_id or self.error_file_id)
 
     def begin(self, total: int, now_s: float) -> None:
-        """Its file has ``total`` lines."""
+        """Start the batch, whose file has ``total`` lines."""
         self.total = total
         if self.state == "validating":
             self._become("in_progress", now_s)
 
     def cancel(self, now_s: float) -> None:
-        """The tenant does not want the rest."""
+        """Cancel the remaining lines."""
         if self.state in ("validating", "in_progress"):
             self._become("cancelling", now_s)
 
     def fail(self, code: str, message: str) -> None:
-        """Note why no further line can run; `finish` ends the batch as failed."""
+        """Record why no further line can run; `finish` ends the batch as failed."""
         if not self.ended:
             self.fault = (code, message)
 
     def name_files(self, output: str | None, errors: str | None) -> None:
-        """Note the ids that the files of answers get; None for one that is empty."""
+        """Record the ids of the output files; None for an empty file."""
         self.output_file_id = output
         self.error_file_id = errors
 
     def finish(self, now_s: float) -> None:
-        """No line runs any more, and the files of answers are whole."""
+        """End the batch, whose output files are complete."""
         if self.ended:
             return
         if self.fault is not None:
@@ -117,7 +107,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
         self.times_s = {**self.times_s, state: int(now_s)}
 
     def shown(self) -> dict[str, Any]:
-        """As OpenAI shows a batch."""
+        """Return the batch in OpenAI's format."""
         errors = None
         if self.fault is not None:
             code, message = self.fault
@@ -135,7 +125,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
             "error_file_id": self.error_file_id if self.ended else None,
             "created_at": self.created_s,
             "expires_at": self.expires_s,
-            **{f"{state}_at": self.times_s.get(state) for state in _TIMES},
+            **{f"{state}_at": self.times_s.get(state) for state in get_args(State)[1:]},
             "request_counts": {
                 "total": self.total,
                 "completed": self.completed,

@@ -1,10 +1,10 @@
-"""Runs batches: each line is a call of this router's own application, as its tenant.
+"""Runs batches: each line is a call of this router's own application, on behalf of its tenant.
 
-So a line is checked, admitted, placed and counted as every other request; it only waits behind all
-of them. Of all batches together ``at_once`` lines are under way, a tenant's batches one after the
-other. What is refused for want of room (429, 503, 504) is tried again until the batch expires; it
-takes no other tenant's place while it waits. A line that loses its workers is not tried for ever:
-it may be the cause.
+Lines are validated, admitted, placed and counted as all other requests, at the lowest priority. At
+most ``at_once`` lines of all batches run at a time, and a tenant's batches run one after the other.
+Lines that are rejected by overload (429, 503, 504) are retried until the batch expires; they do not
+occupy a slot while they wait. The number of retries after lost workers is limited, because the line
+may be the cause.
 """
 
 import asyncio
@@ -46,138 +46,123 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _TRY_AGAIN = (429, 503, 504)
-_MOST_LOST = 3  # answers that say that the workers of a line were lost
-_AFTER_FAULT_S = 10.0  # a batch whose files cannot be written begins again after so long
+_MOST_LOST = 3  # attempts of a line that end with lost workers
+_AFTER_FAULT_S = 10.0  # pause before a batch restarts whose files cannot be written
 
 
 class BatchRunner:
-    """The batches of a fleet, in whichever router holds the lock.
-
-    Args:
-        store: Where they are.
-        settings: Of the router.
-        metrics: Of the router.
-        tasks: Owner of the tasks.
-    """
+    """Runs the batches of the fleet in the router that holds the lock."""
 
     def __init__(
         self, store: BatchStore, settings: RouterSettings, metrics: Metrics, tasks: BackgroundTasks
     ) -> None:
-        self._store = store
-        self._settings = settings
-        self._metrics = metrics
+        self.store = store
+        self.settings = settings
+        self.metrics = metrics
+        self.places = asyncio.Semaphore(store.limits.at_once)
         self._tasks = tasks
-        self._places = asyncio.Semaphore(store.limits.at_once)
         self._running: dict[str, _Run] = {}  # by tenant
 
     def start(self, app: ASGIApp) -> None:
-        """Begin to look for batches, and to run their lines with ``app``."""
+        """Start running batches; ``app`` handles their lines."""
         self._tasks.keep(lambda: self._look(app), "batches")
 
     async def _look(self, app: ASGIApp) -> None:
-        """Get the lock, then begin every batch that is there."""
+        """Wait for the lock, then run batches."""
         with ExitStack() as held:
-            while not await asyncio.to_thread(held.enter_context, self._store.lock()):
+            while not await asyncio.to_thread(held.enter_context, self.store.lock()):
                 held.close()
                 await asyncio.sleep(_POLL_S)
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-            # A line has until its batch expires, and the router keeps to that itself.
+            # The header x-baton-timeout-ms limits a line to the expiry of its batch.
             client = httpx.AsyncClient(
                 transport=transport, base_url="http://batch", timeout=_MAX_TIMEOUT_MS / 1000
             )
             async with client:
-                # A fault while it looks must not free the lock: lines are still under way.
+                # An error in this task must not release the lock while lines are running.
                 await self._tasks.keep(lambda: self._attend_all(client), "batches")
 
     async def _attend_all(self, client: httpx.AsyncClient) -> None:
-        """Look after all batches, without end."""
+        """Start and end batches until cancelled."""
         sweep_at_s = 0.0
         while True:
             if time.monotonic() >= sweep_at_s:
-                await asyncio.to_thread(self._store.sweep, time.time())
+                await asyncio.to_thread(self.store.sweep, time.time())
                 sweep_at_s = time.monotonic() + _SWEEP_S
-            for batch in await asyncio.to_thread(self._store.open_batches):
+            for batch in await asyncio.to_thread(self.store.open_batches):
                 await self._attend(batch, client)
             await asyncio.sleep(_POLL_S)
 
     async def _attend(self, batch: BatchRecord, client: httpx.AsyncClient) -> None:
-        """Begin a batch if its tenant has none under way; end one that is wanted no more."""
+        """Start a batch if its tenant has none running; end one that is cancelled or expired."""
         run = self._running.get(batch.tenant)
         if run is None:
-            # It may have ended since the list was made.
-            found = await asyncio.to_thread(self._store.batch, batch.tenant, batch.id)
+            # It may have ended since the list was read.
+            found = await asyncio.to_thread(self.store.batch, batch.tenant, batch.id)
             if found is None or found.ended:
                 return
-            run = self._running[batch.tenant] = self._run_of(found, client)
+            run = self._running[batch.tenant] = _Run(found, self, client)
             self._tasks.spawn(self._finish(run), "batch")
-        is_cancelled = await asyncio.to_thread(self._store.is_cancelled, batch)
+        is_cancelled = await asyncio.to_thread(self.store.is_cancelled, batch)
         if run.batch.id == batch.id:
             if is_cancelled:
                 run.cancel()
         elif is_cancelled or batch.expires_s < time.time():
-            waiting = self._run_of(batch, client)  # behind another batch of its tenant
+            waiting = _Run(batch, self, client)  # for another batch of its tenant
             if is_cancelled:
                 waiting.cancel()
             await waiting.end()
-
-    def _run_of(self, batch: BatchRecord, client: httpx.AsyncClient) -> "_Run":
-        return _Run(batch, self._store, client, self._places, self._settings, self._metrics)
 
     async def _finish(self, run: "_Run") -> None:
         try:
             await run.all_lines()
         except* OSError as group:
             fault = group.exceptions[0]
-            _LOG.warning("%s: %s; it begins again in %g s", run.batch.id, fault, _AFTER_FAULT_S)
-            await asyncio.sleep(_AFTER_FAULT_S)  # meanwhile no line of this tenant is computed
+            _LOG.warning("restarting batch=%s in %g s: %s", run.batch.id, _AFTER_FAULT_S, fault)
+            await asyncio.sleep(_AFTER_FAULT_S)  # no batch of this tenant runs meanwhile
         finally:
             self._running.pop(run.batch.tenant, None)
 
 
 class _Run:
-    """One batch under way."""
-
-    def __init__(
-        self,
-        batch: BatchRecord,
-        store: BatchStore,
-        client: httpx.AsyncClient,
-        places: asyncio.Semaphore,
-        settings: RouterSettings,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, batch: BatchRecord, runner: BatchRunner, client: httpx.AsyncClient) -> None:
         self.batch = batch
-        self._store = store
+        self._store = runner.store
         self._client = client
-        self._places = places
-        self._lines = asyncio.Semaphore(store.limits.at_once)  # that this batch has begun
-        self._max_line_bytes = settings.max_body_bytes
-        self._headers = _headers_of(batch.tenant, settings.api_keys)
-        self._metrics = metrics
-        self._enough = asyncio.Event()  # cancelled, expired, or no room
+        self._places = runner.places
+        # limits started lines of this batch
+        self._lines = asyncio.Semaphore(runner.store.limits.at_once)
+        self._max_line_bytes = runner.settings.max_body_bytes
+        self._headers = _headers_of(batch.tenant, runner.settings.api_keys)
+        self._metrics = runner.metrics
+        self._enough = asyncio.Event()  # cancelled, or no space
         self._saved_s = 0.0
 
     def cancel(self) -> None:
-        """No further line begins, and those under way end."""
+        """Cancel running lines, and start no further ones."""
         self.batch.cancel(time.time())
         self._enough.set()
 
     async def all_lines(self) -> None:
-        """Run what is not done yet, then make files of the answers."""
+        """Run the remaining lines, then convert the output to files."""
         batch = self.batch
         store = self._store
-        if batch.is_closing:  # an earlier router did not come to the end of it
+        if batch.is_closing:  # an earlier router did not finish ending it
             await self.end()
             return
         path = store.data_path(batch.tenant, batch.input_file_id)
         try:
             total = await asyncio.to_thread(self._count, path)
         except FileNotFoundError:
-            await self._fail("input_file_gone", f"{batch.input_file_id} is not there any more")
+            await self._fail(
+                "input_file_gone", f"input file {batch.input_file_id} no longer exists"
+            )
             return
         if not 1 <= total <= MAX_LINES:
             code = "too_many_lines" if total else "empty_file"
-            await self._fail(code, f"the file has {total} lines; a batch has 1 to {MAX_LINES}")
+            await self._fail(
+                code, f"the input file has {total} lines; a batch must have 1 to {MAX_LINES}"
+            )
             return
         batch.begin(total, time.time())
         files = await asyncio.to_thread(self._open)
@@ -229,7 +214,7 @@ class _Run:
 
     async def _stop_when_enough(self) -> None:
         await self._enough.wait()
-        raise _EnoughError  # ends the others of the group
+        raise _EnoughError  # cancels the other tasks of the group
 
     async def _one(self, files: AnswerFiles, number: int, line: LineRequest | LineFault) -> None:
         if isinstance(line, LineFault):
@@ -246,7 +231,7 @@ class _Run:
                 request_id=answer.headers.get("x-request-id", ""),
                 body=answer.content,
             )
-        # Not in a thread: a cancel must not leave half a line behind.
+        # Not in a thread: cancellation must not leave a partial line.
         if not files.write(number, written, ok=ok):
             self._no_room()
             return
@@ -255,7 +240,7 @@ class _Run:
             await self._save(files)
 
     async def _ask(self, line: LineRequest) -> httpx.Response:
-        """The answer to a line, once there is room for it."""
+        """Send a line as a request, with retries, and return the response."""
         pause_s = _FIRST_PAUSE_S
         lost = 0
         while True:
@@ -279,8 +264,8 @@ class _Run:
         limits = self._store.limits
         self.batch.fail(
             "storage_full",
-            f"the answers would be over the limit of {limits.max_bytes_per_tenant} bytes of one "
-            f"tenant, or {limits.max_bytes} of all",
+            f"the output would exceed the limit of {limits.max_bytes_per_tenant} bytes of one "
+            f"tenant, or {limits.max_bytes} of all tenants",
         )
         self._enough.set()
 
@@ -295,7 +280,7 @@ class _Run:
         await self.end()
 
     async def end(self) -> None:
-        """Make files of what was answered, and record how the batch ended."""
+        """Convert the output to files, and store the end of the batch."""
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
@@ -305,7 +290,7 @@ class _Run:
         paths = {kind: store.path_of(batch, kind) for kind in ("output", "errors")}
         if not (batch.output_file_id or batch.error_file_id):
             batch.name_files(*map(store.new_id, paths.values()))
-            store.save(batch)  # a router that dies from here on loses no answer
+            store.save(batch)  # if the router dies from here on, no output is lost
         named = (batch.output_file_id, batch.error_file_id)
         for (kind, path), file_id in zip(paths.items(), named, strict=True):
             if file_id is None:
@@ -315,15 +300,14 @@ class _Run:
         batch.finish(now_s)
         store.save(batch)
         store.path_of(batch, "cancel").unlink(missing_ok=True)
-        _LOG.info("%s of %s: %s", batch.id, batch.tenant, batch.state)
+        _LOG.info("ended batch=%s tenant=%s state=%s", batch.id, batch.tenant, batch.state)
 
 
 class _EnoughError(Exception):
-    """No further line is wanted."""
+    """No further line is to be run."""
 
 
 def _error_of(answer: httpx.Response) -> BatonError:
-    """The error that an answer reports."""
     try:
         code = orjson.loads(answer.content)["error"]["code"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
@@ -332,7 +316,7 @@ def _error_of(answer: httpx.Response) -> BatonError:
 
 
 def _headers_of(tenant: str, keys: Mapping[str, ApiKeyConfig] | None) -> dict[str, str]:
-    """What makes a call this tenant's. One that has no key any more is refused line by line."""
+    """Return the headers of a tenant's calls, which fail if the tenant has no API key any more."""
     if keys is None:
         return {"x-baton-tenant": tenant}
     own = next((key for key, access in keys.items() if access.tenant == tenant), "")

@@ -1,13 +1,13 @@
-"""Files and batches on the disk. Everything here blocks: call it in a thread.
+"""Files and batches on the disk. All functions block: call them in a thread.
 
-    <root>/<tenant>/files/file-….json       what is known of a file
-    <root>/<tenant>/files/file-….data       its bytes
-    <root>/<tenant>/batches/batch_….json    the record
-    <root>/<tenant>/batches/batch_….cancel  the tenant wants no more of it
-    <root>/<tenant>/batches/batch_….output  answers so far, `….errors` the lines that failed
+    <root>/<tenant>/files/file-….json       metadata of a file
+    <root>/<tenant>/files/file-….data       content of a file
+    <root>/<tenant>/batches/batch_….json    record of a batch
+    <root>/<tenant>/batches/batch_….cancel  the tenant has cancelled the batch
+    <root>/<tenant>/batches/batch_….output  responses so far; `….errors`: failed lines
 
-Records are replaced as a whole, so that a reader never sees half of one. Several routers of one
-machine may share the folder: all take calls, and one of them, which has the lock, runs batches.
+Records are replaced atomically. Several routers of one machine may share the folder: all of them
+handle calls, and the one that has the lock runs batches.
 """
 
 import contextlib
@@ -27,22 +27,20 @@ from baton.types.errors import InvalidRequestError, PayloadTooLargeError
 from router.frontend.batch.record import BatchRecord
 
 MAX_FILES = 1000
-"""Of one tenant; batches as well."""
+"""Limit of one tenant's files, and of its batches."""
 
 LOCK = "lock"
-"""A file beside the folders of the tenants."""
-
-_STRAY_S = 24 * 3600
-"""A file without a record, left by a process that died, is removed when it is so old."""
+"""Name of the lock file next to the tenants' folders."""
 
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 _DAY_S = 24 * 3600
+_STRAY_S = 24 * 3600  # age at which a file without a record, left by a dead process, is removed
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
 class FileRecord(msgspec.Struct, kw_only=True):
-    """What is known of a file."""
+    """Metadata of a file."""
 
     id: str
     size_bytes: int
@@ -52,7 +50,7 @@ class FileRecord(msgspec.Struct, kw_only=True):
     expires_s: int
 
     def shown(self) -> dict[str, Any]:
-        """As OpenAI shows a file."""
+        """Return the metadata in OpenAI's format."""
         return {
             "id": self.id,
             "object": "file",
@@ -67,40 +65,29 @@ class FileRecord(msgspec.Struct, kw_only=True):
 
 
 class BatchStore:
-    """All files and batches of a fleet's tenants.
-
-    Args:
-        root: The folder, made when it is needed.
-        limits: How much may lie in it, and for how long.
-    """
+    """Files and batches of all tenants in the folder ``root``, which is created when needed."""
 
     def __init__(self, root: Path, limits: BatchConfig) -> None:
         self.root = root
         self.limits = limits
         self._looked: dict[str, tuple[int, bool]] = {}  # see `open_batches`
 
-    # --- files -----------------------------------------------------------------------------------
-
     def room_bytes(self, tenant: str) -> int:
-        """How many bytes more may lie here of a tenant."""
+        """Return the number of bytes that a tenant may add."""
         own = self.limits.max_bytes_per_tenant - _bytes_below(self.root / tenant)
         return max(min(own, self.limits.max_bytes - _bytes_below(self.root)), 0)
 
     def check_room(self, tenant: str, more_bytes: int) -> None:
-        """Refuse what would not fit.
-
-        Raises:
-            PayloadTooLargeError: Bytes or files would be too many; says which limit it is.
-        """
+        """Raise PayloadTooLargeError if ``more_bytes`` would exceed a limit."""
         own = _bytes_below(self.root / tenant)
         if own + more_bytes > self.limits.max_bytes_per_tenant:
             raise PayloadTooLargeError(
-                f"this tenant's files hold {own} bytes, and {more_bytes} more would be over the "
+                f"this tenant's files have {own} bytes, and {more_bytes} more would exceed the "
                 f"limit of {self.limits.max_bytes_per_tenant}; delete some"
             )
         if _bytes_below(self.root) + more_bytes > self.limits.max_bytes:
             raise PayloadTooLargeError(
-                f"all tenants' files together are at the limit of {self.limits.max_bytes} bytes"
+                f"the files of all tenants would exceed the limit of {self.limits.max_bytes} bytes"
             )
         if len(list(self._folder(tenant, "files").glob("*.json"))) >= MAX_FILES:
             raise PayloadTooLargeError(f"this tenant has {MAX_FILES} files, the limit; delete some")
@@ -108,11 +95,7 @@ class BatchStore:
     def add_file(
         self, tenant: str, source: IO[bytes], filename: str, purpose: str, now_s: float, keep_s: int
     ) -> FileRecord:
-        """Keep the bytes of ``source`` as a new file.
-
-        Raises:
-            PayloadTooLargeError: There is no room.
-        """
+        """Store the content of ``source`` as a new file, within the limits of `check_room`."""
         size = source.seek(0, os.SEEK_END)
         source.seek(0)
         self.check_room(tenant, size)
@@ -124,26 +107,26 @@ class BatchStore:
             created_s=int(now_s),
             expires_s=int(now_s) + min(keep_s, self.limits.keep_days * _DAY_S),
         )
-        data = self._data(tenant, record.id)
+        data = self.data_path(tenant, record.id)
         try:
             with data.open("wb") as target:
                 shutil.copyfileobj(source, target, 1024 * 1024)
             self._write(self._folder(tenant, "files") / f"{record.id}.json", record)
         except BaseException:
-            data.unlink(missing_ok=True)  # nobody could find it, and it would count for ever
+            data.unlink(missing_ok=True)  # without a record it could not be deleted
             raise
         return record
 
     def new_id(self, path: Path) -> str | None:
-        """The id of the file that `adopt` is to make of a batch's answers; None for no answers."""
+        """Return an id for the file that `adopt` makes of a batch's output; None if it is empty."""
         found = path.exists() and path.stat().st_size > 0
         return f"file-{secrets.token_hex(16)}" if found else None
 
     def adopt(self, tenant: str, path: Path, file_id: str, filename: str, now_s: float) -> None:
-        """Make a file of a batch's answers. To do so again changes nothing."""
-        data = self._data(tenant, file_id)
+        """Convert a batch's output to a file. Repeated calls have no effect."""
+        data = self.data_path(tenant, file_id)
         source = path if path.exists() else data
-        if not source.exists():  # done before, and deleted since
+        if not source.exists():  # already converted, and deleted afterwards
             return
         size = source.stat().st_size
         record = FileRecord(
@@ -159,55 +142,54 @@ class BatchStore:
             path.rename(data)
 
     def file(self, tenant: str, file_id: str) -> FileRecord | None:
-        """What is known of a file of this tenant's."""
+        """Return the metadata of a tenant's file, or None."""
         return self._read(tenant, "files", file_id, FileRecord)
 
     def files(self, tenant: str) -> list[FileRecord]:
-        """A tenant's files, the newest first."""
+        """Return a tenant's files, newest first."""
         found = self._all(tenant, "files", FileRecord)
         return sorted(found, key=lambda record: (-record.created_s, record.id))
 
     def data_path(self, tenant: str, file_id: str) -> Path:
-        """Where a file's bytes are; only for ids that `file` knows."""
-        return self._data(tenant, file_id)
+        """Return the path of a file's content. The id must be valid."""
+        return self._folder(tenant, "files") / f"{file_id}.data"
 
     def delete_file(self, tenant: str, file_id: str) -> bool:
-        """Remove a file; False if there was none.
+        """Delete a file; return False if it does not exist.
 
         Raises:
-            InvalidRequestError: A batch that has not ended reads it.
+            InvalidRequestError: The file is the input of a batch that has not ended.
         """
         if self.file(tenant, file_id) is None:
             return False
         for batch in self.batches(tenant):
             if batch.input_file_id == file_id and not batch.ended:
-                raise InvalidRequestError(
-                    f"file_id: {batch.id} still reads this file; cancel it first", param="file_id"
+                raise InvalidRequestError.at(
+                    "file_id", f"the file is in use by {batch.id}; cancel it first"
                 )
         (self._folder(tenant, "files") / f"{file_id}.json").unlink(missing_ok=True)
-        self._data(tenant, file_id).unlink(missing_ok=True)
+        self.data_path(tenant, file_id).unlink(missing_ok=True)
         return True
 
-    # --- batches ---------------------------------------------------------------------------------
-
     def save(self, batch: BatchRecord) -> None:
-        """Write a batch's record, as a whole."""
+        """Write a batch's record atomically."""
         self._write(self._folder(batch.tenant, "batches") / f"{batch.id}.json", batch)
 
     def batch(self, tenant: str, batch_id: str) -> BatchRecord | None:
-        """A batch of this tenant's."""
+        """Return a tenant's batch, or None."""
         return self._read(tenant, "batches", batch_id, BatchRecord)
 
     def batches(self, tenant: str) -> list[BatchRecord]:
-        """A tenant's batches, the newest first."""
+        """Return a tenant's batches, newest first."""
         found = self._all(tenant, "batches", BatchRecord)
         return sorted(found, key=lambda record: (-record.created_s, record.id))
 
     def open_batches(self) -> list[BatchRecord]:
-        """All tenants' batches that have not ended, the oldest first.
+        """Return all tenants' batches that have not ended, oldest first.
 
-        It is asked twice a second. A folder that had no open batch is read again when it changes.
-        One change may hide behind another of the same instant, so two looks must agree.
+        This is called twice a second. A folder without open batches is read again only if its
+        modification time changes. Two changes may have the same time, so a folder is skipped only
+        after two calls found the same time.
         """
         looked: dict[str, tuple[int, bool]] = {}
         found: list[BatchRecord] = []
@@ -224,21 +206,19 @@ class BatchStore:
         return sorted(found, key=lambda record: (record.created_s, record.id))
 
     def ask_to_cancel(self, batch: BatchRecord) -> None:
-        """Tell whichever router runs it."""
+        """Request cancellation from the router that runs the batch."""
         self.path_of(batch, "cancel").touch()
 
     def is_cancelled(self, batch: BatchRecord) -> bool:
-        """Whether somebody has."""
+        """Return whether cancellation was requested."""
         return self.path_of(batch, "cancel").exists()
 
     def path_of(self, batch: BatchRecord, kind: str) -> Path:
-        """A batch's ``output``, ``errors`` or ``cancel``."""
+        """Return the path of a batch's ``output``, ``errors`` or ``cancel``."""
         return self._folder(batch.tenant, "batches") / f"{batch.id}.{kind}"
 
-    # --- the whole -------------------------------------------------------------------------------
-
     def sweep(self, now_s: float) -> None:
-        """Remove what has lain here for long enough."""
+        """Remove expired files and batches."""
         for tenant in [path.name for path in self.root.glob("*") if path.is_dir()]:
             for batch in self.batches(tenant):
                 if batch.ended and batch.ended_s + self.limits.keep_days * _DAY_S < now_s:
@@ -246,12 +226,12 @@ class BatchStore:
                         path.unlink(missing_ok=True)
             for record in self.files(tenant):
                 if record.expires_s < now_s:
-                    with contextlib.suppress(InvalidRequestError):  # when its batch has ended
+                    with contextlib.suppress(InvalidRequestError):  # its batch has not ended
                         self.delete_file(tenant, record.id)
             self._sweep_strays(tenant, now_s)
 
     def _sweep_strays(self, tenant: str, now_s: float) -> None:
-        """Remove what has no record: nobody can name it, and it counts towards the limits."""
+        """Remove files without a record, which count towards the limits but cannot be deleted."""
         for path in (self.root / tenant).glob("*/*"):
             if path.suffix == ".json" or path.with_suffix(".json").exists():
                 continue
@@ -261,7 +241,7 @@ class BatchStore:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[bool]:
-        """Whether this is the process that runs batches; the kernel frees what a dead one held."""
+        """Try to get the lock for running batches. The kernel releases it when the process dies."""
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / LOCK).open("a") as held:
             try:
@@ -276,13 +256,10 @@ class BatchStore:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return folder
 
-    def _data(self, tenant: str, file_id: str) -> Path:
-        return self._folder(tenant, "files") / f"{file_id}.data"
-
     def _read(
         self, tenant: str, kind: str, record_id: str, record: type[_Record]
     ) -> _Record | None:
-        # The id comes from a client and becomes a part of a path.
+        # The id is from a client and becomes part of a path.
         if _ID.fullmatch(record_id) is None:
             return None
         return _decoded(self.root / tenant / kind / f"{record_id}.json", record)
@@ -302,7 +279,7 @@ class BatchStore:
 
 
 def _decoded(path: Path, record: type[_Record]) -> _Record | None:
-    """A record; None where there is none, or where it is damaged: nobody can use it then."""
+    """Read a record; None if it is missing or corrupt."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=record)
     except (OSError, msgspec.DecodeError):

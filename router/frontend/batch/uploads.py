@@ -1,4 +1,4 @@
-"""Files as they are sent: a form of several parts, read to the disk piece by piece."""
+"""Uploads of files as multipart forms, which are written to the disk piece by piece."""
 
 import asyncio
 import contextlib
@@ -23,17 +23,13 @@ from baton.types.errors import (
 _AT_ONCE = 8
 _AT_ONCE_OF_A_TENANT = 2
 
-_FORM_BYTES = 64 * 1024  # for what is in the form besides the file
+_FORM_BYTES = 64 * 1024  # for the form's content besides the file
 _MAX_FIELDS = 16
 _MAX_NAME_CHARS = 256
 
 
 class Upload(NamedTuple):
-    """A file that has arrived.
-
-    Attributes:
-        keep_s: How long it is to be kept, where the form says so.
-    """
+    """An uploaded file; the form may specify the time to keep it."""
 
     form: FormData
     file: UploadFile
@@ -43,19 +39,19 @@ class Upload(NamedTuple):
 
 
 class UploadGate:
-    """Lets few uploads in at a time: they lie in the system's folder for temporary files.
+    """Limit of concurrent uploads, which occupy the system's folder for temporary files.
 
-    A tenant has only a part of the places, so that its slow uploads keep nobody else out.
+    Each tenant has a lower limit, so that its slow uploads do not block other tenants.
     """
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(_AT_ONCE)
-        self._places_of: dict[str, asyncio.Semaphore] = {}  # of tenants that have any here
+        self._places_of: dict[str, asyncio.Semaphore] = {}  # of tenants with uploads
         self._here: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for a place, and hold it."""
+        """Wait for permission to upload, and hold it within the context."""
         own = self._places_of.setdefault(tenant, asyncio.Semaphore(_AT_ONCE_OF_A_TENANT))
         self._here[tenant] += 1
         try:
@@ -70,26 +66,18 @@ class UploadGate:
 async def read_upload(
     request: Request, limits: ClientLimitsConfig, gate: UploadGate, tenant: str
 ) -> Upload:
-    """The form's file and fields; the caller closes ``form``.
-
-    Args:
-        request: With the form.
-        limits: Of size and time.
-        gate: Lets a few in at a time.
-        tenant: Whose upload it is.
+    """Read a form's file and fields; the caller closes ``form``.
 
     Raises:
-        UnsupportedMediaError: It is no such form.
-        PayloadTooLargeError: It is longer than ``clients.batch.max_file_bytes``.
-        SlowRequestError: It takes longer than ``clients.body_timeout_s``.
-        InvalidRequestError: The form is broken, or a field is missing.
-        ClientClosedError: The client left.
+        UnsupportedMediaError: The body is not a multipart form.
+        PayloadTooLargeError: The file is larger than ``clients.batch.max_file_bytes``.
+        SlowRequestError: The upload takes longer than ``clients.body_timeout_s``.
+        InvalidRequestError: The form is invalid, or a field is missing.
+        ClientClosedError: The client has disconnected.
     """
     kind = request.headers.get("content-type", "")
     if not kind.lower().startswith("multipart/form-data"):
-        raise UnsupportedMediaError(
-            "content-type: a file is sent as multipart/form-data", param="content-type"
-        )
+        raise UnsupportedMediaError.at("content-type", "must be multipart/form-data")
     limit_bytes = limits.batch.max_file_bytes
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit_bytes + _FORM_BYTES:
@@ -100,13 +88,15 @@ async def read_upload(
         async with asyncio.timeout(limits.body_timeout_s), gate.place(tenant):
             form = await parser.parse()
     except MultiPartException as error:
-        raise InvalidRequestError(f"the form cannot be read: {error.message}") from error
+        raise InvalidRequestError(f"the form is invalid: {error.message}") from error
     except KeyError as error:
-        raise InvalidRequestError(f"the form cannot be read: it has no {error}") from error
+        raise InvalidRequestError(f"the form is invalid: {error} is missing") from error
     except ClientDisconnect as gone:
-        raise ClientClosedError("the client left while it sent its file") from gone
+        raise ClientClosedError("the client disconnected while it sent the file") from gone
     except TimeoutError as late:
-        message = f"the file did not come within {limits.body_timeout_s:g} s"
+        message = (
+            f"the file was not complete within {limits.body_timeout_s:g} s (clients.body_timeout_s)"
+        )
         raise SlowRequestError(message) from late
     try:
         return _checked(form, limit_bytes)
@@ -128,19 +118,14 @@ def _checked(form: FormData, limit_bytes: int) -> Upload:
     file = form.get("file")
     purpose = form.get("purpose")
     if not isinstance(file, UploadFile):
-        raise InvalidRequestError("file: is required", param="file")
+        raise InvalidRequestError.at("file", "is required")
     if purpose != "batch":
-        raise InvalidRequestError(
-            f"purpose: must be batch, the only use of files here (got {str(purpose)[:40]!r})",
-            param="purpose",
-        )
+        raise InvalidRequestError.at("purpose", f"must be batch (got {str(purpose)[:40]!r})")
     if (file.size or 0) > limit_bytes:
         raise _too_large(limit_bytes)
     keep = form.get("expires_after[seconds]")
     if keep is not None and not (isinstance(keep, str) and keep.isdigit() and len(keep) < 10):
-        raise InvalidRequestError(
-            "expires_after[seconds]: must be a whole number", param="expires_after[seconds]"
-        )
+        raise InvalidRequestError.at("expires_after[seconds]", "must be an integer")
     name = (file.filename or "file.jsonl")[:_MAX_NAME_CHARS]
     return Upload(form, file, name, purpose, int(keep) if isinstance(keep, str) else None)
 

@@ -1,1 +1,1 @@
-"""What HTTP brings beside bodies and answers: origins, encodings, connections."""
+"""HTTP without bodies and responses: connections, encodings, origins, certificates."""

@@ -1,8 +1,7 @@
-"""Accepts connections in batches, so that a busy router leaves no client waiting for one.
+"""Acceptance of connections in batches.
 
-uvloop accepts one connection of a listening socket in each turn of its loop. A turn of a router
-with a thousand streams takes 100 ms, so that of a thousand new clients the last one would wait for
-more than a minute.
+uvloop accepts one connection per turn of the event loop. A turn of a router with a thousand streams
+takes 100 ms, so the last one of a thousand new clients would wait for more than a minute.
 """
 
 import asyncio
@@ -16,19 +15,18 @@ from baton.telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
 
-_BATCH_CONNECTIONS = 128  # accepted in one turn of the loop, some 5 ms
-_CONNECT_LIMIT_S = 1.0  # of connections whose TLS handshake is under way at the end
+_BATCH_CONNECTIONS = 128  # accepted in one turn of the loop, about 5 ms
+_CONNECT_LIMIT_S = 1.0  # for TLS handshakes that are in progress at the end
 _PAUSE_S = 0.1  # after a failure: the process may have no descriptors left
 
 
 class Acceptor:
-    """Accepts the connections that wait at one listening socket.
+    """Accepts connections of one listening socket.
 
     Args:
         listener: Descriptor of the socket, which stays open and belongs to the caller.
-        make_connection: Returns the protocol of a new connection.
-        tls: The TLS context of the connections; None for plain text.
-        count_failure: Called with the name of a background task that raised.
+        make_connection: Function that returns the protocol of a new connection.
+        count_failure: Callback for the name of a background task that failed.
     """
 
     def __init__(
@@ -46,12 +44,12 @@ class Acceptor:
         self._pause: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start to accept. Needs a running event loop."""
+        """Start accepting connections. Requires a running event loop."""
         self._pause = None
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     async def close(self) -> None:
-        """Stop to accept. Connections that were accepted stay open."""
+        """Stop accepting connections. Accepted connections stay open."""
         if self._pause is not None:
             self._pause.cancel()
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
@@ -67,7 +65,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                _LOG.warning("no connection can be accepted for %g s: %s", _PAUSE_S, error)
+                _LOG.warning("cannot accept connections; retrying in %g s: %s", _PAUSE_S, error)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener.fileno())
                 self._pause = loop.call_later(_PAUSE_S, self.start)

@@ -1,4 +1,4 @@
-"""The router's own certificate: read again when its files change, for connections from then on."""
+"""Certificate of the router, which is reloaded for new connections when its files change."""
 
 import asyncio
 import ssl
@@ -11,13 +11,10 @@ _LOOK_S = 1.0
 
 
 class LiveCertificate:
-    """A server's TLS context that follows its files.
-
-    Args:
-        https: The files.
+    """TLS context of a server that is updated when its files change.
 
     Raises:
-        CertificateError: They cannot be used.
+        CertificateError: The files cannot be used.
     """
 
     def __init__(self, https: HttpsConfig) -> None:
@@ -27,12 +24,14 @@ class LiveCertificate:
         self._files = WatchedFiles((https.certificate, https.key), self._load)
 
     async def follow(self) -> None:
-        """Look at the files, for as long as the server runs."""
+        """Watch the files until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             _ = self._files.current
 
     def _load(self) -> None:
         https = self._https
-        check_pair(https.certificate, https.key)  # first: a context keeps half of a bad pair
+        check_pair(
+            https.certificate, https.key
+        )  # before loading: a context would keep half of an invalid pair
         self.context.load_cert_chain(https.certificate, https.key)

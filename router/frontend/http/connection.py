@@ -1,9 +1,9 @@
-"""The connection of one call, where the server lends it to who writes the answer.
+"""Direct access of a response to its connection.
 
-ASGI's ``send`` is for a task that waits. A stream gets a few bytes for every token, from whoever
-has the token: it writes to the connection itself, without a task to wake. The bytes are the same.
+ASGI's ``send`` requires a task that waits. Streams send a few bytes for every token, so they write
+to the connection directly, without waking a task. The bytes are the same.
 
-    frame of a worker ── records ── Deliveries ── once a pass ──▶ each stream with news: one write
+    frame of a worker ── records ── Deliveries ── once a pass ──▶ one write per stream with tokens
 """
 
 import asyncio
@@ -19,49 +19,48 @@ _EXTENSION = "baton.connection"
 
 
 class Follower(Protocol):
-    """Told what becomes of a connection."""
+    """Receiver of a connection's events."""
 
     def on_writable(self) -> None:
-        """The client has read most of what waited for it."""
+        """Handle that the client has read most of the backlog."""
 
     def on_lost(self) -> None:
-        """The client has gone."""
+        """Handle that the client has disconnected."""
 
 
 class Connection(Protocol):
-    """``router.frontend.http_server.LimitedProtocol``, as an answer sees it."""
+    """Interface of ``router.frontend.http_server.LimitedProtocol`` for responses."""
 
     @property
     def writable(self) -> bool:
-        """Whether it may be written to: the client is there, and is not far behind."""
+        """True if the client is connected and keeps up."""
 
     def write_piece(self, body: bytes) -> None:
-        """Write a piece of a body whose beginning ``send`` has written, and whose end it will."""
+        """Write a piece of a body; ``send`` writes its beginning and its end."""
 
     def follow(self, follower: Follower) -> None:
-        """Tell ``follower`` from now on, and nobody else."""
+        """Notify this follower only, from now on."""
 
     def unfollow(self, follower: Follower) -> None:
-        """Tell it no more. The next request of the connection may have another already."""
+        """Stop notifying this follower, unless the next request has replaced it."""
 
 
 def lend(scope: Scope, connection: Connection) -> None:
-    """Put the connection of a call where `connection_of` finds it."""
+    """Store the connection of a call for `connection_of`."""
     scope["extensions"] = {**scope.get("extensions", {}), _EXTENSION: connection}
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """The connection of a call; None where something else than our server runs it."""
+    """Return the connection of a call; None if another server runs it."""
     connection: Connection | None = scope.get("extensions", {}).get(_EXTENSION)
     return connection
 
 
 class Deliveries:
-    """The streams that have news.
+    """Streams with new tokens.
 
-    All are written to in one pass, when the frames that are here have been taken in: two tokens of
-    one stream go out as one piece. While the loop is behind, the pass waits for more of them
-    (``pace.py``).
+    One pass writes to all of them after all received frames are processed, so that two tokens of a
+    stream are sent as one piece. If the event loop is overloaded, a pass is delayed (``pace.py``).
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""Pages of other origins may call the router, where the fleet file names them."""
+"""CORS: access for web pages of the origins in the fleet file."""
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from baton.config.clients import ClientLimitsConfig
 
-# What a page may read of an answer besides its body and type.
+# Response headers that pages may read.
 _SHOWN = (
     "x-request-id",
     "x-baton-route",
@@ -14,14 +14,14 @@ _SHOWN = (
     "retry-after",
     "allow",
 )
-_PREFLIGHT_STANDS_S = 600
+_PREFLIGHT_MAX_AGE_S = 600
 
 
 def allow_origins(app: FastAPI, clients: ClientLimitsConfig) -> None:
-    """Answer preflights, and name the caller's origin in answers, if it is in the list.
+    """Answer preflight requests and add CORS headers for the listed origins.
 
-    Any header may be sent: clients of browsers send many of their own (``x-stainless-*``). No
-    cookies are taken, so none are allowed.
+    All request headers are allowed, because client libraries send their own (``x-stainless-*``).
+    Cookies are not used and not allowed.
     """
     if clients.cors_origins:
         app.add_middleware(
@@ -30,5 +30,5 @@ def allow_origins(app: FastAPI, clients: ClientLimitsConfig) -> None:
             allow_methods=["GET", "HEAD", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             expose_headers=list(_SHOWN),
-            max_age=_PREFLIGHT_STANDS_S,
+            max_age=_PREFLIGHT_MAX_AGE_S,
         )

@@ -1,7 +1,6 @@
-"""A client that leaves while its call is prepared: nothing more is done for it.
+"""Cancellation of a call whose client disconnects before its response exists.
 
-Once there is an answer, the answer itself follows the connection
-(``router/frontend/api/answer.py``).
+Afterwards the response itself follows the connection (``router/frontend/api/answer.py``).
 """
 
 import asyncio
@@ -15,21 +14,14 @@ from router.frontend.http.connection import connection_of
 
 
 class _Departure:
-    """Ends a block when the client has gone.
-
-    Args:
-        limit: Of the block.
-    """
-
     def __init__(self, limit: asyncio.Timeout) -> None:
         self._limit = limit
         self.happened = False
 
     def on_writable(self) -> None:
-        """See ``router.frontend.http.connection.Follower``."""
+        pass
 
     def on_lost(self) -> None:
-        """See ``router.frontend.http.connection.Follower``."""
         if not self.happened:
             self.happened = True
             self._limit.reschedule(asyncio.get_running_loop().time())
@@ -37,13 +29,10 @@ class _Departure:
 
 @contextlib.asynccontextmanager
 async def ended_by_departure(scope: Scope) -> AsyncIterator[None]:
-    """Cancel what runs inside as soon as the client of a call has gone.
-
-    Args:
-        scope: Of the call. Without a connection of our server nothing is watched.
+    """Cancel the body of the context when the client disconnects.
 
     Raises:
-        ClientClosedError: The client has gone.
+        ClientClosedError: The client has disconnected.
     """
     connection = connection_of(scope)
     if connection is None:
@@ -61,4 +50,4 @@ async def ended_by_departure(scope: Scope) -> AsyncIterator[None]:
     except TimeoutError as ended:
         if not departure.happened:
             raise
-        raise ClientClosedError("the client left before its request began") from ended
+        raise ClientClosedError("the client disconnected before its request started") from ended

@@ -1,4 +1,4 @@
-"""Calls the busiest endpoints without FastAPI's routing and its own middlewares."""
+"""Direct calls of the busiest endpoints, without FastAPI's routing and middlewares."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class DirectFastAPI(FastAPI):
-    """FastAPI application that can call some POST endpoints directly.
+    """FastAPI application that calls some POST endpoints directly.
 
     Attributes:
-        direct: Routes with a fixed path, whose endpoint takes a request and returns a response.
+        direct: Routes with a fixed path, whose endpoints accept a request and return a response.
     """
 
     direct: Sequence[Route] = ()
 
     def build_middleware_stack(self) -> ASGIApp:
-        """Return the application's own stack, behind a shorter one for the direct endpoints."""
+        """Build the application's stack, and a shorter one for the direct endpoints."""
         fault = self.exception_handlers.get(Exception)
         known = {kind: on for kind, on in self.exception_handlers.items() if kind is not Exception}
         around = [

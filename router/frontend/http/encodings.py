@@ -1,7 +1,7 @@
-"""Bodies that are packed with gzip, and bodies that are not UTF-8.
+"""Decompression of gzip bodies, and rejection of bodies that are not UTF-8.
 
-A body is unfolded piece by piece and no further than the limit, so that a small body that unfolds
-to a large one costs no more than a large one would have: it is refused at the limit.
+Bodies are decompressed piece by piece up to the limit, so that a small body that expands to a large
+one costs no more than a large one.
 """
 
 import zlib
@@ -9,7 +9,7 @@ import zlib
 from baton.types.errors import InvalidRequestError, UnsupportedMediaError
 
 _BOM = b"\xef\xbb\xbf"
-_MAX_PARTS = 1000  # members of one body: each costs something, however little is in it
+_MAX_PARTS = 1000  # members of one body; even an empty one costs time
 _OTHERS = (
     (b"\xff\xfe\x00\x00", "UTF-32"),
     (b"\x00\x00\xfe\xff", "UTF-32"),
@@ -19,11 +19,11 @@ _OTHERS = (
 
 
 class BodyTooLargeError(Exception):
-    """More bytes than allowed; the caller knows the limit."""
+    """A decompressed body exceeds the limit."""
 
 
 class Gunzip:
-    """A gzip body, of several members too, that is unfolded as it comes."""
+    """Incremental decoder of gzip bodies with one or more members."""
 
     def __init__(self) -> None:
         self._begun = False
@@ -32,34 +32,29 @@ class Gunzip:
 
     @classmethod
     def of(cls, content_encoding: str) -> "Gunzip | None":
-        """Return what unfolds a body with this header; None for one that stands as it is.
-
-        Raises:
-            UnsupportedMediaError: The encoding is not gzip.
-        """
+        """Return the decoder for this header; None for an uncompressed body."""
         name = content_encoding.strip().lower()
         if name in ("", "identity"):
             return None
         if name in ("gzip", "x-gzip"):
             return cls()
-        raise UnsupportedMediaError(
-            f"content-encoding: {content_encoding[:40]!r} is not supported; send gzip, or the body "
-            "as it is",
-            param="content-encoding",
+        raise UnsupportedMediaError.at(
+            "content-encoding",
+            f"{content_encoding[:40]!r} is not supported; send gzip or an uncompressed body",
         )
 
     def _new(self) -> "zlib._Decompress":
         self._parts += 1
         if self._parts > _MAX_PARTS:
-            raise _damaged(f"it has more than {_MAX_PARTS} members")
+            raise _corrupt(f"it has more than {_MAX_PARTS} members")
         return zlib.decompressobj(16 + zlib.MAX_WBITS)
 
     def feed(self, data: bytes, room: int) -> bytes:
-        """Return what ``data`` unfolds to.
+        """Decompress ``data``.
 
         Raises:
-            BodyTooLargeError: That is more than ``room`` bytes.
-            InvalidRequestError: It is not gzip.
+            BodyTooLargeError: The result has more than ``room`` bytes.
+            InvalidRequestError: The data is not valid gzip.
         """
         self._begun = self._begun or bool(data)
         found = bytearray()
@@ -72,35 +67,27 @@ class Gunzip:
                     raise BodyTooLargeError
                 data = self._inflate.unused_data if self._inflate.eof else b""
         except zlib.error as error:
-            raise _damaged(str(error)) from error
+            raise _corrupt(str(error)) from error
         return bytes(found)
 
     def end(self) -> None:
-        """Check that the body is complete.
-
-        Raises:
-            InvalidRequestError: It ends in the middle of a member.
-        """
+        """Check that the body is complete."""
         if self._begun and not self._inflate.eof:
-            raise _damaged("it ends in the middle")
+            raise _corrupt("it is incomplete")
 
 
-def _damaged(why: str) -> InvalidRequestError:
+def _corrupt(why: str) -> InvalidRequestError:
     return InvalidRequestError(f"the body is not valid gzip: {why}", param="content-encoding")
 
 
 def utf8_of(body: bytes) -> bytes:
-    """A text body without its byte order mark.
-
-    Raises:
-        InvalidRequestError: The text is of another encoding than UTF-8.
-    """
+    """Return a body without its byte order mark; reject UTF-16 and UTF-32."""
     if body.startswith(_BOM):
         return body[len(_BOM) :]
     for mark, name in _OTHERS:
         if body.startswith(mark):
             raise _not_utf8(name)
-    # JSON begins with an ASCII character, so a NUL beside it means two bytes a character.
+    # JSON begins with an ASCII character, so an adjacent NUL means two bytes per character.
     if 0 in body[:2]:
         raise _not_utf8("UTF-16")
     return body

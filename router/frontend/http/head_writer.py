@@ -1,4 +1,4 @@
-"""Sends the head of a response together with the first piece of its body: one system call less."""
+"""Sending the head of a response together with its first piece, which saves a system call."""
 
 import asyncio
 
@@ -6,13 +6,9 @@ _HEAD = b"HTTP/1.1 "
 
 
 class HeadWriter:
-    """Transport of one connection that holds a response's head until the body begins.
+    """Transport of one connection that delays a response's head until the body begins.
 
-    The head is held until the next write, and until the next turn of the event loop at most.
-
-    Args:
-        transport: Transport of the connection.
-        loop: Event loop of the connection.
+    The head is sent with the next write, and at the latest in the next turn of the event loop.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -21,7 +17,7 @@ class HeadWriter:
         self._held = b""
 
     def write(self, data: bytes) -> None:
-        """Write ``data``, after the head that is held; hold it if it is a head itself."""
+        """Write the delayed head and ``data``; delay ``data`` if it is a head itself."""
         if self._held:
             data = self._held + data
             self._held = b""
@@ -32,7 +28,7 @@ class HeadWriter:
         self._transport.write(data)
 
     def flush(self) -> None:
-        """Write the head that is held, if there is one."""
+        """Write the delayed head, if there is one."""
         if self._held:
             self.write(b"")
 
@@ -41,6 +37,6 @@ class HeadWriter:
         return self._transport.is_closing()
 
     def close(self) -> None:
-        """Close the connection after what was written."""
+        """Close the connection after all written data is sent."""
         self.flush()
         self._transport.close()

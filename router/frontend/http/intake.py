@@ -1,9 +1,9 @@
-"""Limits how many calls begin in one turn of the event loop, so that answers under way go on.
+"""Limit of calls that start in one turn of the event loop, so that running streams continue.
 
-A call costs the loop about a millisecond until its request is at a worker. A thousand calls that
-arrive together would hold all streams for a second if they began in one turn, and all their answers
-would then end together and bring the next thousand. So calls wait here in order of arrival, a few
-begin in each turn, and between two turns the streams get their tokens.
+A call occupies the loop for about a millisecond until its request is at a worker. A thousand calls
+that arrive together would stop all streams for a second if they started in one turn, and their
+responses would end together and cause the next thousand calls. Therefore a few calls start in each
+turn, in order of arrival, and streams get their tokens between two turns.
 """
 
 import asyncio
@@ -19,19 +19,15 @@ _EXTENSION = "baton.arrived_ns"
 
 
 def arrived_ns_of(scope: Scope) -> int:
-    """Return when a call arrived, on the monotonic clock; now, where no `Intake` stands before."""
+    """Return the arrival of a call on the monotonic clock; now, if it did not pass an `Intake`."""
     arrived_ns: int = scope.get("extensions", {}).get(_EXTENSION) or time.monotonic_ns()
     return arrived_ns
 
 
 class Intake:
-    """An ASGI application that lets a few POST calls begin in each turn of the loop.
+    """ASGI middleware that starts a few POST calls in each turn of the loop.
 
-    Other calls are cheap or are questions about the router's health: they do not wait.
-
-    Args:
-        app: The application that answers.
-        metrics: For the number of calls that wait.
+    Other calls are cheap or check the router's health, so they do not wait.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -42,14 +38,14 @@ class Intake:
         self._scheduled = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a call, when its turn has come."""
+        """Handle a call when it may start."""
         if scope["type"] == "http" and scope["method"] == "POST":
             arrived_ns = time.monotonic_ns()
             scope["extensions"] = {**scope.get("extensions", {}), _EXTENSION: arrived_ns}
-            await self._turn()
+            await self._wait_for_turn()
         await self._app(scope, receive, send)
 
-    async def _turn(self) -> None:
+    async def _wait_for_turn(self) -> None:
         loop = asyncio.get_running_loop()
         if not self._scheduled:
             self._scheduled = True
@@ -65,7 +61,7 @@ class Intake:
         self._left = _CALLS_PER_TURN
         while self._left and self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():  # else the server gave the call up
+            if not turn.done():  # otherwise the server has cancelled the call
                 turn.set_result(None)
                 self._left -= 1
         self._metrics.set("baton_intake_waiting", len(self._waiting))

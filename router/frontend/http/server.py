@@ -1,7 +1,7 @@
-"""uvicorn's server, which ends as a router shall: soon when it is told to stop, or when replaced.
+"""uvicorn's server with the shutdown of a router.
 
-A router that is replaced leaves: it accepts no more, and all that it has accepted it answers, be it
-connections that have asked nothing yet.
+SIGTERM and SIGINT stop the router soon. SIGUSR1 makes it leave, because it is replaced: it accepts
+no more connections and answers the requests of all accepted ones.
 """
 
 import asyncio
@@ -10,42 +10,29 @@ import functools
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 
 from router.frontend.http.acceptor import Acceptor
+from router.routing.group.group import RouterGroup
 
 _LOOK_EVERY_S = 0.1
 
 
-class Group(Protocol):
-    """The routers that share the port; ``router.routing.group.group.RouterGroup`` is it."""
-
-    async def join(self, make_connection: Any, tls: object | None) -> None:
-        """This one serves."""
-
-    def leave(self) -> None:
-        """It accepts no more."""
-
-    async def close(self) -> None:
-        """It ends."""
-
-
 class RouterServer(uvicorn.Server):
-    """Stops on a signal, and then ends with code 0: uvicorn would raise the signal again.
+    """Server that exits with code 0 after a signal, while uvicorn would raise the signal again.
 
     Args:
-        config: uvicorn's.
         group: Routers with the same port, or None.
-        leave_limit_s: When it leaves, answers may take so long.
-        count_failure: Called with the name of a background task that raised.
+        leave_limit_s: Time limit of responses when the router leaves.
+        count_failure: Callback for the name of a background task that failed.
     """
 
     def __init__(
         self,
         config: uvicorn.Config,
-        group: Group | None = None,
+        group: RouterGroup | None = None,
         *,
         leave_limit_s: float = 0.0,
         count_failure: Callable[[str], None] = lambda _: None,
@@ -60,7 +47,7 @@ class RouterServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop it, SIGUSR1 has it leave."""
+        """Install the handlers of signals within the context."""
         loop = asyncio.get_running_loop()
         handlers = {
             signal.SIGTERM: self._stop,
@@ -83,7 +70,7 @@ class RouterServer(uvicorn.Server):
         self._leaving = self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, then accept connections in batches and join the group."""
+        """Start uvicorn, then accept connections in batches and join the group."""
         await super().startup(sockets)
         protocol: Any = self.config.http_protocol_class
         make = functools.partial(
@@ -101,7 +88,7 @@ class RouterServer(uvicorn.Server):
             await self._group.join(make, self.config.ssl)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; when it leaves, only after all answers."""
+        """Stop uvicorn; when leaving, after all responses have ended."""
         if self._group is not None:
             self._group.leave()
         for acceptor in self._acceptors:
@@ -115,7 +102,7 @@ class RouterServer(uvicorn.Server):
             await self._group.close()
 
     async def _answer_all(self) -> None:
-        """Until the last connection has ended, or the time is over, or it is told to stop."""
+        """Wait until all connections are closed, but not beyond the time limit or a stop signal."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._leave_limit_s):
                 while self.server_state.connections and not self.stopping.is_set():

@@ -1,1 +1,1 @@
-"""The API's description: what answers look like, examples, keys. Nothing here runs per request."""
+"""OpenAPI document: schemas of responses, examples, API keys."""

@@ -1,6 +1,6 @@
-"""Completes what FastAPI generates: bodies, answers, examples, keys.
+"""OpenAPI document: adds bodies, responses, examples and API keys to what FastAPI generates.
 
-Answers and examples stand in ``answers.yaml``, the bodies of requests in their classes.
+``answers.yaml`` contains the responses and examples; classes define the request bodies.
 """
 
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ from pydantic import BaseModel
 _ANSWERS = Path(__file__).with_name("answers.yaml")
 _REF = "#/components/schemas/{model}"
 _KEYS = {
-    "bearer": {"type": "http", "scheme": "bearer", "description": "A key of `api_keys`."},
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key from `api_keys`."},
     "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 
 
 def described() -> dict[str, Any]:
-    """Return what ``answers.yaml`` holds: ``schemas`` by name, ``calls`` by method and path."""
+    """Return the content of ``answers.yaml``: ``schemas`` by name, ``calls`` by method and path."""
     document: dict[str, Any] = yaml.safe_load(_ANSWERS.read_text(encoding="utf-8"))
     return document
 
@@ -29,16 +29,15 @@ def described() -> dict[str, Any]:
 def describe(
     app: FastAPI, bodies: Iterable[type[BaseModel]], model_name: str, *, has_keys: bool
 ) -> None:
-    """Make ``/openapi.json`` say all that there is to say.
+    """Complete ``/openapi.json``.
 
-    The document is made when it is first asked for, and kept: that takes a tenth of a second, and
-    whoever reaches the router may ask.
+    The document is built on the first request, which takes 0.1 s, and is then reused.
 
     Args:
-        app: Whose description it is.
-        bodies: Of requests, which endpoints parse themselves.
-        model_name: Stands in the examples.
-        has_keys: Whether the fleet has API keys; without, a key may be sent and is not looked at.
+        app: Application to describe.
+        bodies: Classes of request bodies, which endpoints parse themselves.
+        model_name: Model name for the examples.
+        has_keys: Whether the fleet has API keys. Otherwise keys are optional and ignored.
     """
     generate = app.openapi
     kinds = list(bodies)
@@ -66,7 +65,7 @@ def describe(
 
 def _complete(operation: dict[str, Any], call: dict[str, Any] | None, model_name: str) -> None:
     error = _content("Error" if call is None else call.get("error", "Error"))
-    operation["responses"].setdefault("default", {"description": "What went wrong"} | error)
+    operation["responses"].setdefault("default", {"description": "Error"} | error)
     if call is None:
         return
     found = operation["responses"]["200"]
@@ -79,7 +78,7 @@ def _complete(operation: dict[str, Any], call: dict[str, Any] | None, model_name
             found["content"] = {kind: {"schema": {"type": "string"}}}
     if "event" in call:
         found["content"] |= _content(call["event"], "text/event-stream")["content"]
-        found["description"] = "With `stream: true` a row of events, their data as shown."
+        found["description"] = "With `stream: true`, server-sent events with data of this form."
     if call.get("open"):
         operation["security"] = []
     body = operation.get("requestBody", {}).get("content", {}).get("application/json")
@@ -88,7 +87,7 @@ def _complete(operation: dict[str, Any], call: dict[str, Any] | None, model_name
 
 
 def example_for(example: dict[str, Any], model_name: str) -> dict[str, Any]:
-    """The example with the name of the model that is served."""
+    """Return the example with the name of the served model."""
     if example.get("model") == "MODEL":
         return {**example, "model": model_name}
     return example

@@ -1,4 +1,4 @@
-// The API's description, shown by Swagger UI. No validator of another host is asked.
+// Swagger UI of the API. No validator on another host is used.
 SwaggerUIBundle({
   url: "openapi.json",
   dom_id: "#api",

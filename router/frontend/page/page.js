@@ -1,10 +1,10 @@
-// The live page: polls /fleet, /fleet/series and /fleet/requests, and draws what they say.
-// Everything that comes from the router is shown as text, never as HTML.
+// Live page: polls /fleet, /fleet/series and /fleet/requests, and draws the results.
+// All data from the router is shown as text, never as HTML.
 "use strict";
 
 const POLL_MS = 1000;
 const KEPT_SAMPLES = 600;
-const HANDOFF_SHOWN = 3; // samples: so long after a hand-off its line moves
+const HANDOFF_SHOWN = 3; // samples during which an edge moves after a hand-off
 const SLOW_SHARE = 0.5; // of the median of its peers
 const SVG = "http://www.w3.org/2000/svg";
 const BLOCK_STATES = ["leased", "cached", "quarantined", "free"];
@@ -33,7 +33,7 @@ const seconds = (value) =>
 
 // --- calls -------------------------------------------------------------------------------------
 
-// The key lives as long as this tab, and leaves it only towards the router that sent this page.
+// The key is stored until this tab is closed, and is sent only to the router of this page.
 const headers = () => {
   const key = sessionStorage.getItem("baton-key");
   return key ? { authorization: `Bearer ${key}` } : {};
@@ -42,8 +42,8 @@ const headers = () => {
 async function get(path) {
   const answer = await fetch(path, { headers: headers(), cache: "no-store" });
   if (!answer.ok) {
-    const told = await answer.json().catch(() => ({}));
-    throw Object.assign(new Error(told.error?.message ?? `status ${answer.status}`), {
+    const body = await answer.json().catch(() => ({}));
+    throw Object.assign(new Error(body.error?.message ?? `status ${answer.status}`), {
       status: answer.status,
     });
   }
@@ -75,16 +75,16 @@ function showTrouble(error) {
   const needsKey = error?.status === 401;
   byId("key-form").hidden = !(needsKey || error?.status === 403);
   let text = "";
-  if (needsKey) text = "This fleet asks for an API key: an operator's shows everything.";
-  else if (error?.status === 403) text = "This key is a tenant's: its own requests are below, the fleet is for operators.";
+  if (needsKey) text = "An API key is required. An operator's key shows everything.";
+  else if (error?.status === 403) text = "This is a tenant's API key: only its own requests are shown. The fleet needs an operator's key.";
   else if (error?.status) text = error.message;
-  else if (state.failures > 1) text = "The router does not answer; what is shown is old.";
+  else if (state.failures > 1) text = "The router does not answer. The data below is outdated.";
   byId("trouble").textContent = text;
   byId("trouble").hidden = !text;
 }
 
 function takeSamples(series) {
-  // A router that was started anew counts from 1 again.
+  // The numbers of a restarted router begin with 1 again.
   if (series.last < (state.samples.at(-1)?.number ?? 0)) state.samples = [];
   state.samples.push(...series.samples);
   state.samples.splice(0, Math.max(state.samples.length - KEPT_SAMPLES, 0));
@@ -109,7 +109,7 @@ function showFleet(fleet, rates) {
   }
   byId("emulated").hidden = !fleet.emulated;
   byId("emulated").textContent = fleet.emulated
-    ? `EMULATED: no model runs here. Answers are made up, and steps last as in the timing model ${fleet.emulated}.`
+    ? `EMULATED: no model runs here. Responses are made up, and steps take the time of the timing model ${fleet.emulated}.`
     : "";
   byId("nobody").hidden = fleet.workers.length > 0;
   drawEdges(fleet.workers, moving);
@@ -128,16 +128,16 @@ function card(worker, rates, peers) {
   const notes = worker.refused ? [worker.refused] : [];
   const usual = median(others.map((other) => other.prefill_tokens_per_s));
   if (worker.role === "prefill" && prefill && prefill < SLOW_SHARE * usual) {
-    notes.push(`slow: its peers read ${usual.toFixed(0)} tokens/s`);
+    notes.push(`slow: other workers compute ${usual.toFixed(0)} tokens/s`);
   }
   const usualStep = median(others.map((other) => other.decode_step_s));
-  // An idle worker's last step says nothing of now: it may have had company.
+  // The last step of an idle worker may have had a larger batch.
   if (worker.role === "decode" && worker.running && step && usualStep && step > usualStep / SLOW_SHARE) {
-    notes.push(`slow: its peers' step takes ${seconds(usualStep)}`);
+    notes.push(`slow: a step of other workers takes ${seconds(usualStep)}`);
   }
   const figures = [`${worker.running} running`, `${worker.waiting} waiting`];
   if (prefill) figures.push(`${prefill.toFixed(0)} prompt tokens/s`);
-  if (step) figures.push(`${seconds(step)} a step`);
+  if (step) figures.push(`${seconds(step)} per step`);
   const made = element("article", { className: `worker ${worker.state}${notes.length ? " slow" : ""}` },
     element("p", { className: "name" },
       element("b", { text: worker.id }),
@@ -150,8 +150,8 @@ function card(worker, rates, peers) {
 }
 
 function blocks(counts) {
-  const told = BLOCK_STATES.map((name) => `${counts[name]} ${name}`).join(", ");
-  const bar = drawn("svg", { class: "blocks", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": `KV blocks: ${told}` });
+  const text = BLOCK_STATES.map((name) => `${counts[name]} ${name}`).join(", ");
+  const bar = drawn("svg", { class: "blocks", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": `KV blocks: ${text}` });
   let x = 0;
   for (const name of BLOCK_STATES) {
     const width = counts.total ? (100 * counts[name]) / counts.total : name === "free" ? 100 : 0;
@@ -159,7 +159,7 @@ function blocks(counts) {
     x += width;
   }
   const title = drawn("title", {});
-  title.textContent = told;
+  title.textContent = text;
   bar.append(title);
   return bar;
 }
@@ -211,9 +211,9 @@ function makePlots() {
   state.plots = [
     make("ttft", lines, [ms("ttft_p50_s"), ms("ttft_p99_s")], () => latest("ttft")),
     make("itl", lines, [ms("itl_p50_s"), ms("itl_p99_s")], () => latest("itl")),
-    make("rate", [line("written", "--leased"), line("prompt", "--moving")],
+    make("rate", [line("output", "--leased"), line("prompt", "--moving")],
       [rate("generated_tokens"), rate("prompt_tokens")],
-      () => `${rate("generated_tokens")(state.samples.at(-1)).toFixed(0)} written, ${rate("prompt_tokens")(state.samples.at(-1)).toFixed(0)} read`),
+      () => `${rate("generated_tokens")(state.samples.at(-1)).toFixed(0)} output, ${rate("prompt_tokens")(state.samples.at(-1)).toFixed(0)} prompt`),
   ];
 }
 
@@ -229,7 +229,7 @@ function showPlots() {
 // --- requests ----------------------------------------------------------------------------------
 
 function routeOf(one) {
-  if (!one.decode) return one.state === "queued" ? "waits" : "–";
+  if (!one.decode) return one.state === "queued" ? "waiting" : "–";
   return one.prefill === one.decode ? one.decode : `${one.prefill} → ${one.decode}`;
 }
 
@@ -249,7 +249,7 @@ function showRequests(requests) {
       element("td", { text: one.sentence, className: "why" }));
   });
   byId("requests").replaceChildren(...rows);
-  // The list is drawn anew each second: whoever walks it by keyboard stays where they are.
+  // The list is redrawn each second: keep the keyboard focus.
   if (focused) document.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
 }
 
@@ -281,7 +281,7 @@ async function openStory(id) {
     return element("div", { className: "phase" }, element("span", { text: name }), element("span", { text: seconds(took) }), bar);
   }));
   byId("story-gaps").textContent = story.longest_gaps.length
-    ? `Longest gaps: ${story.longest_gaps.map((gap) => `${seconds(gap.gap_s)} before token ${gap.before_token}`).join("; ")}; usually ${seconds(story.usual_gap_s)}.`
+    ? `Longest pauses: ${story.longest_gaps.map((gap) => `${seconds(gap.gap_s)} before token ${gap.before_token}`).join("; ")}; typical: ${seconds(story.usual_gap_s)}.`
     : "";
   showCandidates(story);
   byId("story-timeline").replaceChildren(...story.timeline.map((event) =>
@@ -324,7 +324,7 @@ async function send(event) {
     if (!answer.ok) throw new Error((await answer.json()).error.message);
     const id = answer.headers.get("x-request-id");
     await readEvents(answer.body, (text) => byId("answer").append(text));
-    const why = element("button", { text: "why did it take so long?" });
+    const why = element("button", { text: "Explain this request" });
     why.addEventListener("click", () => openStory(id));
     byId("told").replaceChildren(`${answer.headers.get("x-baton-route")} · `, why);
   } catch (error) {

@@ -103,8 +103,8 @@ def _section(kind: type[Body], title: str) -> str:
     for name, field in kind.model_fields.items():
         if field.description is not None:
             rows.append((f"`{field.alias or name}`", "honoured", field.description))
-    rows += [(f"`{name}`", "accepted", note) for name, note in kind.others.accepted.items()]
-    rows += [(f"`{name}`", "refused", rule.instead) for name, rule in kind.others.refused.items()]
+    rows += [(f"`{name}`", "accepted", note) for name, note in kind.accepted.items()]
+    rows += [(f"`{name}`", "refused", rule.instead) for name, rule in kind.refused.items()]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---|---|---|")
     return "\n".join([f"## {title[0].upper()}{title[1:]}", "", *lines, ""])

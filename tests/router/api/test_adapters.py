@@ -127,7 +127,7 @@ async def test_what_cannot_be_loaded_is_refused_and_named(make_fleet, served, pa
         ("a", large, 400, "rank 65 is above adapters.max_rank = 64"),
         ("x" * 201, path, 400, "must be 1 to 200 printable characters"),
         ("a\nb", path, 400, "must be 1 to 200 printable characters"),
-        (MODEL, path, 409, "is a name of the model itself"),
+        (MODEL, path, 409, "is a name of the base model"),
     ]
     for name, where, status, said in cases:
         answer = await load(fleet, name, where)
@@ -236,7 +236,7 @@ async def test_adapters_are_loaded_from_below_their_folder_alone(
         assert (answer.status_code, said in answer.text) == (status, True), answer.text
     monkeypatch.setattr("router.adapter_table.MAX_NAMES_OF_A_TENANT", 1)
     assert (await load(fleet, "one/a", "pirate", ONE)).status_code == 200
-    assert "no more are taken" in (await load(fleet, "one/b", "pirate", ONE)).text
+    assert "the limit; unload one" in (await load(fleet, "one/b", "pirate", ONE)).text
     served.adapters = AdapterTable(served.artifact.config, served.names)
     assert "adapters: {folder: FOLDER}" in (await load(fleet, "a", path, OPS)).text
 
@@ -264,7 +264,7 @@ def test_names_of_blocks_differ_by_adapter(artifact, served):
 async def test_adapters_of_the_fleet_file_are_there_at_once_and_stay(artifact, path, tmp_path):
     table = AdapterTable(artifact.config, ("base",), {"pirate": str(path)}, folder="/")
     assert [entry.name for entry in table.served()] == ["pirate"]
-    with pytest.raises(InvalidRequestError, match="stands in the fleet file"):
+    with pytest.raises(InvalidRequestError, match="is in the fleet file"):
         await table.unload("pirate")
     with pytest.raises(AdapterExistsError, match="unload it first"):
         await table.load("pirate", str(path))

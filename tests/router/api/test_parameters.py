@@ -20,17 +20,16 @@ def test_no_two_bodies_have_the_same_name():
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_field_has_one_row(kind: type[Body]):
     """A field of a class acts and says how, or it is read and said to change nothing."""
-    table = kind.others
     for name, field in kind.model_fields.items():
         alias = field.alias or name
-        assert (field.description is None) == (alias in table.accepted), alias
-        assert alias not in table.refused
-    assert not table.accepted.keys() & table.refused.keys()
+        assert (field.description is None) == (alias in kind.accepted), alias
+        assert alias not in kind.refused
+    assert not kind.accepted.keys() & kind.refused.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_refused_says_what_to_do_and_lets_defaults_through(kind: type[Body]):
-    for name, rule in kind.others.refused.items():
+    for name, rule in kind.refused.items():
         assert rule.instead, name
         assert not rule.allows(object())
 

@@ -100,7 +100,7 @@ def test_a_delta_of_a_response_is_written_as_the_whole_event_would_be(model, kin
 
 
 def test_a_sample_without_the_text_is_a_fault():
-    with pytest.raises(ValueError, match="not in it"):
+    with pytest.raises(ValueError, match="does not contain"):
         TextEvent(b'data: {"text":"else"}\n\n')
 
 

@@ -393,7 +393,7 @@ async def test_a_file_in_use_stays_and_old_ones_go(start, tmp_path):
     store = BatchStore(tmp_path / "batch", BatchConfig(keep_days=1))
     async with client_of(fleet) as client:
         begun = await begin(client, lines(3))
-        with pytest.raises(openai.BadRequestError, match="still reads"):
+        with pytest.raises(openai.BadRequestError, match="is in use by"):
             await client.files.delete(begun.input_file_id)
         done = await ended(client, begun)
         late_s = time.time() + 32 * 24 * 3600

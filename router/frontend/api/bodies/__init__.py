@@ -1,1 +1,1 @@
-"""The bodies of requests, one file for each kind, and how they are checked."""
+"""Request bodies, one file for each kind, and their validation."""

@@ -1,28 +1,28 @@
-"""LoRA adapters that come and go: vLLM's two calls."""
+"""Bodies of vLLM's two calls that load and unload LoRA adapters."""
+
+from typing import ClassVar
 
 from router.frontend.api.bodies.common import Body, NonEmpty
-from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.fields import Refused
 
 
 class LoadAdapterBody(Body):
-    """``POST /v1/load_lora_adapter``."""
+    """Request body of ``POST /v1/load_lora_adapter``."""
 
     lora_name: NonEmpty
-    """the name of a model"""
+    """model name of the adapter"""
     lora_path: NonEmpty
-    """a directory"""
+    """the adapter's directory"""
 
-    others = Fields(
-        refused={"load_inplace": Refused((None, False), "unload it first")},
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        "load_inplace": Refused((None, False), "unload it first")
+    }
 
 
 class UnloadAdapterBody(Body):
-    """``POST /v1/unload_lora_adapter``."""
+    """Request body of ``POST /v1/unload_lora_adapter``."""
 
     lora_name: NonEmpty
-    """the name of a model"""
+    """model name of the adapter"""
 
-    others = Fields(
-        accepted={"lora_int_id": "the name says which"},
-    )
+    accepted: ClassVar[dict[str, str]] = {"lora_int_id": "the adapter is identified by its name"}

@@ -1,72 +1,70 @@
-"""``POST /v1/chat/completions``."""
+"""Request body of chat completions."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import INT32
-from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.fields import Refused
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.messages import Messages
 from router.frontend.api.bodies.tools import ToolChoice, Tools
 
 _Budget = Annotated[int, Field(ge=0, lt=INT32)]
 
-_TEXT_ONLY = "this model reads and writes text only"
+_TEXT_ONLY = "this model supports text only"
 
 
 class ChatBody(GenerationBody):
-    """``POST /v1/chat/completions``."""
+    """Request body of ``POST /v1/chat/completions``."""
 
     messages: Messages
     """see below"""
     max_completion_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
-    """as max_tokens"""
+    """same as max_tokens"""
     logprobs: bool | None = None
     """true or false"""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """0 to 20, with logprobs"""
+    """0 to 20; requires `logprobs: true`"""
     tools: Tools | None = None
     """up to 512"""
     tool_choice: ToolChoice | None = None
     """none, auto, required, a function, allowed_tools"""
     parallel_tool_calls: bool | None = None
-    """false: one call at most"""
+    """false: at most one call"""
     chat_template_kwargs: dict[str, Any] | None = None
-    """given to the chat template"""
+    """passed to the chat template"""
     add_generation_prompt: bool | None = None
-    """false: the template does not begin the answer"""
+    """false: the template does not start the answer"""
     continue_final_message: bool | None = None
-    """the answer goes on with the last message"""
+    """true: the answer continues the last message"""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
-    """given to a template that knows it; none: enable_thinking false"""
+    """passed to chat templates that support it; none: enable_thinking false"""
     enable_thinking: bool | None = None
-    """as in chat_template_kwargs"""
+    """same as chat_template_kwargs.enable_thinking"""
     include_reasoning: bool | None = None
-    """false leaves the reasoning out of the answer"""
+    """false: the answer does not contain the reasoning"""
     thinking_token_budget: _Budget | None = None
-    """tokens after which thinking is closed"""
+    """number of tokens after which thinking ends"""
     thinking_budget: _Budget | None = None
-    """as thinking_token_budget"""
+    """same as thinking_token_budget"""
 
-    others = Fields(
-        accepted={
-            "verbosity": "no template knows it",
-        },
-        refused={
-            "functions": Refused((None, []), "use tools"),
-            "function_call": Refused((None, "none"), "use tool_choice"),
-            "modalities": Refused((None, ["text"]), _TEXT_ONLY),
-            "audio": Refused((None,), _TEXT_ONLY),
-            "web_search_options": Refused((None,), "offer a function for it in tools"),
-            "documents": Refused(
-                (None, []), "write them into a message, or give chat_template_kwargs.documents"
-            ),
-            "chat_template": Refused(
-                (None,), "templates run in the router: set chat_template in the fleet's file"
-            ),
-            "echo": Refused((None, False), "put the last message before the answer yourself"),
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "verbosity": "no chat template supports it",
+    }
+    refused: ClassVar[dict[str, Refused]] = {
+        "functions": Refused((None, []), "use tools"),
+        "function_call": Refused((None, "none"), "use tool_choice"),
+        "modalities": Refused((None, ["text"]), _TEXT_ONLY),
+        "audio": Refused((None,), _TEXT_ONLY),
+        "web_search_options": Refused((None,), "offer a search function in tools"),
+        "documents": Refused(
+            (None, []), "put them into a message or into chat_template_kwargs.documents"
+        ),
+        "chat_template": Refused(
+            (None,), "set chat_template in the fleet file; templates of requests are not run"
+        ),
+        "echo": Refused((None, False), "prepend the last message to the answer in the client"),
+    }

@@ -1,74 +1,74 @@
-"""What all bodies share: the base class, and types with their limits."""
+"""Base classes of request bodies, and field types with their limits."""
 
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from router.frontend.api.bodies.fields import Fields
+from router.frontend.api.bodies.fields import Refused
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 INT32 = 2**31
-# To list the faults of a million items takes a minute, in which this process does nothing else.
+# Listing the errors of a million items would block the process for a minute.
 FIRST_FAULT = Field(fail_fast=True)
 Choices = Annotated[list[NonEmpty], Field(min_length=1, max_length=4096), FIRST_FAULT]
 Ids = Annotated[list[TokenId], FIRST_FAULT]
 Prompts = str | Annotated[list[str], FIRST_FAULT] | Ids | Annotated[list[Ids], FIRST_FAULT]
-# How many of a prompt's tokens stay, the last ones; -1: as many as leave room for the answer.
+# Number of last prompt tokens to keep; -1: as many as leave room for the answer.
 Truncation = Annotated[int, Field(ge=-1, lt=INT32)]
 
 
 class Body(BaseModel):
     """A JSON object of a request.
 
-    Values are converted as pydantic does for JSON: ``"0.5"`` is 0.5, and 5.0 is 5 where a whole
-    number is wanted. Ranges are never clamped. What is no field of the class is looked up in
-    ``others`` by ``parse``.
+    Values are converted by pydantic's rules for JSON: ``"0.5"`` becomes 0.5, and 5.0 becomes 5 in
+    an integer field. Values out of range are rejected. ``parse`` looks up all other fields in
+    ``accepted`` and ``refused``.
     """
 
     model_config = ConfigDict(
         extra="ignore", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
-    others: ClassVar[Fields] = Fields()
+    accepted: ClassVar[dict[str, str]] = {}  # field to the reason why it has no effect
+    refused: ClassVar[dict[str, Refused]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Add the ``others`` of the class that this one extends."""
-        if "others" in cls.__dict__:
-            cls.others = cast("type[Body]", cls.__base__).others | cls.others
+        """Add the tables of the base class to those of this class."""
+        base = cast("type[Body]", cls.__base__)
+        cls.accepted = {**base.accepted, **cls.accepted}
+        cls.refused = {**base.refused, **cls.refused}
 
 
 class ModelBody(Body):
-    """A body that says which model answers."""
+    """A body with a model name."""
 
     model: NonEmpty
-    """left out: the model that the fleet serves"""
+    """default: the model that the fleet serves"""
 
 
 class VectorsBody(ModelBody):
-    """A body that is answered with vectors, or with what is computed from them."""
+    """A body of a call that returns vectors, or results computed from vectors."""
 
     pooling: Literal["mean", "last"] = "mean"
     """mean or last"""
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
-    """stands in traces and in the request's story"""
+    """recorded in traces and in the request report"""
     priority: Annotated[int, Field(ge=-INT32, lt=INT32)] | None = None
-    """lower goes first"""
+    """requests with lower values run first"""
 
-    others = Fields(
-        accepted={
-            "request_id": "the header X-Request-Id names a call",
-            "additional_data": "nothing is kept under it",
-            "metadata": "nothing is kept under it",
-            "mm_processor_kwargs": "of images, which are not taken",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "request_id": "the header X-Request-Id identifies a request",
+        "additional_data": "nothing is stored under it",
+        "metadata": "nothing is stored under it",
+        "mm_processor_kwargs": "applies only to images, which are rejected",
+    }
 
 
 def each(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Prompts one by one, each as text or as token ids."""
+    """Return a list of prompts, each as text or as token ids."""
     if isinstance(given, str):
         return [given]
     if all(isinstance(item, int) for item in given):

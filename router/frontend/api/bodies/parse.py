@@ -1,4 +1,4 @@
-"""From the bytes of a body to the checked object, or to an error that names the field."""
+"""Parsing and validation of request bodies. Errors name the field."""
 
 from functools import cache
 from typing import Any, TypeVar, get_args
@@ -10,7 +10,7 @@ from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.common import Body
 from router.frontend.api.bodies.fields import Ignored, refuse
 
-_MAX_FAULTS = 256  # that are looked at, to name one of them
+_MAX_FAULTS = 256  # limits the work of choosing the error that is reported
 _OBJECTS = ("dict_type", "model_type", "model_attributes_type", "dataclass_type")
 
 _Kind = TypeVar("_Kind", bound=Body)
@@ -23,13 +23,13 @@ def parse(
     """Check a request body.
 
     Args:
-        kind: What it is to be.
+        kind: Class of the body.
         raw: JSON text.
-        ignored: Is told of the fields that nobody knows.
-        model: Stands for a ``model`` that the body leaves out.
+        ignored: Collects the names of unknown fields.
+        model: Default of the field ``model``.
 
     Raises:
-        InvalidRequestError: Not JSON, not an object, or a parameter is wrong; names it.
+        InvalidRequestError: The body is not a JSON object, or a parameter is invalid.
     """
     try:
         data = from_json(raw, allow_inf_nan=False)
@@ -43,30 +43,30 @@ def parse(
 def checked(
     kind: type[_Kind], data: dict[str, Any], ignored: Ignored | None = None, *, model: str = ""
 ) -> _Kind:
-    """As `parse`, of a body that is no text any more."""
+    """Check a request body that is already decoded; see `parse`."""
     data = _Sieve(Ignored() if ignored is None else ignored).known((kind,), data, "", "")
     if model and data.get("model") is None:
         data["model"] = model
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise _refusal(error, data) from error
+        raise _first_error(error, data) from error
 
 
 class _Sieve:
-    """Takes out of a body what is no field of its class."""
+    """Removes all fields from a body that its class does not define."""
 
     def __init__(self, ignored: Ignored) -> None:
         self._ignored = ignored
 
     def known(self, kinds: _Kinds, data: dict[str, Any], place: str, where: str) -> dict[str, Any]:
-        """The fields that the classes have.
+        """Return the fields that at least one of the classes defines.
 
         Args:
-            kinds: What the object may be.
+            kinds: Possible classes of the object.
             data: The object.
-            place: Where such objects stand, with ``[]`` for an index and a dot at the end.
-            where: Where this one stands.
+            place: Path of such objects, with ``[]`` for an index and a dot at the end.
+            where: Exact path of this object.
         """
         known = _fields(kinds)
         kept = {}
@@ -97,9 +97,9 @@ class _Sieve:
     ) -> None:
         value = data[name]
         for kind in kinds:
-            if name in kind.others.accepted:
+            if name in kind.accepted:
                 return
-            rule = kind.others.refused.get(name)
+            rule = kind.refused.get(name)
             if rule is None:
                 continue
             if name == "best_of" and value == data.get("n"):
@@ -111,7 +111,7 @@ class _Sieve:
 
 @cache
 def _fields(kinds: _Kinds) -> dict[str, _Kinds]:
-    """Field to the classes of the objects that it may hold."""
+    """Return for each field the classes of the objects that it may contain."""
     found: dict[str, _Kinds] = {}
     for kind in kinds:
         for name, field in kind.model_fields.items():
@@ -126,22 +126,24 @@ def _bodies_in(annotation: Any) -> _Kinds:
     return tuple(kind for inner in get_args(annotation) for kind in _bodies_in(inner))
 
 
-def _refusal(error: ValidationError, data: Any) -> InvalidRequestError:
-    """The first field at fault. Of a union's branches, those that got furthest are reported."""
+def _first_error(error: ValidationError, data: Any) -> InvalidRequestError:
+    """Report the first invalid field. Of a union, report the branches that matched deepest."""
     if error.error_count() > _MAX_FAULTS:
-        return InvalidRequestError(f"the body has {error.error_count()} faults, too many to list")
+        return InvalidRequestError(
+            f"the body has {error.error_count()} invalid values, too many to list"
+        )
     placed = [(_place(item, data), item) for item in error.errors(include_url=False)]
     first = placed[0][0][:1]
     same = [(place, item) for place, item in placed if place[:1] == first]
     depth = max(len(place) for place, _ in same)
     deepest = [(place, item) for place, item in same if len(place) == depth]
     param = _dotted(deepest[0][0])
-    said = dict.fromkeys(_sentence(item) for place, item in deepest if place == deepest[0][0])
-    return InvalidRequestError(f"{param}: {' or '.join(said)}", param=param)
+    reasons = dict.fromkeys(_sentence(item) for place, item in deepest if place == deepest[0][0])
+    return InvalidRequestError.at(param, f"{' or '.join(reasons)}")
 
 
 def _place(item: Any, data: Any) -> tuple[int | str, ...]:
-    """Where the fault is, without pydantic's own steps, such as the names of union branches."""
+    """Return the path of an error without pydantic's additions, such as union branches."""
     place: tuple[int | str, ...] = ()
     loc: tuple[int | str, ...] = item["loc"]
     for step in loc:

@@ -1,4 +1,4 @@
-"""What a chat says about the writing of its prompt."""
+"""Options of a chat that control how its prompt is rendered."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,42 +7,40 @@ from baton.text.template import ChatTemplate, Rendering
 from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.chat import ChatBody
 
-_OWN = ("messages", "tools")  # what a template is told in any case
+_OWN = ("messages", "tools")  # always passed to a template
 
 
 def rendering(
     values: Mapping[str, Any] | None, begin_answer: bool | None, go_on: bool | None
 ) -> Rendering:
-    """How a prompt is written.
+    """Return the options of the chat template.
 
     Args:
         values: ``chat_template_kwargs``.
-        begin_answer: ``add_generation_prompt``; None: unless the answer goes on with a message.
+        begin_answer: ``add_generation_prompt``; None: true, unless the last message is continued.
         go_on: ``continue_final_message``.
 
     Raises:
-        InvalidRequestError: They exclude each other, or a value has the name of something else.
+        InvalidRequestError: The options exclude each other, or a value has a reserved name.
     """
     if begin_answer and go_on:
-        raise InvalidRequestError(
-            "continue_final_message: the answer goes on with the last message, so "
-            "add_generation_prompt must not be true",
-            param="continue_final_message",
+        raise InvalidRequestError.at(
+            "continue_final_message", "cannot be combined with add_generation_prompt: true"
         )
-    told = dict(values or {})
+    kwargs = dict(values or {})
     for name in _OWN:
-        if name in told:
+        if name in kwargs:
             where = f"chat_template_kwargs.{name}"
-            raise InvalidRequestError(f"{where}: give {name} beside it", param=where)
-    own_begin = told.pop("add_generation_prompt", None)
+            raise InvalidRequestError.at(where, f"is not allowed; use the field {name} of the body")
+    own_begin = kwargs.pop("add_generation_prompt", None)
     if begin_answer is None and isinstance(own_begin, bool) and not go_on:
         begin_answer = own_begin
     begin = not go_on if begin_answer is None else begin_answer
-    return Rendering(values=told, begin_answer=begin, go_on=bool(go_on))
+    return Rendering(values=kwargs, begin_answer=begin, go_on=bool(go_on))
 
 
 def rendering_of(body: ChatBody, template: ChatTemplate) -> Rendering:
-    """How the prompt of a chat is written; hints go to a template that knows them."""
+    """Return the options of a chat; hints are passed only to templates that support them."""
     values: dict[str, Any] = {}
     effort = body.reasoning_effort
     if effort is not None and template.knows("reasoning_effort"):

@@ -1,46 +1,46 @@
-"""``POST /tokenize`` and ``POST /detokenize``."""
+"""Request bodies of tokenization."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.common import Body, Ids, NonEmpty
-from router.frontend.api.bodies.fields import Fields
+from router.frontend.api.bodies.fields import Refused
 from router.frontend.api.bodies.messages import Messages
 from router.frontend.api.bodies.tools import Tools
 
 
 class TokenizeBody(Body):
-    """``POST /tokenize``: a prompt, or the messages of a chat."""
+    """Request body of ``POST /tokenize``: a prompt, or the messages of a chat."""
 
     model: NonEmpty | None = None
-    """left out: the model that the fleet serves"""
+    """default: the model that the fleet serves"""
     prompt: str | None = None
-    """a text"""
+    """text to tokenize"""
     messages: Messages | None = None
-    """as in a chat"""
+    """same as in a chat"""
     tools: Tools | None = None
-    """as in a chat"""
+    """same as in a chat"""
     add_special_tokens: bool = True
-    """for a prompt: true"""
+    """whether the tokenizer adds its special tokens to a prompt"""
     add_generation_prompt: bool | None = None
-    """as in a chat"""
+    """same as in a chat"""
     continue_final_message: bool = False
-    """as in a chat"""
+    """same as in a chat"""
     chat_template_kwargs: dict[str, Any] | None = None
-    """as in a chat"""
+    """same as in a chat"""
     return_token_strs: bool = False
-    """each token as text, too"""
+    """true: also return the text of each token"""
 
-    others = Fields(
-        accepted={"mm_processor_kwargs": "of images, which are refused where they stand"},
-        refused={"chat_template": ChatBody.others.refused["chat_template"]},
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "mm_processor_kwargs": "applies only to images, which are rejected"
+    }
+    refused: ClassVar[dict[str, Refused]] = {"chat_template": ChatBody.refused["chat_template"]}
 
 
 class DetokenizeBody(Body):
-    """``POST /detokenize``."""
+    """Request body of ``POST /detokenize``."""
 
     model: NonEmpty | None = None
-    """left out: the model that the fleet serves"""
+    """default: the model that the fleet serves"""
     tokens: Ids
     """token ids"""

@@ -1,28 +1,26 @@
-"""The tools that a chat offers, and which of them may or must be called."""
+"""Tools that a chat offers, and the choice among them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import Body, FunctionName
-from router.frontend.api.bodies.fields import MAX_TOOLS, Fields
+from router.frontend.api.bodies.fields import MAX_TOOLS
 
 
 class FunctionOffered(Body):
-    """A function that may be called; ``parameters`` is always kept to, ``strict`` or not."""
+    """A function that may be called; ``parameters`` is always enforced, whatever ``strict`` is."""
 
     name: FunctionName
     """letters, digits and `_-.:/`"""
     description: str | None = None
     """shown to the model"""
     parameters: dict[str, Any] | None = None
-    """JSON schema of an object; calls keep to it"""
+    """JSON schema of an object; the arguments of calls follow it"""
     strict: bool | None = None
-    """false: keywords that cannot be enforced are checked afterwards"""
+    """false: keywords that cannot be enforced during generation are checked afterwards"""
 
-    others = Fields(
-        accepted={"cache_control": "prefixes are found without a mark"},
-    )
+    accepted: ClassVar[dict[str, str]] = {"cache_control": "prefixes are cached without markers"}
 
 
 class ToolOffered(Body):
@@ -31,11 +29,9 @@ class ToolOffered(Body):
     type: Literal["function"]
     """function"""
     function: FunctionOffered
-    """what may be called"""
+    """the function that may be called"""
 
-    others = Fields(
-        accepted={"cache_control": "prefixes are found without a mark"},
-    )
+    accepted: ClassVar[dict[str, str]] = {"cache_control": "prefixes are cached without markers"}
 
 
 class FunctionNamed(Body):
@@ -52,14 +48,14 @@ class ToolNamed(Body):
 
 
 class SomeTools(Body):
-    """A part of the tools that are offered, and whether one of them must be called."""
+    """A subset of the offered tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: Annotated[list[ToolNamed], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class ToolsAllowed(Body):
-    """Only some of the tools may be called; the model is told of all."""
+    """Restriction of calls to some of the tools; the model still sees all tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: SomeTools

@@ -1,1 +1,1 @@
-"""How answers are written: what every API's format does, and OpenAI's older formats."""
+"""Formats of responses: the interface of all formats, and OpenAI's chat and completions."""

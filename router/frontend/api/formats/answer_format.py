@@ -1,13 +1,12 @@
-"""What an API makes of the events of an answer: bytes of its stream, or one body.
+"""Interface of response formats, which convert events of an answer to a stream or one body.
 
     first token of any prompt ── opening
-    scores of a prompt ───────── prompt_logprobs    before any delta of that prompt
-    tokens ───────────────────── delta              the last one of a choice says how it ended
+    logprobs of a prompt ─────── prompt_logprobs    before any delta of that prompt
+    tokens ───────────────────── delta              the last one of a choice has the finish reason
     silence ──────────────────── keep_alive
-    all have ended ───────────── finish, ended      or `failed`, where an error ends them
+    end of all requests ──────── finish, ended      or `failed` after an error
 
-`Answer` (``router/frontend/api/answer.py``) has the events. A format has no clock; only `finish`
-may wait.
+`Answer` (``router/frontend/api/answer.py``) calls these methods. Only `finish` may wait.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,63 +23,55 @@ KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 
 
 class AnswerFormat(Protocol):
-    """How an API writes an answer. ``prompt`` is the index of a request.
+    """Format of an API's responses. ``prompt`` is the index of a request."""
 
-    Attributes:
-        keep_alive: Written into a stream that has been silent.
-    """
-
-    keep_alive: bytes
+    keep_alive: bytes  # sent when a stream is silent
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
-        """Events before the first delta."""
+        """Return the events before the first delta."""
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
-        """Events with the prompt logprobs, where asked for; ahead of the request's first delta."""
+        """Return the events with the prompt logprobs, which precede the request's first delta."""
+        return b""
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
-        """Events of one delta of one choice."""
+        """Return the events of one delta of one choice."""
 
     def failed(self, error: BatonError) -> bytes:
-        """The last event of a stream that ends with an error."""
+        """Return the event that ends a stream with an error."""
 
     async def finish(self, active_requests: Sequence[ActiveRequest]) -> None:
-        """Every request has ended well, and nothing of the end is written yet."""
+        """Prepare the end of the response after all requests have ended without errors."""
+        return
 
     def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
-        """Events after the last delta."""
+        """Return the events after the last delta."""
 
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the response in one piece."""
 
 
 class ChunkFormat(Protocol):
-    """A format whose stream is a row of objects of one kind, as OpenAI's older ones are."""
+    """Format whose stream consists of objects of one kind, such as OpenAI's chat."""
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
-        """Chunks before the first delta."""
+        """Return the chunks before the first delta."""
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
-        """Chunks with the prompt logprobs, where asked for; ahead of the request's first delta."""
+        """Return the chunks with the prompt logprobs, which precede the request's first delta."""
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
-        """One delta of one choice."""
+        """Return the chunk of one delta of one choice."""
 
     def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """The last chunk, when the client asked for usage."""
+        """Return the last chunk, which contains the usage."""
 
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """The answer in one piece."""
+        """Return the response in one piece."""
 
 
-class DataEvents:
-    """The stream of a `ChunkFormat`: a ``data:`` line each, ``[DONE]`` at the end.
-
-    Args:
-        chunks: What the objects are.
-        include_usage: The stream ends with its usage.
-        continuous_usage: And every chunk tells of the usage so far.
-    """
+class DataEvents(AnswerFormat):
+    """Format that sends each chunk of a `ChunkFormat` as an event, and ``[DONE]`` at the end."""
 
     keep_alive = KEEP_ALIVE_COMMENT
 
@@ -94,16 +85,16 @@ class DataEvents:
         self._around: dict[tuple[int, int], TextEvent] = {}  # by prompt and choice
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
-        """See `AnswerFormat`."""
+        """Return the events before the first delta."""
         self._active_requests = active_requests
         return b"".join(map(self._event, self._chunks.opening(active_requests)))
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
-        """See `AnswerFormat`."""
+        """Return the events with the prompt logprobs."""
         return b"".join(map(data_event, self._chunks.prompt_logprobs(prompt, active)))
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
-        """See `AnswerFormat`."""
+        """Return the event of one delta."""
         if self._continuous_usage or not delta.only_text:
             return self._event(self._chunks.chunk(prompt, delta))
         place = (prompt, delta.choice)
@@ -119,29 +110,22 @@ class DataEvents:
         return data_event(chunk)
 
     def failed(self, error: BatonError) -> bytes:
-        """See `AnswerFormat`."""
+        """Return the event that ends a stream with an error."""
         return data_event(error.body())
 
-    async def finish(self, active_requests: Sequence[ActiveRequest]) -> None:
-        """See `AnswerFormat`."""
-
     def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
-        """See `AnswerFormat`."""
+        """Return the events after the last delta."""
         if not self._include_usage:
             return DONE
         return data_event(self._chunks.usage_chunk(active_requests)) + DONE
 
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """See `AnswerFormat`."""
+        """Return the response in one piece."""
         return self._chunks.whole(active_requests)
 
 
 class TextEvent:
-    """Events that differ in one text alone: the bytes around it are made once.
-
-    Args:
-        sample: The event whose text is `SAMPLE`.
-    """
+    """Encoder of events that differ in one text only. The text of ``sample`` is `SAMPLE`."""
 
     SAMPLE = (
         "baton text \u2063\u2062\u2064 sample"  # no other field of an event has such characters
@@ -151,25 +135,25 @@ class TextEvent:
     def __init__(self, sample: bytes) -> None:
         self._before, found, self._behind = sample.partition(self._ENCODED)
         if not found:
-            raise ValueError("the sample's text is not in it")
+            raise ValueError("the event does not contain the sample text")
 
     def of(self, text: str) -> bytes:
-        """The event with this text."""
+        """Return the event with this text."""
         return self._before + orjson.dumps(text) + self._behind
 
 
 def data_event(payload: dict[str, Any]) -> bytes:
-    """A server-sent event without a name."""
+    """Encode a server-sent event without a name."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 def named_event(name: str, payload: dict[str, Any]) -> bytes:
-    """A server-sent event with a name."""
+    """Encode a server-sent event with a name."""
     return b"event: " + name.encode() + b"\n" + data_event(payload)
 
 
 def usage(active_requests: Iterable[ActiveRequest]) -> dict[str, Any]:
-    """Tokens read and written. Cached ones are prompt tokens that were not computed for this."""
+    """Sum up the usage. Cached tokens are prompt tokens that were not computed again."""
     prompt = completion = cached = reasoning = 0
     for active in active_requests:
         prompt += active.record.prompt_tokens

@@ -1,9 +1,9 @@
-"""Cuts the deltas of one answer into the parts that newer APIs send: thinking, text, calls.
+"""Parts of an answer as newer APIs send them: thinking, text and calls. No I/O, no clock.
 
     deltas   "Let me" "…" │ <call 0> {"ci │ ty": "Paris"} │ <call 1> {}
     events   Begin More More End │ Begin More More End    │ Begin More End
 
-Within a delta thinking stands before text, and text before calls. Pure: no I/O, no clock.
+Within a delta, thinking precedes text, and text precedes calls.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ Kind = Literal["thinking", "text", "call"]
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """One part of an answer.
+    """A part of an answer.
 
     Attributes:
-        index: The how-many-th of its answer.
-        id: As the API names it; made by `AnswerParts.new_id`.
-        call_id: Of a call, as its result will name it.
-        name: Of the function that is called.
-        text: What is written of it so far, in pieces; of a call its arguments.
+        index: Position in the answer.
+        id: Id in the format of the API.
+        call_id: Id of a call, which its result refers to.
+        name: Name of the called function.
+        pieces: Text so far; arguments in the case of a call.
     """
 
     index: int
@@ -37,18 +37,18 @@ class Part:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Complete text so far."""
         return "".join(self.pieces)
 
 
 class Begin(NamedTuple):
-    """A part begins."""
+    """Event: a part begins."""
 
     part: Part
 
 
 class More(NamedTuple):
-    """A part goes on; ``text`` is among its pieces already."""
+    """Event: a part continues; ``text`` is already in its pieces."""
 
     part: Part
     text: str
@@ -56,7 +56,7 @@ class More(NamedTuple):
 
 
 class End(NamedTuple):
-    """A part is complete, or the answer was cut within it."""
+    """Event: a part is complete or was cut off."""
 
     part: Part
 
@@ -65,10 +65,10 @@ Event = Begin | More | End
 
 
 class AnswerParts:
-    """The parts of one answer, as its deltas come.
+    """Splitter of an answer's deltas into parts.
 
     Args:
-        new_id: Makes the id of a part of a kind.
+        new_id: Function that returns an id for a part of this kind.
     """
 
     def __init__(self, new_id: Callable[[Kind], str]) -> None:
@@ -81,7 +81,7 @@ class AnswerParts:
         self._events: list[Event] = []
 
     def push(self, delta: Delta) -> list[Event]:
-        """What a delta adds."""
+        """Add a delta. Return its events."""
         if delta.reasoning:
             self._add("thinking", delta.reasoning, [])
         if delta.text:
@@ -98,11 +98,7 @@ class AnswerParts:
         return self._taken()
 
     def finish(self, *, never_empty: bool = False) -> list[Event]:
-        """No more deltas come.
-
-        Args:
-            never_empty: An answer without parts gets an empty text.
-        """
+        """End the answer. Return the last events. ``never_empty`` adds an empty text."""
         if never_empty and not self.parts:
             self._begin("text")
         self._end()

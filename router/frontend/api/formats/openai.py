@@ -1,7 +1,7 @@
-"""Chat and text completions in OpenAI's shapes: whole and as chunks, made from the same deltas."""
+"""Formats of OpenAI's chat and text completions, in one piece and as chunks."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from baton.text.tokenizer import TextTokenizer
 from baton.text.tool_calls import CallDelta
@@ -12,18 +12,17 @@ from router.routing.requests.active_request import ActiveRequest
 
 
 class _Format:
-    """The parts that both formats share.
+    """Common part of both formats.
 
     Args:
         answer_id: ``chatcmpl-…`` or ``cmpl-…``.
-        created: Unix time in seconds.
-        model: The name that the client asked for.
-        fingerprint: Changes when weights or numerics do.
-        tokenizer: For tokens as text.
-        include_usage: Every chunk of a stream has a ``usage`` field then.
-        prompt_logprobs: vLLM's parameter: so many alternatives for each prompt token.
-        token_ids: vLLM's parameter ``return_token_ids``.
+        fingerprint: Value of ``system_fingerprint``.
+        include_usage: Whether chunks have a ``usage`` field.
+        prompt_logprobs: Number of alternatives for each prompt token (vLLM's parameter).
+        token_ids: Whether the response contains token ids (vLLM's ``return_token_ids``).
     """
+
+    _chunk_object: ClassVar[str]
 
     def __init__(
         self,
@@ -48,14 +47,18 @@ class _Format:
         self._tokenizer = tokenizer
         self._include_usage = include_usage
 
-    def _chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head, "object": kind, "choices": choices}
+    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
+        """Return a chunk with the usage and without choices."""
+        return {**self._chunk([]), "usage": usage(active_requests)}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self._chunk_object, "choices": choices}
         if self._include_usage:
             chunk["usage"] = None
         return chunk
 
     def _ended(self, chunk: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        """The last chunk of a choice says what ended it, as a whole answer does."""
+        """Add the fields of a choice's last chunk, and the token ids."""
         if delta.finish_reason is not None:
             chunk["choices"][0]["stop_reason"] = delta.stop_reason
         chunk["choices"][0].update(self._token_ids(delta))
@@ -68,7 +71,7 @@ class _Format:
         return {"prompt_token_ids": list(active.request.prompt)} if self._with_token_ids else {}
 
     def _vllm(self, active: ActiveRequest) -> dict[str, Any]:
-        """The field ``prompt_logprobs``, as in vLLM, where it was asked for."""
+        """Return vLLM's field ``prompt_logprobs``, if requested."""
         if self._prompt_logprobs is None:
             return {}
         view = PromptView.of(active, self._tokenizer)
@@ -76,25 +79,27 @@ class _Format:
 
 
 class ChatFormat(_Format):
-    """``chat.completion`` and ``chat.completion.chunk``."""
+    """Format of chats: ``chat.completion`` and ``chat.completion.chunk``."""
+
+    _chunk_object = "chat.completion.chunk"
 
     def __init__(self, *, n: int, **common: Any) -> None:
         super().__init__(**common)
         self._n = n
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
-        """The role of every choice."""
+        """Return a chunk with the role of every choice."""
         delta = {"role": "assistant", "content": ""}
         chunks = [self._choice_chunk(index, delta, None, None) for index in range(self._n)]
         chunks[0].update(self._prompt_ids(active_requests[0]))
         return chunks
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
-        """A chunk without choices."""
-        return [{**self._chunk("chat.completion.chunk", []), **self._vllm(active)}]
+        """Return a chunk without choices."""
+        return [{**self._chunk([]), **self._vllm(active)}]
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
-        """A piece of content; the last one of a choice has its finish reason."""
+        """Return a chunk with new content; the last one of a choice has its finish reason."""
         content: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if delta.reasoning:
             content["reasoning_content"] = delta.reasoning
@@ -117,14 +122,10 @@ class ChatFormat(_Format):
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return self._chunk("chat.completion.chunk", [choice])
-
-    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """No choices, only usage."""
-        return {**self._chunk("chat.completion.chunk", []), "usage": usage(active_requests)}
+        return self._chunk([choice])
 
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """All choices with their messages."""
+        """Return all choices with their messages."""
         record = active_requests[0].record
         with_logprobs = record.request.sampling.logprobs is not None
         choices = [
@@ -170,7 +171,7 @@ def _call_chunk(call: CallDelta) -> dict[str, Any]:
 
 
 def _message(delta: Delta) -> dict[str, Any]:
-    """A whole answer, put together from the deltas that a stream would have had."""
+    """Return the message of a complete answer."""
     message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
     calls: dict[int, dict[str, Any]] = {}
     for call in delta.calls:
@@ -188,15 +189,16 @@ def _message(delta: Delta) -> dict[str, Any]:
 
 
 class CompletionFormat(_Format):
-    """``text_completion``; choices are numbered over all prompts.
+    """Format of text completions (``text_completion``); choices are numbered over all prompts.
 
     Args:
-        n: Choices of each prompt.
-        echoes: The prompts' texts, if they are to stand before the answers.
-        echo_logprobs: With ``echoes``: the prompts' logprobs stand before the answers' as well,
-            each with so many alternatives.
-        **common: See ``_Format``.
+        n: Number of choices of each prompt.
+        echoes: Texts of the prompts, if they precede the answers.
+        echo_logprobs: Number of alternatives in the echoed prompts' logprobs; None: no logprobs.
+        **common: Arguments of ``_Format``.
     """
+
+    _chunk_object = "text_completion"
 
     def __init__(
         self,
@@ -210,10 +212,10 @@ class CompletionFormat(_Format):
         self._n = n
         self._echoes = echoes
         self._echo_logprobs = echo_logprobs if echoes is not None else None
-        self._untold: dict[int, dict[str, Any]] = {}  # prompt ids, for the first chunk of a choice
+        self._prompt_fields: dict[int, dict[str, Any]] = {}  # for the first chunk of each choice
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
-        """For each choice its echo with logprobs, and vLLM's field."""
+        """Return a chunk for each choice with the echoed prompt's logprobs, and vLLM's field."""
         logprobs = self._echoed_logprobs(active)
         text = self._echo(prompt) if logprobs is not None else ""
         chunks = []
@@ -233,8 +235,8 @@ class CompletionFormat(_Format):
         return self._echoes[prompt] if self._echoes is not None else ""
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
-        """The prompts that are echoed without logprobs; the others wait for them."""
-        self._untold = {
+        """Return the echoed prompts, unless they wait for their logprobs."""
+        self._prompt_fields = {
             prompt * self._n + choice: self._prompt_ids(active)
             for prompt, active in enumerate(active_requests)
             for choice in range(self._n)
@@ -248,11 +250,11 @@ class CompletionFormat(_Format):
         ]
 
     def chunk(self, prompt: int, delta: Delta) -> dict[str, Any]:
-        """A piece of text."""
+        """Return a chunk with new text."""
         logprobs = self._logprobs(prompt, delta.logprobs) if delta.logprobs else None
         index = prompt * self._n + delta.choice
         chunk = self._choice_chunk(index, delta.text, logprobs, delta.finish_reason)
-        chunk["choices"][0].update(self._untold.pop(index, {}))
+        chunk["choices"][0].update(self._prompt_fields.pop(index, {}))
         return self._ended(chunk, delta)
 
     def _choice_chunk(
@@ -264,14 +266,10 @@ class CompletionFormat(_Format):
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return self._chunk("text_completion", [choice])
-
-    def usage_chunk(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """No choices, only usage."""
-        return {**self._chunk("text_completion", []), "usage": usage(active_requests)}
+        return self._chunk([choice])
 
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """All choices of all prompts."""
+        """Return all choices of all prompts."""
         choices = []
         for prompt, active in enumerate(active_requests):
             echo = self._echo(prompt)
@@ -306,7 +304,7 @@ class CompletionFormat(_Format):
         columns: dict[str, list[Any]] = {
             "tokens": [spell(entry.token_id) for entry in shown],
             "token_logprobs": [entry.logprob for entry in shown],
-            # Where two ids are spelled alike, the likelier one stands (they come best first).
+            # Of two ids with the same text, the likelier one wins (they are sorted best first).
             "top_logprobs": [
                 {spell(token): value for token, value in reversed(entry.top)} for entry in shown
             ],

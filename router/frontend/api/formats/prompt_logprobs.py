@@ -1,4 +1,4 @@
-"""Prompt tokens' log-probabilities in the shapes of two APIs: OpenAI's ``echo`` and vLLM's own."""
+"""Log-probabilities of prompt tokens in two formats: OpenAI's ``echo`` and vLLM's own."""
 
 from typing import Any
 
@@ -11,13 +11,7 @@ from router.routing.requests.active_request import ActiveRequest
 
 
 class PromptView:
-    """One prompt with its logprobs, as clients see it.
-
-    Args:
-        prompt: Token ids.
-        logprobs: Of all tokens but the first.
-        tokenizer: For tokens as text.
-    """
+    """Converter of a prompt's logprobs (of all tokens but the first) to the formats of APIs."""
 
     def __init__(
         self, prompt: tuple[int, ...], logprobs: PromptLogprobs, tokenizer: TextTokenizer
@@ -36,14 +30,14 @@ class PromptView:
 
     @classmethod
     def of(cls, active: ActiveRequest, tokenizer: TextTokenizer) -> "PromptView | None":
-        """The view of a request's prompt; None where its logprobs were not asked for."""
+        """Return the view of a request's prompt; None if its logprobs were not requested."""
         logprobs = active.record.prompt_logprobs
         return None if logprobs is None else cls(active.request.prompt, logprobs, tokenizer)
 
     def openai(self, alternatives: int) -> dict[str, list[Any]]:
-        """The ``logprobs`` of an echoed prompt; the first token has null in place of numbers.
+        """Return the ``logprobs`` of an echoed prompt; values of the first token are null.
 
-        Where two alternatives are spelled alike, the likelier one stands.
+        Of two alternatives with the same text, only the likelier one appears.
         """
         spell = self._spell
         top = [
@@ -58,10 +52,10 @@ class PromptView:
         }
 
     def _offsets(self) -> list[int]:
-        """Where each token's text begins in the echoed text."""
+        """Return the position of each token's text in the echoed text."""
         detokenizer = Detokenizer(self._tokenizer)
         offsets = []
-        cut = 0  # a first space that stands for no character of the text
+        cut = 0  # 1 if the first token adds a space that is not in the text
         for index, token in enumerate(self._prompt):
             offsets.append(max(detokenizer.text_length - cut, 0))
             shown = detokenizer.push(token)
@@ -70,7 +64,7 @@ class PromptView:
         return offsets
 
     def vllm(self, alternatives: int) -> list[dict[str, Any] | None]:
-        """``prompt_logprobs`` as in vLLM: by token id, the token itself always among them."""
+        """Return vLLM's ``prompt_logprobs`` by token id, always including the token itself."""
         entries: list[dict[str, Any] | None] = [None]
         for token, own, rank, top in zip(
             self._prompt[1:], self._own, self._ranks, self._top, strict=True

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: ``/v1/messages``, made of the same events as OpenAI's."""
+"""Anthropic's Messages API: ``/v1/messages``."""

@@ -1,78 +1,74 @@
-"""Bodies of Anthropic's Messages API."""
+"""Request bodies of Anthropic's Messages API."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
-from router.frontend.api.bodies.fields import MAX_TOOLS, Fields, Refused
+from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
 
-_CACHED = "prefixes are found without a mark"
-_NO_TEXT = "of images and documents, which are refused where they stand"
-_HINT = "a hint about speed or place; every request is served alike"
-_THEIRS = "offer tools of your own, with input_schema"
+_CACHED = "prefixes are cached without markers"
+_NO_TEXT = "applies only to images and documents, which are rejected"
+_HINT = "a hint about speed or location; all requests are served alike"
+_THEIRS = "define the tools in tools, with input_schema"
 
 
 class MessagesBlock(Body):
-    """A content block; which fields it has depends on its type."""
+    """A content block; its type determines its fields."""
 
     type: NonEmpty
-    """text, tool_use, tool_result, thinking, redacted_thinking (which nobody can read)"""
+    """text, tool_use, tool_result, thinking, redacted_thinking (encrypted, so ignored)"""
     text: str | None = None
-    """of a text"""
+    """the text of a text block"""
     thinking: str | None = None
-    """given to a template that shows earlier reasoning"""
+    """passed to chat templates that include earlier reasoning"""
     id: NonEmpty | None = None
-    """of a call"""
+    """id of a call (tool_use)"""
     name: str | None = None
-    """of a call"""
+    """name of the called tool"""
     input: dict[str, Any] | None = None
-    """of a call"""
+    """arguments of a call"""
     tool_use_id: NonEmpty | None = None
-    """of a result"""
+    """id of the call that a tool_result belongs to"""
     content: "str | Annotated[list[MessagesBlock], FIRST_FAULT] | None" = None
-    """of a result: text, or blocks of text"""
+    """result of a tool: text, or text blocks"""
     is_error: bool | None = None
-    """the result begins with `Error: `"""
+    """true: the model sees `Error: ` before the result"""
 
-    others = Fields(
-        accepted={
-            "cache_control": _CACHED,
-            "citations": "no part of the text",
-            "signature": "no part of the text",
-            "data": "of redacted thinking",
-            "source": _NO_TEXT,
-            "title": _NO_TEXT,
-            "context": _NO_TEXT,
-            "file_id": _NO_TEXT,
-            "caller": "no part of the call",
-            "toolset_name": "no part of the call",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "cache_control": _CACHED,
+        "citations": "not part of the text",
+        "signature": "not part of the text",
+        "data": "redacted thinking is not used",
+        "source": _NO_TEXT,
+        "title": _NO_TEXT,
+        "context": _NO_TEXT,
+        "file_id": _NO_TEXT,
+        "caller": "not part of the call",
+        "toolset_name": "not part of the call",
+    }
 
 
 class MessagesTurn(Body):
-    """One turn of a conversation."""
+    """A message of one role."""
 
     role: Literal["user", "assistant", "system"]
     """user, assistant, system"""
     content: str | Annotated[list[MessagesBlock], FIRST_FAULT]
-    """text, or blocks"""
+    """text, or content blocks"""
 
-    others = Fields(
-        accepted={
-            "id": "messages have no names here",
-            "type": "every item is a message",
-            "model": "who wrote it does not matter",
-            "stop_reason": "no part of the text",
-            "stop_sequence": "no part of the text",
-            "usage": "no part of the text",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "id": "message ids are not used",
+        "type": "all items are messages",
+        "model": "output of all models is accepted",
+        "stop_reason": "not part of the text",
+        "stop_sequence": "not part of the text",
+        "usage": "not part of the text",
+    }
 
 
 class MessagesTool(Body):
-    """A tool of the client's."""
+    """A tool that the client implements."""
 
     type: str | None = None
     """custom"""
@@ -81,79 +77,75 @@ class MessagesTool(Body):
     description: str | None = None
     """shown to the model"""
     input_schema: dict[str, Any] | None = None
-    """JSON schema of an object; calls keep to it"""
+    """JSON schema of an object; the arguments of calls follow it"""
     strict: bool | None = None
-    """false: keywords that cannot be enforced are checked afterwards"""
+    """false: keywords that cannot be enforced during generation are checked afterwards"""
 
-    others = Fields(
-        accepted={
-            "cache_control": _CACHED,
-            "eager_input_streaming": "arguments are streamed as they are written",
-            "input_examples": "not shown to the model",
-            "allowed_callers": "only the model calls",
-            "defer_loading": "every tool is told at once",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "cache_control": _CACHED,
+        "eager_input_streaming": "arguments are always streamed as they are generated",
+        "input_examples": "not shown to the model",
+        "allowed_callers": "only the model calls tools",
+        "defer_loading": "all tools are shown to the model at once",
+    }
 
 
 class MessagesToolChoice(Body):
-    """Whether tools are to be used; ``name`` with type ``tool``."""
+    """Choice among the tools; type ``tool`` requires ``name``."""
 
     type: Literal["auto", "any", "tool", "none"]
     """auto, any, tool, none"""
     name: NonEmpty | None = None
-    """with tool"""
+    """name of the tool that must be called, for type tool"""
     disable_parallel_tool_use: bool = False
-    """one call at most"""
+    """true: at most one call"""
 
 
 class MessagesMetadata(Body):
-    """Who the client asks for."""
+    """Metadata of a request."""
 
     user_id: str | None = None
-    """stands in traces and in the request's story"""
+    """recorded in traces and in the request report"""
 
 
 class MessagesOutputFormat(Body):
-    """The shape of the answer's text."""
+    """Format of the answer's text."""
 
     type: Literal["json_schema"]
     """json_schema"""
     schema_: dict[str, Any] = Field(alias="schema")
-    """the answer keeps to it"""
+    """JSON schema that the answer follows"""
 
 
 class MessagesOutputConfig(Body):
-    """What the answer is to look like."""
+    """Format of the answer and effort."""
 
     format: MessagesOutputFormat | None = None
     """a JSON schema"""
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """given to a template that knows it"""
+    """passed to chat templates that support it"""
 
-    others = Fields(
-        accepted={"task_budget": "a hint to the model, which no template knows"},
-    )
+    accepted: ClassVar[dict[str, str]] = {"task_budget": "no chat template supports it"}
 
 
 class MessagesThinking(Body):
-    """Whether the model is to think before it answers."""
+    """Thinking before the answer."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    """disabled, or any other; of a model that does not think it changes nothing"""
+    """disabled; any other value enables it; no effect for models without thinking"""
     budget_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
-    """tokens after which thinking is closed"""
+    """number of tokens after which thinking ends"""
     display: Literal["summarized", "omitted"] | None = None
-    """omitted leaves the thinking out of the answer"""
+    """omitted: the answer does not contain the thinking"""
 
 
 class CountTokensBody(ModelBody):
-    """``POST /v1/messages/count_tokens``: a message without what its answer is to be."""
+    """Request body of ``POST /v1/messages/count_tokens``: the fields that determine the prompt."""
 
     messages: Annotated[list[MessagesTurn], Field(min_length=1), FIRST_FAULT]
-    """turns of one side that follow each other are joined; an assistant's last one is continued"""
+    """consecutive messages of one role are joined; a last assistant message is continued"""
     system: str | Annotated[list[MessagesBlock], FIRST_FAULT] | None = None
-    """text, or blocks of text"""
+    """text, or text blocks"""
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
     """up to 512"""
     tool_choice: MessagesToolChoice | None = None
@@ -163,35 +155,33 @@ class CountTokensBody(ModelBody):
     output_config: MessagesOutputConfig | None = None
     """see below"""
 
-    others = Fields(
-        accepted={
-            "cache_control": _CACHED,
-            "service_tier": _HINT,
-            "speed": _HINT,
-            "inference_geo": _HINT,
-            "billing_policy": _HINT,
-            "fallbacks": "nothing is declined",
-            "fallback_credit_token": "nothing is declined",
-            "diagnostics": "GET /fleet/requests/{id} tells more",
-            "user_profile_id": "nothing is kept under it",
-            "workspace_id": "nothing is kept under it",
-        },
-        refused={
-            "container": Refused((None,), _THEIRS),
-            "mcp_servers": Refused((None, []), _THEIRS),
-            "compaction": Refused((None,), "ask for a summary in a message"),
-            "context_management": Refused(
-                (None, {}, {"edits": []}), "send the messages that are to be read"
-            ),
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "cache_control": _CACHED,
+        "service_tier": _HINT,
+        "speed": _HINT,
+        "inference_geo": _HINT,
+        "billing_policy": _HINT,
+        "fallbacks": "no request is passed to another model",
+        "fallback_credit_token": "no request is passed to another model",
+        "diagnostics": "GET /fleet/requests/{id} returns the request report",
+        "user_profile_id": "nothing is stored under it",
+        "workspace_id": "nothing is stored under it",
+    }
+    refused: ClassVar[dict[str, Refused]] = {
+        "container": Refused((None,), _THEIRS),
+        "mcp_servers": Refused((None, []), _THEIRS),
+        "compaction": Refused((None,), "ask for a summary in a message"),
+        "context_management": Refused(
+            (None, {}, {"edits": []}), "send only the messages that the model must see"
+        ),
+    }
 
 
 class MessagesBody(CountTokensBody):
-    """``POST /v1/messages``. ``priority`` and ``cache_salt`` are Baton's own."""
+    """Request body of ``POST /v1/messages``. ``priority`` and ``cache_salt`` are Baton's own."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=INT32)]
-    """may be beyond the context, which then is the limit"""
+    """limited to the space that the prompt leaves in the context"""
     stop_sequences: list[str] | None = None
     """up to 16"""
     stream: bool | None = None
@@ -199,14 +189,14 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     """0 is greedy"""
     top_p: float | None = None
-    """over 0, at most 1"""
+    """greater than 0, at most 1"""
     top_k: int | None = None
-    """0 is off"""
+    """0 switches it off"""
     metadata: MessagesMetadata | None = None
     """see below"""
     thread: dict[str, Any] | None = None
-    """400 `thread_unsupported_request`: clients then send the whole conversation"""
+    """rejected with 400 `thread_unsupported_request`; clients then send the whole conversation"""
     priority: int | None = None
-    """Baton's own: lower goes first"""
+    """Baton's own: requests with lower values run first"""
     cache_salt: str | None = None
-    """Baton's own: shares a cached prefix only with the same salt"""
+    """Baton's own: only requests with the same salt share cached prefixes"""

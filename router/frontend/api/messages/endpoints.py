@@ -17,18 +17,18 @@ from router.frontend.api.translation import as_answer
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """The endpoints."""
+    """Return the endpoints of the Messages API."""
     api = Endpoints()
     calls = _MessagesCalls(router, MESSAGES_ERRORS)
 
     @api.post_body("/v1/messages", MessagesBody)
     async def messages(request: Request) -> Response:
-        """Answer a conversation, in Anthropic's shape."""
+        """Answer a conversation in Anthropic's format."""
         return await calls.answer(request, "messages", MessagesBody, calls.messages)
 
     @api.post_body("/v1/messages/count_tokens", CountTokensBody)
     async def count_tokens(request: Request) -> Response:
-        """How many tokens the model would read."""
+        """Count the prompt tokens of a message."""
         return await calls.answer(request, "count_tokens", CountTokensBody, calls.count_tokens)
 
     return api
@@ -38,9 +38,9 @@ class _MessagesCalls(Calls):
     async def messages(
         self, body: MessagesBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
-        told = await off_loop(size, lambda: chat_of(body))
-        chat = await off_loop(size, told.chat)
-        with told.named():
+        translation = await off_loop(size, lambda: chat_of(body))
+        chat = await off_loop(size, translation.chat)
+        with translation.named():
             prepared, span = await self.chat_request(chat, size, caller, now_ns)
         span.set_attribute("gen_ai.request.max_tokens", body.max_tokens)
         answer_id = f"msg_{secrets.token_hex(16)}"
@@ -56,8 +56,8 @@ class _MessagesCalls(Calls):
     async def count_tokens(
         self, body: CountTokensBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
-        told = await off_loop(size, lambda: chat_of(body))
-        chat = await off_loop(size, told.chat)
-        with told.named():
+        translation = await off_loop(size, lambda: chat_of(body))
+        chat = await off_loop(size, translation.chat)
+        with translation.named():
             count = await self.prompt_tokens("count_tokens", chat, size, caller, now_ns)
         return JSONResponse({"input_tokens": count})

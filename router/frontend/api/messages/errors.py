@@ -1,4 +1,4 @@
-"""Errors as Anthropic's API tells of them."""
+"""Errors in the format of Anthropic's API."""
 
 from typing import Any
 
@@ -19,15 +19,15 @@ _KINDS = {
 }
 
 
-class _MessagesErrors:
+class _MessagesErrors(ErrorShape):
     def status(self, refusal: Refusal) -> int:
-        """Anthropic has a status of its own for what is 503 elsewhere."""
+        """Return Anthropic's own status instead of 503."""
         return _OVERLOADED if refusal.status == 503 else refusal.status
 
     def body(self, refusal: Refusal, request_id: str) -> dict[str, Any]:
         status = self.status(refusal)
         kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-        # Clients read a stable code here; the code and the parameter are Baton's own.
+        # Anthropic's clients read `details`; its two fields are Baton's own.
         details = {"error_code": refusal.code, "param": refusal.param}
         error = {"type": kind, "message": refusal.message, "details": details}
         return {"type": "error", "error": error, "request_id": request_id}
@@ -37,4 +37,4 @@ class _MessagesErrors:
         return [(b"x-request-id", spelled), (b"request-id", spelled)]
 
 
-MESSAGES_ERRORS: ErrorShape = _MessagesErrors()
+MESSAGES_ERRORS = _MessagesErrors()

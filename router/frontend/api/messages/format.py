@@ -1,4 +1,4 @@
-"""An answer as Anthropic's Messages API writes it: a message of content blocks."""
+"""Responses in the format of Anthropic's Messages API: messages of content blocks."""
 
 import secrets
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from baton.types.errors import BatonError
 from router.frontend.api.errors import Refusal
-from router.frontend.api.formats.answer_format import TextEvent, named_event, usage
+from router.frontend.api.formats.answer_format import AnswerFormat, TextEvent, named_event, usage
 from router.frontend.api.formats.answer_parts import (
     AnswerParts,
     Begin,
@@ -24,13 +24,10 @@ from router.routing.choice import Delta
 from router.routing.requests.active_request import ActiveRequest
 
 
-class MessagesFormat:
-    """The message ``message_id``.
+class MessagesFormat(AnswerFormat):
+    """Writer of one message.
 
-    Args:
-        message_id: Of the answer.
-        model: The name that the client asked for.
-        fills_context: The answer's limit is the model's context, not the client's ``max_tokens``.
+    ``fills_context`` means that the model's context limits the answer, instead of ``max_tokens``.
     """
 
     keep_alive = named_event("ping", {"type": "ping"})
@@ -41,39 +38,28 @@ class MessagesFormat:
         self._fills_context = fills_context
         self._answer = AnswerParts(_new_id)
 
-    # --- as a stream ----------------------------------------------------------------------------
-
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
-        """The message without content, and what was read."""
+        """Return the message without content, with the usage of the prompt."""
         message = self._message([], active_requests, ended=False)
         return named_event("message_start", {"type": "message_start", "message": message})
 
-    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
-        """This API has none."""
-        return b""
-
     def delta(self, prompt: int, delta: Delta) -> bytes:
-        """Events of the blocks that a delta belongs to."""
+        """Return the events of the blocks that a delta belongs to."""
         return b"".join(map(_event, self._answer.push(delta)))
 
     def failed(self, error: BatonError) -> bytes:
-        """The event that ends a stream early."""
+        """Return the event that ends a stream with an error."""
         return named_event("error", MESSAGES_ERRORS.body(Refusal.of(error), self._id))
 
-    async def finish(self, active_requests: Sequence[ActiveRequest]) -> None:
-        """Nothing is kept of a message."""
-
     def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
-        """The end of the last block, why the answer ended, and what was written."""
+        """Return the end of the last block, the stop reason and the usage."""
         last_block = b"".join(map(_event, self._answer.finish()))
         delta = {"type": "message_delta", "delta": self._stop(), "usage": _usage(active_requests)}
         stop = {"type": "message_stop"}
         return last_block + named_event("message_delta", delta) + named_event("message_stop", stop)
 
-    # --- in one piece ---------------------------------------------------------------------------
-
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """The message."""
+        """Return the message as JSON."""
         for delta in active_requests[0].record.take():
             self._answer.push(delta)
         self._answer.finish()
@@ -131,7 +117,7 @@ def _block_event(name: str, index: int, fields: dict[str, Any]) -> bytes:
 
 
 def _begun(part: Part) -> dict[str, Any]:
-    """A block before its first delta."""
+    """Return a block before its first delta."""
     if part.kind == "thinking":
         return {"type": "thinking", "thinking": "", "signature": ""}
     if part.kind == "call":
@@ -154,17 +140,17 @@ def _more(kind: Kind, text: str) -> dict[str, Any]:
 
 
 def _block(part: Part) -> dict[str, Any]:
-    """A block with all its content."""
+    """Return a block with all its content."""
     block = _begun(part)
     if part.kind == "call":
-        # Arguments that `max_tokens` cut are told as far as they go.
+        # Arguments that `max_tokens` cut off are returned as far as they go.
         given = from_json(part.text or "{}", allow_partial="trailing-strings")
         return {**block, "input": given if isinstance(given, dict) else {}}
     return {**block, part.kind: part.text}
 
 
 def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-    """Anthropic counts cached tokens beside ``input_tokens``, not among them."""
+    """Return the usage; ``input_tokens`` does not include cached tokens in this API."""
     counted = usage(active_requests)
     cached = counted["prompt_tokens_details"]["cached_tokens"]
     return {

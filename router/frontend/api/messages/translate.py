@@ -1,4 +1,4 @@
-"""A body of the Messages API as a chat."""
+"""Translation of Messages API bodies to chats."""
 
 import json
 from typing import Any
@@ -28,18 +28,12 @@ _NAMES = {
 
 
 def chat_of(body: CountTokensBody) -> Translation:
-    """The chat that a body asks for, without a limit on its answer.
-
-    Raises:
-        InvalidRequestError: It has what cannot be honoured; names the field.
-    """
+    """Return the chat that corresponds to a body, without a limit on its answer."""
     if isinstance(body, MessagesBody) and body.thread is not None:
-        raise ThreadsError(
-            "thread: conversations are not kept here; send all messages each time", param="thread"
-        )
+        raise ThreadsError.at("thread", "is not supported; send all messages with each request")
     conversation = Conversation(joins=("system", "user", "assistant"))
     if body.system is not None:
-        conversation.say("system", _text_of(body.system, "system"), "system")
+        conversation.add_text("system", _text_of(body.system, "system"), "system")
     for index, message in enumerate(body.messages):
         _add(conversation, message.role, message.content, f"messages[{index}]")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
@@ -55,9 +49,9 @@ def chat_of(body: CountTokensBody) -> Translation:
 def _add(
     conversation: Conversation, role: str, content: str | list[MessagesBlock], where: str
 ) -> None:
-    """A turn, which is one message or, with results of tools, several."""
+    """Add a message, which becomes several ones if it contains results of tools."""
     if isinstance(content, str):
-        conversation.say(role, content, where)
+        conversation.add_text(role, content, where)
         return
     for index, block in enumerate(content):
         _add_block(conversation, role, block, f"{where}.content[{index}]")
@@ -65,26 +59,26 @@ def _add(
 
 def _add_block(conversation: Conversation, role: str, block: MessagesBlock, where: str) -> None:
     if block.type == "text":
-        conversation.say(role, _given(block.text, f"{where}.text"), where)
+        conversation.add_text(role, _given(block.text, f"{where}.text"), where)
     elif block.type == "tool_use" and role == "assistant":
         call_id = _given(block.id, f"{where}.id")
         name = _given(block.name, f"{where}.name")
         arguments = json.dumps(block.input or {}, ensure_ascii=False)
-        conversation.call(call_id, name, arguments, where)
+        conversation.add_call(call_id, name, arguments, where)
     elif block.type == "tool_result" and role == "user":
         call_id = _given(block.tool_use_id, f"{where}.tool_use_id")
         text = _text_of(block.content or "", f"{where}.content")
-        conversation.result(call_id, f"Error: {text}" if block.is_error else text, where)
+        conversation.add_result(call_id, f"Error: {text}" if block.is_error else text, where)
     elif block.type == "thinking" and role == "assistant":
-        conversation.think(block.thinking or "")
+        conversation.add_thoughts(block.thinking or "")
     elif block.type == "redacted_thinking" and role == "assistant":
-        return  # nobody here can read it
+        return  # it is encrypted
     else:
         raise _refused(block.type, role, where)
 
 
 def _text_of(content: str | list[MessagesBlock], where: str) -> str:
-    """Content that may hold text and nothing else."""
+    """Return content that must consist of text."""
     if isinstance(content, str):
         return content
     texts = []
@@ -97,16 +91,16 @@ def _text_of(content: str | list[MessagesBlock], where: str) -> str:
 
 def _given(value: str | None, param: str) -> str:
     if value is None:
-        raise InvalidRequestError(f"{param}: is required", param=param)
+        raise InvalidRequestError.at(param, "is required")
     return value
 
 
 def _refused(kind: str, role: str, where: str) -> InvalidRequestError:
     param = f"{where}.type"
     if kind in ("image", "document", "container_upload"):
-        message = f"{param}: {kind} is not supported; this model reads text only: send its text"
+        message = f"{param}: {kind} is not supported; this model reads only text: send its text"
     elif kind in ("tool_use", "tool_result", "thinking", "redacted_thinking"):
-        message = f"{param}: {kind} does not belong into a message of {role or 'this kind'}"
+        message = f"{param}: {kind} is not allowed in this place{f' (role {role})' if role else ''}"
     else:
         message = f"{param}: {kind[:64]!r} is not supported; send it as text"
     return InvalidRequestError(message, param=param)
@@ -131,14 +125,14 @@ def _tools(body: CountTokensBody) -> dict[str, Any]:
 
 def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise InvalidRequestError(
-            f"{where}.type: {tool.type[:64]!r} is a tool that Anthropic defines, and only their "
-            "models and servers have it; offer a tool of your own, with input_schema",
-            param=f"{where}.type",
+        raise InvalidRequestError.at(
+            f"{where}.type",
+            f"{tool.type[:64]!r} is a tool that only Anthropic provides; define a "
+            "tool with input_schema",
         )
     if tool.input_schema is None:
         param = f"{where}.input_schema"
-        raise InvalidRequestError(f"{param}: is required", param=param)
+        raise InvalidRequestError.at(param, "is required")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description

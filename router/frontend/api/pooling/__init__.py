@@ -1,1 +1,1 @@
-"""Calls whose answer is made of prompts' vectors: scores, rankings, and the vectors themselves."""
+"""Calls whose response is computed from vectors of texts: scores, rankings, pooled vectors."""

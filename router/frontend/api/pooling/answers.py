@@ -1,6 +1,6 @@
-"""From pooled vectors to the bodies of ``/score``, ``/rerank`` and ``/pooling``.
+"""Responses of ``/score``, ``/rerank`` and ``/pooling``, made of pooled vectors.
 
-A score is the cosine of two vectors, as vLLM scores with embedding models: no cross-encoder runs.
+A score is the cosine of two vectors, which is vLLM's score of embedding models.
 """
 
 import time
@@ -17,19 +17,11 @@ from router.frontend.api.pooling.bodies import RerankBody
 from router.request import GenerationRequest
 
 Write = Callable[[Sequence[bytes]], dict[str, Any]]
-"""From the embeddings (float32, little-endian) to what the answer holds besides id and usage."""
+"""Converts embeddings (float32, little-endian) to the response's fields besides id and usage."""
 
 
 class PooledAnswer(EmbeddingAnswer):
-    """The answer to one call, made of the vectors of all its texts.
-
-    Args:
-        context: Shared parts.
-        requests: One for each text.
-        body: How the vectors are pooled.
-        write: Makes the answer of them.
-        at_once: Texts that wait or run together.
-    """
+    """Response that ``write`` computes from the vectors of all texts. See `EmbeddingAnswer`."""
 
     def __init__(
         self,
@@ -37,10 +29,8 @@ class PooledAnswer(EmbeddingAnswer):
         requests: Sequence[GenerationRequest],
         body: EmbeddingBody,
         write: Write,
-        *,
-        at_once: int,
     ) -> None:
-        super().__init__(context, requests, body, at_once=at_once)
+        super().__init__(context, requests, body)
         self._write_vectors = write
 
     def _whole(self) -> dict[str, Any]:
@@ -54,7 +44,7 @@ class PooledAnswer(EmbeddingAnswer):
 
 
 def scored(pairs: Sequence[tuple[int, int]]) -> Write:
-    """The answer in vLLM's shape: a score for each pair of places in the list of vectors."""
+    """Return a writer of vLLM's scores, one for each pair of indexes of vectors."""
 
     def write(embeddings: Sequence[bytes]) -> dict[str, Any]:
         vectors = _unit(embeddings)
@@ -68,7 +58,7 @@ def scored(pairs: Sequence[tuple[int, int]]) -> Write:
 
 
 def ranked(body: RerankBody) -> Write:
-    """As Jina and Cohere write it: the best documents first. The first vector is the query's."""
+    """Return a writer of Jina's and Cohere's rankings. The first vector is the query's."""
 
     def write(embeddings: Sequence[bytes]) -> dict[str, Any]:
         vectors = _unit(embeddings)
@@ -87,7 +77,7 @@ def ranked(body: RerankBody) -> Write:
 
 
 def pooled(how: EmbeddingBody) -> Write:
-    """The answer in vLLM's shape: the vectors, under names of their own."""
+    """Return a writer of the vectors in vLLM's format."""
 
     def write(embeddings: Sequence[bytes]) -> dict[str, Any]:
         data = [
@@ -100,7 +90,7 @@ def pooled(how: EmbeddingBody) -> Write:
 
 
 def _unit(embeddings: Sequence[bytes]) -> NDArray[np.float64]:
-    """The vectors as rows, [count, hidden size], each of length 1 (or 0)."""
+    """Return the vectors scaled to length 1 (or 0), shape [count, hidden size]."""
     rows = np.stack([np.frombuffer(one, "<f4") for one in embeddings]).astype(np.float64)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     unit: NDArray[np.float64] = rows / np.maximum(lengths, np.finfo(np.float32).tiny)

@@ -1,9 +1,6 @@
-"""The bodies of ``/score``, ``/rerank`` and ``/pooling``, with the names of vLLM, Jina and Cohere.
+"""Bodies of ``/score``, ``/rerank`` and ``/pooling``, with the names of vLLM, Jina and Cohere."""
 
-A text may be cut to ``truncate_prompt_tokens``: its first so many tokens stay.
-"""
-
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,64 +14,57 @@ from router.frontend.api.bodies.common import (
     each,
 )
 from router.frontend.api.bodies.embedding import MAX_INPUTS
-from router.frontend.api.bodies.fields import Fields, Refused
+from router.frontend.api.bodies.fields import Refused
 
 _Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), FIRST_FAULT]
 _Limit = Annotated[int, Field(ge=-1, lt=INT32)]
 
 
 class PooledBody(VectorsBody):
-    """What the three have in common; ``pooling`` is Baton's own."""
+    """Fields that the three bodies share; ``pooling`` is Baton's own."""
 
     truncate_prompt_tokens: _Limit | None = None
-    """keep the first so many tokens of each text; -1: what fits"""
+    """number of first tokens to keep of each text; -1: as many as fit into the context"""
 
-    others = Fields(
-        refused={
-            name: Refused((None, True), "scores are cosines; there is no head to leave it out of")
-            for name in ("activation", "softmax", "use_activation")
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        name: Refused((None, True), "scores are cosines, without an activation")
+        for name in ("activation", "softmax", "use_activation")
+    }
 
     @property
     def most_tokens(self) -> int | None:
-        """Texts are cut to so many; None: not cut."""
+        """Number of tokens to which texts are cut; None: they are not cut."""
         return self.truncate_prompt_tokens
 
 
 class ScoreBody(PooledBody):
-    """``POST /v1/score``: pairs of texts, or one text with each of several.
+    """Request body of ``POST /v1/score``: pairs of texts, or one text with each of several.
 
-    vLLM's later names for the two sides, ``queries`` and ``documents``, are taken as well.
+    vLLM's newer names of the two sides, ``queries`` and ``documents``, are accepted as well.
     """
 
     text_1: _Texts | None = None
-    """one text, or as many as text_2"""
+    """a text, or a list of as many as in text_2"""
     text_2: _Texts | None = None
-    """a text, or several"""
+    """a text, or a list"""
     queries: _Texts | None = None
-    """as text_1"""
+    """same as text_1"""
     documents: _Texts | None = None
-    """as text_2"""
+    """same as text_2"""
 
     def sides(self) -> tuple[list[str], list[str]]:
-        """The texts on the left and on the right.
-
-        Raises:
-            InvalidRequestError: A side is missing or doubled, or they do not fit together.
-        """
+        """Return the texts of both sides."""
         left = _one_of("text_1", self.text_1, "queries", self.queries)
         right = _one_of("text_2", self.text_2, "documents", self.documents)
         if len(left) not in (1, len(right)):
-            raise InvalidRequestError(
-                f"text_1: must be one text, or as many as text_2, {len(right)} (got {len(left)})",
-                param="text_1",
+            raise InvalidRequestError.at(
+                "text_1", f"must contain one text, or {len(right)} as text_2 (got {len(left)})"
             )
         if len(left) + len(right) > MAX_INPUTS:
-            raise InvalidRequestError(
-                f"text_2: both sides together hold at most {MAX_INPUTS} texts (got "
+            raise InvalidRequestError.at(
+                "text_2",
+                f"text_1 and text_2 together must contain at most {MAX_INPUTS} texts (got "
                 f"{len(left) + len(right)})",
-                param="text_2",
             )
         return left, right
 
@@ -83,23 +73,21 @@ def _one_of(
     name: str, value: str | list[str] | None, later: str, later_value: str | list[str] | None
 ) -> list[str]:
     if (value is None) == (later_value is None):
-        raise InvalidRequestError(f"{name}: give it, or {later}; one of the two", param=name)
+        raise InvalidRequestError.at(name, f"exactly one of {name} and {later} is required")
     given = value if value is not None else later_value
     return [given] if isinstance(given, str) else list(given or ())
 
 
 class Document(Body):
-    """A document as an object."""
+    """A document in the form of an object."""
 
     text: str
-    """the document"""
+    """text of the document"""
 
-    others = Fields(
-        refused={
-            name: Refused((None,), "send text; images are not read")
-            for name in ("image", "multi_modal", "content")
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        name: Refused((None,), "send text; images are not supported")
+        for name in ("image", "multi_modal", "content")
+    }
 
 
 _Documents = Annotated[
@@ -108,29 +96,27 @@ _Documents = Annotated[
 
 
 class RerankBody(PooledBody):
-    """``POST /v1/rerank``: documents by their nearness to a query."""
+    """Request body of ``POST /v1/rerank``: documents to sort by similarity to a query."""
 
     query: str
-    """a text"""
+    """text that the documents are compared with"""
     documents: _Documents
-    """up to 2047"""
+    """up to 2047 texts, or objects with a text"""
     top_n: Annotated[int, Field(ge=0, lt=INT32)] | None = None
-    """only the nearest; 0: all"""
+    """number of documents to return; 0: all"""
     return_documents: bool = True
-    """with their texts, unless false"""
+    """false: the results do not contain the documents' texts"""
     max_tokens_per_doc: Annotated[int, Field(ge=1, lt=INT32)] | None = None
-    """keep the first so many tokens of each text"""
+    """number of first tokens to keep of each text"""
 
-    others = Fields(
-        refused={
-            "max_chunks_per_doc": Refused((None, 1), "cut documents before they are sent"),
-            "rank_fields": Refused((None, ["text"]), "send documents as texts"),
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        "max_chunks_per_doc": Refused((None, 1), "split documents before sending them"),
+        "rank_fields": Refused((None, ["text"]), "send documents as texts"),
+    }
 
     @property
     def most_tokens(self) -> int | None:
-        """Of vLLM's limit and Cohere's, the smaller one."""
+        """Smaller one of vLLM's limit and Cohere's."""
         own = self.truncate_prompt_tokens
         of_document = self.max_tokens_per_doc
         if own is None or own < 0:
@@ -138,33 +124,29 @@ class RerankBody(PooledBody):
         return own if of_document is None else min(own, of_document)
 
     def texts(self) -> list[str]:
-        """The documents as they were sent, each as text."""
+        """Return the documents' texts in the order of the request."""
         return [item if isinstance(item, str) else item.text for item in self.documents]
 
 
 class PoolingBody(PooledBody):
-    """``POST /pooling``: the pooled vector of each input."""
+    """Request body of ``POST /pooling``: inputs whose vectors are pooled."""
 
     input: Prompts
-    """a text or token ids, or up to 2048 of them"""
+    """text or token ids, or a list of up to 2048 of these"""
     encoding_format: Literal["float", "base64"] = "float"
     """float or base64"""
     dimensions: Annotated[int, Field(ge=1, lt=INT32)] | None = None
-    """cut the vector to so many"""
+    """number of dimensions to keep"""
     normalize: bool = True
-    """to length 1"""
+    """true: scale vectors to length 1"""
 
-    others = Fields(
-        refused={
-            "task": Refused(
-                (None, "embed"), "there is one vector for each input, and no other task"
-            ),
-            "messages": Refused((None,), "send input"),
-            "embed_dtype": Refused((None, "float32"), "vectors are float32"),
-            "add_special_tokens": Refused((None, True), "send token ids"),
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        "task": Refused((None, "embed"), "embed is the only task"),
+        "messages": Refused((None,), "send input"),
+        "embed_dtype": Refused((None, "float32"), "vectors are float32"),
+        "add_special_tokens": Refused((None, True), "send token ids"),
+    }
 
     def inputs(self) -> list[str | list[int]]:
-        """The inputs of the request, each as text or as token ids."""
+        """Return the inputs, each as text or as token ids."""
         return each(self.input)

@@ -1,4 +1,4 @@
-"""``/score``, ``/rerank`` and ``/pooling``: each text is an embedding's input."""
+"""Endpoints ``/score``, ``/rerank`` and ``/pooling``: each text is an input of an embedding."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,74 +12,60 @@ from router.frontend.api.parts import Endpoints, RouterParts
 from router.frontend.api.pooling.answers import PooledAnswer, Write, pooled, ranked, scored
 from router.frontend.api.pooling.bodies import PooledBody, PoolingBody, RerankBody, ScoreBody
 from router.frontend.api.prepare import Caller, off_loop
-from router.frontend.api.tracing import embedding_span, ended_on_error, traceparent_of
 from router.served_model import ServedModel
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """The calls, under every path that vLLM, Jina and Cohere gave them."""
+    """Return the calls under the paths of vLLM, Jina and Cohere."""
     api = Endpoints()
     calls = _PooledCalls(router)
 
     @api.post_body("/v1/score", ScoreBody)
     @api.post_body("/score", ScoreBody)
     async def score(request: Request) -> Response:
-        """How near texts are to each other: the cosine of their vectors."""
-        return await calls.calls.answer(request, "score", ScoreBody, calls.score)
+        """Compute the similarity of texts, which is the cosine of their vectors."""
+        return await calls.answer(request, "score", ScoreBody, calls.score)
 
     @api.post_body("/v2/rerank", RerankBody)
     @api.post_body("/v1/rerank", RerankBody)
     @api.post_body("/rerank", RerankBody)
     async def rerank(request: Request) -> Response:
-        """Documents by their nearness to a query, the nearest first."""
-        return await calls.calls.answer(request, "rerank", RerankBody, calls.rerank)
+        """Sort documents by their similarity to a query, most similar first."""
+        return await calls.answer(request, "rerank", RerankBody, calls.rerank)
 
     @api.post_body("/pooling", PoolingBody)
     async def pooling(request: Request) -> Response:
-        """The pooled vector of each input."""
-        return await calls.calls.answer(request, "pooling", PoolingBody, calls.pooling)
+        """Compute the pooled vector of each input."""
+        return await calls.answer(request, "pooling", PoolingBody, calls.pooling)
 
     return api
 
 
-class _PooledCalls:
-    """Makes an answer of a checked body.
-
-    Args:
-        router: The parts.
-    """
-
-    def __init__(self, router: RouterParts) -> None:
-        self._router = router
-        self.calls = Calls(router)
-
+class _PooledCalls(Calls):
     async def score(self, body: ScoreBody, size: int, caller: Caller, now_ns: int) -> Response:
-        """Each text is computed once, however many pairs it is in."""
         left, right = body.sides()
         names = [f"text_1[{i}]" for i in range(len(left))]
         names += [f"text_2[{i}]" for i in range(len(right))]
         pairs = [(index % len(left), len(left) + index) for index in range(len(right))]
         how = await off_loop(size, lambda: self._how(body, [*left, *right], names))
-        return await self._answer("score", how, scored(pairs), (size, caller, now_ns))
+        return await self._pooled("score", how, scored(pairs), size, caller, now_ns)
 
     async def rerank(self, body: RerankBody, size: int, caller: Caller, now_ns: int) -> Response:
-        """The query is the first text."""
         texts = [body.query, *body.texts()]
         names = ["query", *(f"documents[{i}]" for i in range(len(texts) - 1))]
         how = await off_loop(size, lambda: self._how(body, texts, names))
-        return await self._answer("rerank", how, ranked(body), (size, caller, now_ns))
+        return await self._pooled("rerank", how, ranked(body), size, caller, now_ns)
 
     async def pooling(self, body: PoolingBody, size: int, caller: Caller, now_ns: int) -> Response:
-        """As an embeddings call, in vLLM's shape."""
         inputs = body.inputs()
         names = [f"input[{i}]" for i in range(len(inputs))]
         how = await off_loop(size, lambda: self._how(body, inputs, names))
-        return await self._answer("pooling", how, pooled(how), (size, caller, now_ns))
+        return await self._pooled("pooling", how, pooled(how), size, caller, now_ns)
 
     def _how(
         self, body: PooledBody, texts: Sequence[str | list[int]], names: Sequence[str]
     ) -> EmbeddingBody:
-        """The embeddings call that brings the vectors of ``texts``, whose places have ``names``."""
+        """Return the embeddings call for ``texts``, whose fields in errors are ``names``."""
         model = self._router.model
         most = body.most_tokens
         encoded = [
@@ -92,7 +78,7 @@ class _PooledCalls:
                 "dimensions": body.dimensions,
                 "normalize": body.normalize,
             }
-        # The texts are checked: they need not be a second time.
+        # The texts are already validated.
         return EmbeddingBody.model_construct(
             model=body.model,
             input=encoded,
@@ -102,28 +88,23 @@ class _PooledCalls:
             **more,
         )
 
-    async def _answer(
-        self, endpoint: str, how: EmbeddingBody, write: Write, call: tuple[int, Caller, int]
+    async def _pooled(
+        self,
+        endpoint: str,
+        how: EmbeddingBody,
+        write: Write,
+        size: int,
+        caller: Caller,
+        now_ns: int,
     ) -> Response:
-        size, caller, now_ns = call
-        router = self._router
-        span = embedding_span(router.tracing, how, caller)
-        caller = traceparent_of(span, caller)
-        with ended_on_error(span):
-            requests = await off_loop(size, lambda: router.preparer.embeddings(how, caller, now_ns))
-        context = self.calls.context(endpoint, requests[0].answer_id, span)
-        at_once = router.settings.window_requests
-        return PooledAnswer(context, requests, how, write, at_once=at_once)
+        context, requests = await self.embedding_requests(endpoint, how, size, caller, now_ns)
+        return PooledAnswer(context, requests, how, write)
 
 
 def _tokens(
     model: ServedModel, text: str | list[int], name: str, most_tokens: int | None
 ) -> list[int]:
-    """Token ids of a text, cut where that is asked for.
-
-    Raises:
-        InvalidRequestError: It is empty, too long, or not of this vocabulary.
-    """
+    """Return the token ids of a text, cut to ``most_tokens`` unless it is None."""
     limit = model.max_context_tokens
     if most_tokens is not None:
         most_tokens = limit if most_tokens == -1 else min(most_tokens, limit)
@@ -131,14 +112,11 @@ def _tokens(
         text = model.tokenizer.encode(text)
     tokens = model.encode_prompt(text, param=name)[:most_tokens]
     if not tokens:
-        raise InvalidRequestError(
-            "truncate_prompt_tokens: must be -1 or at least 1 (got 0)",
-            param="truncate_prompt_tokens",
-        )
+        raise InvalidRequestError.at("truncate_prompt_tokens", "must be -1 or at least 1 (got 0)")
     if len(tokens) > limit:
-        raise PromptTooLongError(
-            f"{name} has {len(tokens)} tokens; this model's context is {limit}. "
-            "`truncate_prompt_tokens: -1` cuts what is too long",
-            param=name,
+        raise PromptTooLongError.at(
+            name,
+            f"has {len(tokens)} tokens; this model's context is {limit}; cut it with "
+            "`truncate_prompt_tokens: -1`",
         )
     return tokens

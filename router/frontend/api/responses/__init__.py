@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: ``/v1/responses``, made of the same events as the older ones."""
+"""OpenAI's Responses API: ``/v1/responses``."""

@@ -1,14 +1,14 @@
-"""Bodies of the Responses API."""
+"""Request bodies of OpenAI's Responses API."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from router.frontend.api.bodies.common import FIRST_FAULT, INT32, Body, ModelBody, NonEmpty
-from router.frontend.api.bodies.fields import MAX_TOOLS, Fields, Refused
+from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
 
-_NO_TEXT = "of images and files, which are refused where they stand"
-_HINT = "a hint about speed or price; every request is served alike"
+_NO_TEXT = "applies only to images and files, which are rejected"
+_HINT = "a hint about speed or price; all requests are served alike"
 
 
 class ResponsesPart(Body):
@@ -17,62 +17,58 @@ class ResponsesPart(Body):
     type: NonEmpty
     """input_text, output_text, text, refusal, reasoning_text, summary_text"""
     text: str | None = None
-    """parts stand on lines of their own"""
+    """each part is placed on its own line"""
     refusal: str | None = None
-    """as text"""
+    """same as text"""
 
-    others = Fields(
-        accepted={
-            "annotations": "no part of the text",
-            "logprobs": "no part of the text",
-            "parsed": "the text, parsed by the client",
-            "prompt_cache_breakpoint": "prefixes are found without a mark",
-            "image_url": _NO_TEXT,
-            "detail": _NO_TEXT,
-            "file_id": _NO_TEXT,
-            "file_url": _NO_TEXT,
-            "file_data": _NO_TEXT,
-            "filename": _NO_TEXT,
-            "input_audio": _NO_TEXT,
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "annotations": "not part of the text",
+        "logprobs": "not part of the text",
+        "parsed": "the text, parsed by the client",
+        "prompt_cache_breakpoint": "prefixes are cached without markers",
+        "image_url": _NO_TEXT,
+        "detail": _NO_TEXT,
+        "file_id": _NO_TEXT,
+        "file_url": _NO_TEXT,
+        "file_data": _NO_TEXT,
+        "filename": _NO_TEXT,
+        "input_audio": _NO_TEXT,
+    }
 
 
 class ResponsesItem(Body):
-    """An item of a conversation; which fields it has depends on its type."""
+    """An item of a conversation; its type determines its fields."""
 
     type: NonEmpty = "message"
     """message, function_call, function_call_output, item_reference, reasoning"""
     id: str | None = None
-    """of an item_reference: the item of a kept response"""
+    """id; in an item_reference, that of an item of a stored response"""
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    """of a message: user, assistant, system, developer (as system)"""
+    """role of a message: user, assistant, system, developer (treated as system)"""
     content: str | Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
-    """of a message or of reasoning: text, or parts of text"""
+    """content of a message or of reasoning: text, or text parts"""
     status: str | None = None
-    """kept with it"""
+    """stored with the item"""
     call_id: NonEmpty | None = None
-    """of a call and of its output"""
+    """id of a call, repeated in its output"""
     name: NonEmpty | None = None
-    """of a call"""
+    """name of the called function"""
     arguments: str | None = None
-    """of a call"""
+    """arguments of a call"""
     output: str | Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
-    """of a call: text, or parts of text"""
+    """output of a call: text, or text parts"""
     summary: Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
-    """of reasoning without content"""
+    """summary of reasoning, used if content is missing"""
 
-    others = Fields(
-        accepted={
-            "phase": "no part of the text",
-            "encrypted_content": "of reasoning, which nobody here can read",
-            "caller": "no part of the call",
-            "namespace": "no part of the call",
-            "async": "no part of the call",
-            "parsed_arguments": "the arguments, parsed by the client",
-            "created_by": "no part of the text",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "phase": "not part of the text",
+        "encrypted_content": "encrypted reasoning is not used",
+        "caller": "not part of the call",
+        "namespace": "not part of the call",
+        "async": "not part of the call",
+        "parsed_arguments": "the arguments, parsed by the client",
+        "created_by": "not part of the text",
+    }
 
 
 class ResponsesFunction(Body):
@@ -85,41 +81,39 @@ class ResponsesFunction(Body):
     description: str | None = None
     """shown to the model"""
     parameters: dict[str, Any] | None = None
-    """JSON schema of an object; calls keep to it"""
+    """JSON schema of an object; the arguments of calls follow it"""
     strict: bool | None = None
-    """false: keywords that cannot be enforced are checked afterwards"""
+    """false: keywords that cannot be enforced during generation are checked afterwards"""
 
-    others = Fields(
-        accepted={
-            "allowed_callers": "only the model calls",
-            "defer_loading": "every tool is told at once",
-            "output_schema": "not shown to the model",
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "allowed_callers": "only the model calls functions",
+        "defer_loading": "all tools are shown to the model at once",
+        "output_schema": "not shown to the model",
+    }
 
 
 class ResponsesFunctionName(Body):
-    """A function, by its name."""
+    """The name of a function."""
 
     type: NonEmpty
     """function"""
     name: NonEmpty | None = None
-    """of a tool"""
+    """name of the tool"""
 
 
 class ResponsesToolChoice(ResponsesFunctionName):
-    """The function that must be called; or, with ``allowed_tools``, those that may be."""
+    """The function that must be called or, with ``allowed_tools``, those that may be called."""
 
     type: NonEmpty
     """function, allowed_tools"""
     mode: Literal["auto", "required"] | None = None
-    """of allowed_tools: auto, required"""
+    """auto or required; only for allowed_tools"""
     tools: list[ResponsesFunctionName] | None = None
-    """of allowed_tools; the model is told of all"""
+    """tools that may be called; only for allowed_tools; the model still sees all tools"""
 
 
 class ResponsesTextFormat(Body):
-    """The shape of the answer's text."""
+    """Format of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     """text, json_object, json_schema"""
@@ -128,13 +122,13 @@ class ResponsesTextFormat(Body):
     description: str | None = None
     """repeated in the response"""
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
-    """the answer keeps to it"""
+    """JSON schema that the answer follows"""
     strict: bool | None = None
-    """false: keywords that cannot be enforced are checked afterwards"""
+    """false: keywords that cannot be enforced during generation are checked afterwards"""
 
 
 class ResponsesText(Body):
-    """What the answer's text is to look like."""
+    """Format and verbosity of the answer's text."""
 
     format: ResponsesTextFormat | None = None
     """see below"""
@@ -143,72 +137,68 @@ class ResponsesText(Body):
 
 
 class ResponsesReasoning(Body):
-    """How much the model is to think."""
+    """Reasoning effort and summary."""
 
     effort: str | None = None
-    """given to a template that knows it; none: enable_thinking false"""
+    """passed to chat templates that support it; none: enable_thinking false"""
     summary: str | None = None
     """repeated in the response"""
 
-    others = Fields(
-        accepted={
-            "generate_summary": "thinking is told as it is",
-            "context": "a template says which earlier reasoning is read",
-            "mode": _HINT,
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "generate_summary": "reasoning is returned in full",
+        "context": "the chat template selects which earlier reasoning the model sees",
+        "mode": _HINT,
+    }
 
 
 class InputTokensBody(ModelBody):
-    """``POST /v1/responses/input_tokens``: a response without what its answer is to be."""
+    """Request body of ``POST /v1/responses/input_tokens``: the fields that determine the prompt."""
 
     input: str | Annotated[list[ResponsesItem], FIRST_FAULT] | None = None
-    """a text, or items"""
+    """text, or items"""
     instructions: str | None = None
-    """before all that was said"""
+    """system message before the conversation"""
     previous_response_id: str | None = None
-    """its conversation stands before the input"""
+    """response whose conversation precedes the input"""
     tools: Annotated[list[ResponsesFunction], Field(max_length=MAX_TOOLS)] | None = None
     """up to 512"""
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     """none, auto, required, a function, allowed_tools"""
     parallel_tool_calls: bool | None = None
-    """false: one call at most"""
+    """false: at most one call"""
     text: ResponsesText | None = None
     """see below"""
     reasoning: ResponsesReasoning | None = None
     """see below"""
     truncation: Literal["auto", "disabled"] | None = None
-    """auto leaves the first turns out, as few as possible"""
+    """auto: drops as many of the first turns as necessary"""
 
-    others = Fields(
-        refused={
-            "conversation": Refused((None,), "send previous_response_id, or all items as input"),
-        },
-    )
+    refused: ClassVar[dict[str, Refused]] = {
+        "conversation": Refused((None,), "send previous_response_id, or all items as input"),
+    }
 
 
 class ResponsesBody(InputTokensBody):
-    """``POST /v1/responses``. ``priority``, ``seed`` and ``cache_salt`` are not OpenAI's."""
+    """Request body of ``POST /v1/responses``, with Baton's own fields at the end."""
 
     max_output_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
-    """may be beyond the context, which then is the limit"""
+    """limited to the space that the prompt leaves in the context"""
     temperature: float | None = None
     """0 is greedy"""
     top_p: float | None = None
-    """over 0, at most 1"""
+    """greater than 0, at most 1"""
     top_logprobs: int | None = None
     """0 to 20"""
     include: list[str] | None = None
-    """message.output_text.logprobs; other values change nothing"""
+    """message.output_text.logprobs; other values have no effect"""
     stream: bool | None = None
     """server-sent events"""
     store: bool | None = None
-    """false: the response is not kept"""
+    """false: the response is not stored"""
     metadata: dict[str, str] | None = None
     """repeated in the response"""
     user: str | None = None
-    """stands in traces and in the request's story"""
+    """recorded in traces and in the request report"""
     safety_identifier: str | None = None
     """repeated in the response"""
     prompt_cache_key: str | None = None
@@ -216,42 +206,37 @@ class ResponsesBody(InputTokensBody):
     max_tool_calls: int | None = None
     """repeated in the response"""
     priority: int | None = None
-    """Baton's own: lower goes first"""
+    """Baton's own: requests with lower values run first"""
     seed: int | None = None
-    """Baton's own: equal seeds give equal answers"""
+    """Baton's own: requests with equal seeds get equal answers"""
     cache_salt: str | None = None
-    """Baton's own: shares a cached prefix only with the same salt"""
+    """Baton's own: only requests with the same salt share cached prefixes"""
 
-    others = Fields(
-        accepted={
-            "service_tier": _HINT,
-            "prompt_cache_retention": "prefixes stay for as long as there is room",
-            "prompt_cache_options": "prefixes are found without a key",
-            "stream_options": "nothing is padded",
-            "image": "of images, which are refused where they stand",
-            "access_programs": "nothing depends on them",
-            "background_options": "of responses in the background, which are refused",
-        },
-        refused={
-            "background": Refused(
-                (None, False),
-                "a response lasts as long as its call, so that none outlives the router that "
-                "has it: leave it out, and stream",
-            ),
-            "prompt": Refused(
-                (None,), "there are no prompt templates: send instructions and input"
-            ),
-            "context_management": Refused((None, []), "use truncation: auto"),
-            "moderation": Refused((None,), "ask a model that moderates"),
-        },
-    )
+    accepted: ClassVar[dict[str, str]] = {
+        "service_tier": _HINT,
+        "prompt_cache_retention": "prefixes stay cached until their space is needed",
+        "prompt_cache_options": "prefixes are cached without keys",
+        "stream_options": "events are not padded",
+        "image": "applies only to images, which are rejected",
+        "access_programs": "nothing depends on them",
+        "background_options": "applies only to background responses, which are rejected",
+    }
+    refused: ClassVar[dict[str, Refused]] = {
+        "background": Refused(
+            (None, False),
+            "a response ends with its HTTP call: leave it out, and use stream",
+        ),
+        "prompt": Refused((None,), "there are no prompt templates: send instructions and input"),
+        "context_management": Refused((None, []), "use truncation: auto"),
+        "moderation": Refused((None,), "send the text to a moderation model"),
+    }
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer's tokens are to have log-probabilities."""
+        """True if the client requests log-probabilities of output tokens."""
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
     @property
     def keeps(self) -> bool:
-        """Whether the response is to be kept: unless said otherwise, as OpenAI does."""
+        """True if the response is stored, which is OpenAI's default."""
         return self.store is not False

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: ``/v1/responses``, and what is kept of it."""
+"""OpenAI's Responses API: ``/v1/responses`` and access to stored responses."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from baton.types.errors import InvalidRequestError, PromptTooLongError
 from router.frontend.access import tenant_of
 from router.frontend.api.answer import Answer
 from router.frontend.api.generation import Calls
-from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.api.parts import Endpoints, RouterParts, page_of
 from router.frontend.api.prepare import Caller, off_loop
 from router.frontend.api.responses.body import InputTokensBody, ResponsesBody, ResponsesItem
 from router.frontend.api.responses.format import ResponsesFormat
@@ -29,39 +29,39 @@ _MAX_PAGE = 100
 
 
 def routes(router: RouterParts) -> Endpoints:
-    """The endpoints."""
+    """Return the endpoints of the Responses API."""
     api = Endpoints()
     calls = _ResponsesCalls(router)
 
     @api.post_body("/v1/responses", ResponsesBody)
     async def responses(request: Request) -> Response:
-        """Answer a conversation with items."""
+        """Answer a conversation with a list of items."""
         return await calls.answer(request, "responses", ResponsesBody, calls.responses)
 
     @api.post_body("/v1/responses/input_tokens", InputTokensBody)
     async def input_tokens(request: Request) -> Response:
-        """How many tokens the model would read."""
+        """Count the prompt tokens of a response."""
         return await calls.answer(request, "input_tokens", InputTokensBody, calls.input_tokens)
 
     @api.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> dict[str, Any]:
-        """A response that is kept, or runs here."""
+        """Return a response that is stored, or running on this router."""
         return await calls.found(request, response_id)
 
     @api.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-        """Keep a response no longer."""
+        """Delete a stored response."""
         await calls.store.delete(tenant_of(request.headers, router.settings), response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @api.post("/v1/responses/{response_id}/cancel")
     async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
-        """End a response that runs on this router."""
+        """Cancel a response that is running on this router."""
         return await calls.cancel(request, response_id)
 
     @api.get("/v1/responses/{response_id}/input_items")
     async def response_input_items(request: Request, response_id: str) -> dict[str, Any]:
-        """What was given for a response that is kept."""
+        """List the input items of a stored response."""
         kept = await calls.store.get(tenant_of(request.headers, router.settings), response_id)
         return _page(kept.input, request.query_params)
 
@@ -75,14 +75,14 @@ class _ResponsesCalls(Calls):
         self.store = ResponseStore(
             router.stored_responses, limits.max_response_bytes, router.metrics
         )
-        # By tenant and id, for as long as their calls last.
+        # Running responses by tenant and id.
         self._open: WeakValueDictionary[tuple[str, str], ResponsesFormat] = WeakValueDictionary()
 
     async def responses(
         self, body: ResponsesBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
-        told, given, size = await self._told(body, size, caller)
-        prepared, span = await self._prepared(body, told, size, caller, now_ns)
+        translation, given, size = await self._translated(body, size, caller)
+        prepared, span = await self._prepared(body, translation, size, caller, now_ns)
         answer_id = f"resp_{secrets.token_hex(16)}"
         request = as_answer(prepared, answer_id=answer_id, most_tokens=body.max_output_tokens)
         if body.max_output_tokens is not None:
@@ -103,17 +103,17 @@ class _ResponsesCalls(Calls):
     async def input_tokens(
         self, body: InputTokensBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
-        told, _, size = await self._told(body, size, caller)
-        chat = await off_loop(size, told.chat)
-        with told.named():
+        translation, _, size = await self._translated(body, size, caller)
+        chat = await off_loop(size, translation.chat)
+        with translation.named():
             count = await self.prompt_tokens("input_tokens", chat, size, caller, now_ns)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     async def found(self, request: Request, response_id: str) -> dict[str, Any]:
-        """A response that is kept, or one that runs here, as it stands."""
+        """Return a stored response, or the current state of one that is running here."""
         if request.query_params.get("stream") == "true":
-            raise InvalidRequestError(
-                "stream: the events of a response are not kept; leave it out", param="stream"
+            raise InvalidRequestError.at(
+                "stream", "the events of a response are not stored; leave it out"
             )
         tenant = tenant_of(request.headers, self._router.settings)
         running = self._running(tenant, response_id)
@@ -122,7 +122,6 @@ class _ResponsesCalls(Calls):
         return (await self.store.get(tenant, response_id)).response
 
     async def cancel(self, request: Request, response_id: str) -> dict[str, Any]:
-        """End a response that runs here."""
         tenant = tenant_of(request.headers, self._router.settings)
         running = self._running(tenant, response_id)
         active = self._router.gateway.kept.get(response_id)
@@ -130,10 +129,10 @@ class _ResponsesCalls(Calls):
             self._router.gateway.cancel(active, "the response was cancelled")
             return running.snapshot("cancelled")
         kept = await self.store.get(tenant, response_id)
-        raise InvalidRequestError(
-            f"response_id: the response has ended ({kept.response.get('status')}); one that runs "
-            "is cancelled on its own router",
-            param="response_id",
+        raise InvalidRequestError.at(
+            "response_id",
+            f"the response has already ended ({kept.response.get('status')}); only "
+            "its own router can cancel a running one",
         )
 
     def _running(self, tenant: str, response_id: str) -> ResponsesFormat | None:
@@ -142,10 +141,10 @@ class _ResponsesCalls(Calls):
             return None
         return self._open.get((tenant, response_id))
 
-    async def _told(
+    async def _translated(
         self, body: InputTokensBody, size: int, caller: Caller
     ) -> tuple[Translation, list[ResponsesItem], int]:
-        """The chat of a body and of the responses before it, the body's items, bytes of all."""
+        """Return the chat of a body and earlier responses, the body's items, and bytes of all."""
         kept = EarlierResponses(self.store, caller.tenant, self._router.settings.max_body_bytes)
         earlier = await kept.conversation(body.previous_response_id)
         given = await kept.resolve(input_items(body))
@@ -153,57 +152,42 @@ class _ResponsesCalls(Calls):
         return await off_loop(size, lambda: chat_of(body, earlier, given)), given, size
 
     async def _prepared(
-        self, body: ResponsesBody, told: Translation, size: int, caller: Caller, now_ns: int
+        self, body: ResponsesBody, translation: Translation, size: int, caller: Caller, now_ns: int
     ) -> tuple[GenerationRequest, Span]:
-        chat = await off_loop(size, told.chat)
-        with told.named():
+        chat = await off_loop(size, translation.chat)
+        with translation.named():
             try:
                 return await self.chat_request(chat, size, caller, now_ns)
             except PromptTooLongError:
                 if body.truncation != "auto":
                     raise
-            shorter = await off_loop(size, lambda: self._truncated(told, caller, now_ns))
+            shorter = await off_loop(size, lambda: self._truncated(translation, caller, now_ns))
             return await self.chat_request(shorter.chat(), size, caller, now_ns)
 
-    def _truncated(self, told: Translation, caller: Caller, now_ns: int) -> Translation:
-        """The conversation without its first turns, as few of them as possible."""
-        cuts = told.turns()
-        fits = len(told.turns()) - 1
+    def _truncated(self, whole: Translation, caller: Caller, now_ns: int) -> Translation:
+        """Return the conversation without as many of the first turns as necessary."""
+        cuts = whole.turns()
+        fits = len(cuts) - 1
         first = 0
-        while first < fits:  # the last turn stays, whether it fits or not
+        while first < fits:  # the last turn is kept even if it does not fit
             middle = (first + fits) // 2
             try:
-                chat = told.from_turn(cuts[middle]).chat()
+                chat = whole.from_turn(cuts[middle]).chat()
                 self._router.preparer.chat(chat, caller, now_ns)
             except PromptTooLongError:
                 first = middle + 1
             else:
                 fits = middle
-        return told.from_turn(cuts[fits])
+        return whole.from_turn(cuts[fits])
 
 
 def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of a list, the newest first unless asked for otherwise."""
+    """Return a page of a list, newest first by default."""
     order = query.get("order", "desc")
-    after = query.get("after")
     limit = query.get("limit")
     if order not in ("asc", "desc"):
-        raise InvalidRequestError(f"order: must be asc or desc (got {order[:40]!r})", param="order")
+        raise InvalidRequestError.at("order", f"must be asc or desc (got {order[:40]!r})")
     if limit is not None and not (limit.isdecimal() and 1 <= int(limit[:9]) <= _MAX_PAGE):
-        raise InvalidRequestError(
-            f"limit: must be 1 to {_MAX_PAGE} (got {limit[:40]!r})", param="limit"
-        )
+        raise InvalidRequestError.at("limit", f"must be 1 to {_MAX_PAGE} (got {limit[:40]!r})")
     listed = list(items) if order == "asc" else list(reversed(items))
-    names = [item["id"] for item in listed]
-    if after is not None:
-        if after not in names:
-            raise InvalidRequestError(f"after: there is no item {after[:80]!r}", param="after")
-        listed = listed[names.index(after) + 1 :]
-    page = listed[: int(limit) if limit is not None else _PAGE]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(page) < len(listed),
-    }
+    return page_of(listed, int(limit) if limit is not None else _PAGE, query.get("after", ""))

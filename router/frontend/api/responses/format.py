@@ -1,4 +1,4 @@
-"""An answer as the Responses API writes it: items, and events with a number each."""
+"""Responses in the format of the Responses API: items, and numbered events."""
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,6 +9,7 @@ from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import BatonError, CancelledError_
 from router.frontend.api.formats.answer_format import (
     KEEP_ALIVE_COMMENT,
+    AnswerFormat,
     TextEvent,
     named_event,
     usage,
@@ -29,39 +30,30 @@ _PREFIXES: dict[Kind, str] = {"thinking": "rs", "text": "msg", "call": "fc"}
 _ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})_(in|out)(\d{1,6})")
 
 Keep = Callable[[dict[str, Any]], Awaitable[str]]
-"""Keeps a response; returns "" or why it is not kept."""
+"""Stores a response; returns "" or the reason why it is not stored."""
 
 
 def item_id(response_id: str, prefix: str, place: str, index: int) -> str:
-    """An item's id, which tells where it is kept: ``msg_<response>_out0``."""
+    """Return an item's id, which contains its location: ``msg_<response>_out0``."""
     return f"{prefix}_{response_id.removeprefix('resp_')}_{place}{index}"
 
 
 class ItemPlace(NamedTuple):
-    """Where an item is kept.
-
-    Attributes:
-        given: Among what the response was given; else in its output.
-    """
+    """Location of a stored item."""
 
     response_id: str
-    given: bool
+    given: bool  # in the input of the response; otherwise in its output
     position: int
 
 
 def place_of(name: str) -> ItemPlace | None:
-    """Where the item of that id is kept; None if it has no such place."""
+    """Return the location that an item's id contains; None if the id has another format."""
     found = _ITEM_ID.fullmatch(name)
     return None if found is None else ItemPlace(f"resp_{found[1]}", found[2] == "in", int(found[3]))
 
 
 class _NumberedText:
-    """Events that differ in their number and in one text.
-
-    Args:
-        kind: Of the event.
-        fields: Its fields; the text is `TextEvent.SAMPLE`.
-    """
+    """Encoder of events that differ only in their number and one text, `TextEvent.SAMPLE`."""
 
     def __init__(self, kind: str, fields: dict[str, Any]) -> None:
         whole = named_event(kind, {"type": kind, "sequence_number": 0, **fields})
@@ -69,18 +61,12 @@ class _NumberedText:
         self._text = TextEvent(behind)
 
     def of(self, number: int, text: str) -> bytes:
-        """The event with this number and this text."""
+        """Return the event with this number and this text."""
         return b'%b"sequence_number":%d%b' % (self._before, number, self._text.of(text))
 
 
-class ResponsesFormat:
-    """One response.
-
-    Args:
-        head: The response object, without output, status and usage.
-        tokenizer: For tokens as text.
-        keep: Keeps the response when it is complete; None where that is not asked for.
-    """
+class ResponsesFormat(AnswerFormat):
+    """Writer of one response; ``head`` is the object without output, status and usage."""
 
     keep_alive = KEEP_ALIVE_COMMENT
 
@@ -99,34 +85,28 @@ class ResponsesFormat:
     def _new_id(self, kind: Kind) -> str:
         return item_id(self._head["id"], _PREFIXES[kind], "out", len(self._answer.parts))
 
-    # --- as a stream ----------------------------------------------------------------------------
-
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
-        """The response without output, twice: it was made, and it runs."""
+        """Return the events ``response.created`` and ``response.in_progress``."""
         response = self.snapshot("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
-    def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> bytes:
-        """This API has none."""
-        return b""
-
     def delta(self, prompt: int, delta: Delta) -> bytes:
-        """Events of the items that a delta belongs to."""
+        """Return the events of the items that a delta belongs to."""
         return b"".join(map(self._events_of, self._answer.push(delta)))
 
     def failed(self, error: BatonError) -> bytes:
-        """The event that ends a stream early."""
+        """Return the event that ends a stream with an error."""
         status = "cancelled" if isinstance(error, CancelledError_) else "failed"
         response = self.snapshot(status, output=self._output())
-        # OpenAI's codes of this place are a closed list; Baton's own stands beside it.
+        # OpenAI's codes of failed responses are a closed list; Baton's own is in `type`.
         fields = {"code": "server_error", "message": error.message, "type": error.code}
         return self._event("response.failed", response={**response, "error": fields})
 
     async def finish(self, active_requests: Sequence[ActiveRequest]) -> None:
-        """Make the response, and keep it where that is asked for."""
-        for delta in active_requests[0].record.take():  # of an answer that is no stream
+        """Build the response object, and store it if requested."""
+        for delta in active_requests[0].record.take():  # of an answer that is not streamed
             self._answer.push(delta)
         self._tail = b"".join(map(self._events_of, self._answer.finish(never_empty=True)))
         cut = self._answer.finish_reason == "length"
@@ -142,17 +122,15 @@ class ResponsesFormat:
                 self._final |= {"store": False, "not_stored": reason}
 
     def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
-        """The end of the last item, and the whole response."""
+        """Return the end of the last item and the complete response."""
         return self._tail + self._event(f"response.{self._final['status']}", response=self._final)
 
-    # --- in one piece ---------------------------------------------------------------------------
-
     def whole(self, active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
-        """The response."""
+        """Return the complete response."""
         return self._final
 
     def snapshot(self, status: str, output: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """The response as it stands."""
+        """Return the current state of the response."""
         return {
             **self._head,
             "status": status,
@@ -168,8 +146,6 @@ class ResponsesFormat:
     def _status(self, part: Part) -> str:
         cut = part is self._answer.parts[-1] and self._answer.finish_reason in ("length", None)
         return "incomplete" if cut else "completed"
-
-    # --- items and their events -----------------------------------------------------------------
 
     def _events_of(self, event: Event) -> bytes:
         match event:
@@ -202,7 +178,7 @@ class ResponsesFormat:
         return event.of(self._next_number(), text)
 
     def _delta_of(self, part: Part) -> tuple[str, dict[str, Any]]:
-        """The event of more text without log-probabilities, and its fields."""
+        """Return type and fields of the event for more text without log-probabilities."""
         if part.kind == "call":
             place: dict[str, Any] = {"item_id": part.id, "output_index": part.index}
             return "response.function_call_arguments.delta", {**place, "delta": TextEvent.SAMPLE}
@@ -219,7 +195,7 @@ class ResponsesFormat:
         )
 
     def _complete(self, part: Part) -> bytes:
-        """What stands before the end of an item: its text or its arguments in one piece."""
+        """Return the events with an item's complete text or arguments."""
         if part.kind == "call":
             call = {"item_id": part.id, "output_index": part.index, "name": part.name}
             name = "response.function_call_arguments.done"

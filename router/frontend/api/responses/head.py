@@ -1,4 +1,4 @@
-"""What a response tells of the call that it answers, and what is kept of what it was given."""
+"""Head of a response object, which repeats the request, and the stored input items."""
 
 from collections.abc import Sequence
 from time import time
@@ -15,11 +15,7 @@ _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": 
 
 
 def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> dict[str, Any]:
-    """The response object without status, output and usage: what was asked, and how it is run.
-
-    Raises:
-        InvalidRequestError: It holds what no answer could repeat.
-    """
+    """Return the response object without status, output and usage."""
     text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text is not None else {}
     reasoning = body.reasoning.model_dump() if body.reasoning is not None else {}
     choice = body.tool_choice
@@ -61,7 +57,7 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
 
 
 def kept_input(response_id: str, given: Sequence[ResponsesItem]) -> list[dict[str, Any]]:
-    """Items as they are kept and listed, each with an id that leads back to its response."""
+    """Return the items in stored form; the id of each refers to its response."""
     kept = []
     for index, item in enumerate(given):
         prefix = _PREFIXES.get(item.type, "msg")

@@ -1,13 +1,14 @@
-"""Responses that stay for later turns: `baton.registry.stored_responses`, as this API uses it.
+"""Stored responses: the Responses API's use of `baton.registry.stored_responses`.
 
-Redis may be away: then a response is answered all the same, with ``store: false`` and the reason
-in ``not_stored``. What needs an earlier one is refused with 503: it cannot be answered without.
+If Redis is unavailable, a response is still returned, with ``store: false`` and the reason in
+``not_stored``. Requests that refer to an earlier response are rejected with 503.
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,17 +29,14 @@ from router.frontend.api.responses.format import place_of
 
 MAX_RESPONSES = 1024
 _CALL_LIMIT_S = 1.0
-_PAUSE_S = 5.0  # after a failure no answer waits for Redis
+_PAUSE_S = 5.0  # after a failure, responses do not wait for Redis
 _AWAY = "Redis does not answer"
 
 
 class ResponseStore:
-    """What one router keeps and finds.
+    """Access of one router to stored responses, of up to ``max_bytes`` including the input.
 
-    Args:
-        stored: Where; None keeps nothing.
-        max_bytes: Of one response, with its input.
-        metrics: Count what is kept and what is not.
+    All methods except ``keep`` raise UnavailableError if Redis does not answer.
     """
 
     def __init__(self, stored: StoredResponses | None, max_bytes: int, metrics: Metrics) -> None:
@@ -48,7 +46,7 @@ class ResponseStore:
         self._away_until_s = 0.0
 
     async def keep(self, tenant: str, response: dict[str, Any], given: list[dict[str, Any]]) -> str:
-        """Keep a response with what was given for it. Returns "" or why it is not kept."""
+        """Store a response with its input. Return "" or the reason why it is not stored."""
         result, reason = await self._kept(tenant, response, given)
         self._metrics.inc("baton_stored_responses", result=result)
         return reason
@@ -56,9 +54,12 @@ class ResponseStore:
     async def _kept(
         self, tenant: str, response: dict[str, Any], given: list[dict[str, Any]]
     ) -> tuple[str, str]:
-        value = orjson.dumps({"response": response, "input": given})  # as `Kept`
+        value = orjson.dumps({"response": response, "input": given})  # format of `Kept`
         if len(value) > self._max_bytes:
-            return "too_large", f"it has {len(value)} bytes, more than {self._max_bytes}"
+            return (
+                "too_large",
+                f"the response has {len(value)} bytes; the limit is {self._max_bytes}",
+            )
         loop = asyncio.get_running_loop()
         if self._stored is None or loop.time() < self._away_until_s:
             return "failed", _AWAY
@@ -71,24 +72,12 @@ class ResponseStore:
         return "stored", ""
 
     async def find(self, tenant: str, name: str) -> bytes | None:
-        """A response of this tenant's as it was kept: ``response`` and ``input``, as JSON.
-
-        Raises:
-            UnavailableError: Redis does not answer.
-        """
-        with _told_if_away("read"):
-            if self._stored is None:
-                raise RegistryUnavailableError
-            async with asyncio.timeout(_CALL_LIMIT_S):
-                return await self._stored.get(tenant, name)
+        """Return a response of this tenant in stored form (``response`` and ``input`` as JSON)."""
+        async with self._available("read") as stored:
+            return await stored.get(tenant, name)
 
     async def get(self, tenant: str, name: str) -> "Kept":
-        """As `find`, decoded.
-
-        Raises:
-            ResponseNotFoundError: It is not there, or is another tenant's.
-            UnavailableError: Redis does not answer.
-        """
+        """Return a response of this tenant; raise ResponseNotFoundError if there is none."""
         value = await self.find(tenant, name)
         kept = None if value is None else _read(value)
         if kept is None:
@@ -96,30 +85,32 @@ class ResponseStore:
         return kept
 
     async def delete(self, tenant: str, name: str) -> None:
-        """Take a response away.
-
-        Raises:
-            ResponseNotFoundError: It is not there, or is another tenant's.
-            UnavailableError: Redis does not answer.
-        """
-        with _told_if_away("deleted"):
-            if self._stored is None:
-                raise RegistryUnavailableError
-            async with asyncio.timeout(_CALL_LIMIT_S):
-                deleted = await self._stored.delete(tenant, name)
+        """Delete a response of this tenant; raise ResponseNotFoundError if there is none."""
+        async with self._available("deleted") as stored:
+            deleted = await stored.delete(tenant, name)
         if not deleted:
             raise _not_found(name)
 
+    @asynccontextmanager
+    async def _available(self, action: str) -> AsyncIterator[StoredResponses]:
+        try:
+            if self._stored is None:
+                raise RegistryUnavailableError
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                yield self._stored
+        except (RegistryUnavailableError, TimeoutError) as away:
+            raise UnavailableError(f"stored responses cannot be {action}: {_AWAY}") from away
+
 
 class Kept(msgspec.Struct, frozen=True):
-    """A response and what was given for it."""
+    """A response and its input items."""
 
     response: dict[str, Any]
     input: list[dict[str, Any]]
 
 
 def _read(value: bytes) -> Kept | None:
-    """What was kept; None if another version kept it, and this one cannot read it."""
+    """Decode a stored response; None if it is in an unknown format of another version."""
     try:
         return msgspec.json.decode(value, type=Kept)
     except msgspec.DecodeError:
@@ -128,7 +119,7 @@ def _read(value: bytes) -> Kept | None:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A response as later ones see it: what it was given, its output, and the one before it."""
+    """Input and output of a response, and the id of the one before it."""
 
     given: list[ResponsesItem]
     output: list[ResponsesItem]
@@ -136,7 +127,7 @@ class _Turn:
 
     @classmethod
     def of(cls, value: bytes) -> "_Turn | None":
-        """Of what is kept; None if this version cannot read it."""
+        """Decode a stored response; None if it is in an unknown format of another version."""
         kept = _read(value)
         if kept is None:
             return None
@@ -150,22 +141,8 @@ class _Turn:
             return None
 
 
-async def _turn_of(value: bytes) -> _Turn | None:
-    """See `_Turn.of`: of a megabyte of small items it takes a tenth of a second."""
-    return await off_loop(len(value), lambda: _Turn.of(value))
-
-
 class EarlierResponses:
-    """What one call reads of earlier responses; together no more than a body may have.
-
-    Attributes:
-        bytes_read: So far.
-
-    Args:
-        store: Where they are.
-        tenant: Whose.
-        max_bytes: Of all of them.
-    """
+    """Reader of the earlier responses that one request refers to, up to ``max_bytes`` in total."""
 
     def __init__(self, store: ResponseStore, tenant: str, max_bytes: int) -> None:
         self._store = store
@@ -175,14 +152,11 @@ class EarlierResponses:
         self._found: dict[str, _Turn | None] = {}
 
     async def conversation(self, name: str | None) -> list[ResponsesItem]:
-        """All items of a response and of those before it, the oldest first.
-
-        Args:
-            name: The last response; None: no items.
+        """Return all items of the response ``name`` and of its predecessors, oldest first.
 
         Raises:
-            PreviousResponseError: One of them is not there (any more).
-            InvalidRequestError: They are too many, or too large.
+            PreviousResponseError: A response is not stored or no longer stored.
+            InvalidRequestError: The responses are too many or too large.
             UnavailableError: Redis does not answer.
         """
         turns: list[_Turn] = []
@@ -191,18 +165,18 @@ class EarlierResponses:
         while at is not None:
             turn = await self._find(at, param)
             if turn is None:
-                raise PreviousResponseError(
-                    f"{param}: the response {at[:80]!r} is not stored here (any more)", param=param
+                raise PreviousResponseError.at(
+                    param, f"response {at[:80]!r} is not stored, or no longer stored"
                 )
             turns.append(turn)
             at = turn.previous
         return [item for turn in reversed(turns) for item in (*turn.given, *turn.output)]
 
     async def resolve(self, items: list[ResponsesItem]) -> list[ResponsesItem]:
-        """The items, with those in the place of references that these name.
+        """Return the items, with references replaced by the items that they refer to.
 
         Raises:
-            InvalidRequestError: A referenced item is not there (any more), or they are too many.
+            InvalidRequestError: A referenced item is not stored, or they are too many.
             UnavailableError: Redis does not answer.
         """
         resolved = []
@@ -220,9 +194,8 @@ class EarlierResponses:
             items = turn.given if place.given else turn.output
             if place.position < len(items) and items[place.position].id == name:
                 return items[place.position]
-        raise InvalidRequestError(
-            f"{param}: the item {name[:80]!r} is not stored here (any more); send the item itself",
-            param=param,
+        raise InvalidRequestError.at(
+            param, f"item {name[:80]!r} is not stored, or no longer stored; send the item itself"
         )
 
     async def _find(self, name: str, param: str) -> _Turn | None:
@@ -230,24 +203,20 @@ class EarlierResponses:
             value = await self._store.find(self._tenant, name)
             self.bytes_read += len(value or b"")
             if self.bytes_read > self._max_bytes or len(self._found) >= MAX_RESPONSES:
-                raise InvalidRequestError(
-                    f"{param}: the earlier responses have more than {self._max_bytes} bytes, or "
-                    f"are more than {MAX_RESPONSES}; begin anew with the items that matter",
-                    param=param,
+                raise InvalidRequestError.at(
+                    param,
+                    f"the earlier responses have more than {self._max_bytes} bytes, or "
+                    f"there are more than {MAX_RESPONSES}; start a new conversation with the items "
+                    "that matter",
                 )
-            self._found[name] = await _turn_of(value) if value is not None else None
+            turn = None
+            if value is not None:  # decoding a megabyte of small items takes 0.1 s
+                turn = await off_loop(len(value), partial(_Turn.of, value))
+            self._found[name] = turn
         return self._found[name]
-
-
-@contextmanager
-def _told_if_away(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (RegistryUnavailableError, TimeoutError) as away:
-        raise UnavailableError(f"stored responses cannot be {what}: {_AWAY}") from away
 
 
 def _not_found(name: str) -> ResponseNotFoundError:
     return ResponseNotFoundError(
-        f"the response {name[:80]!r} is not stored here (any more)", param="response_id"
+        f"response {name[:80]!r} is not stored, or no longer stored", param="response_id"
     )

@@ -1,4 +1,4 @@
-"""A body of the Responses API as a chat."""
+"""Translation of Responses API bodies to chats."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def input_items(body: InputTokensBody) -> list[ResponsesItem]:
-    """The input as items."""
+    """Return the input as a list of items."""
     if isinstance(body.input, str):
         return [ResponsesItem(role="user", content=body.input)]
     return list(body.input or ())
@@ -35,25 +35,20 @@ def input_items(body: InputTokensBody) -> list[ResponsesItem]:
 def chat_of(
     body: InputTokensBody, earlier: Sequence[ResponsesItem], given: Sequence[ResponsesItem]
 ) -> Translation:
-    """The chat that a body asks for, without a limit on its answer.
+    """Return the chat of a body, without a limit on its answer.
 
-    Args:
-        body: What was asked.
-        earlier: The items of the responses before this one.
-        given: Those of the body, references resolved.
-
-    Raises:
-        InvalidRequestError: It has what cannot be honoured; names the field.
+    ``earlier`` are items of earlier responses, and ``given`` those of the body, with references
+    resolved.
     """
     conversation = Conversation(joins=("system",))
     if body.instructions is not None:
-        conversation.say("system", body.instructions, "instructions")
+        conversation.add_text("system", body.instructions, "instructions")
     for item in earlier:
         _add(conversation, item, "previous_response_id")
     for index, item in enumerate(given):
         _add(conversation, item, "input" if isinstance(body.input, str) else f"input[{index}]")
     if not conversation.messages:
-        raise InvalidRequestError("input: is required", param="input")
+        raise InvalidRequestError.at("input", "is required")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
     fields |= _tools(body) | _text(body)
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -70,25 +65,25 @@ def _add(conversation: Conversation, item: ResponsesItem, where: str) -> None:
         role = "system" if item.role == "developer" else item.role
         if item.content is None:
             raise _required(f"{where}.content")
-        conversation.say(role, _text_of(item.content, f"{where}.content"), where)
+        conversation.add_text(role, _text_of(item.content, f"{where}.content"), where)
     elif item.type == "function_call":
         if item.call_id is None or item.name is None:
             raise _required(f"{where}.{'call_id' if item.call_id is None else 'name'}")
-        conversation.call(item.call_id, item.name, item.arguments or "{}", where)
+        conversation.add_call(item.call_id, item.name, item.arguments or "{}", where)
     elif item.type == "function_call_output":
         if item.call_id is None or item.output is None:
             raise _required(f"{where}.{'call_id' if item.call_id is None else 'output'}")
         text = _text_of(item.output, f"{where}.output")
-        conversation.result(item.call_id, text, where)
+        conversation.add_result(item.call_id, text, where)
     elif item.type == "reasoning":
         thoughts = _text_of(item.content or item.summary or "", f"{where}.content")
         if thoughts:
-            conversation.think(thoughts)
+            conversation.add_thoughts(thoughts)
     else:
-        raise InvalidRequestError(
-            f"{where}.type: {item.type[:64]!r} is not supported; send messages, function_call, "
+        raise InvalidRequestError.at(
+            f"{where}.type",
+            f"{item.type[:64]!r} is not supported; send messages, function_call, "
             "function_call_output and reasoning items",
-            param=f"{where}.type",
         )
 
 
@@ -99,10 +94,9 @@ def _text_of(content: str | list[ResponsesPart], where: str) -> str:
     for index, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*_TEXT_PARTS, "refusal"):
-            raise InvalidRequestError(
-                f"{where}[{index}].type: {part.type[:64]!r} is not supported; this model reads "
-                "text only: send its text",
-                param=f"{where}[{index}].type",
+            raise InvalidRequestError.at(
+                f"{where}[{index}].type",
+                f"{part.type[:64]!r} is not supported; this model reads only text: send its text",
             )
         if text is None:
             raise _required(f"{where}[{index}].text")
@@ -111,7 +105,7 @@ def _text_of(content: str | list[ResponsesPart], where: str) -> str:
 
 
 def _required(param: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param}: is required", param=param)
+    return InvalidRequestError.at(param, "is required")
 
 
 def _tools(body: InputTokensBody) -> dict[str, Any]:
@@ -127,10 +121,9 @@ def _tools(body: InputTokensBody) -> dict[str, Any]:
 
 def _tool(tool: ResponsesFunction, where: str) -> dict[str, Any]:
     if tool.type != "function":
-        raise InvalidRequestError(
-            f"{where}.type: {tool.type[:64]!r} runs on OpenAI's servers or is known to their models"
-            " only; offer a function for it",
-            param=f"{where}.type",
+        raise InvalidRequestError.at(
+            f"{where}.type",
+            f"{tool.type[:64]!r} is a tool that only OpenAI provides; define a function for it",
         )
     if tool.name is None:
         raise _required(f"{where}.name")
@@ -158,9 +151,8 @@ def _choice(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
             "type": "allowed_tools",
             "allowed_tools": {"mode": choice.mode or "auto", "tools": tools},
         }
-    raise InvalidRequestError(
-        f"tool_choice.type: {choice.type[:64]!r} is not supported; name a function",
-        param="tool_choice.type",
+    raise InvalidRequestError.at(
+        "tool_choice.type", f"{choice.type[:64]!r} is not supported; use function or allowed_tools"
     )
 
 
