@@ -1,4 +1,4 @@
-"""Sampling the tokens of a step whose rows may hold draft tokens, without sampling in vain."""
+"""Sampling of a step whose rows may contain draft tokens, only as far as they are right."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self
@@ -11,14 +11,14 @@ from baton.types.params import SampledToken, finish_reason
 MaskFn = Callable[
     [Sequence[Sequence[SampleSpec]]], tuple[list[list[Mask | None]], dict[int, GrammarError]]
 ]
-"""``Grammars.masks``."""
+"""Signature of ``Grammars.masks``."""
 
 
 class LogitsRows(Protocol):
-    """Rows of logits, wherever they are: ``baton.engine.sampling.sample.Logits``, or a device's."""
+    """Rows of logits on the host or on a device."""
 
     def rows(self, indexes: Sequence[int]) -> Self:
-        """Some of the rows."""
+        """Return some of the rows."""
 
     def sample(
         self,
@@ -26,7 +26,7 @@ class LogitsRows(Protocol):
         eos_token_ids: Sequence[int],
         masks: Sequence[Sequence[Mask | None]] | None = None,
     ) -> list[list[SampledToken]]:
-        """See ``baton.engine.sampling.sample.sample``."""
+        """Sample tokens; see ``baton.engine.sampling.sample.sample``."""
 
 
 def sample_rows(
@@ -35,18 +35,18 @@ def sample_rows(
     eos_token_ids: Sequence[int],
     masks: MaskFn,
 ) -> tuple[list[list[SampledToken]], dict[int, GrammarError]]:
-    """Sample what ``rows`` ask for; nothing behind a wrong draft token, nor behind an answer's end.
+    """Sample the tokens of plan rows, up to a wrong draft token or the end of a response.
 
-    So each token is sampled with a history that is a fact, or becomes one with this step.
+    Each token is thus sampled with a history that is final, or becomes final with this step.
 
     Args:
         logits: Rows in the order of ``PlanRow.samples_by_row``, plan row by plan row.
-        rows: Of the plan.
-        eos_token_ids: The model's end tokens.
-        masks: What the grammars allow.
+        rows: Rows of the plan.
+        eos_token_ids: End tokens of the model.
+        masks: Returns the grammars' masks.
 
     Returns:
-        For each plan row its tokens, and the plan rows whose grammar failed at the first of them.
+        Tokens of each plan row, and errors of plan rows whose grammar failed at the first token.
     """
     results: list[list[SampledToken]] = [[] for _ in rows]
     refused: dict[int, GrammarError] = {}
@@ -59,27 +59,27 @@ def sample_rows(
     alive = [index for index, row in enumerate(rows) if row.samples]
     step = 0
     while alive:
-        is_whole = len(alive) == begin  # every row of logits: no copy
+        is_whole = len(alive) == begin  # all rows of logits: no copy
         part = logits if is_whole else logits.rows([begins[index] + step for index in alive])
         specs = [rows[index].samples_by_row()[step][1] for index in alive]
         allowed, faults = masks(specs)
         sampled = part.sample(specs, eos_token_ids, allowed)
-        going_on = []
+        remaining = []
         for place, index in enumerate(alive):
             if place in faults and step:
-                continue  # it has tokens; the next step will meet the fault
+                continue  # it has tokens; the next step reports the fault
             if place in faults:
                 refused[index] = faults[place]
             results[index] += sampled[place]
-            if _goes_on(rows[index], results[index], eos):
-                going_on.append(index)
-        alive = going_on
+            if _continues(rows[index], results[index], eos):
+                remaining.append(index)
+        alive = remaining
         step = step + 1
     return results, refused
 
 
-def _goes_on(row: PlanRow, sampled: Sequence[SampledToken], eos: frozenset[int]) -> bool:
-    """Whether the draft token behind the last sample was right, and does not end the answer."""
+def _continues(row: PlanRow, sampled: Sequence[SampledToken], eos: frozenset[int]) -> bool:
+    """Return whether the draft token behind the last sample was right and does not end the row."""
     step = len(sampled)
     if (
         step > row.num_draft_tokens

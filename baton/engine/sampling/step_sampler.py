@@ -1,4 +1,4 @@
-"""What both backends do with a step's logits: grammars' masks, then tokens, row by row."""
+"""Sampling of a step's tokens with grammar masks, for both backends."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,59 +11,52 @@ from baton.types.params import SampledToken
 
 
 class StepSampler:
-    """Samples the tokens of one step after the other.
+    """Sampler of the tokens of successive steps.
 
     Args:
-        eos_token_ids: Tokens that end an answer.
-        grammars: For requests with a grammar; ``None`` ignores grammars.
+        eos_token_ids: Tokens that end a response.
+        grammars: Compiled grammars; ``None`` ignores grammars.
+
+    Attributes:
+        refused_rows: Errors of the plan rows whose grammar failed in this step.
+        mask_ns: Time that this step spent on grammars.
     """
 
     def __init__(self, eos_token_ids: Sequence[int], grammars: Grammars | None) -> None:
         self._eos_token_ids = eos_token_ids
         self._grammars = grammars
-        self._refused_rows: dict[int, GrammarError] = {}
-        self._mask_ns = 0
-
-    @property
-    def refused_rows(self) -> Mapping[int, GrammarError]:
-        """Rows of the step's plan whose grammar failed, and why."""
-        return self._refused_rows
-
-    @property
-    def mask_ns(self) -> int:
-        """Time that the step spent on grammars."""
-        return self._mask_ns
+        self.refused_rows: Mapping[int, GrammarError] = {}
+        self.mask_ns = 0
 
     def begin_step(self) -> None:
-        """Forget what was refused and measured in the step before."""
-        self._refused_rows = {}
-        self._mask_ns = 0
+        """Reset the results of the step before."""
+        self.refused_rows = {}
+        self.mask_ns = 0
 
     def sample(self, logits: LogitsRows, rows: Sequence[PlanRow]) -> list[list[SampledToken]]:
-        """The tokens of each plan row, as far as its draft tokens are right.
+        """Sample the tokens of each plan row, as far as its draft tokens are right.
 
         Args:
-            logits: Rows in the order of ``PlanRow.samples_by_row``, plan row by plan row; finite.
-            rows: Of the plan.
+            logits: Finite rows in the order of ``PlanRow.samples_by_row``, plan row by plan row.
+            rows: Rows of the plan.
         """
-        results, self._refused_rows = sample_rows(logits, rows, self._eos_token_ids, self._masks)
+        results, self.refused_rows = sample_rows(logits, rows, self._eos_token_ids, self._masks)
         return results
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """See ``baton.engine.core.model_runner.ModelRunner``."""
+        """Return how many leading ``draft_tokens`` the grammar of ``spec`` allows."""
         if self._grammars is None or not spec.params.grammar:
             return len(draft_tokens)
         try:
             return self._grammars.admissible(spec, draft_tokens)
         except GrammarError:
-            return 0  # the step without draft tokens will say it
+            return 0  # the step without draft tokens reports the error
 
     def _masks(
         self, specs: Sequence[Sequence[SampleSpec]]
     ) -> tuple[list[list[Mask | None]], dict[int, GrammarError]]:
-        """What the grammars allow; see ``Grammars.masks``."""
         if self._grammars is None:
             return [[None] * len(row_specs) for row_specs in specs], {}
         masks = self._grammars.masks(specs)
-        self._mask_ns += self._grammars.mask_ns
+        self.mask_ns += self._grammars.mask_ns
         return masks
