@@ -32,11 +32,6 @@ def build_runner(
         map_pool: Returns zeroed memory for the KV pool of a geometry.
         progress: Receives one line of text at a time.
         ranks: The other ranks of a tensor-parallel replica; CPU only.
-
-    Raises:
-        ModelError: The model cannot be loaded.
-        RankError: A rank died or hangs.
-        NumericsSetupError: ``exact`` cannot be kept on this machine.
     """
     torch.set_num_threads(settings.threads)
     progress(f"resolving {settings.model}")

@@ -50,20 +50,10 @@ def declared(library: ctypes.CDLL, functions: Functions) -> ctypes.CDLL:
 def compiled(
     name: str, folder: Path, sources: Sequence[str], flags: Sequence[str], made_for: str = ""
 ) -> Path | None:
-    """Return the path of a library, compiled on first use.
+    """Return the path of a library, compiled on first use; None without a compiler.
 
-    Args:
-        name: Name of the library.
-        folder: Folder of the sources.
-        sources: File names; those that end in ``.cpp`` are compiled.
-        flags: Compiler flags.
-        made_for: Anything else that the result depends on, such as the CPU for ``-march=native``.
-
-    Returns:
-        None if there is no compiler or compilation fails.
-
-    Raises:
-        OSError: The cache folder cannot be written.
+    ``made_for`` names anything else that the result depends on, such as the CPU for
+    ``-march=native``.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:

@@ -52,10 +52,7 @@ class EmulatedRunner:
     """``ModelRunner`` over numpy.
 
     Args:
-        geometry: Shape of the pool.
-        pool_bytes: Writable memory of the pool.
         vocab_size: Upper bound of sampled token ids.
-        eos_token_ids: Tokens that end a response.
         token_s: Simulated time per token, slept across the layers.
         nan_after_steps: Fault injection: later steps fail with NaN; 0 for never.
     """

@@ -19,11 +19,7 @@ M = TypeVar("M")
 
 
 class FrameReader(Generic[M]):
-    """Incremental parser that cuts a byte stream into messages.
-
-    Args:
-        decoder: Decoder for a list of messages.
-    """
+    """Incremental parser that cuts a byte stream into messages."""
 
     def __init__(self, decoder: "msgspec.msgpack.Decoder[list[M]]") -> None:
         self._decoder = decoder

@@ -121,8 +121,7 @@ class LLM:
     def chat(self, messages: Sequence[Mapping[str, Any]], **params: Any) -> Output:
         """Generate one response to a conversation; ``params`` are fields of ``SamplingParams``.
 
-        Raises:
-            InvalidRequestError: The model has no chat template.
+        Raises ``InvalidRequestError`` if the model has no chat template.
         """
         eos = self.artifact.config.eos_token_ids
         special = special_tokens_of(
@@ -137,8 +136,7 @@ class LLM:
     def load_adapter(self, path: str | Path, max_rank: int = 64) -> str:
         """Load a LoRA adapter from a PEFT directory and return its digest for ``generate``.
 
-        Raises:
-            AdapterError: The adapter does not fit this model or is not supported.
+        Raises ``AdapterError`` if the adapter does not fit this model or is not supported.
         """
         artifact = read_adapter(path, self.artifact.config, max_rank)
         ref = AdapterRef(artifact.path.name, artifact.digest.hex(), str(path))

@@ -42,15 +42,7 @@ def paced_geometry(num_blocks: int) -> KvGeometry:
 
 
 class PacedRunner(EmulatedRunner):
-    """``ModelRunner`` that takes as long as a real model.
-
-    Args:
-        geometry: Shape of the pool.
-        pool_bytes: Writable memory of the pool.
-        model: Model to emulate.
-        clock_s: Monotonic clock.
-        sleep: Sleep function.
-    """
+    """``ModelRunner`` that takes as long as a real model."""
 
     def __init__(
         self,

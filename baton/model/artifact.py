@@ -74,12 +74,9 @@ class ModelArtifact:
 
 
 def resolve_model(reference: str, *, allow_unsupported: bool = False) -> ModelArtifact:
-    """Find a model and describe it.
+    """Find a model and describe it; references are described in ``baton/model/locate.py``.
 
-    Args:
-        reference: Model reference; see ``baton/model/locate.py``.
-        allow_unsupported: Also describe models that the engine cannot run (for tokenizers and
-            tools).
+    With ``allow_unsupported`` also models that the engine cannot run (for tokenizers and tools).
 
     Raises:
         ModelError: The model is missing, incomplete, or not supported.

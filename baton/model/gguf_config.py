@@ -29,11 +29,7 @@ _HARMLESS_ROPE = {  # options that no supported family uses, with their neutral 
 
 
 def refuse_unsupported(path: Path, architecture: str, meta: Mapping[str, Any]) -> None:
-    """Raise if the metadata requires something that the engine does not compute.
-
-    Raises:
-        ModelError: A key has an unsupported value; the message names both.
-    """
+    """Raise ``ModelError`` if the metadata requires what the engine does not compute."""
     where = f"{path}: architecture {architecture}"
     refuse_family(where, architecture, GGUF_FAMILIES)
     if int(meta.get("split.count", 0)) > 1:
@@ -79,16 +75,9 @@ def read_config(
     meta: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> ModelConfig:
-    """Return the configuration of a model.
+    """Return the configuration of a model; unknown architectures are read like Llama.
 
-    Args:
-        path: File for messages.
-        architecture: ``general.architecture``; unknown ones are read like Llama.
-        meta: All metadata.
-        shapes: Shapes of the tensors in GGUF's order (innermost first).
-
-    Raises:
-        ModelError: A key is missing.
+    ``shapes`` are those of the tensors in GGUF's order (innermost first).
     """
 
     def value(key: str, default: Any = None) -> Any:

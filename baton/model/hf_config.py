@@ -27,11 +27,7 @@ _ACTIVATIONS = {"gemma3": "gelu_pytorch_tanh"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; return an empty one if the file does not exist.
-
-    Raises:
-        ModelError: The file contains something else.
-    """
+    """Read a JSON object; return an empty one if the file does not exist."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -46,16 +42,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(
     folder: Path, raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str
 ) -> ModelConfig:
-    """Return the configuration of a model.
+    """Return the configuration of a model; unknown architectures are read like Llama.
 
-    Args:
-        folder: Directory for messages.
-        raw: Content of ``config.json``.
-        generation: Content of ``generation_config.json``, whose end tokens take precedence.
-        architecture: Class in transformers; unknown ones are read like Llama.
-
-    Raises:
-        ModelError: A key is missing or invalid.
+    The end tokens in ``generation`` (``generation_config.json``) take precedence.
     """
     family = HF_FAMILIES.get(architecture, "llama")
     try:
@@ -158,11 +147,7 @@ def _layer_windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[in
 
 
 def refuse_unsupported(folder: Path, architecture: str, raw: Mapping[str, Any]) -> None:
-    """Raise if ``config.json`` requires something that the engine does not compute.
-
-    Raises:
-        ModelError: A key has an unsupported value; the message names both.
-    """
+    """Raise ``ModelError`` if ``config.json`` requires what the engine does not compute."""
     where = f"{folder}: architecture {architecture}"
     refuse_family(where, architecture, HF_FAMILIES)
     family = HF_FAMILIES[architecture]

@@ -32,8 +32,7 @@ def cache_root() -> Path:
 def locate(reference: str) -> tuple[Path, str | None]:
     """Return the file or directory, and the revision of a hub model or the version of a package.
 
-    Raises:
-        ModelError: The model is not found; the message names the places searched.
+    Raises ``ModelError`` if the model is not found.
     """
     if reference.startswith("package:"):
         return _locate_in_package(reference)

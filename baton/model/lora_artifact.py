@@ -57,10 +57,8 @@ class LowRank:
     """One projection of one layer that the adapter changes.
 
     Attributes:
-        layer: Layer number.
         target: One of ``TARGETS``.
         rank: Number of rows of ``A``.
-        scale: Factor of ``B A``.
         a_name: Name of ``A`` in the weights file, ``[rank, inputs]``.
         b_name: Name of ``B`` in the weights file, ``[outputs, rank]``.
     """
@@ -78,9 +76,7 @@ class AdapterArtifact:
     """Adapter that fits a model.
 
     Attributes:
-        path: Directory of the adapter.
         digest: 16 bytes over the config and every byte of the weights.
-        rank: Largest rank.
         weights: Changed projections, by layer.
     """
 
@@ -118,11 +114,6 @@ def target_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> AdapterArtifact:
     """Check an adapter against a model. Reads every byte once, for the digest.
-
-    Args:
-        path: Directory of the adapter.
-        config: Configuration of the base model.
-        max_rank: Largest supported rank.
 
     Raises:
         AdapterError: The adapter is incomplete, does not fit, or is not supported.

@@ -17,8 +17,7 @@ from baton.text.tokenizer import TextTokenizer
 class StopMatcher:
     """Finds the stop string that is complete first, and holds text that may begin one.
 
-    Args:
-        stops: Non-empty stop strings. If two end at the same character, the longer one counts.
+    If two stop strings end at the same character, the longer one counts.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -60,8 +59,6 @@ class Detokenizer:
     """Text of one choice. It continues the prompt, so a leading space is kept.
 
     Args:
-        tokenizer: Tokenizer of the model.
-        stops: Stop strings.
         min_tokens: Number of first tokens in which a stop string must not begin.
         stop_text: Whether the stop string or token is included in the text.
         special_ids: Special tokens to output; None for all.
@@ -121,8 +118,7 @@ class Detokenizer:
     def finish(self, stop_token: int | None = None) -> str:
         """Return held text at the end of the tokens, without an incomplete character.
 
-        Args:
-            stop_token: The token that ended the response, if any; it is not part of the response.
+        ``stop_token`` ended the response, if set; it is not part of the response.
         """
         if self.stopped_by is not None:
             return ""

@@ -76,16 +76,9 @@ _NFC = {"qwen2", "deepseek-r1-qwen"}
 
 
 def build_from_gguf(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
-    """Build the tokenizer that the metadata describes.
+    """Build the tokenizer of ``tokenizer.ggml.*`` metadata, and whether it prepends a space.
 
-    Args:
-        metadata: ``tokenizer.ggml.*`` keys with Python values.
-
-    Returns:
-        The tokenizer, and whether it puts a space before the text.
-
-    Raises:
-        ValueError: The algorithm or pre-tokenizer is unknown, or a key is missing.
+    Raises ``ValueError`` if the algorithm or pre-tokenizer is unknown, or a key is missing.
     """
     fields = {key.removeprefix(_PREFIX): value for key, value in metadata.items()}
     kind = fields.get("model")

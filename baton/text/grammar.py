@@ -47,13 +47,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 def vocabulary_of(
     tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> Vocabulary:
-    """Return the vocabulary of a model.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        vocab_size: Vocabulary size of the model, which may exceed the tokenizer's.
-        eos_token_ids: Tokens that end a response.
-    """
+    """Return the vocabulary of a model, whose ``vocab_size`` may exceed the tokenizer's."""
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
     special = sorted({*tokenizer.special_ids, *eos_token_ids})
     return Vocabulary(tokens, [i for i in special if i < vocab_size], list(eos_token_ids))
@@ -80,7 +74,7 @@ class Framed(msgspec.Struct, frozen=True):
 
 
 def translate(kind: GrammarKind, source: str) -> str:
-    """Return the llguidance grammar of ``source``.
+    """Return the llguidance grammar of ``source``, which may still fail to compile.
 
     Args:
         kind: Kind of ``source``: a JSON schema, a regular expression, a JSON list of choices, a
@@ -88,7 +82,7 @@ def translate(kind: GrammarKind, source: str) -> str:
         source: Text of the client.
 
     Raises:
-        GrammarError: The text is too long or not of that kind. It may still fail to compile.
+        GrammarError: The text is too long or not of that kind.
     """
     if len(source) > MAX_SOURCE_CHARACTERS:
         raise GrammarError(f"it has {len(source)} characters; the limit is {MAX_SOURCE_CHARACTERS}")
@@ -127,14 +121,7 @@ def _framed(parts: Framed) -> str:
 
 
 class GrammarCompiler:
-    """Thread-safe compiler of grammars for one vocabulary.
-
-    Args:
-        vocabulary: Vocabulary of the model.
-
-    Raises:
-        GrammarError: The model has no end token, so that no response could be complete.
-    """
+    """Thread-safe compiler of grammars for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         if not vocabulary.eos_token_ids:
@@ -148,8 +135,7 @@ class GrammarCompiler:
     def compile(self, grammar: str) -> LLMatcher:
         """Return a matcher at the start of the grammar. Takes from 1 ms to several 100 ms.
 
-        Raises:
-            GrammarError: llguidance rejects the grammar (with its message), or no text matches.
+        Raises ``GrammarError`` if llguidance rejects the grammar, or no text matches.
         """
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         check(matcher)

@@ -54,14 +54,10 @@ class Unfollowed(NamedTuple):
 
 
 def ready(schema: Any) -> Any:
-    """Return a copy of a schema with closed objects, for a grammar.
+    """Return a copy of a client's schema with closed objects, for a grammar.
 
-    Args:
-        schema: Schema of the client. With ``x-guidance: {lenient: true}`` keywords that a grammar
-            cannot enforce are left out.
-
-    Raises:
-        GrammarError: A keyword cannot be enforced; the message names its place and a remedy.
+    With ``x-guidance: {lenient: true}`` keywords that a grammar cannot enforce are left out;
+    otherwise they raise ``GrammarError``.
     """
     if not isinstance(schema, dict):
         return schema
@@ -184,11 +180,7 @@ def _rewrite_names(part: Schema) -> None:
 
 
 class _Closer:
-    """Closes the objects of one schema, in place.
-
-    Args:
-        root: Root schema of references.
-    """
+    """Closes the objects of one schema, in place."""
 
     def __init__(self, root: Schema) -> None:
         self._untouched = _copied(root)

@@ -112,7 +112,6 @@ class Thinking:
     """Reasoning of one response.
 
     Attributes:
-        syntax: Reasoning syntax of the model.
         begun: Whether the prompt ends within the thinking.
         shown: Whether the client receives the thinking.
     """
@@ -141,11 +140,7 @@ class _Trimmed:
 
 
 class ReasoningParser:
-    """Parser of one response.
-
-    Args:
-        thinking: Reasoning of the response.
-    """
+    """Parser of one response."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._tags = thinking.syntax.tags

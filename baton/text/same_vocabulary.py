@@ -5,11 +5,7 @@ from baton.text.tokenizer import load_tokenizer
 
 
 def check_same_vocabulary(main: ModelArtifact, draft: ModelArtifact) -> None:
-    """Check that every token id has the same text in both models, as draft tokens require.
-
-    Raises:
-        ModelError: The vocabularies differ; the message names both models and the first difference.
-    """
+    """Raise ``ModelError`` unless every token id has the same text in both models."""
     names = f"speculation: the draft model {draft.path} does not fit {main.path}"
     size = main.config.vocab_size
     if draft.config.vocab_size != size:

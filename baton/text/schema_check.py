@@ -25,15 +25,10 @@ class _TooMuchError(Exception):
 
 
 def violations(schema: str, answer: str) -> tuple[str, ...]:
-    """Return the keywords that a response violates, each once.
+    """Return the keywords of ``UNFOLLOWED_KEYWORDS`` that a response violates, each once.
 
-    Args:
-        schema: JSON text of the schema.
-        answer: JSON text that the schema's grammar accepted.
-
-    Returns:
-        Keywords of ``UNFOLLOWED_KEYWORDS``, or ``("unchecked",)`` if the check takes too much work
-        or the schema has unresolvable references.
+    The result is ``("unchecked",)`` if the check takes too much work or the schema has unresolvable
+    references.
     """
     if len(answer) > _MAX_CHARACTERS:
         return (UNCHECKED,)

@@ -94,14 +94,11 @@ class Rendering:
 
 
 class ChatTemplate:
-    """Compiled chat template.
+    """Compiled chat template; raises ``ValueError`` if the template does not compile.
 
     Args:
         source: Jinja text, or None for a model without one.
         special_tokens: Template variables such as ``bos_token``.
-
-    Raises:
-        ValueError: The template does not compile.
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -132,11 +129,6 @@ class ChatTemplate:
         rendering: Rendering = Rendering(),
     ) -> str:
         """Render the prompt of a conversation.
-
-        Args:
-            messages: Messages in order.
-            tools: Tools for a template that supports tools.
-            rendering: Options of rendering.
 
         Raises:
             InvalidRequestError: There is no template, it rejected the messages, or it exceeded its

@@ -164,13 +164,9 @@ def _is_byte_level(backend: Tokenizer) -> bool:
 
 
 def load_tokenizer(source: str | Mapping[str, Any]) -> TextTokenizer:
-    """Build a tokenizer.
+    """Build a tokenizer from the text of a `tokenizer.json`, or from a GGUF file's metadata.
 
-    Args:
-        source: Text of a `tokenizer.json`, or a GGUF file's ``tokenizer.ggml.*`` metadata.
-
-    Raises:
-        ValueError: The kind of tokenizer is not supported.
+    Raises ``ValueError`` if the kind of tokenizer is not supported.
     """
     if isinstance(source, str):
         try:

@@ -39,11 +39,7 @@ def new_call_id() -> str:
 
 
 class ToolCallParser:
-    """Parser of one response.
-
-    Args:
-        new_id: Returns ids of calls.
-    """
+    """Parser of one response."""
 
     def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
         self.calls = 0

@@ -150,7 +150,6 @@ class QueueFullError(BatonError):
     """The queue is full.
 
     Args:
-        message: Full queue and its limit.
         retry_after_s: Expected time until a place is free, from the drain rate.
     """
 
@@ -185,7 +184,6 @@ class NumericsError(InternalError):
     """The model produced NaN or Inf.
 
     Args:
-        message: Description with the number of rows.
         rows: Faulty rows of the step's plan; empty if unknown.
     """
 

@@ -54,13 +54,7 @@ def finish_reason(
     """Return whether and how a sampled token ends its choice.
 
     With a grammar an end token is sampled early, or in spite of ``ignore_eos``, only if no other
-    token may follow; it then ends the response.
-
-    Args:
-        params: Parameters of the request.
-        eos: End tokens of the model.
-        token: Sampled token.
-        generated: Number of tokens sampled so far, this one included.
+    token may follow; it then ends the response. ``generated`` counts this token, too.
 
     Returns:
         ``("", None)`` to continue, ``("stop", token)`` if the token ends the response without being

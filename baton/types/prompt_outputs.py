@@ -70,11 +70,7 @@ def bytes_per_row(alternatives: int) -> int:
 
 
 class PromptLogprobsIntake:
-    """Collector of the slices of one prompt's scores; repeated slices change nothing.
-
-    Args:
-        rows: Total number of rows.
-    """
+    """Collector of one prompt's slices of scores; repeated slices change nothing."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -112,7 +108,6 @@ class PromptOutputs:
     """Outputs gathered so far from one sequence's prompt.
 
     Args:
-        prompt: The whole prompt.
         alternatives: Number of alternatives to score per prompt token; None for no scores.
         pooling: Pooling of the hidden rows to one vector: ``"mean"``, ``"last"``, or ``""`` for
             none.

@@ -169,7 +169,7 @@ def test_a_busy_machine_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     for number in range(40):
         submit(core, f"r{number}", range(300, 332), max_tokens=100)
     answer(core)
-    assert "emulated steps last 700 % longer than in epyc-135m" in caplog.text
+    assert "emulated steps take 700 % longer than timing=epyc-135m" in caplog.text
 
 
 def test_the_fleet_file_knows_all_timing_models() -> None:

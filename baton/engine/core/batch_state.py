@@ -123,11 +123,7 @@ class BatchState:
         return [sequence for sequence in sequences if sequence.request.request_id == request_id]
 
     def check_integrity(self) -> None:
-        """Recount blocks and references; see ``BlockPool.check_integrity``.
-
-        Raises:
-            RuntimeError: A count is wrong, or a block is held twice or leaked.
-        """
+        """Recount blocks and references; raise ``RuntimeError`` at a wrong count."""
         tables: list[Sequence[int]] = [sequence.blocks for sequence in self.running]
         tables += [sequence.blocks for sequence in self.held.values()]
         tables += [reservation.blocks for reservation in self.reservations]
@@ -215,11 +211,7 @@ class BatchState:
         self.held[sequence.request.request_id] = sequence
 
     def hold_cached(self, request: EngineRequest) -> TokenSequence:
-        """Hold the cached blocks of a complete prompt for readers.
-
-        Raises:
-            UnavailableError: A block is not cached, or too many blocks are held already.
-        """
+        """Hold the cached blocks of a complete prompt, or raise ``UnavailableError``."""
         sequence = self.new_sequence(request, 0, request.prompt)
         tokens = len(request.prompt)
         blocks = self.pool.match(sequence.full_hashes(tokens, self.pool.block_tokens))

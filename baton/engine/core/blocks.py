@@ -61,10 +61,6 @@ class BlockPool:
 
     A released block keeps its hash until the block is reused. Blocks are evicted in order of
     release, and within one release from the tail to the root.
-
-    Args:
-        total: Number of blocks.
-        block_tokens: Tokens per block; the simulator has larger blocks than the engine.
     """
 
     def __init__(self, total: int, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -127,14 +123,9 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
-        """Take ``count`` blocks without hashes, contiguous where that is possible.
+        """Take ``count`` blocks without hashes; None if fewer are available.
 
-        Args:
-            count: Number of blocks.
-            after: Block to continue behind if possible, so that a sequence stays contiguous.
-
-        Returns:
-            Block ids; None if fewer than ``count`` blocks are available.
+        Blocks behind ``after`` are preferred, so that a sequence stays contiguous.
         """
         if count > self.available():
             return None
@@ -229,11 +220,7 @@ class BlockPool:
         return block_hash in self._block_of
 
     def hash_of(self, block: int) -> bytes:
-        """Return the hash of a findable block.
-
-        Raises:
-            KeyError: The block has no hash.
-        """
+        """Return the hash of a findable block; raise ``KeyError`` for other blocks."""
         block_hash = self._hash_of[block]
         if block_hash is None:
             raise KeyError(block)
@@ -273,15 +260,9 @@ class BlockPool:
     def check_integrity(
         self, tables: Iterable[Sequence[int]], draining: Sequence[int] | None = None
     ) -> None:
-        """Recount everything from the block tables of all holders.
+        """Recount everything from block tables, one per reference; raise ``RuntimeError`` if wrong.
 
-        Args:
-            tables: Block tables, each once per reference that it took.
-            draining: Expected content of the quarantine; None if unknown.
-
-        Raises:
-            RuntimeError: A count differs, or a block or hash is in two places; the message names
-                it.
+        ``draining`` is the expected content of the quarantine, if known.
         """
         references = [0] * self.total
         for table in tables:

@@ -177,11 +177,7 @@ class EngineCore:
                 self.scheduler.fail(sequence.request.request_id, error)
 
     def check_when_idle(self) -> None:
-        """Recount all blocks once after each busy period, so that leaks show in production too.
-
-        Raises:
-            RuntimeError: A count is wrong; see ``BatchState.check_integrity``.
-        """
+        """Recount all blocks once after each busy period, so that leaks show in production too."""
         if self._checked_at != self.steps and not self.batch.has_work():
             self._checked_at = self.steps
             self.batch.check_integrity()

@@ -72,18 +72,14 @@ class GrammarStore(Protocol):
         """Remove one hold on a grammar."""
 
     def prepare(self, grammar: str) -> Any:
-        """Compile a grammar unless it is compiled already; this may take seconds.
-
-        Raises:
-            GrammarError: The grammar does not compile.
-        """
+        """Compile a grammar unless it is compiled; slow, and may raise ``GrammarError``."""
 
 
 class AdapterStore(Protocol):
     """Loaded LoRA adapters of a runner, by digest."""
 
     def prepare(self, ref: AdapterRef) -> Any:
-        """Read and check an adapter on every rank. Slow; called in a separate thread.
+        """Read and check an adapter on every rank, in a separate thread.
 
         Raises:
             AdapterLoadError: The adapter cannot be loaded or has another digest than ``ref``.

@@ -34,14 +34,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Scheduler of all requests of one engine.
-
-    Args:
-        pool: All blocks.
-        config: Batch limits.
-        eos_token_ids: Tokens that end a response.
-        tiers: KV tiers below the pool.
-    """
+    """Scheduler of all requests of one engine."""
 
     def __init__(
         self,
@@ -55,8 +48,6 @@ class Scheduler:
         self.max_step_tokens = config.max_step_tokens  # lowered if steps take too long
         self._eos = frozenset(eos_token_ids)
         self._requests: dict[str, EngineRequest] = {}
-
-    # ---------------------------------------------------------------- commands
 
     def submit(self, request: EngineRequest, now_ns: int) -> None:
         """Queue a request.
@@ -109,16 +100,9 @@ class Scheduler:
     def commit(
         self, request_id: str, generation: int, first: Sequence[int | None], now_ns: int
     ) -> bool:
-        """Start decoding after all KV of the prompt has arrived in the pages.
+        """Start decoding after all KV of the prompt has arrived; False for a stale generation.
 
-        Args:
-            request_id: Request of the reservation.
-            generation: Generation of the filled reservation; a stale one is ignored.
-            first: First token of each choice; None for a choice that has ended.
-            now_ns: Current time.
-
-        Returns:
-            Whether the reservation exists.
+        ``first`` has the first token of each choice, or None for a choice that has ended.
         """
         reservation = self.batch.reservations.find(request_id, generation, ReservationState.BOUND)
         if reservation is None:
@@ -201,8 +185,6 @@ class Scheduler:
         """End a request with an error."""
         self._end(request_id, error)
 
-    # ---------------------------------------------------------------- one step
-
     def plan(self, now_ns: int) -> StepPlan:
         """Choose the rows of the next step and allocate their blocks."""
         for request in self.batch.fetched():
@@ -267,8 +249,6 @@ class Scheduler:
                 self._emit(branch, [token])
             self._end_if_done(request)
         self.batch.spare.take_back()
-
-    # ---------------------------------------------------------------- internal
 
     def _row(self, sequence: TokenSequence, budget: int) -> PlanRow:
         """Return the next chunk of a sequence; it ends at a block boundary or at the end."""

@@ -69,12 +69,7 @@ class EngineRequest:
                 self.live_choices.discard(choice)
 
     def check_emitted(self) -> None:
-        """Reject a resumed response that does not fit the request.
-
-        Raises:
-            InvalidRequestError: The number of choices or of tokens is wrong, or the request has no
-                response to resume.
-        """
+        """Raise ``InvalidRequestError`` if emitted tokens to resume do not fit the request."""
         emitted = self.spec.emitted
         params = self.spec.params
         if not emitted:

@@ -65,8 +65,7 @@ def splits(
 ) -> list[Split]:
     """Return every rank's part, in rank order.
 
-    Raises:
-        ValueError: A rank would have nothing to compute; the message names the dimension.
+    Raises ``ValueError`` with the dimension that is too small for so many ranks.
     """
     sizes = {
         "query heads": heads,

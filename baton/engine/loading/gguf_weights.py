@@ -51,19 +51,7 @@ def open_gguf_weights(
     rows: Rows,
     files: ExitStack,
 ) -> Weights:
-    """Open the weights of a GGUF file.
-
-    Args:
-        artifact: Result of ``resolve_model``.
-        dtype: ``bf16`` or ``fp32``.
-        progress: Receives the progress of conversion and reading.
-        cache_dir: Folder of converted weights, instead of ``$BATON_CACHE``.
-        rows: Returns the rows to read of each weight.
-        files: Exit stack that closes the files.
-
-    Raises:
-        ModelError: A weight is missing or not supported.
-    """
+    """Open the weights of a GGUF file; ``open_weights`` describes the arguments."""
     table = weight_table(artifact.config, "gguf")
     path = _cache_path(artifact, dtype, cache_dir)
     readers = _open_cache(path, _layout(table, dtype), files)

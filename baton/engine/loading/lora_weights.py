@@ -41,7 +41,6 @@ class JoinedWeights:
     """Adapter weights for one product of one layer, in fp32.
 
     Attributes:
-        layer: Layer number.
         product: One of ``baton.engine.models.lora.PRODUCTS``.
         a_RK: Stacked ``A`` matrices.
         b_NR: ``B`` matrices on a block diagonal.
@@ -59,11 +58,6 @@ def read_lora_weights(
     ref: AdapterRef, config: ModelConfig, max_rank: int
 ) -> Iterator[JoinedWeights]:
     """Yield the adapter's weights, product by product.
-
-    Args:
-        ref: Name, directory and digest of the adapter.
-        config: Configuration of the base model.
-        max_rank: Largest supported rank.
 
     Raises:
         AdapterLoadError: The adapter does not fit, contains NaN or Inf, or has another digest.

@@ -48,11 +48,7 @@ class StoredTensor:
     end: int
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Read rows ``a:b`` of the first dimension into new memory.
-
-        Raises:
-            ValueError: The file has become shorter.
-        """
+        """Read rows ``a:b`` of the first dimension into new memory."""
         dtype = DTYPES[self.dtype]
         first, last, _ = rows.indices(self.shape[0])
         tensor = torch.empty((last - first, *self.shape[1:]), dtype=dtype)
@@ -100,11 +96,7 @@ class SafetensorsFile:
         return self._tensors[name]
 
     def layout(self) -> Layout:
-        """Return dtype and shape of every tensor.
-
-        Raises:
-            ValueError: A dtype is not supported.
-        """
+        """Return dtype and shape of every tensor; raise ``ValueError`` for unsupported dtypes."""
         if unknown := {t.dtype for t in self._tensors.values()} - set(DTYPES):
             raise ValueError(f"dtypes {sorted(unknown)} are not supported")
         return {name: (DTYPES[t.dtype], t.shape) for name, t in self._tensors.items()}
@@ -156,16 +148,7 @@ def _refuse_overlaps(tensors: Iterable[StoredTensor], begin: int, size: int) -> 
 
 
 def write_safetensors(path: Path, layout: Layout, tensors: Iterable[torch.Tensor]) -> None:
-    """Write contiguous tensors without a copy, and then a checksum of all of them.
-
-    Args:
-        path: File to overwrite.
-        layout: Dtypes and shapes of ``tensors``.
-        tensors: Tensors in the order of ``layout``.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write contiguous tensors, in the order of ``layout``, and a checksum, without copies."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in layout.items():
@@ -194,11 +177,7 @@ def _header(tensors: Mapping[str, Any], checksum: str) -> bytes:
 
 
 def read_fully(file: BinaryIO, data: memoryview) -> None:
-    """Fill ``data`` from the file's position.
-
-    Raises:
-        ValueError: The file ends before.
-    """
+    """Fill ``data`` from the file's position; raise ``ValueError`` if the file is too short."""
     done = 0
     while done < len(data):  # Linux reads at most 2 GiB at once
         got = file.readinto(data[done:])  # type: ignore[attr-defined]

@@ -21,12 +21,9 @@ def turn(
     waiting: Callable[[float], None] = lambda waited_s: None,
     limit_s: float = LIMIT_S,
 ) -> Iterator[bool]:
-    """Lock a file; yield whether another process held the lock before.
+    """Lock a file, created if needed; yield whether another process held the lock before.
 
-    Args:
-        file: Empty lock file, created if needed and never removed.
-        waiting: Called periodically with the seconds waited so far.
-        limit_s: Time limit of waiting.
+    ``waiting`` is called periodically with the seconds waited so far, at most ``limit_s``.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -29,13 +29,7 @@ def all_rows(name: str) -> slice:
 
 
 class Weights(MutableMapping[str, torch.Tensor]):
-    """Canonical name (``families.weight_table``) -> contiguous tensor; ``pop`` to read each once.
-
-    Args:
-        where: Model path for messages.
-        readers: Function that reads each weight.
-        progress: Receives the progress of reading.
-    """
+    """Contiguous tensors by canonical name (``families.weight_table``); ``pop`` to read each once."""
 
     def __init__(
         self, where: str, readers: Mapping[str, Callable[[], torch.Tensor]], progress: Progress
@@ -46,11 +40,7 @@ class Weights(MutableMapping[str, torch.Tensor]):
         self._progress = progress
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Read a weight.
-
-        Raises:
-            ModelError: The file cannot be read, or the weight contains NaN or Inf.
-        """
+        """Read a weight, or raise ``ModelError``."""
         read = self._readers[name]
         try:
             weight = read()
@@ -93,11 +83,7 @@ def check_table(
 ) -> None:
     """Compare the weights that a family needs with those in the artifact, before reading.
 
-    Args:
-        artifact: Artifact, for messages.
-        table: Needed weights.
-        names: Names of all tensors in the artifact.
-        problem: Returns what is wrong with a weight in the artifact, or "".
+    ``problem`` returns what is wrong with a weight in the artifact, or "".
 
     Raises:
         ModelError: Weights are missing, wrong, or unknown; the message lists the first few.

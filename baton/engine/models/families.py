@@ -13,10 +13,5 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def weight_table(config: ModelConfig, file_format: str) -> list[WeightName]:
-    """Return every weight that the model needs, in loading order.
-
-    Args:
-        config: Configuration of the model.
-        file_format: ``gguf`` or ``safetensors``, which determines names and conventions.
-    """
+    """Return every weight that the model needs, in loading order, for a file format."""
     return weights_of(FAMILIES[config.family], config, file_format)

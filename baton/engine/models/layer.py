@@ -57,11 +57,7 @@ def take_vectors(
 ) -> LayerVectors:
     """Take the norms and biases of layer ``index`` out of the model's weights.
 
-    Args:
-        weights: Weights by canonical name (``baton/engine/models/family.py``).
-        index: Layer number.
-        heads: Heads computed by this rank.
-        place: Converts a vector to fp32 on the target device.
+    ``heads`` are the heads of this rank; ``place`` converts a vector to fp32 on the device.
     """
 
     def take(name: str) -> torch.Tensor | None:

@@ -44,9 +44,7 @@ Adapter = dict[tuple[int, str], Delta]
 def rows_by_adapter(rows: Sequence[PlanRow], ends: Sequence[int]) -> dict[str, list[int]]:
     """Return the flat rows of each adapter of a step, ascending; rows without one are left out.
 
-    Args:
-        rows: Rows of the plan.
-        ends: End of each plan row's flat rows.
+    ``ends`` is the end of each plan row's flat rows.
     """
     groups: dict[str, list[int]] = {}
     for row, end in zip(rows, ends, strict=True):

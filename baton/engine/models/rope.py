@@ -35,9 +35,7 @@ def unpair_rows(weight_NE: torch.Tensor, head_dim: int) -> torch.Tensor:
 def rope_frequencies(config: ModelConfig, factors: torch.Tensor | None = None) -> torch.Tensor:
     """Return the angle per position of each pair, ``[D / 2]``, fp32, with the model's scaling.
 
-    Args:
-        config: Configuration of the model.
-        factors: Divisors ``[D / 2]`` from the model file.
+    ``factors`` are divisors ``[D / 2]`` from the model file.
     """
     frequencies = _plain(config.rope_theta, config.head_dim)
     if factors is not None:

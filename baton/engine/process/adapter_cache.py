@@ -17,11 +17,7 @@ T = TypeVar("T")
 
 
 class AdapterCache(Generic[T]):
-    """State machine of the adapter slots; items of type ``T`` wait for adapters.
-
-    Args:
-        max_loaded: Maximum number of loaded adapters.
-    """
+    """State machine of the adapter slots; items of type ``T`` wait for adapters."""
 
     def __init__(self, max_loaded: int) -> None:
         self.max_loaded = max_loaded
@@ -31,8 +27,6 @@ class AdapterCache(Generic[T]):
         self._uses: Counter[str] = Counter()
         self._waiting: OrderedDict[str, tuple[AdapterRef, T]] = OrderedDict()
         self._leaving: str | None = None  # takes no more requests, evicted when idle
-
-    # ---------------------------------------------------------------- events in
 
     def add(self, request_id: str, ref: AdapterRef, item: T) -> None:
         """Add a request for an adapter; ``advance`` returns ``item`` when it is loaded."""
@@ -60,8 +54,6 @@ class AdapterCache(Generic[T]):
     def drop(self, request_id: str) -> bool:
         """Forget a waiting request; False if it does not wait."""
         return self._waiting.pop(request_id, None) is not None
-
-    # ---------------------------------------------------------------- actions out
 
     def advance(self) -> tuple[list[str], list[AdapterRef], list[T]]:
         """Return adapters to evict, adapters to load, and items whose adapter is loaded."""
@@ -94,8 +86,6 @@ class AdapterCache(Generic[T]):
     def held(self) -> int:
         """Number of loaded adapters."""
         return len(self._loaded)
-
-    # ---------------------------------------------------------------- internal
 
     def _absent(self, digest: str) -> bool:
         return digest not in self._loaded and digest not in self._loading

@@ -19,11 +19,8 @@ from baton.types.params import AdapterRef
 class AdapterLoader:
     """Runs the actions of ``AdapterCache`` on the runner and on a loading thread.
 
-    ``select`` wakes when a load has ended. All methods are for the step loop's thread.
-
-    Args:
-        max_loaded: Maximum number of loaded adapters; 0 rejects all.
-        store: The runner's adapters.
+    ``select`` wakes when a load has ended. All methods are for the step loop's thread. With
+    ``max_loaded`` 0 every adapter is rejected.
     """
 
     def __init__(self, max_loaded: int, store: AdapterStore) -> None:
@@ -85,8 +82,6 @@ class AdapterLoader:
         taken = self._events
         self._events = []
         return taken
-
-    # ---------------------------------------------------------------- internal
 
     def _take(
         self, ref: AdapterRef, prepared: Any, error: BatonError | None, load_s: float

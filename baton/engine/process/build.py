@@ -40,12 +40,6 @@ def build_engine(
 ) -> BuiltEngine:
     """Load the model and build the engine.
 
-    Args:
-        settings: Engine settings.
-        pool_fd: Memory file for the KV pool.
-        progress: Receives one line of text at a time.
-        own_fds: Memory files of ranks 1 and up, if each has its own.
-
     Raises:
         ModelError: The model cannot be loaded.
         RankError: A rank died or hangs.

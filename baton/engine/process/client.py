@@ -31,11 +31,7 @@ OnReport = Callable[[messages.Report], None]
 
 
 class ReportInbox:
-    """Reader of an engine's reports: handles those about loading and passes on the others.
-
-    Args:
-        on_progress: Receives one line of text at a time while the engine loads.
-    """
+    """Reader of an engine's reports: handles those about loading and passes on the others."""
 
     def __init__(self, on_progress: Callable[[str], None] = lambda _: None) -> None:
         self.fatal = ""  # message of a ``Fatal`` report
@@ -81,11 +77,7 @@ class ReportInbox:
             self.ready.exception()  # marks it as retrieved if nothing awaits it
 
     async def until_ready(self, timeout_s: float) -> messages.Ready:
-        """Return the engine's ``Ready`` report.
-
-        Raises:
-            InternalError: No report came for ``timeout_s``, or the engine died.
-        """
+        """Return ``Ready``, or raise ``InternalError`` after ``timeout_s`` without reports."""
         self._received_s = time.monotonic()
         while (left_s := self._received_s + timeout_s - time.monotonic()) > 0:
             done, _ = await asyncio.wait([self.ready], timeout=left_s)
@@ -98,13 +90,13 @@ class EngineClient:
     """One running engine process; ``start`` creates it.
 
     Args:
-        process: The engine.
+        process: Engine process or thread.
         writer: Stream to the engine.
         inbox: Reports from the engine.
         listening: Task that feeds the inbox until the stream ends.
         tasks: Background tasks, closed with the process.
-        ready: The engine's ``Ready`` report.
-        pools: The KV pool, or one pool for each rank on this host.
+        ready: Report of the loaded engine.
+        pools: KV pool, or one pool for each rank on this host.
         pool_fd: Memory file of the pool, opened for reading and closed with the process; -1 with
             several pools.
     """

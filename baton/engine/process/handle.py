@@ -114,11 +114,7 @@ class EngineHandle:
         return max(now_ns - self._load_ns, 0) if computes else 0
 
     def watch(self, alive_ns: int) -> None:
-        """Detect a step loop without reports; called several times a second.
-
-        Args:
-            alive_ns: Time of ``baton.telemetry.alive_clock``.
-        """
+        """Detect a step loop without reports; called several times a second."""
         if not self.silent and alive_ns - self._report_ns > SILENCE_NS:
             self.silent = True
             _LOG.warning("received no engine report for %.0f s", SILENCE_NS / 1e9)

@@ -28,14 +28,7 @@ DEADLINE_S = 30.0  # limit of one send or receive; the parent's limit is shorter
 
 
 class Pair:
-    """Process group of two ranks.
-
-    Args:
-        rank: ``SENDER`` or ``RECEIVER``.
-        store: Rendezvous of the ranks.
-        host: Address of the network interface, for gloo.
-        device: "cpu" for gloo, a CUDA device for NCCL.
-    """
+    """Process group of two ranks: gloo for the device "cpu", NCCL for a CUDA device."""
 
     def __init__(self, rank: int, store: TCPStore, host: str, device: str) -> None:
         self._rank = rank
@@ -43,11 +36,7 @@ class Pair:
         self._group = _group(self._device, store, rank, host)
 
     def move(self, staged: torch.Tensor) -> None:
-        """Send the staged bytes, or receive into them.
-
-        Raises:
-            RuntimeError: The group broke, or the time limit passed.
-        """
+        """Send the staged bytes, or receive into them; raise ``RuntimeError`` at a failure."""
         other = 1 - self._rank
         if self._device.type == "cpu":
             moved = staged

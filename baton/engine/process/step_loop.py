@@ -50,13 +50,7 @@ class HasFileno(Protocol):
 
 
 class StepLoop:
-    """Loop that receives commands, runs steps and sends reports.
-
-    Args:
-        engine: The engine.
-        settings: Engine settings.
-        control: This end of the socket pair.
-    """
+    """Loop that receives commands, runs steps and sends reports."""
 
     def __init__(
         self, engine: BuiltEngine, settings: EngineSettings, control: socket.socket
@@ -255,11 +249,7 @@ def serve(
 ) -> None:
     """Build the engine, report ``Ready``, then run steps until stopped.
 
-    Args:
-        settings: Engine settings.
-        control: This end of the socket pair.
-        pool_fd: Memory file for the KV pool.
-        own_fds: Memory files of ranks 1 and up, if each has its own.
+    ``own_fds`` are the memory files of ranks 1 and up, if each has its own pool.
     """
 
     def report(what: messages.Report) -> None:

@@ -15,10 +15,7 @@ from baton.engine.settings import EngineSettings
 class EngineThread:
     """Running step loop; it ends after ``Stop``, or when the other end of its socket closes.
 
-    Args:
-        settings: Engine settings.
-        control: Its end of the socket pair, closed with the loop.
-        pool_fd: Memory file for the KV pool; it is duplicated.
+    ``control``, its end of the socket pair, is closed with the loop; ``pool_fd`` is duplicated.
     """
 
     def __init__(self, settings: EngineSettings, control: socket.socket, pool_fd: int) -> None:

@@ -25,13 +25,7 @@ _LAST_COPY_S = 2.0
 
 
 class BlockMover:
-    """Executor of single copies.
-
-    Args:
-        pool: Memory of the KV pool, which steps read and write.
-        geometry: Shape of the pool.
-        shelves: Shelves by tier name.
-    """
+    """Executor of single copies."""
 
     def __init__(
         self, pool: memoryview | bytearray, geometry: KvGeometry, shelves: Mapping[str, Shelf]
@@ -81,11 +75,7 @@ class BlockMover:
 
 
 class TierCopier:
-    """Thread that makes copies in order of urgency.
-
-    Args:
-        mover: Executor, used only by the thread.
-    """
+    """Thread that makes copies in order of urgency."""
 
     def __init__(self, mover: BlockMover) -> None:
         self._mover = mover

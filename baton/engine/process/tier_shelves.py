@@ -62,12 +62,7 @@ class Shelf(Protocol):
 
 
 class MemoryShelf:
-    """Blocks in memory of this process.
-
-    Args:
-        places: Number of places.
-        block_bytes: Size of a block.
-    """
+    """Blocks in memory of this process."""
 
     def __init__(self, places: int, block_bytes: int) -> None:
         self._blocks = np.empty((places, block_bytes), np.uint8)

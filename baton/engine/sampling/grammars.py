@@ -59,9 +59,7 @@ class _State:
 class Grammars:
     """Compiled grammars of one engine, and matchers of recent responses.
 
-    Args:
-        vocabulary: Returns the model's vocabulary; called once, in a thread.
-        vocab_size: Length of the masks.
+    A thread calls ``vocabulary`` once. The masks have ``vocab_size`` elements.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
@@ -102,11 +100,7 @@ class Grammars:
                     self._keep(grammar, matcher)
 
     def prepare(self, grammar: str) -> LLMatcher:
-        """Return a grammar's matcher at its start; compiling may take seconds. Thread-safe.
-
-        Raises:
-            GrammarError: The grammar does not compile.
-        """
+        """Return a grammar's matcher at its start, or raise ``GrammarError``. Slow; thread-safe."""
         with self._lock:
             matcher = self._held.get(grammar) or self._idle.get(grammar)
         if matcher is None:
@@ -127,14 +121,9 @@ class Grammars:
     def masks(
         self, specs: Sequence[Sequence[SampleSpec]]
     ) -> tuple[list[list[Mask | None]], dict[int, GrammarError]]:
-        """Return the allowed tokens for every sample of a step.
+        """Return the allowed tokens of the samples in each row, and errors by row.
 
-        Args:
-            specs: Samples of each row of logits.
-
-        Returns:
-            Masks ``[V]`` in the same arrangement, ``None`` where every token is allowed; and the
-            errors of rows without masks.
+        Masks ``[V]`` are arranged like ``specs``; ``None`` allows every token.
         """
         began_ns = time.monotonic_ns()
         masks: list[list[Mask | None]] = [[None] * len(row_specs) for row_specs in specs]
@@ -164,11 +153,7 @@ class Grammars:
         return mask
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """Return how many leading ``draft_tokens`` may follow the history.
-
-        Raises:
-            GrammarError: The history violates the grammar.
-        """
+        """Return how many leading ``draft_tokens`` may follow the history."""
         return self._query(spec, lambda matcher: matcher.validate_tokens(list(draft_tokens)))
 
     def _query(self, spec: SampleSpec, question: Callable[[LLMatcher], _T]) -> _T:
@@ -224,9 +209,6 @@ class GrammarCompileQueue(Generic[_T]):
     """Requests that wait for their grammar to compile beside the step loop.
 
     A grammar stays compiled from ``add`` until ``ended``.
-
-    Args:
-        grammars: Store of compiled grammars.
     """
 
     def __init__(self, grammars: GrammarStore) -> None:

@@ -55,12 +55,12 @@ def collect_rows(
     hidden_TE: torch.Tensor,
     skipped: Collection[int],
 ) -> tuple[list[Collected], set[int]]:
-    """Compute the prompt outputs of a plan's rows.
+    """Compute the prompt outputs of a plan's rows, except the ``skipped`` ones.
 
     Args:
         model: Provides logits and the final norm.
         rows: Rows of the plan.
-        ends: End of each plan row's hidden rows.
+        ends: End of each plan row in ``hidden_TE``.
         hidden_TE: Hidden rows of the step.
         skipped: Plan rows to leave out.
 
@@ -85,13 +85,7 @@ def collect_rows(
 def collect(
     model: Head, prompt_outputs: PromptOutputs, start: int, hidden_TE: torch.Tensor
 ) -> tuple[list[Scores], Floats]:
-    """Compute the prompt outputs of the rows at positions ``start ...``.
-
-    Args:
-        model: Provides logits and the final norm.
-        prompt_outputs: Requested outputs.
-        start: Position of the first row.
-        hidden_TE: Hidden rows.
+    """Compute the prompt outputs of hidden rows at positions ``start ...``.
 
     Returns:
         Scores in slices, and rows to pool, ``[T, E]``; empty if not requested.

@@ -96,13 +96,10 @@ def sample(
     eos_token_ids: Sequence[int],
     masks: Sequence[Sequence[Mask | None]] | None = None,
 ) -> list[list[SampledToken]]:
-    """Sample one token for each spec (choice) of each row.
+    """Sample one token for each spec (choice) of each row of finite logits.
 
-    Args:
-        logits: Finite logits.
-        specs: Specs of each row.
-        eos_token_ids: End tokens, forbidden with the stop tokens until ``min_tokens`` is reached.
-        masks: Tokens ``[V]`` that each spec's grammar allows, ``None`` for all.
+    ``eos_token_ids`` and the stop tokens are forbidden until ``min_tokens`` is reached. ``masks``
+    are the tokens ``[V]`` that each spec's grammar allows, ``None`` for all.
     """
     best = logits.best() if any(_is_plain(s) for choices in specs for s in choices) else []
     sampled = []

@@ -38,12 +38,7 @@ def sample_rows(
     """Sample the tokens of plan rows, up to a wrong draft token or the end of a response.
 
     Each token is thus sampled with a history that is final, or becomes final with this step.
-
-    Args:
-        logits: Rows in the order of ``PlanRow.samples_by_row``, plan row by plan row.
-        rows: Rows of the plan.
-        eos_token_ids: End tokens of the model.
-        masks: Returns the grammars' masks.
+    ``logits`` has rows in the order of ``PlanRow.samples_by_row``, plan row by plan row.
 
     Returns:
         Tokens of each plan row, and errors of plan rows whose grammar failed at the first token.

@@ -11,11 +11,7 @@ from baton.types.params import SampledToken
 
 
 class StepSampler:
-    """Sampler of the tokens of successive steps.
-
-    Args:
-        eos_token_ids: Tokens that end a response.
-        grammars: Compiled grammars; ``None`` ignores grammars.
+    """Sampler of the tokens of successive steps; without ``grammars`` they are ignored.
 
     Attributes:
         refused_rows: Errors of the plan rows whose grammar failed in this step.
@@ -34,12 +30,7 @@ class StepSampler:
         self.mask_ns = 0
 
     def sample(self, logits: LogitsRows, rows: Sequence[PlanRow]) -> list[list[SampledToken]]:
-        """Sample the tokens of each plan row, as far as its draft tokens are right.
-
-        Args:
-            logits: Finite rows in the order of ``PlanRow.samples_by_row``, plan row by plan row.
-            rows: Rows of the plan.
-        """
+        """Sample the tokens of each plan row; see ``sample_rows`` for the order of ``logits``."""
         results, self.refused_rows = sample_rows(logits, rows, self._eos_token_ids, self._masks)
         return results
 

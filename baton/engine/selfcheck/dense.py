@@ -14,14 +14,7 @@ from baton.model.artifact import ModelConfig
 
 
 class DenseLlama:
-    """Llama model over a dense cache ``[layer][k|v][batch, heads, tokens, dim]``.
-
-    Args:
-        config: Configuration of the model.
-        weights: Result of ``baton.engine.loading.open.load_weights``; not changed.
-        max_batch: Rows of the cache.
-        max_tokens: Length of the cache.
-    """
+    """Llama model over a dense cache ``[layer][k|v][batch, heads, tokens, dim]``."""
 
     def __init__(
         self,

@@ -46,11 +46,6 @@ class NoPeerError(ValueError):
 def measure(model: str, dtype: str, threads: int) -> Speed:
     """Compare engine and dense program in this process; restore torch's number of threads.
 
-    Args:
-        model: Model reference.
-        dtype: Dtype of weights and activations.
-        threads: Number of compute threads.
-
     Raises:
         ModelError: The model cannot be loaded.
         NoPeerError: The dense program cannot run this model.

@@ -81,7 +81,7 @@ def test_an_index_names_only_files_beside_it(tmp_path: Path) -> None:
     for name in ("../model/model.safetensors", str(tmp_path / "model" / "model.safetensors")):
         index = {"weight_map": {"lm_head.weight": name}}
         (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(ModelError, match="which is no file beside it"):
+        with pytest.raises(ModelError, match="which is not in this folder"):
             resolve_model(str(tmp_path / "model"))
 
 

@@ -490,7 +490,7 @@ class TestCachedBlocksAreHeldForOthers:
         core.scheduler.submit(request("filler", list(self.PROMPT[:32])), 0)
         run(core)
         before = core.pool.counts()
-        with pytest.raises(UnavailableError, match=r"blocks are in this worker's cache"):
+        with pytest.raises(UnavailableError, match=r"blocks are cached on this worker"):
             self.submit(core, tokens)
         assert core.pool.counts() == before
         core.scheduler.cancel("held")  # unknown
@@ -500,7 +500,7 @@ class TestCachedBlocksAreHeldForOthers:
         core = self.filled(blocks=8)
         self.submit(core, 64)
         again = request("again", list(self.PROMPT), Kind.HELD)
-        with pytest.raises(UnavailableError, match="held for others"):
+        with pytest.raises(UnavailableError, match="held for other workers"):
             core.scheduler.submit(again, 0)
 
 

@@ -33,7 +33,7 @@ async def test_an_engine_that_loads_long_is_waited_for_as_long_as_it_says_someth
         await asyncio.sleep(0.25)
         inbox.dispatch([messages.Progress("convert weights: 10 %")])
     assert not waiting.done()
-    with pytest.raises(InternalError, match="said nothing"):
+    with pytest.raises(InternalError, match="no report from the loading engine"):
         await asyncio.wait_for(waiting, 10.0)
 
 

@@ -70,11 +70,7 @@ class _Draft:
 
 
 class DraftProposer:
-    """Proposer with a draft model, for all sequences of a step together.
-
-    Args:
-        runner: The draft model with its own KV pool.
-    """
+    """Proposer with a draft model over its own KV pool, for all sequences of a step together."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.untimed = False

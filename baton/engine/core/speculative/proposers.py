@@ -146,13 +146,7 @@ class _Pace:
 
 
 class Speculation:
-    """Adds draft tokens to plans and learns from their acceptance.
-
-    Args:
-        proposer: Source of draft tokens.
-        max_draft_tokens: Limit per sequence and step.
-        cost: Measured cost of draft tokens.
-    """
+    """Adds draft tokens to plans and learns from their acceptance."""
 
     def __init__(
         self, proposer: Proposer, max_draft_tokens: int = 4, cost: StepCost | None = None

@@ -21,7 +21,6 @@ class TierPlaces:
 
     Args:
         name: Name in metrics and in the prefix index: ``memory`` or ``disk``.
-        places: Number of places.
         found: Existing contents as (hash, place); files outlive their worker.
 
     Attributes:
@@ -59,8 +58,7 @@ class TierPlaces:
     def take(self, block_hash: bytes) -> int | None:
         """Return a place for a new block, if needed that of the oldest block without readers.
 
-        Returns:
-            None if the block is here or being written, or all places are being read or written.
+        Returns None if the block is present or being written, or all places are in use.
         """
         if block_hash in self._held or block_hash in self._filling:
             return None
@@ -123,11 +121,7 @@ class TierPlaces:
         return changed
 
     def check_integrity(self) -> None:
-        """Recount the places.
-
-        Raises:
-            RuntimeError: A place has two states or none, or a block with readers is missing.
-        """
+        """Recount the places; raise ``RuntimeError`` at a wrong state."""
         places = [*self._held.values(), *self._filling.values(), *self._free]
         if sorted(places) != list(range(self.places)):
             raise RuntimeError(f"{self.name}: places overlap or leak: {sorted(places)[:64]}")

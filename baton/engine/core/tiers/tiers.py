@@ -75,12 +75,7 @@ class _Running:
 
 
 class KvTiers:
-    """Tiers below one pool.
-
-    Args:
-        pool: The pool's blocks.
-        tiers: Tiers, the fastest first.
-    """
+    """Tiers below one pool, the fastest first."""
 
     def __init__(self, pool: BlockPool, tiers: Sequence[TierPlaces]) -> None:
         self.token_ns = 0.0  # time to compute a prompt token; 0: unknown
@@ -97,8 +92,6 @@ class KvTiers:
         self._passed_over = 0
         if self._order:
             pool.save_into(self._order[0])
-
-    # ---------------------------------------------------------------- saving
 
     def save(self, now_ns: int) -> None:
         """Request copies of the blocks to be evicted next, within the limit of saves."""
@@ -136,8 +129,6 @@ class KvTiers:
             for running in self._running.values()
         )
         return max(min(SAVES, horizon - untouched) - under_way, 0)
-
-    # ---------------------------------------------------------------- restoring
 
     def bring(
         self,
@@ -232,8 +223,6 @@ class KvTiers:
                 for tier in late:
                     self._tallies[tier].late += 1
 
-    # ---------------------------------------------------------------- copying
-
     def _start(self, copy: Copy, bring: _Bring | None = None) -> None:
         self._next_number += 1
         copy = msgspec.structs.replace(copy, number=self._next_number)
@@ -293,8 +282,6 @@ class KvTiers:
             del self._brings[bring.key]
             self._pool.release(bring.blocks)
 
-    # ---------------------------------------------------------------- reports
-
     @property
     def idle(self) -> bool:
         """Return whether no copy is running."""
@@ -324,8 +311,7 @@ class KvTiers:
     def take_changes(self, pool_changed: Iterable[bytes]) -> tuple[TierChange, ...]:
         """Return, for each tier, the hashes that it or a tier above it gained or lost.
 
-        Args:
-            pool_changed: Hashes that the pool gained or lost since the last call.
+        ``pool_changed`` are hashes that the pool gained or lost since the last call.
         """
         touched = dict.fromkeys(pool_changed)
         changes = []
@@ -346,11 +332,7 @@ class KvTiers:
         return [bring.blocks for bring in self._brings.values()]
 
     def check_integrity(self) -> None:
-        """Recount the places and guards.
-
-        Raises:
-            RuntimeError: Places leak, or the guarded blocks differ from running saves.
-        """
+        """Recount places and guards; raise ``RuntimeError`` at a mismatch."""
         for tier in self._order:
             tier.check_integrity()
         saves = [r.copy.source_place for r in self._running.values() if r.copy.source == POOL]
