@@ -27,11 +27,8 @@ def build_runner(
 ) -> tuple[ModelRunner, ModelInfo]:
     """Load the model and build its runner.
 
-    Args:
-        settings: Engine settings.
-        map_pool: Returns zeroed memory for the KV pool of a geometry.
-        progress: Receives one line of text at a time.
-        ranks: The other ranks of a tensor-parallel replica; CPU only.
+    ``map_pool`` returns zeroed memory for the KV pool; ``ranks`` are the other ranks of a
+    tensor-parallel replica on CPU.
     """
     torch.set_num_threads(settings.threads)
     progress(f"resolving {settings.model}")

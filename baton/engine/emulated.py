@@ -115,7 +115,6 @@ class EmulatedRunner:
         return [self._sample(row) for row in plan.rows]
 
     def _write(self, layer: int, row: PlanRow) -> None:
-        """Write one layer's KV of a row's new tokens."""
         positions = np.arange(row.start, row.start + len(row.tokens))
         texts = (
             f"{token} {position} {layer} {component}{row.adapter}"
@@ -129,7 +128,6 @@ class EmulatedRunner:
         self._pool[layer][:, block_ids, slot] = (self._ramp * 31 + seeds) >> 3 & 0xFF
 
     def _collect(self, row: PlanRow, prompt_outputs: PromptOutputs) -> None:
-        """Store scores and vectors that depend on each row's KV."""
         count = len(row.tokens)
         wide = prompt_outputs.alternatives or 0
         digests = [self._digest_at(row.block_ids, row.start + i) for i in range(count)]
@@ -164,7 +162,6 @@ class EmulatedRunner:
         return sampled
 
     def _token(self, number: int) -> int:
-        """Map a random number to a token id."""
         return number % self._vocab_size
 
     def _digest_at(self, block_ids: Sequence[int], position: int) -> int:

@@ -18,7 +18,6 @@ class WorkerTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Timing of one kind of worker, in seconds.
 
     Attributes:
-        name: Name for ``--worker`` and the fleet file.
         source: Origin of the figures: measured or assumed.
         kv_bytes_per_token: KV size of the model over all layers.
     """

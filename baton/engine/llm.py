@@ -1,12 +1,4 @@
-"""Offline inference in one process: no Ray, no Redis, no network.
-
-from baton import LLM
-
-llm = LLM()
-print(llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text)
-for output in llm.generate(["The sea is", "Once upon a time"], max_tokens=20):
-    print(output.text)
-"""
+"""Offline inference in one process: no Ray, no Redis, no network."""
 
 import itertools
 import time
@@ -65,16 +57,12 @@ class LLM:
     """Model, tokenizer and engine in this process.
 
     Args:
-        reference: Model reference, as in the fleet file.
         dtype: ``bf16`` or ``fp32``.
         numerics: ``exact`` for results independent of batch and path; ``fast`` otherwise.
         weights: Quantisation of the layers: ``none``, ``int8`` or ``int4``.
         kv: Quantisation of the KV cache: ``none``, ``int8`` or ``fp8``.
         kv_blocks: Size of the KV pool in blocks of 16 tokens.
         threads: Number of torch threads of the process; ``None`` keeps torch's setting.
-        max_batch_requests: Maximum number of concurrent sequences.
-        max_step_tokens: Maximum number of tokens per step.
-        speculation: Adds draft tokens.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -182,14 +170,9 @@ class LLM:
     def embed(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], pooling: str = MEAN
     ) -> list[Floats]:
-        """Return one vector ``[E]`` of length 1 for each prompt.
+        """Return one vector ``[E]`` of length 1 for each prompt (text or list of token ids).
 
-        Args:
-            prompts: Texts, or lists of token ids.
-            pooling: Pooling of the normed hidden rows: ``"mean"`` or ``"last"``.
-
-        Raises:
-            InvalidRequestError: A prompt is empty or exceeds the pool.
+        ``pooling`` of the normed hidden rows is ``"mean"`` or ``"last"``.
         """
         outputs = self._answers(prompts, SamplingParams(max_tokens=0), pooling)
         vectors = [np.frombuffer(output.vector, "<f4") for output in outputs]

@@ -25,7 +25,6 @@ class KvTierSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the KV tiers below the pool; 0 for no such tier.
 
     Attributes:
-        disk_folder: Folder used by this worker alone.
         int8_chunks: Blocks may have arrived as int8, so workers without int8 cannot use them.
     """
 

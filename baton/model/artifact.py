@@ -41,14 +41,11 @@ class ModelArtifact:
     Attributes:
         source: Reference as the user wrote it.
         path: GGUF file, or directory of the safetensors files.
-        weight_files: Files with weights, in a fixed order.
         architecture: Name in the artifact (``llama``, ``LlamaForCausalLM``).
         revision: Hub commit, or version of the package; ``None`` for plain files.
         quantisation: Format of most weights (``Q4_1``, ``BF16``).
         weights_digest: 16 bytes over the config and every byte of the weight files.
-        tokenizer_digest: 16 bytes over the tokenizer.
         template_digest: 16 bytes over the chat template; empty without one.
-        generation_defaults: Sampling parameters that the model's authors recommend.
         tokenizer: Text of ``tokenizer.json``, or ``tokenizer.*`` metadata of a GGUF file.
     """
 
@@ -96,9 +93,6 @@ def resolve_model(reference: str, *, allow_unsupported: bool = False) -> ModelAr
         raise ModelError(f"{path}: invalid value in the metadata ({why})") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error})") from error
-
-
-# --- Hugging Face directories ------------------------------------------------------------------
 
 
 def _from_directory(
@@ -198,9 +192,6 @@ def _license_of_card(card: Path) -> str | None:
     return None
 
 
-# --- GGUF --------------------------------------------------------------------------------------
-
-
 def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) -> ModelArtifact:
     from baton.model.gguf_file import open_gguf
 
@@ -245,14 +236,10 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
 
 
 def _numbers(parameters: dict[str, Any]) -> dict[str, float | int]:
-    """Return the sampling parameters; raise if one is not a number."""
     for name, value in parameters.items():
         if isinstance(value, bool) or not 0 <= float(value) < math.inf:
             raise ValueError(f"{name} = {value!r}")
     return parameters
-
-
-# --- digests -----------------------------------------------------------------------------------
 
 
 def _digest(text: str) -> bytes:

@@ -37,8 +37,6 @@ class GgufTensor:
 
     Attributes:
         shape: Dimensions as in GGUF, innermost first.
-        begin: Offset in the file.
-        size_bytes: Size in the file.
     """
 
     name: str
@@ -165,7 +163,6 @@ class _Reader:
 
 
 def _refuse_overlaps(tensors: Iterable[GgufTensor]) -> None:
-    """Raise if two tensors share bytes or a name."""
     places = sorted((t.begin, t.begin + t.size_bytes, t.name) for t in tensors)
     for (_, end, before), (begin, _, name) in pairwise(places):
         if begin < end:

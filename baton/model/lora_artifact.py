@@ -58,7 +58,6 @@ class LowRank:
 
     Attributes:
         target: One of ``TARGETS``.
-        rank: Number of rows of ``A``.
         a_name: Name of ``A`` in the weights file, ``[rank, inputs]``.
         b_name: Name of ``B`` in the weights file, ``[outputs, rank]``.
     """
@@ -143,9 +142,6 @@ def _checked(folder: Path, config: ModelConfig, max_rank: int) -> AdapterArtifac
     return AdapterArtifact(folder, digest.digest(), rank, weights)
 
 
-# --- the config --------------------------------------------------------------------------------
-
-
 def _read_config(file: Path) -> bytes:
     if file.exists() and not file.is_file():  # a pipe may never end
         raise AdapterError(f"{file}: not a regular file")
@@ -172,7 +168,6 @@ def _parse_config(file: Path, raw: bytes) -> Mapping[str, Any]:
 
 
 def _problems(settings: Mapping[str, Any]) -> "list[str]":
-    """Return descriptions of unsupported settings."""
     found = []
     kind = settings.get("peft_type")
     if kind != "LORA":
@@ -226,18 +221,13 @@ def _is_number(value: object) -> bool:
 
 
 def _by_module(settings: Mapping[str, Any], key: str, default: str, module: str) -> Any:
-    """Return the setting ``default`` for one module, or its override in a pattern."""
     for name, value in (settings.get(key) or {}).items():
         if module == name or module.endswith(f".{name}"):
             return value
     return settings[default]
 
 
-# --- the weights -------------------------------------------------------------------------------
-
-
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of every tensor in the file."""
     if not file.is_file():
         hint = ""
         if file.with_suffix(".bin").exists():

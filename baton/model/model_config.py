@@ -42,14 +42,12 @@ class ModelConfig:
     Attributes:
         family: File in ``baton/engine/models`` that describes its layers.
         intermediate_size: Width of the feed-forward part, or of one expert in a mixture.
-        rope_theta: RoPE base.
         rope_scaling: Options with Hugging Face's names: ``rope_type`` (one of ``ROPE_TYPES``),
             ``factor`` ...
         local_rope_theta: RoPE base of layers with a window if it differs; never scaled.
         layer_windows: Number of keys that a query sees in each layer, its own included; ``None``
             for all. Empty if no layer has a window.
         query_scale: Factor of attention scores, if not ``1 / sqrt(head_dim)``.
-        num_experts: Experts per layer; 0 for no mixture.
         experts_per_token: Experts that compute each token.
         normalise_experts: Whether the weights of these experts add up to one.
     """

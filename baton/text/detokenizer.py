@@ -126,16 +126,3 @@ class Detokenizer:
         if stop_token is not None and self._stop_text:
             held += self._utf8.decode(self._bytes(stop_token))
         return held
-
-    @classmethod
-    def replay(
-        cls,
-        tokenizer: TextTokenizer,
-        token_ids: Sequence[int],
-        stops: Sequence[str] = (),
-        min_tokens: int = 0,
-    ) -> "Detokenizer":
-        """Return a detokenizer that has processed ``token_ids``."""
-        fresh = cls(tokenizer, stops, min_tokens)
-        fresh.push_all(token_ids)
-        return fresh

@@ -183,7 +183,6 @@ def _add_tokens(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
-    """Configure the tokens that ``add_special_tokens`` puts around a text."""
     # Files of early SentencePiece models lack the flag and need a BOS token.
     needs_bos = fields.get("add_bos_token", fields["model"] == "llama")
     ends = {

@@ -57,8 +57,6 @@ class Framed(msgspec.Struct, frozen=True):
     """Requested format, with alternatives and text before it.
 
     Attributes:
-        kind: Kind for `translate`, except ``framed``.
-        source: Source for `translate`.
         before: Lark grammar of text before it; empty for none.
         instead: Lark grammar of an alternative to it; empty for none.
     """
@@ -159,8 +157,6 @@ def _sentence(error: str) -> str:
 
 
 class _Spelling:
-    """Vocabulary in the form that ``LLTokenizer`` reads."""
-
     is_tokenizer_wrapper = True
     bos_token_id = None
 

@@ -180,8 +180,6 @@ def _rewrite_names(part: Schema) -> None:
 
 
 class _Closer:
-    """Closes the objects of one schema, in place."""
-
     def __init__(self, root: Schema) -> None:
         self._untouched = _copied(root)
         self._joined: set[int] = set()  # parts of joined schemas, which only the whole closes
@@ -252,7 +250,6 @@ class _Closer:
 
 
 def _joins(part: Schema, has_own: bool) -> bool:
-    """Return whether several schemas together define the object's properties."""
     joints = [keyword for keyword in (*_JOINTS, "$ref") if keyword in part]
     several = len(_list(part, "allOf")) > 1
     return bool(joints) and (has_own or several or len(joints) > 1)

@@ -38,7 +38,6 @@ class ReasoningSyntax:
     """Reasoning syntax of a model.
 
     Attributes:
-        tags: Tags around the thinking.
         begin_id: Token id of the begin tag; None if it is several tokens.
         end_id: Token id of the end tag; None if it is several tokens.
         special_ids: Ids of the tags that are special tokens, which are not output otherwise.
@@ -122,14 +121,11 @@ class Thinking:
 
 
 class _Trimmed:
-    """Streamed text without the white space at both ends."""
-
     def __init__(self) -> None:
         self._begun = False
         self._space = ""
 
     def push(self, text: str) -> str:
-        """Add text and return the text that is certain."""
         if not self._begun:
             text = text.lstrip()
             self._begun = bool(text)
@@ -166,7 +162,6 @@ class ReasoningParser:
         return thoughts, self._content(text) if self._state == "content" else ""
 
     def _begin(self, text: str) -> str:
-        """Look for the begin tag; return the text after it, or text without a tag."""
         self._buffer += text
         found = self._buffer.lstrip()
         begin = self._tags.begin
@@ -181,7 +176,6 @@ class ReasoningParser:
         return held
 
     def _think(self, text: str) -> tuple[str, str]:
-        """Return thinking, and the text behind its end."""
         whole = self._end.held + text
         shown, end = self._end.push(text)
         if end is None:

@@ -156,7 +156,6 @@ class ChatTemplate:
         return _up_to_content(text, str(messages[-1]["content"])) if rendering.go_on else text
 
     def _with_known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Replace the role ``developer`` in templates that only have ``system``."""
         if message["role"] == "developer" and not self.knows("developer"):
             return {**message, "role": "system"}
         return message

@@ -8,7 +8,7 @@ The `tokenizers` package is the reference, `fastokens` a faster equivalent. Ids 
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import fastokens
@@ -21,6 +21,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"  # a space in SentencePiece
 
 
+@cache
 def byte_alphabet() -> dict[str, int]:
     """Return GPT-2's table of the printable character for each byte.
 
@@ -56,7 +57,6 @@ class TextTokenizer:
     ``sentencepiece`` (Llama 2, Gemma …) writes spaces as ``▁`` and unknown bytes as ``<0x..>``.
 
     Args:
-        backend: `tokenizers` object that encodes.
         strip_first_space: Whether decoding removes the space that encoding puts before the text.
 
     Raises:
@@ -64,7 +64,7 @@ class TextTokenizer:
     """
 
     def __init__(self, backend: Tokenizer, *, strip_first_space: bool = False) -> None:
-        self._backend = backend
+        self.backend = backend
         self._fast: fastokens.Tokenizer | None = None
         self._added = backend.get_added_tokens_decoder()
         self.strip_first_space = strip_first_space
@@ -75,23 +75,14 @@ class TextTokenizer:
         self.shown_texts: Mapping[int, str | None] = _ShownTexts(self.shown_bytes)
         """Visible text by token id; None if the bytes are not UTF-8 without other tokens."""
 
-    @property
-    def backend(self) -> Tokenizer:
-        """`tokenizers` object that encodes."""
-        return self._backend
-
     def speed_up(self) -> bool:
         """Encode with `fastokens` from now on if it gives the same ids; return whether it does.
 
         It takes half a second (four for vocabularies of 262,144 tokens) and about 55 MB or more.
         Thread-safe.
         """
-        self._fast = open_fast_encoder(self._backend)
+        self._fast = open_fast_encoder(self.backend)
         return self._fast is not None
-
-    @cached_property
-    def _alphabet(self) -> dict[str, int]:
-        return byte_alphabet()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of ``text``.
@@ -107,7 +98,7 @@ class TextTokenizer:
                 ids = fast.encode(text, add_special_tokens=add_special_tokens).ids
                 return ids
         # A batch of one text, because `tokenizers` releases the GIL only for batches.
-        [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        [found] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids = found.ids
         return ids
 
@@ -123,13 +114,13 @@ class TextTokenizer:
         added = self._added.get(token_id)
         if added is not None:
             return str(added.content).encode()
-        piece: str | None = self._backend.id_to_token(token_id)
+        piece: str | None = self.backend.id_to_token(token_id)
         if piece is None:
             return b""
         if not self.byte_level:
             raw = _BYTE_TOKEN.fullmatch(piece)
             return bytes([int(raw[1], 16)]) if raw else piece.replace(_SPACE, " ").encode()
-        alphabet = self._alphabet
+        alphabet = byte_alphabet()
         if all(character in alphabet for character in piece):
             return bytes(alphabet[character] for character in piece)
         return piece.encode()

@@ -46,7 +46,6 @@ class Tool:
 
     Attributes:
         name: Letters, digits, ``_`` and ``-``.
-        parameters: JSON schema of the arguments, an object.
         lenient: Whether keywords that no grammar can enforce are ignored.
     """
 
@@ -93,9 +92,6 @@ def syntax_of(template: str | None) -> ToolSyntax:
     """
     knows = template is not None and "tools" in template and OPEN_TAG in template
     return TEMPLATE if knows else PROMPTED
-
-
-# --- prompt ------------------------------------------------------------------------------------
 
 
 def conversation(
@@ -170,9 +166,6 @@ def _add_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool], syntax: T
     if messages and messages[0]["role"] in ("system", "developer"):
         prompt = f"{messages.pop(0)['content']}\n\n{prompt}"
     messages.insert(0, {"role": "system", "content": prompt})
-
-
-# --- response ----------------------------------------------------------------------------------
 
 
 def calls_grammar(tools: Sequence[Tool], choice: Choice, *, parallel: bool) -> str:

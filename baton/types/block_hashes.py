@@ -26,12 +26,8 @@ def hash_seed(
 ) -> bytes:
     """Return the 16-byte root of a chain of hashes.
 
-    Args:
-        weights_digest: Digest of the model's weights.
-        kv_format: Shape and dtype of a block, e.g. ``"bf16/30x3x64/16"``.
-        numerics_id: Numerics id of the engine; equal ids mean equal bits.
-        adapter: Name and digest of a LoRA adapter, or "".
-        cache_scope: Tenant and cache salt; different scopes share no blocks.
+    ``kv_format`` is the dtype and shape of a block, e.g. ``"bf16/30x3x64/16"``. ``adapter`` is a
+    LoRA adapter's name and digest, or "". Different scopes share no blocks.
     """
     digest = blake2b(key=KEY, digest_size=HASH_BYTES)
     for field in (weights_digest, kv_format, numerics_id, adapter, cache_scope):

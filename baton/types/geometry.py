@@ -9,14 +9,10 @@ SCALED = ("int8", "fp8")
 SCALE_BYTES = 4  # fp32, after the values of each vector
 
 
-def head_elements(dtype: str, head_dim: int) -> int:
-    """Return the elements of one K or V vector of one head, its scale included."""
-    return head_dim + SCALE_BYTES if dtype in SCALED else head_dim
-
-
 def head_bytes(dtype: str, head_dim: int) -> int:
     """Return the bytes of one K or V vector of one head, its scale included."""
-    return head_elements(dtype, head_dim) * DTYPE_BYTES[dtype]
+    elements = head_dim + SCALE_BYTES if dtype in SCALED else head_dim
+    return elements * DTYPE_BYTES[dtype]
 
 
 def context_tokens(begin: int, end: int) -> int:
@@ -49,7 +45,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def head_elements(self) -> int:
         """Elements of one K or V vector of one head, its scale included."""
-        return head_elements(self.dtype, self.head_dim)
+        return self.head_bytes // self.itemsize_bytes
 
     @property
     def head_bytes(self) -> int:

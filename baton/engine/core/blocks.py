@@ -45,13 +45,11 @@ class _FreeMap:
         return taken
 
     def run_from(self, first: int, count: int) -> range:
-        """Return up to ``count`` contiguous free blocks from ``first`` on."""
         end = min(first + count, len(self._bytes))
         used = self._bytes.find(0, first, end)
         return range(first, used if used >= 0 else max(end, first))
 
     def first_run(self, count: int) -> range:
-        """Return the first ``count`` contiguous free blocks; empty if there are none."""
         first = self._bytes.find(b"\1" * count)
         return range(first, first + count) if first >= 0 else range(0)
 
@@ -79,7 +77,7 @@ class BlockPool:
         # that it lacks, and blocks that are being copied to it.
         self._saved: Container[bytes] | None = None
         self._unsaved: OrderedDict[int, None] = OrderedDict()
-        self.guarded: set[int] = set()
+        self.guarded: set[int] = set()  # not evicted; their LRU position stays
         self.unsaved_evictions = 0
 
     def available(self) -> int:
@@ -202,14 +200,6 @@ class BlockPool:
         """Return unguarded cached blocks that the tier lacks, next to be evicted first."""
         waiting = (block for block in self._unsaved if block not in self.guarded)
         return list(islice(waiting, count))
-
-    def guard(self, block: int) -> None:
-        """Protect a block from eviction while it is copied; its LRU position stays."""
-        self.guarded.add(block)
-
-    def unguard(self, block: int) -> None:
-        """Allow eviction again after the copy."""
-        self.guarded.discard(block)
 
     def note_saved(self, block: int) -> None:
         """Note that the tier holds the block's data or refused it."""

@@ -31,8 +31,6 @@ class EngineCore:
     Submit requests to ``scheduler``, then plan, execute and apply steps.
 
     Args:
-        runner: Executes plans.
-        config: Scheduler limits.
         group_layers_bytes: Approximate size of the layer groups in which a PREFILL request's KV is
             published.
         speculation: Adds draft tokens; None for no speculation.
@@ -129,13 +127,9 @@ class EngineCore:
     ) -> list[ev.Event]:
         """Record a finished step and return all events since the last call.
 
-        Args:
-            plan: The executed plan.
-            results: Sampled tokens of each row.
-            now_ns: Current time.
-            duration_ns: Time since before ``plan`` (a draft model computes there), per step.
-            steps: Above 1 for equal steps in virtual time (``BatchState.equal_steps``): each row
-                then has one token per step.
+        ``duration_ns`` is the time since before ``plan``, where a draft model computes. With
+        ``steps`` equal steps in virtual time (``BatchState.equal_steps``) each row has one result
+        per step, and ``duration_ns`` is the mean of one.
         """
         self._withdraw(plan)
         self._end_refused(plan)
@@ -183,7 +177,6 @@ class EngineCore:
             self.batch.check_integrity()
 
     def _end_refused(self, plan: StepPlan) -> None:
-        """End the requests whose grammar failed."""
         running = self.batch.running_by_id()
         for index, error in self.runner.refused_rows.items():
             sequence = running.get(plan.rows[index].sequence_id)

@@ -135,10 +135,8 @@ class ModelRunner(Protocol):
     ) -> list[list[SampledToken]]:
         """Run one step.
 
-        Args:
-            plan: The step.
-            on_layers_done: Called during the step with the number of layers whose KV is in the
-                pool, so that KV is sent while later layers compute.
+        ``on_layers_done`` is called during the step with the number of layers whose KV is in the
+        pool, so that KV is sent while later layers compute.
 
         Returns:
             For each row, one token per entry of ``samples``, in order; fewer after a wrong draft

@@ -295,7 +295,6 @@ class Scheduler:
         )
 
     def _admit(self, now_ns: int) -> TokenSequence | None:
-        """Admit waiting items that fit, in order, up to the first sequence."""
         batch = self.batch
         while batch.queue:
             if len(batch.running) + batch.reservations.granted >= self.config.max_batch_requests:
@@ -382,7 +381,6 @@ class Scheduler:
         self.batch.events.append(sequence.request.prompt_done(sampled))
 
     def _take_run(self, sequence: TokenSequence, row: PlanRow, run: list[SampledToken]) -> None:
-        """Add several tokens to a response."""
         sequence.tokens += [token.token for token in run]
         sequence.computed = row.start + len(run)
         self.batch.register_hashes(sequence)

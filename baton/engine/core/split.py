@@ -42,8 +42,6 @@ class Split:
     """One rank's part of a model.
 
     Attributes:
-        rank: Rank number; 0 is the leader.
-        ranks: Number of ranks.
         heads: Query heads.
         kv_heads: KV heads of these query heads; other ranks may hold the same one.
         feed: Columns of the gate and up projections.

@@ -142,9 +142,6 @@ def _values(file: BinaryIO, tensor: GgufTensor, begin: int, size: int) -> npt.ND
     return values.astype(np.float32, copy=False)
 
 
-# --- the cache of converted weights ------------------------------------------------------------
-
-
 def _cache_path(artifact: ModelArtifact, dtype: str, cache_dir: Path | None) -> Path:
     name = f"{artifact.weights_digest.hex()}-{dtype}-v{_CACHE_FORMAT}.safetensors"
     return (cache_dir or cache_root()) / "weights" / name
@@ -159,7 +156,6 @@ def _layout(table: Iterable[WeightName], dtype: str) -> Layout:
 
 
 def _open_cache(path: Path, layout: Layout, files: ExitStack) -> Mapping[str, Reader] | None:
-    """Return readers of the cached weights, or ``None`` if the cache is missing or damaged."""
     try:
         file = files.enter_context(SafetensorsFile(path))
         kept = file.layout()

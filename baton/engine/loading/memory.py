@@ -131,8 +131,6 @@ def footprint(
 
 @dataclass(frozen=True, kw_only=True)
 class _Engine:
-    """Arguments of ``footprint``, and values derived from them."""
-
     config: ModelConfig
     dtype: str
     quantisation: str
@@ -162,11 +160,7 @@ class _Engine:
         return [_local(self.config, split) for split in splits_of(self.config, self.ranks)]
 
 
-# --- the rows of the table ---------------------------------------------------------------------
-
-
 def _process(engine: _Engine) -> int:
-    """Return the bytes of all rank processes, with their generated kernels."""
     c = engine.config
     ranks = sum(_rank_process(part, engine) for part in engine.parts())
     shared = _VOCABULARY_BYTES * c.vocab_size + _GROUP_BYTES * (engine.ranks - 1)
@@ -195,7 +189,6 @@ def _layers(engine: _Engine) -> int:
 
 
 def _workspace(engine: _Engine) -> int:
-    """Return the workspace of all ranks, and the leader's logits."""
     ranks = sum(_rank_workspace(part, engine) for part in engine.parts())
     logits = engine.max_batch_requests * engine.config.vocab_size * (engine.element_bytes + 4)
     return ranks + logits
@@ -210,7 +203,6 @@ def _draft(engine: _Engine) -> int:
 
 
 def _loading(engine: _Engine) -> int:
-    """Return the largest temporary need while loading."""
     size = engine.element_bytes
     head_values = math.prod(engine.head_shape)
     widest = max(math.prod(shape) for shape in _shapes(engine.config) - {engine.head_shape})
@@ -221,11 +213,7 @@ def _loading(engine: _Engine) -> int:
     return max(last_layer, first_of_all, selftest)
 
 
-# --- parts of the rows -------------------------------------------------------------------------
-
-
 def _local(config: ModelConfig, split: Split) -> ModelConfig:
-    """Return the configuration of a rank's part."""
     return replace(
         config,
         num_heads=len(split.heads),
@@ -256,7 +244,6 @@ def _rank_process(c: ModelConfig, engine: _Engine) -> int:
 
 
 def _draft_kernels(engine: _Engine) -> int:
-    """Return the bytes of kernels generated only for the draft model."""
     if engine.draft is None or not engine.generates_kernels:
         return 0
     is_plain = engine.quantisation == "none"
@@ -279,8 +266,7 @@ def _packed(shape: tuple[int, ...], size: int, quantisation: str) -> int:
     return values * size
 
 
-def _shapes(c: ModelConfig) -> set[tuple[int, int]]:
-    """Return ``(outputs, inputs)`` of the products."""
+def _shapes(c: ModelConfig) -> set[tuple[int, int]]:  # (outputs, inputs) of the products
     heads = c.num_heads * c.head_dim
     kv = c.num_kv_heads * c.head_dim
     return {
@@ -299,7 +285,6 @@ def _router_shapes(c: ModelConfig) -> set[tuple[int, int]]:
 
 
 def _probes(shapes: set[tuple[int, int]]) -> int:
-    """Return the bytes of kernels left by the search for row counts."""
     wide = sum(outputs >= _WIDE_OUTPUTS for outputs, _ in shapes)
     return _HEAD_PROBE_BYTES * wide + _PROBE_BYTES * (len(shapes) - wide)
 

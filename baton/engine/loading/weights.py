@@ -29,7 +29,7 @@ def all_rows(name: str) -> slice:
 
 
 class Weights(MutableMapping[str, torch.Tensor]):
-    """Contiguous tensors by canonical name (``families.weight_table``); ``pop`` to read each once."""
+    """Contiguous tensors by canonical name (``families.weight_table``), each read on access."""
 
     def __init__(
         self, where: str, readers: Mapping[str, Callable[[], torch.Tensor]], progress: Progress

@@ -36,11 +36,8 @@ class Family:
     """One decoder family.
 
     Attributes:
-        name: Value of ``ModelConfig.family``.
-        layer_names: Weights of each layer.
         gguf_pairs: Order of the RoPE pairs of Q and K in GGUF: llama.cpp's converter makes those of
             the Llama family adjacent and keeps the others in halves, as Hugging Face does.
-        activation: Activation of the gate.
         unit_norms: Norms multiply with ``1 + w``; safetensors contain ``w``, GGUF ``1 + w``.
         scale_embedding: Embeddings are multiplied with the square root of their width.
     """

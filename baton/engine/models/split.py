@@ -5,11 +5,7 @@ from baton.model.model_config import ModelConfig, ModelError
 
 
 def splits_of(config: ModelConfig, ranks: int) -> list[Split]:
-    """Return every rank's part of a model.
-
-    Raises:
-        ModelError: The model cannot be split over so many ranks.
-    """
+    """Return every rank's part of a model; raise ``ModelError`` if there are too many ranks."""
     if config.num_experts:
         raise ModelError(f"tensor_parallel = {ranks}: a mixture of experts cannot be split")
     try:

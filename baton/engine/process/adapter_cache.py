@@ -97,7 +97,6 @@ class AdapterCache(Generic[T]):
         self._loaded.move_to_end(digest)
 
     def _free_slot(self) -> list[str]:
-        """Free a slot if needed; return the evicted adapter, if any."""
         if len(self._loaded) + len(self._loading) < self.max_loaded:
             return []
         idle = [digest for digest in self._loaded if not self._uses[digest]]

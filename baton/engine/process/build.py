@@ -127,7 +127,6 @@ def _speculation(
 def _build_paced(
     settings: EngineSettings, model: EmulatedModel, pool_fd: int
 ) -> tuple[ModelRunner, ModelInfo]:
-    """Build the emulated engine of a fleet, without torch."""
     from baton.engine.emulated_timing import numerics_id_of
     from baton.engine.paced import PacedRunner, paced_geometry
 

@@ -89,16 +89,9 @@ class ReportInbox:
 class EngineClient:
     """One running engine process; ``start`` creates it.
 
-    Args:
-        process: Engine process or thread.
-        writer: Stream to the engine.
-        inbox: Reports from the engine.
-        listening: Task that feeds the inbox until the stream ends.
-        tasks: Background tasks, closed with the process.
-        ready: Report of the loaded engine.
-        pools: KV pool, or one pool for each rank on this host.
-        pool_fd: Memory file of the pool, opened for reading and closed with the process; -1 with
-            several pools.
+    The task ``listening`` feeds ``inbox``. ``pools`` is the KV pool, or one pool for each rank on
+    this host. ``pool_fd`` is the pool's memory file, opened for reading; -1 with several pools. The
+    tasks and the file are closed with the process.
     """
 
     def __init__(
@@ -131,16 +124,10 @@ class EngineClient:
         timeout_s: float = 120.0,
         count_task_failure: Callable[[str], None] = lambda _: None,
     ) -> "EngineClient":
-        """Start a process and wait until it takes requests.
+        """Start a process and wait until it takes requests. Any failure ends the process.
 
-        Any failure, including cancellation, ends the process.
-
-        Args:
-            settings: Engine settings.
-            on_progress: Receives one line of text at a time while the engine loads.
-            stderr: File for the standard error of the process.
-            timeout_s: Limit of the time between two reports while loading.
-            count_task_failure: See ``BackgroundTasks``.
+        ``on_progress`` receives one line of text at a time. ``timeout_s`` limits the time between
+        two reports while the engine loads.
 
         Raises:
             InternalError: The engine died or hangs while loading.
@@ -241,7 +228,6 @@ def _seal(pool_fd: int, *, alone: bool) -> None:
 async def _spawn(
     settings: EngineSettings, pool_fds: Sequence[int], stderr: IO[bytes] | None
 ) -> tuple[EngineProcess, socket.socket]:
-    """Start the engine; return it and the shell's end of the socket."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     for end in (ours, theirs):

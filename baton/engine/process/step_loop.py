@@ -95,7 +95,6 @@ class StepLoop:
             self._copier.order(self._core.take_copies(time.monotonic_ns()))
 
     def _receive_copies(self) -> bool:
-        """Process finished copies; return whether there were any."""
         if self._copier is None:
             return False
         ended = self._copier.take()
@@ -164,7 +163,6 @@ class StepLoop:
             self._require_adapter(command)
 
     def _require_adapter(self, command: messages.Submit) -> None:
-        """Submit a request, or wait for its adapter."""
         if command.spec.adapter is None:
             self._submit(command, time.monotonic_ns())
         else:
@@ -172,7 +170,6 @@ class StepLoop:
             self._adapters.add(command)
 
     def _submit_prepared(self) -> None:
-        """Submit the requests whose grammar and adapter are ready."""
         for command, error in self._grammar_queue.take() if self._grammar_queue else ():
             if error is None:
                 self._require_adapter(command)

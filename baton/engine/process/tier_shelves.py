@@ -43,11 +43,7 @@ class Shelf(Protocol):
     """Storage of blocks by place."""
 
     def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
-        """Write a block to a place.
-
-        Raises:
-            OSError: The block cannot be written.
-        """
+        """Write a block to a place, or raise ``OSError``."""
 
     def read(self, place: int, block_hash: bytes) -> Bytes:
         """Return the block at a place; the data is valid until the next call.
@@ -95,8 +91,6 @@ class DiskShelf:
         folder: Folder used by this worker alone. Blocks of a former process are used if their
             ``key`` is the same, and deleted otherwise.
         key: Digest of model, numerics and layout.
-        places: Maximum number of blocks.
-        block_bytes: Size of a block.
 
     Attributes:
         found: (hash, place) of existing blocks, the oldest first.
@@ -135,7 +129,6 @@ class DiskShelf:
             self._lock = -1
 
     def _clean(self, folder: Path) -> None:
-        """Delete blocks of other models, and unfinished files."""
         for other in folder.iterdir():
             if other.is_dir() and other != self._folder and _KEY.fullmatch(other.name):
                 shutil.rmtree(other, ignore_errors=True)

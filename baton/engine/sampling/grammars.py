@@ -40,8 +40,6 @@ _Key = tuple[str, int, int, int, tuple[int, ...]]
 
 @dataclass(slots=True)
 class _State:
-    """Matcher, and the tokens that it has consumed."""
-
     matcher: LLMatcher
     seen: list[int] = field(default_factory=list)
 

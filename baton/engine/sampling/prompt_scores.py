@@ -57,12 +57,7 @@ def collect_rows(
 ) -> tuple[list[Collected], set[int]]:
     """Compute the prompt outputs of a plan's rows, except the ``skipped`` ones.
 
-    Args:
-        model: Provides logits and the final norm.
-        rows: Rows of the plan.
-        ends: End of each plan row in ``hidden_TE``.
-        hidden_TE: Hidden rows of the step.
-        skipped: Plan rows to leave out.
+    ``ends`` is the end of each plan row in ``hidden_TE``, the step's hidden rows.
 
     Returns:
         The contributions, and the plan rows whose logits are not finite.

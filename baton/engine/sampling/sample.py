@@ -44,7 +44,6 @@ class Logits:
         raw_SV: All logits in the model's dtype.
         ids_SC: Tokens with refined logits, best first; ``None`` if ``raw_SV`` is precise.
         refined_SC: Refined logits in fp32.
-        finite_rows: Returns for each row whether it is free of NaN and Inf.
     """
 
     raw_SV: torch.Tensor
@@ -71,15 +70,6 @@ class Logits:
         best_S1 = self.refined_SC.max(dim=-1, keepdim=True).indices
         return self.ids_SC.gather(1, best_S1).flatten().tolist()
 
-    def sample(
-        self,
-        specs: Sequence[Sequence[SampleSpec]],
-        eos_token_ids: Sequence[int],
-        masks: Sequence[Sequence[Mask | None]] | None = None,
-    ) -> list[list[SampledToken]]:
-        """Sample tokens; see the function ``sample``."""
-        return sample(self, specs, eos_token_ids, masks)
-
     def row(self, index: int) -> torch.Tensor:
         """Return the most precise fp32 logits ``[V]`` of one row."""
         row_V = self.raw_SV[index].to(torch.float32, copy=True)
@@ -89,29 +79,28 @@ class Logits:
             row_V[self.ids_SC[index]] = self.refined_SC[index]
         return row_V
 
+    def sample(
+        self,
+        specs: Sequence[Sequence[SampleSpec]],
+        eos_token_ids: Sequence[int],
+        masks: Sequence[Sequence[Mask | None]] | None = None,
+    ) -> list[list[SampledToken]]:
+        """Sample one token for each spec (choice) of each row; the logits must be finite.
 
-def sample(
-    logits: Logits,
-    specs: Sequence[Sequence[SampleSpec]],
-    eos_token_ids: Sequence[int],
-    masks: Sequence[Sequence[Mask | None]] | None = None,
-) -> list[list[SampledToken]]:
-    """Sample one token for each spec (choice) of each row of finite logits.
-
-    ``eos_token_ids`` and the stop tokens are forbidden until ``min_tokens`` is reached. ``masks``
-    are the tokens ``[V]`` that each spec's grammar allows, ``None`` for all.
-    """
-    best = logits.best() if any(_is_plain(s) for choices in specs for s in choices) else []
-    sampled = []
-    for index, choices in enumerate(specs):
-        if all(_is_plain(spec) for spec in choices):
-            sampled.append([SampledToken(best[index]) for _ in choices])
-            continue
-        row_V = logits.row(index)
-        allowed = masks[index] if masks is not None else [None] * len(choices)
-        pairs = zip(choices, allowed, strict=True)
-        sampled.append([_one(row_V, spec, eos_token_ids, mask_V) for spec, mask_V in pairs])
-    return sampled
+        ``eos_token_ids`` and the stop tokens are forbidden until ``min_tokens`` is reached.
+        ``masks`` are the tokens ``[V]`` that each spec's grammar allows, ``None`` for all.
+        """
+        best = self.best() if any(_is_plain(s) for choices in specs for s in choices) else []
+        sampled = []
+        for index, choices in enumerate(specs):
+            if all(_is_plain(spec) for spec in choices):
+                sampled.append([SampledToken(best[index]) for _ in choices])
+                continue
+            row_V = self.row(index)
+            allowed = masks[index] if masks is not None else [None] * len(choices)
+            pairs = zip(choices, allowed, strict=True)
+            sampled.append([_one(row_V, spec, eos_token_ids, mask_V) for spec, mask_V in pairs])
+        return sampled
 
 
 def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> Floats:
@@ -131,7 +120,6 @@ def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> Floats:
 
 
 def _is_plain(spec: SampleSpec) -> bool:
-    """Return whether the token with the largest raw logit is the result."""
     p = spec.params
     return (
         p.temperature == 0.0
@@ -202,7 +190,6 @@ def _bias(scores: Floats, spec: SampleSpec, eos_token_ids: Sequence[int]) -> Non
 
 
 def _ends_of_bad_words(words: Sequence[Sequence[int]], answer: Sequence[int]) -> Iterator[int]:
-    """Yield tokens that would complete a bad word."""
     for word in words:
         begin = len(word) - 1
         if not begin or tuple(answer[-begin:]) == tuple(word[:-1]):

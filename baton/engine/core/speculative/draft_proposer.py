@@ -22,8 +22,6 @@ from baton.types.params import SamplingParams, finish_reason
 
 @dataclass(slots=True)
 class _Draft:
-    """The draft model's state of one sequence."""
-
     sequence: TokenSequence
     params: SamplingParams
     computed: list[int] = field(default_factory=list)  # tokens with KV in the draft model's pool
@@ -94,11 +92,6 @@ class DraftProposer:
         for sequence_id in self._drafts.keys() - sequence_ids.keys():
             self._pool.release(self._drafts.pop(sequence_id).blocks)
 
-    @property
-    def blocks_held(self) -> int:
-        """Number of blocks of the draft model's pool in use."""
-        return self._pool.counts().in_use
-
     def check_integrity(self) -> None:
         """Recount the draft model's blocks; see ``BlockPool.check_integrity``."""
         self._pool.check_integrity([draft.blocks for draft in self._drafts.values()])
@@ -150,7 +143,6 @@ class DraftProposer:
                 draft.target = len(draft.draft_tokens)
 
     def _ends(self, draft: _Draft, token: int) -> bool:
-        """Return whether this draft token would end the response."""
         generated = draft.sequence.generated + len(draft.draft_tokens)
         return bool(finish_reason(draft.params, self._eos, token, generated)[0])
 

@@ -67,11 +67,9 @@ class Proposer(Protocol):
         """Return whether the last call did work that other steps lack; its time is not counted."""
 
     def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
-        """Return one proposal per candidate, possibly empty.
+        """Return one proposal, possibly empty, per sequence that decodes in this step.
 
-        Args:
-            candidates: Running sequences that decode in this step.
-            budget_tokens: Token limit of the proposer's own computation.
+        ``budget_tokens`` limits the proposer's own computation.
         """
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:

@@ -107,7 +107,7 @@ class KvTiers:
                 continue
             if (place := first.take(block_hash)) is None:
                 break
-            pool.guard(block)
+            pool.guarded.add(block)
             self._start(Copy(0, block_hash, POOL, block, first.name, place))
         for upper, lower in zip(self._order, self._order[1:], strict=False):
             horizon = min(upper.places, lower.places) // 2
@@ -121,7 +121,6 @@ class KvTiers:
                     room -= 1
 
     def _room(self, untouched: int, horizon: int, target: TierPlaces, now_ns: int) -> int:
-        """Return how many more blocks to save into a tier now."""
         if now_ns < self._tallies[target.name].rests_until_ns:
             return 0
         under_way = sum(
@@ -149,8 +148,7 @@ class KvTiers:
             always: Restore even if computing is as fast, because a peer requested the blocks.
 
         Returns:
-            False if the pool has no room now. True if the blocks are being restored, no tier has
-            them, or computing them is faster.
+            False if the pool has no room now; True otherwise, even if there is nothing to restore.
         """
         if any(bring.late for bring in self._brings.values()):
             return True
@@ -263,7 +261,7 @@ class KvTiers:
                 tallies.failed += 1
                 tallies.rests_until_ns = now_ns + REST_NS
         if copy.source == POOL:
-            self._pool.unguard(copy.source_place)
+            self._pool.guarded.discard(copy.source_place)
             self._pool.note_saved(copy.source_place)
         else:
             self._tiers[copy.source].note_saved(copy.block_hash)
@@ -289,7 +287,7 @@ class KvTiers:
 
     def counts(self) -> tuple[TierCounts, ...]:
         """Return the counters of each tier."""
-        above_lost = [self._pool.unsaved_evictions, *(tier.lost for tier in self._order)]
+        lost_above = [self._pool.unsaved_evictions, *(tier.lost for tier in self._order)]
         return tuple(
             TierCounts(
                 name=tier.name,
@@ -303,8 +301,8 @@ class KvTiers:
                 late=tallies.late,
                 block_ns=tier.block_ns.value,
             )
-            for (tier, tallies), lost in zip(
-                ((tier, self._tallies[tier.name]) for tier in self._order), above_lost, strict=False
+            for tier, tallies, lost in zip(
+                self._order, self._tallies.values(), lost_above, strict=False
             )
         )
 
