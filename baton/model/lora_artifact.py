@@ -54,7 +54,7 @@ class AdapterError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One projection of one layer that the adapter changes.
+    """Projection of one layer that the adapter changes.
 
     Attributes:
         target: One of ``TARGETS``.

@@ -24,7 +24,7 @@ _PREFIX = "tokenizer.ggml."
 
 
 class TokenType(IntEnum):
-    """Values of ``tokenizer.ggml.token_type``."""
+    """Types of tokens in ``tokenizer.ggml.token_type``."""
 
     NORMAL = 1
     UNKNOWN = 2

@@ -164,7 +164,7 @@ class QueueFullError(BatonError):
 
 
 class CancelledError_(BatonError):  # noqa: N801, N818 - asyncio has the plain name
-    """The client disconnected."""
+    """The client disconnected before its response was complete."""
 
     code = "cancelled"
     status = 499

@@ -23,7 +23,7 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One sequence's part of a step: compute ``tokens`` at positions ``start ...``.
+    """Part of a step for one sequence: compute ``tokens`` at positions ``start ...``.
 
     ``block_ids`` covers positions 0 to ``start + len(tokens) - 1``; the KV of positions below
     ``start`` is in the pool. ``samples`` is empty for an unfinished prompt. Otherwise it has one
@@ -63,7 +63,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step. ``copies`` (source block, target block) are made first."""
+    """Engine step. ``copies`` (source block, target block) are made first."""
 
     rows: tuple[PlanRow, ...]
     copies: tuple[tuple[int, int], ...] = field(default=())

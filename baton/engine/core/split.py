@@ -39,7 +39,7 @@ def columns(rank: int, ranks: int, width: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One rank's part of a model.
+    """Part of a model on one rank.
 
     Attributes:
         heads: Query heads.

@@ -20,7 +20,7 @@ Rows = Callable[[str], slice]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Ignore progress."""
+    """Ignore the progress of loading."""
 
 
 def all_rows(name: str) -> slice:
@@ -55,7 +55,7 @@ class Weights(MutableMapping[str, torch.Tensor]):
         self._progress("read", self._total - len(self._readers), self._total)
 
     def __setitem__(self, name: str, weight: torch.Tensor) -> None:
-        """Replace a weight."""
+        """Replace the tensor of a weight."""
         self._readers[name] = lambda: weight
 
     def __iter__(self) -> Iterator[str]:

@@ -33,7 +33,7 @@ ROPE_FACTORS = "rope_freqs.weight"  # GGUF's form of llama3 scaling: one divisor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One decoder family.
+    """Names and options of a decoder family.
 
     Attributes:
         gguf_pairs: Order of the RoPE pairs of Q and K in GGUF: llama.cpp's converter makes those of
@@ -52,7 +52,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class WeightName:
-    """One weight: its canonical name, and its name and shape in the artifact.
+    """Weight: its canonical name, and its name and shape in the artifact.
 
     Attributes:
         part: Index in the artifact's first dimension; GGUF stores all experts in one tensor.

@@ -87,7 +87,7 @@ class ReportInbox:
 
 
 class EngineClient:
-    """One running engine process; ``start`` creates it.
+    """Connection to a running engine process; ``start`` creates both.
 
     The task ``listening`` feeds ``inbox``. ``pools`` is the KV pool, or one pool for each rank on
     this host. ``pool_fd`` is the pool's memory file, opened for reading; -1 with several pools. The

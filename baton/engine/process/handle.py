@@ -22,7 +22,7 @@ SILENCE_NS = 3_000_000_000  # a step takes less, and an idle loop sends ``Alive`
 
 
 class EngineHandle:
-    """One engine, shared by the two services of a worker."""
+    """Engine shared by the two services of a worker."""
 
     def __init__(self, client: EngineClient) -> None:
         total = client.ready.geometry.num_blocks

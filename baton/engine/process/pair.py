@@ -1,4 +1,4 @@
-"""One end of a two-rank group, in a process of its own: ``python -m baton.engine.process.pair``.
+"""End of a two-rank group in a separate process: ``python -m baton.engine.process.pair``.
 
 It moves bytes between shared staging memory and the other rank, as ordered by its parent. The
 parent ends a hanging collective by killing this process.

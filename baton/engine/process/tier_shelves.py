@@ -123,7 +123,7 @@ class DiskShelf:
             raise ShelfError(f"{folder}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Unlock the folder."""
+        """Unlock the tier's folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -2,7 +2,7 @@
 
     grammar ──compile (a thread)──▶ matcher at the start ──copy──▶ one matcher per choice
                                                                     │ rolled back or fed until it
-    history of a SampleSpec ────────────────────────────────────────┘ has seen this very answer
+    history of a SampleSpec ────────────────────────────────────────┘ has consumed this response
 
 Nothing here is transferred, preempted or forked: the caller passes the response, and kept matchers
 only save work. A copy takes microseconds, and so does each token that is fed again. Compiling may

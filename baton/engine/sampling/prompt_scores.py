@@ -37,7 +37,7 @@ class Head(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """One plan row's contribution to its prompt outputs, applied after the step."""
+    """Contribution of one plan row to its prompt outputs, applied after the step."""
 
     prompt_outputs: PromptOutputs
     scores: list[Scores]

@@ -81,7 +81,7 @@ class EngineUnderTest:
         return names
 
     def cancel(self, names: list[str]) -> None:
-        """Cancel requests."""
+        """Cancel requests by their ids."""
         for name in names:
             self.core.scheduler.cancel(name)
         self.core.take_events()

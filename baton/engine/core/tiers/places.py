@@ -93,7 +93,7 @@ class TierPlaces:
         return self._held[block_hash]
 
     def let_go(self, block_hash: bytes) -> None:
-        """Remove one reader."""
+        """Remove one reader of a block."""
         self._readers[block_hash] -= 1
         if not self._readers[block_hash]:
             del self._readers[block_hash]

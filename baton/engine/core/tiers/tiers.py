@@ -28,7 +28,7 @@ _TRIES = 32  # one in this many slow restores is made anyway, to measure again
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """One block to copy; ``source`` and ``target`` are ``POOL`` or names of tiers."""
+    """Copy of one block; ``source`` and ``target`` are ``POOL`` or names of tiers."""
 
     number: int
     block_hash: bytes
