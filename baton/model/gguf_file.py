@@ -153,9 +153,7 @@ class _Reader:
         kind = GGMLQuantizationType(kind_id)
         block, size = GGML_QUANT_SIZES[kind]
         if not shape or shape[0] % block:
-            raise ValueError(
-                f"{name}: {shape} is not a multiple of {kind.name}'s block size {block}"
-            )
+            raise ValueError(f"{name}: {shape} is not a multiple of {kind.name} blocks of {block}")
         count = math.prod(shape) // block * size
         if begin + offset + count > len(self._bytes):
             raise ValueError(f"{name} is truncated")

@@ -125,9 +125,7 @@ def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> Adapte
 
 def _checked(folder: Path, config: ModelConfig, max_rank: int) -> AdapterArtifact:
     if not folder.is_dir():
-        raise AdapterError(
-            f"{folder}: not a directory (an adapter is a directory with {CONFIG_FILE})"
-        )
+        raise AdapterError(f"{folder}: not a directory that contains {CONFIG_FILE}")
     raw = _read_config(folder / CONFIG_FILE)
     settings = _parse_config(folder / CONFIG_FILE, raw)
     file = folder / WEIGHTS_FILE

@@ -9,9 +9,7 @@ def check_same_vocabulary(main: ModelArtifact, draft: ModelArtifact) -> None:
     names = f"speculation: the draft model {draft.path} does not fit {main.path}"
     size = main.config.vocab_size
     if draft.config.vocab_size != size:
-        raise ModelError(
-            f"{names}: its vocabulary has {draft.config.vocab_size} tokens, not {size}"
-        )
+        raise ModelError(f"{names}: vocabulary has {draft.config.vocab_size} tokens, not {size}")
     if draft.tokenizer_digest == main.tokenizer_digest:
         return
     ours = load_tokenizer(main.tokenizer_source())

@@ -149,9 +149,7 @@ def _is_byte_level(backend: Tokenizer) -> bool:
         return True
     if "ByteFallback" in described or "Metaspace" in described:
         return False
-    raise ValueError(
-        f"decoder {described[:80]} is not supported (only byte-level and SentencePiece)"
-    )
+    raise ValueError(f"decoder {described[:80]} is neither byte-level nor SentencePiece")
 
 
 def load_tokenizer(source: str | Mapping[str, Any]) -> TextTokenizer:

@@ -217,13 +217,9 @@ class BatchState:
         blocks = self.pool.match(sequence.full_hashes(tokens, self.pool.block_tokens))
         if len(blocks) * self.pool.block_tokens != tokens:
             count = self.pool.blocks_for(tokens)
-            raise UnavailableError(
-                f"only {len(blocks)} of {count} blocks are cached on this worker"
-            )
+            raise UnavailableError(f"only {len(blocks)} of {count} blocks are cached here")
         if self.pins_too_much(request, len(blocks)):
-            raise UnavailableError(
-                "half of this worker's blocks are already held for other workers"
-            )
+            raise UnavailableError("half of this worker's blocks are held for other workers")
         self.pool.pin(blocks)
         sequence.blocks = blocks
         sequence.computed = tokens

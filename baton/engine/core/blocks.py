@@ -272,9 +272,7 @@ class BlockPool:
         if sum(map(len, parts)) != self.total or len(union) != self.total:
             raise RuntimeError(f"block states overlap or leak: {list(map(len, parts))}")
         if draining is not None and sorted(draining) != sorted(self._quarantined):
-            raise RuntimeError(
-                f"quarantined {sorted(self._quarantined)[:8]}: differ from draining pages"
-            )
+            raise RuntimeError(f"quarantined {sorted(self._quarantined)[:8]} are not what drains")
         self._check_hashes()
 
     def _check_hashes(self) -> None:

@@ -349,9 +349,8 @@ class Scheduler:
             return
         request.admitted_ns = now_ns
         cached_tokens = matched_blocks * self.batch.pool.block_tokens
-        request.cached_tokens = min(
-            cached_tokens, len(request.prompt)
-        )  # resumed sequences match more
+        # at most the prompt: a resumed sequence matches more
+        request.cached_tokens = min(cached_tokens, len(request.prompt))
         self.batch.events.append(
             ev.Admitted(
                 request_id=request.request_id,

@@ -67,9 +67,7 @@ class Grammars:
         self._held: dict[str, LLMatcher] = {}
         self._idle: OrderedDict[str, LLMatcher] = OrderedDict()
         self._states: OrderedDict[_Key, _State] = OrderedDict()
-        self._lock = (
-            threading.Lock()
-        )  # guards the compiled grammars: threads add, the step loop reads
+        self._lock = threading.Lock()  # of compiled grammars: threads add, the step loop reads
         self.mask_ns = 0  # time spent by the last call of `masks`
         threading.Thread(target=self._load, args=(vocabulary,), daemon=True).start()
 

@@ -490,7 +490,7 @@ class TestCachedBlocksAreHeldForOthers:
         core.scheduler.submit(request("filler", list(self.PROMPT[:32])), 0)
         run(core)
         before = core.pool.counts()
-        with pytest.raises(UnavailableError, match=r"blocks are cached on this worker"):
+        with pytest.raises(UnavailableError, match=r"blocks are cached here"):
             self.submit(core, tokens)
         assert core.pool.counts() == before
         core.scheduler.cancel("held")  # unknown

@@ -335,6 +335,4 @@ class KvTiers:
             tier.check_integrity()
         saves = [r.copy.source_place for r in self._running.values() if r.copy.source == POOL]
         if sorted(saves) != sorted(self._pool.guarded):
-            raise RuntimeError(
-                f"guarded blocks {sorted(self._pool.guarded)} differ from running saves {saves}"
-            )
+            raise RuntimeError(f"guarded blocks {sorted(self._pool.guarded)}, saves {saves}")
