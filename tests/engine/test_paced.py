@@ -135,7 +135,7 @@ def test_tokens_are_ordinary_ones_and_answers_end_by_themselves() -> None:
 @pytest.mark.parametrize(
     ("params", "adapter", "pooling", "said"),
     [
-        ({"grammar": "x"}, None, "", "an emulated engine takes no grammars"),
+        ({"grammar": "x"}, None, "", "grammars are not served by an emulated engine"),
         ({"logprobs": 0}, None, "", "logprobs are not served by an emulated engine"),
         ({"logit_bias": ((5, 1.0),)}, None, "", "logit_bias is not served by an emulated engine"),
         ({"bad_words": ((5,),)}, None, "", "bad_words are not served by an emulated engine"),

@@ -97,9 +97,9 @@ def test_what_the_config_asks_for_and_is_not_there_is_named(
         ("0.self_attn.k_proj.lora_B", (33, 8), "k_proj.lora_B.weight is [33, 8], not [32, 8]"),
         ("0.self_attn.o_proj.lora_A", (7, 64), "o_proj.lora_A.weight is [7, 64], not [8, 64]"),
         ("0.mlp.down_proj.lora_A", (8, 79), "down_proj.lora_A.weight is [8, 79], not [8, 80]"),
-        ("2.mlp.up_proj.lora_A", (8, 48), "is of layer 2; the model has 2 layers"),
-        ("0.mlp.router.lora_A", (8, 48), "is not a LoRA matrix of a projection"),
-        ("0.mlp.fc_proj.lora_A", (8, 48), "is not a LoRA matrix of a projection"),
+        ("2.mlp.up_proj.lora_A", (8, 48), "is in layer 2; the model has 2 layers"),
+        ("0.mlp.router.lora_A", (8, 48), "is not a LoRA matrix of a supported projection"),
+        ("0.mlp.fc_proj.lora_A", (8, 48), "is not a LoRA matrix of a supported projection"),
         ("0.self_attn.q_proj.lora_magnitude_vector", (64,), "is not a LoRA matrix"),
     ],
 )

@@ -347,7 +347,7 @@ def test_a_block_that_leaks_is_noticed_when_the_engine_is_idle():
     core.scheduler.submit(request("b", list(range(20)), ticket=1), 0)
     run(core)
     core.pool.allocate(1)
-    with pytest.raises(RuntimeError, match="references"):
+    with pytest.raises(RuntimeError, match="reference counts"):
         core.check_when_idle()
 
 
@@ -378,7 +378,7 @@ def test_announced_kv_that_was_written_twice_ends_its_hand_off(monkeypatch):
     core.scheduler.submit(request("handed over", list(range(40)), Kind.PREFILL), 0)
     plan = core.plan(0)
     results = core.runner.execute(plan)
-    monkeypatch.setattr(type(core.runner), "rewritten_rows", (0,))
+    monkeypatch.setattr(core.runner, "rewritten_rows", (0,))
     events = core.apply(plan, results, 0, 1)
     (end,) = [event for event in events if isinstance(event, ev.Ended)]
     assert end.error_code == "transfer_failed"

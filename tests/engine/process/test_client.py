@@ -133,7 +133,7 @@ def test_a_fault_in_one_requests_handler_ends_that_request_alone() -> None:
 def test_a_step_loop_that_says_nothing_is_silent_until_it_speaks() -> None:
     """Defect 23."""
     handle = handle_of(Mock())
-    began_ns = handle._heard_ns
+    began_ns = handle._report_ns
     ticks = [began_ns + number * 250_000_000 for number in range(20)]
     silent = []
     for now_ns in ticks:
@@ -148,8 +148,8 @@ def test_a_shell_that_stood_still_itself_does_not_blame_its_engine() -> None:
     """Defect 23: reports of that time are still to be read."""
     handle = handle_of(Mock())
     standstills = Standstills()
-    standstills.tick(handle._heard_ns)
-    back_ns = handle._heard_ns + 10_000_000_000
+    standstills.tick(handle._report_ns)
+    back_ns = handle._report_ns + 10_000_000_000
     handle.watch(standstills.alive_ns(back_ns))
     standstills.tick(back_ns)
     handle.watch(standstills.alive_ns(back_ns + 250_000_000))
