@@ -192,7 +192,9 @@ async def test_an_emulated_engine_of_a_fleet_is_a_thread_that_answers_and_ends()
     assert children() == before
     assert threading.active_count() == threads + 1
     assert await handle.client.stop() == 0
-    assert threading.active_count() == threads
+    async with asyncio.timeout(10):  # the thread reports its end shortly before it ends
+        while threading.active_count() > threads:
+            await asyncio.sleep(0.01)
 
 
 async def test_an_emulated_engine_that_hangs_in_a_step_is_left_when_it_wakes() -> None:
