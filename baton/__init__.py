@@ -1,4 +1,4 @@
-"""Baton's library: the engine, model files, text, and what a fleet's programs share.
+"""Baton's library: engine, model files, text, and modules shared by a fleet's programs.
 
     from baton import LLM, SamplingParams
 

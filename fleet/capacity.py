@@ -2,8 +2,9 @@
 
 from dataclasses import asdict, dataclass
 
+from baton.engine.core.sequence import blocks_for
 from baton.engine.cpu.native.library import load
-from baton.engine.loading.memory import Footprint, blocks_for, footprint, kv_geometry
+from baton.engine.loading.memory import Footprint, footprint, kv_geometry
 from baton.model.model_config import ModelConfig, ModelError
 
 

@@ -1,1 +1,1 @@
-"""Tokens in, tokens out: the engine that both kinds of worker run. No Ray, no network."""
+"""Inference engine of both kinds of worker: tokens in, tokens out. No Ray, no network."""

@@ -1,7 +1,7 @@
-"""From settings to a runner: checks what the model's config decides, and chooses the backend.
+"""Build a model runner from settings: check the model's limits and choose the CPU or CUDA backend.
 
-``baton/engine/cpu/build.py`` and ``baton/engine/cuda/build.py`` load, prove and wrap; neither knows
-the other.
+``baton/engine/cpu/build.py`` and ``baton/engine/cuda/build.py`` load, verify and wrap the model.
+They do not depend on each other.
 """
 
 from collections.abc import Callable
@@ -25,26 +25,18 @@ def build_runner(
     progress: Callable[[str], None],
     ranks: "RankProcesses | None" = None,
 ) -> tuple[ModelRunner, ModelInfo]:
-    """Everything that an engine process needs.
+    """Load the model and build its runner.
 
-    Args:
-        settings: The model's reference, dtype, numerics, number of blocks and threads.
-        map_pool: Gives the pool's memory, zeroed.
-        progress: Called with one line of text at a time.
-        ranks: The other ranks of a tensor-parallel replica; on the CPU alone.
-
-    Raises:
-        ModelError: The model cannot be loaded.
-        RankError: A rank died or hangs.
-        NumericsSetupError: ``exact`` cannot be kept on this machine.
+    ``map_pool`` returns zeroed memory for the KV pool; ``ranks`` are the other ranks of a
+    tensor-parallel replica on CPU.
     """
     torch.set_num_threads(settings.threads)
-    progress(f"looking for {settings.model}")
+    progress(f"resolving {settings.model}")
     artifact = resolve_model(settings.model)
     context = settings.max_context_tokens or artifact.config.max_context_tokens
     if context > artifact.config.max_context_tokens:
         raise ModelError(
-            f"max_context_tokens is {context}, but {settings.model} was made for "
+            f"max_context_tokens is {context}; {settings.model} supports at most "
             f"{artifact.config.max_context_tokens}"
         )
     is_on_cuda = _is_on_cuda(settings.device)

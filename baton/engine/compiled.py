@@ -1,7 +1,7 @@
-"""Small C++ libraries, compiled once per machine into the cache folder and loaded by ctypes.
+"""Small C++ libraries, compiled once per machine into the cache folder and loaded with ctypes.
 
-A library lies there under a digest of its sources and of what compiles it. Without a compiler there
-is none, and who asks for one has another way to do the same work.
+The file name contains a digest of the sources, the compiler and its flags. Callers have a Python
+fallback for machines without a compiler.
 """
 
 import ctypes
@@ -17,19 +17,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 Functions = Mapping[str, tuple[object, tuple[object, ...]]]
-"""Result and arguments of what a library exports, in the types of ctypes."""
+"""Result and argument types (ctypes) of each exported function."""
 
-_COMPILE_TIMEOUT_S = 900.0  # of one unit: a busy machine would else be without kernels
+_COMPILE_TIMEOUT_S = 900.0  # per source file; long, because busy machines need kernels too
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept."""
+    """Return the folder of compiled libraries."""
     root = os.environ.get("BATON_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "baton") / "native"
 
 
 def cpu_flags() -> set[str]:
-    """What this CPU can do, in the kernel's words; what ``-march=native`` makes hangs on it."""
+    """Return the CPU features from ``/proc/cpuinfo``; ``-march=native`` depends on them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -39,7 +39,7 @@ def cpu_flags() -> set[str]:
 
 
 def declared(library: ctypes.CDLL, functions: Functions) -> ctypes.CDLL:
-    """A library that has been told what its functions take and give."""
+    """Set the argument and result types of a library's functions and return the library."""
     for name, (result, arguments) in functions.items():
         function = getattr(library, name)
         function.restype = result
@@ -50,20 +50,10 @@ def declared(library: ctypes.CDLL, functions: Functions) -> ctypes.CDLL:
 def compiled(
     name: str, folder: Path, sources: Sequence[str], flags: Sequence[str], made_for: str = ""
 ) -> Path | None:
-    """The path of a library, compiled first if need be.
+    """Return the path of a library, compiled on first use; None without a compiler.
 
-    Args:
-        name: Of the library.
-        folder: Where the sources lie.
-        sources: Files; those that end in ``.cpp`` are compiled.
-        flags: For the compiler.
-        made_for: What else the result depends on, such as the CPU for ``-march=native``.
-
-    Returns:
-        None without a compiler, or if it fails.
-
-    Raises:
-        OSError: The cache folder cannot be written.
+    ``made_for`` names anything else that the result depends on, such as the CPU for
+    ``-march=native``.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -76,7 +66,7 @@ def compiled(
     cache.mkdir(parents=True, exist_ok=True)
     target = cache / f"{name}-{platform.machine()}-{digest}.so"
     units = [str(folder / source) for source in sources if source.endswith(".cpp")]
-    if target.exists():  # renamed to that when it was whole: nobody waits for who compiles others
+    if target.exists():  # a complete file, because it is renamed after linking: no lock needed
         return target
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes start at once
@@ -86,7 +76,7 @@ def compiled(
 
 
 def _compile(command: Sequence[str], units: Sequence[str], target: Path) -> bool:
-    """Each unit by itself, as many at once as there are cores, and then linked."""
+    """Compile all source files in parallel, then link them."""
 
     def run(*arguments: str) -> None:
         subprocess.run(

@@ -1,8 +1,8 @@
-"""An engine without torch or weights, for protocol tests and the simulator.
+"""Engine without torch or weights, for protocol tests and the simulator.
 
-Its "KV" is bytes that depend on the token, the position and the layer, and the token that it
-samples is a digest over all KV bytes of the sequence in the pool. So a hand-off that loses, swaps
-or stales a single byte shows in the tokens, exactly as with a real model, only louder.
+Its KV is bytes that depend on token, position and layer. A sampled token is a digest of all KV
+bytes of the sequence in the pool. A KV transfer that loses, swaps or reuses a single byte therefore
+changes the tokens, as with a real model.
 """
 
 import time
@@ -23,41 +23,38 @@ from baton.types.prompt_outputs import POOLINGS, PromptOutputs
 
 
 class EmulatedAdapters:
-    """An ``AdapterStore`` of digests: what is mixed into the "KV" is all there is to an adapter."""
+    """``AdapterStore`` of digests, which the runner mixes into its KV."""
 
     def __init__(self) -> None:
         self._held: set[str] = set()
 
     def prepare(self, ref: AdapterRef) -> None:
-        """See ``AdapterStore``; a directory is all that is asked for."""
+        """Check that the adapter's path is a directory."""
         if not Path(ref.path).is_dir():
             raise AdapterLoadError(f"adapter {ref.name}: {ref.path} is not a directory")
 
     def add(self, ref: AdapterRef, prepared: None) -> None:
-        """See ``AdapterStore``."""
+        """Add an adapter's digest."""
         self._held.add(ref.digest)
 
     def remove(self, digest: str) -> None:
-        """See ``AdapterStore``."""
+        """Remove an adapter's digest."""
         self._held.remove(digest)
 
     def check(self, plan: StepPlan) -> None:
-        """A row whose adapter is not held is a fault of the engine."""
-        lost = {row.adapter for row in plan.rows} - self._held - {""}
-        if lost:
-            raise RuntimeError(f"rows need adapters that are not held: {sorted(lost)}")
+        """Raise ``RuntimeError`` if a row's adapter is not loaded: a fault of the engine."""
+        missing = {row.adapter for row in plan.rows} - self._held - {""}
+        if missing:
+            raise RuntimeError(f"rows need adapters that are not loaded: {sorted(missing)}")
 
 
 class EmulatedRunner:
-    """A ``ModelRunner`` over numpy.
+    """``ModelRunner`` over numpy.
 
     Args:
-        geometry: Shape of the pool.
-        pool_bytes: The pool, ``geometry.pool_bytes`` writable bytes.
-        vocab_size: Tokens sampled are below it.
-        eos_token_ids: Tokens that end an answer.
-        token_s: Time that computing one token takes (slept, spread over the layers).
-        nan_after_steps: Drill: later steps end as if their logits were NaN; 0 = never.
+        vocab_size: Upper bound of sampled token ids.
+        token_s: Simulated time per token, slept across the layers.
+        nan_after_steps: Fault injection: later steps fail with NaN; 0 for never.
     """
 
     def __init__(
@@ -69,14 +66,17 @@ class EmulatedRunner:
         token_s: float = 0.0,
         nan_after_steps: int = 0,
     ) -> None:
-        self._geometry = geometry
+        self.geometry = geometry
         layers, two, blocks, tokens, heads, dim = geometry.shape
         row_bytes = heads * dim * geometry.itemsize_bytes
         self._pool: npt.NDArray[np.uint8] = np.frombuffer(pool_bytes, dtype=np.uint8).reshape(
             layers, two, blocks, tokens, row_bytes
         )
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
+        self.rewritten_rows = ()
+        self.refused_rows: Mapping[int, BatonError] = {}
+        self.mask_ns = 0
         self._token_s = token_s
         self._nan_after_steps = nan_after_steps
         self._steps = 0
@@ -87,33 +87,8 @@ class EmulatedRunner:
         self.grammars: GrammarStore | None = None
         self._ramp = np.arange(row_bytes, dtype=np.uint64)
 
-    @property
-    def geometry(self) -> KvGeometry:
-        """Shape of the pool."""
-        return self._geometry
-
-    @property
-    def rewritten_rows(self) -> tuple[int, ...]:
-        """None: no row is computed twice."""
-        return ()
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        return self._eos_token_ids
-
-    @property
-    def refused_rows(self) -> Mapping[int, BatonError]:
-        """None: grammars are refused at submit."""
-        return {}
-
-    @property
-    def mask_ns(self) -> int:
-        """No time."""
-        return 0
-
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """All: grammars are refused at submit."""
+        """Allow all draft tokens; requests with a grammar are rejected at submit."""
         return len(draft_tokens)
 
     def execute(
@@ -122,16 +97,16 @@ class EmulatedRunner:
         """Run one step; see ``ModelRunner.execute``."""
         self._steps += 1
         if 0 < self._nan_after_steps < self._steps:
-            raise NumericsError(f"NaN in the logits of {len(plan.rows)} rows (a drill)")
+            raise NumericsError(f"NaN in the logits of {len(plan.rows)} rows (fault injection)")
         self.adapters.check(plan)
         for source, target in plan.copies:
             self._pool[:, :, target] = self._pool[:, :, source]
         tokens = sum(len(row.tokens) for row in plan.rows)
-        for layer in range(self._geometry.num_layers):
+        for layer in range(self.geometry.num_layers):
             for row in plan.rows:
                 self._write(layer, row)
             if self._token_s:
-                time.sleep(self._token_s * tokens / self._geometry.num_layers)
+                time.sleep(self._token_s * tokens / self.geometry.num_layers)
             if on_layers_done:
                 on_layers_done(layer + 1)
         for row in plan.rows:
@@ -140,7 +115,6 @@ class EmulatedRunner:
         return [self._sample(row) for row in plan.rows]
 
     def _write(self, layer: int, row: PlanRow) -> None:
-        """Write one layer's KV of a row's new tokens, all of them at once."""
         positions = np.arange(row.start, row.start + len(row.tokens))
         texts = (
             f"{token} {position} {layer} {component}{row.adapter}"
@@ -149,12 +123,11 @@ class EmulatedRunner:
         )
         seeds = np.fromiter((zlib.crc32(text.encode()) for text in texts), dtype=np.uint64)
         seeds = seeds.reshape(2, len(row.tokens), 1)
-        block, slot = np.divmod(positions, self._geometry.block_tokens)
+        block, slot = np.divmod(positions, self.geometry.block_tokens)
         block_ids = np.asarray(row.block_ids)[block]
         self._pool[layer][:, block_ids, slot] = (self._ramp * 31 + seeds) >> 3 & 0xFF
 
     def _collect(self, row: PlanRow, prompt_outputs: PromptOutputs) -> None:
-        """Scores and vectors that tell where each row came from, and of what KV."""
         count = len(row.tokens)
         wide = prompt_outputs.alternatives or 0
         digests = [self._digest_at(row.block_ids, row.start + i) for i in range(count)]
@@ -189,21 +162,19 @@ class EmulatedRunner:
         return sampled
 
     def _token(self, number: int) -> int:
-        """The token that a random number stands for."""
         return number % self._vocab_size
 
     def _digest_at(self, block_ids: Sequence[int], position: int) -> int:
-        """Digest of the KV of one position."""
-        block, slot = divmod(position, self._geometry.block_tokens)
+        block, slot = divmod(position, self.geometry.block_tokens)
         return zlib.crc32(self._pool[:, :, block_ids[block], slot].tobytes())
 
     def digest(self, block_ids: Sequence[int], tokens: int) -> int:
-        """Digest of the KV of the first ``tokens`` positions.
+        """Return a digest of the KV of the first ``tokens`` positions.
 
-        Runs of adjacent blocks are read where they lie: an answer reads its whole KV for each
-        token, and copies of it would cost more than all the rest of a step.
+        Runs of adjacent blocks are read in place: each output token needs the whole KV, and a copy
+        would dominate the step time.
         """
-        slots = self._geometry.block_tokens
+        slots = self.geometry.block_tokens
         runs = list(_runs(block_ids[: -(-tokens // slots)]))
         unused = -tokens % slots
         whole = xxhash.xxh3_64()
@@ -218,7 +189,7 @@ class EmulatedRunner:
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Adjacent blocks as pairs of the first one and their number."""
+    """Yield adjacent blocks as (first block, count)."""
     ids = np.asarray(block_ids, dtype=np.int64)
     ends = np.flatnonzero(np.diff(ids) != 1) + 1
     for run in np.split(ids, ends):

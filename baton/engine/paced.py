@@ -1,8 +1,8 @@
-"""The emulated engine of a fleet: real protocol, made-up tokens, steps as long as a model's.
+"""Emulated engine of a fleet: real protocol, synthetic tokens, realistic step times.
 
-A step lasts what a timing model says (``baton/engine/emulated_timing.py``): the bytes of "KV" are
-there at once, and the rest of the time is slept. As with every emulated engine a token is a digest
-over the sequence's KV, so a hand-off that loses or swaps a byte shows in the answer.
+A timing model (``baton/engine/emulated_timing.py``) gives the step time. The KV bytes are written
+at once, and the rest of the time is slept. As in every emulated engine, a token is a digest of the
+sequence's KV, so that errors of a KV transfer change the response.
 """
 
 import logging
@@ -21,17 +21,17 @@ from baton.types.params import SampledToken
 
 _LOG = logging.getLogger(__name__)
 
-MEAN_ANSWER_TOKENS = 256  # of answers that nothing else ends
+MEAN_ANSWER_TOKENS = 256  # mean length of responses without another limit
 DEFAULT_BLOCKS = 4096
-LATE = 1.1  # times as long as it should be: worth a word
-_LOOK_EVERY_S = 30.0
+LATE = 1.1  # ratio of actual to modelled time above which a warning is logged
+_CHECK_EVERY_S = 30.0
 _MIX = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
 )
 
 
 def paced_geometry(num_blocks: int) -> KvGeometry:
-    """The pool of an emulated model: 128 bytes a token, so that many pools fit one machine."""
+    """Return the pool of an emulated model: 128 bytes per token, so that many pools fit."""
     return KvGeometry(
         num_layers=4,
         num_kv_heads=1,
@@ -42,15 +42,7 @@ def paced_geometry(num_blocks: int) -> KvGeometry:
 
 
 class PacedRunner(EmulatedRunner):
-    """A ``ModelRunner`` that takes as long as a model would.
-
-    Args:
-        geometry: Shape of the pool.
-        pool_bytes: The pool, ``geometry.pool_bytes`` writable bytes.
-        model: What is emulated.
-        clock_s: Monotonic; tests give their own.
-        sleep: Waits so many seconds.
-    """
+    """``ModelRunner`` that takes as long as a real model."""
 
     def __init__(
         self,
@@ -67,8 +59,8 @@ class PacedRunner(EmulatedRunner):
         self._timing = TIMINGS[model.timing]
         self._clock_s = clock_s
         self._sleep = sleep
-        self._took_s = self._should_s = 0.0  # since the last look
-        self._look_s = clock_s() + _LOOK_EVERY_S
+        self._took_s = self._modelled_s = 0.0  # since the last check
+        self._check_s = clock_s() + _CHECK_EVERY_S
         layers, components, _, _, row_bytes = self._pool.shape
         places = np.arange(layers * components * row_bytes, dtype=np.uint64)
         self._places = (places * _MIX[2]).reshape(layers, components, 1, row_bytes)
@@ -84,7 +76,7 @@ class PacedRunner(EmulatedRunner):
         for row in plan.rows:
             self._write_all(row)
         sampled = [self._sample(row) for row in plan.rows]
-        layers = self._geometry.num_layers
+        layers = self.geometry.num_layers
         for done in range(1, layers + 1) if on_layers_done else (layers,):
             left_s = began_s + total_s * done / layers - self._clock_s()
             if left_s > 0:
@@ -94,37 +86,36 @@ class PacedRunner(EmulatedRunner):
         self._note_end(self._clock_s(), self._clock_s() - began_s, total_s)
         return sampled
 
-    def _note_end(self, now_s: float, took_s: float, should_s: float) -> None:
-        """Say once in a while that the machine is too busy for the figures to mean anything."""
+    def _note_end(self, now_s: float, took_s: float, modelled_s: float) -> None:
+        """Warn periodically if the machine is too busy for realistic figures."""
         self._took_s += took_s
-        self._should_s += should_s
-        if now_s < self._look_s:
+        self._modelled_s += modelled_s
+        if now_s < self._check_s:
             return
-        if self._took_s > LATE * self._should_s:
-            share = self._took_s / self._should_s - 1
+        if self._took_s > LATE * self._modelled_s:
+            share = self._took_s / self._modelled_s - 1
             _LOG.warning(
-                "emulated steps last %.0f %% longer than in %s: this machine is too busy",
+                "emulated steps take %.0f %% longer than timing=%s: the machine is too busy",
                 100 * share,
                 self._timing.name,
             )
-        self._took_s = self._should_s = 0.0
-        self._look_s = now_s + _LOOK_EVERY_S
+        self._took_s = self._modelled_s = 0.0
+        self._check_s = now_s + _CHECK_EVERY_S
 
     def _write_all(self, row: PlanRow) -> None:
-        """The KV of a row's tokens in all layers: bytes that depend on token and position."""
         tokens = np.asarray(row.tokens, np.uint64)
         positions = np.arange(row.start, row.start + len(tokens))
-        blocks = np.asarray(row.block_ids)[positions // self._geometry.block_tokens]
+        blocks = np.asarray(row.block_ids)[positions // self.geometry.block_tokens]
         own = tokens * _MIX[0] + positions.astype(np.uint64) * _MIX[1]
         mixed = (own[None, None, :, None] + self._places) * _MIX[3]
-        slots = positions % self._geometry.block_tokens
+        slots = positions % self.geometry.block_tokens
         self._pool[:, :, blocks, slots] = (mixed >> np.uint64(56)).astype(np.uint8)
 
     def _token(self, number: int) -> int:
-        """An end now and then, else an ordinary token: special ones stand at a vocabulary's rim."""
+        """Return an end token now and then, else an ordinary token."""
         number, chance = divmod(number, MEAN_ANSWER_TOKENS)
-        if chance == 0 and self._eos_token_ids:
-            return self._eos_token_ids[0]
-        low = self._vocab_size // 64
+        if chance == 0 and self.eos_token_ids:
+            return self.eos_token_ids[0]
+        low = self._vocab_size // 64  # special tokens are at both ends of a vocabulary
         high = self._vocab_size // 2
         return low + number % (high - low)

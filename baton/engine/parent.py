@@ -1,4 +1,4 @@
-"""Processes that end with whoever started them."""
+"""Exit of child processes together with their parent."""
 
 import ctypes
 import signal
@@ -7,5 +7,5 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask Linux for SIGKILL when the parent dies, so that no step loop is ever left behind."""
+    """Request SIGKILL when the parent dies, so that no step loop is left behind."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

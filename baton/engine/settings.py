@@ -1,4 +1,4 @@
-"""How one engine is built: what its process is told at its start."""
+"""Settings of one engine process, passed to it at its start."""
 
 from typing import Self
 
@@ -8,11 +8,11 @@ from baton.engine.core.speculative.proposers import SpeculationSettings
 
 
 class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is not there: how long it takes, and which tokens its answers hold.
+    """Emulated model: its timing and the tokens of its responses.
 
     Attributes:
-        timing: A name in ``baton.engine.emulated_timing.TIMINGS``.
-        vocab_size: Of the model whose tokenizer the router uses; as are the two that follow.
+        timing: Name in ``baton.engine.emulated_timing.TIMINGS``.
+        vocab_size: Vocabulary of the model whose tokenizer the router uses, as are the next two.
     """
 
     timing: str
@@ -22,11 +22,10 @@ class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvTierSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where KV goes that the pool has no room for; 0: no such tier.
+    """Sizes of the KV tiers below the pool; 0 for no such tier.
 
     Attributes:
-        disk_folder: Of this worker alone.
-        int8_chunks: Blocks may have come here as int8, so they are no others' who do without.
+        int8_chunks: Blocks may have arrived as int8, so workers without int8 cannot use them.
     """
 
     memory_mb: int = 0
@@ -36,54 +35,54 @@ class KvTierSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tiers that are wanted, the fastest first."""
+        """Names of the configured tiers, the fastest first."""
         sizes = {"memory": self.memory_mb, "disk": self.disk_mb}
         return tuple(name for name, size in sizes.items() if size)
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How to build one engine process."""
+    """Settings to build one engine process."""
 
     model: str  # reference as in the config, or "emulated"
     dtype: str = "bf16"
     numerics: str = "exact"
     native: str = "auto"  # see baton.engine.cpu.native.library
     weight_quantisation: str = "none"  # or "int8", "int4"; on CUDA "fp8"
-    kv_dtype: str = ""  # "int8", "fp8"; empty = as the activations
-    kv_blocks: int = 1024  # 0 = sized from the memory that is free
+    kv_dtype: str = ""  # "int8", "fp8"; empty: dtype of the activations
+    kv_blocks: int = 1024  # 0: sized from the free memory
     kv_tiers: KvTierSettings = KvTierSettings()
-    workers_on_host: int = 1  # that share it
+    workers_on_host: int = 1  # workers that share the host
     device: str = "cpu"  # "cpu", "cuda", or "auto": CUDA where torch sees a GPU
-    threads: int = 1  # of a rank; 0: its part of the cores, and others' while they are idle
-    lends_cores: bool = False  # whether ``threads`` came from 0
+    threads: int = 1  # per rank; 0: its share of the cores, plus idle cores of others
+    lends_cores: bool = False  # whether ``threads`` was 0
     max_context_tokens: int = 0
     max_batch_requests: int = 32
     max_step_tokens: int = 512
-    max_adapters: int = 0  # held at once; 0: none are served
+    max_adapters: int = 0  # limit of loaded adapters; 0: none are served
     max_adapter_rank: int = 64
     check_every_step: bool = False  # tests: recount all blocks after each step
     speculation: SpeculationSettings = SpeculationSettings()
     tensor_parallel: int = 1  # ranks of this replica
-    rank_memory: str = "shared"  # or "own": a pool for each rank, of its KV heads only
-    rank_orders: tuple[str, ...] = ()  # HOST:PORT/SECRET of ranks 1 and up; none: our children
-    rank_meeting_port: int = 0  # where those find each other, on the leader's host; 0: any
-    emulated: EmulatedModel | None = None  # in place of ``model``, in a thread of the shell
+    rank_memory: str = "shared"  # or "own": one pool per rank, of its KV heads only
+    rank_orders: tuple[str, ...] = ()  # HOST:PORT/SECRET of ranks 1 and up; empty: child processes
+    rank_meeting_port: int = 0  # rendezvous port on the leader's host; 0: any
+    emulated: EmulatedModel | None = None  # replaces ``model``; runs in a thread of the shell
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
-    poison_token: int = -1  # drills: the process dies when a prompt holds this token
+    poison_token: int = -1  # fault injection: the process dies at a prompt with this token
 
     @property
     def own_pools(self) -> bool:
-        """Whether each rank has a KV pool of its own."""
+        """Return whether each rank has its own KV pool."""
         return self.tensor_parallel > 1 and self.rank_memory == "own"
 
     @property
     def steps_on_cpu(self) -> bool:
-        """Whether a step needs this host's cores, and so whatever else does takes from it."""
+        """Return whether steps compete with other work for this host's cores."""
         return self.device == "cpu" and self.emulated is None and self.model != "emulated"
 
     def on(self, cores: int) -> Self:
-        """The same with its number of threads, on a host with so many cores."""
+        """Return the settings with the number of threads for a host with so many cores."""
         if self.threads:
             return self
         own = max(1, cores // (self.workers_on_host * self.tensor_parallel))

@@ -1,1 +1,1 @@
-"""What a model is, before anything is loaded: files, config, digests. No torch."""
+"""Description of a model before loading: files, configuration, digests. No torch."""

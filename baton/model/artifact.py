@@ -1,7 +1,7 @@
-"""What a model is: one record, made without torch and before anything is loaded.
+"""Description of a model on disk, created without torch and before loading.
 
-``baton/model/locate.py`` says what a reference looks like and finds the files. Metadata is
-read only, except that the digest reads every weight byte once.
+``baton/model/locate.py`` describes references and finds the files. Only metadata is read, but the
+digest reads every weight byte once.
 """
 
 import hashlib
@@ -29,26 +29,24 @@ _GGUF_SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-# what a value of another kind than expected raises, wherever it is used
-_NONSENSE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+# exceptions that a metadata value of the wrong type raises
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelArtifact:
-    """A model on this machine.
+    """Model on this machine.
 
     Attributes:
-        source: The reference as the user wrote it.
-        path: The GGUF file, or the directory with the safetensors files.
-        weight_files: The files that hold weights, in a fixed order.
-        architecture: As the artifact names it (``llama``, ``LlamaForCausalLM``).
+        source: Reference as the user wrote it.
+        path: GGUF file, or directory of the safetensors files.
+        architecture: Name in the artifact (``llama``, ``LlamaForCausalLM``).
         revision: Hub commit, or version of the package; ``None`` for plain files.
-        quantisation: What most weights are stored as (``Q4_1``, ``BF16``).
+        quantisation: Format of most weights (``Q4_1``, ``BF16``).
         weights_digest: 16 bytes over the config and every byte of the weight files.
-        tokenizer_digest: 16 bytes over the tokenizer.
         template_digest: 16 bytes over the chat template; empty without one.
-        generation_defaults: Sampling parameters that the model's authors recommend.
+        tokenizer: Text of ``tokenizer.json``, or ``tokenizer.*`` metadata of a GGUF file.
     """
 
     source: str
@@ -68,19 +66,17 @@ class ModelArtifact:
     tokenizer: TokenizerSource = field(repr=False, compare=False)
 
     def tokenizer_source(self) -> TokenizerSource:
-        """The text of ``tokenizer.json``, or the ``tokenizer.*`` metadata of a GGUF file."""
+        """Return the text of ``tokenizer.json``, or a GGUF file's ``tokenizer.*`` metadata."""
         return self.tokenizer
 
 
 def resolve_model(reference: str, *, allow_unsupported: bool = False) -> ModelArtifact:
-    """Find a model and describe it.
+    """Find a model and describe it; references are described in ``baton/model/locate.py``.
 
-    Args:
-        reference: See ``baton/model/locate.py``.
-        allow_unsupported: Describe also what the engine cannot run (for tokenizers and tools).
+    With ``allow_unsupported`` also models that the engine cannot run (for tokenizers and tools).
 
     Raises:
-        ModelError: Not found, not complete, or not supported; the message says which.
+        ModelError: The model is missing, incomplete, or not supported.
     """
     path, revision = locate(reference)
     if not path.is_dir() and path.suffix != ".gguf":
@@ -92,14 +88,11 @@ def resolve_model(reference: str, *, allow_unsupported: bool = False) -> ModelAr
         return describe(reference, path, revision, check=not allow_unsupported)
     except ModelError:
         raise
-    except _NONSENSE as error:
+    except _MALFORMED as error:
         why = f"{type(error).__name__}: {error}"
-        raise ModelError(f"{path}: a value in its metadata has no sense ({why})") from error
+        raise ModelError(f"{path}: invalid value in the metadata ({why})") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error})") from error
-
-
-# --- Hugging Face directories ------------------------------------------------------------------
 
 
 def _from_directory(
@@ -118,7 +111,7 @@ def _from_directory(
     files = _safetensors_files(folder)
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.exists():
-        raise ModelError(f"{folder}: tokenizer.json is missing (other tokenizers are not read)")
+        raise ModelError(f"{folder}: tokenizer.json is missing (other formats are not supported)")
     tokenizer = tokenizer_file.read_text(encoding="utf-8")
     template = _hf_template(folder)
     return ModelArtifact(
@@ -146,7 +139,7 @@ def _safetensors_files(folder: Path) -> tuple[Path, ...]:
     index = read_json(folder / "model.safetensors.index.json")
     names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
     if outside := [name for name in names if Path(name).name != name]:
-        raise ModelError(f"{folder}: the index names {outside[0]!r}, which is no file beside it")
+        raise ModelError(f"{folder}: the index names {outside[0]!r}, which is not in this folder")
     files = tuple(folder / name for name in names)
     missing = [path.name for path in files if not path.is_file()]
     if not missing and files:
@@ -199,9 +192,6 @@ def _license_of_card(card: Path) -> str | None:
     return None
 
 
-# --- GGUF --------------------------------------------------------------------------------------
-
-
 def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) -> ModelArtifact:
     from baton.model.gguf_file import open_gguf
 
@@ -245,15 +235,11 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
     )
 
 
-def _numbers(found: dict[str, Any]) -> dict[str, float | int]:
-    """Sampling parameters, refused if one is not a number."""
-    for name, value in found.items():
+def _numbers(parameters: dict[str, Any]) -> dict[str, float | int]:
+    for name, value in parameters.items():
         if isinstance(value, bool) or not 0 <= float(value) < math.inf:
             raise ValueError(f"{name} = {value!r}")
-    return found
-
-
-# --- digests -----------------------------------------------------------------------------------
+    return parameters
 
 
 def _digest(text: str) -> bytes:
@@ -261,7 +247,7 @@ def _digest(text: str) -> bytes:
 
 
 def _digest_files(config: ModelConfig, files: Iterable[Path]) -> bytes:
-    """Over the config too: other RoPE numbers with equal weights make other KV."""
+    """Digest the files and the config: other RoPE numbers with equal weights make other KV."""
     numbers = (
         config.num_heads,
         config.num_kv_heads,

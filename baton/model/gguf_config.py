@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, as a ``ModelConfig``. Names and defaults are llama.cpp's."""
+"""``ModelConfig`` from the metadata of a GGUF file. Names and defaults are llama.cpp's."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +14,13 @@ from baton.model.model_config import (
 )
 
 _GEMMA_LOCAL_THETA = 10_000.0
-_GEMMA_PATTERN = 6  # each sixth layer sees everything
+_GEMMA_PATTERN = 6  # each sixth layer has no window
 _YARN = {  # llama.cpp's key -> Hugging Face's
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
 
-_HARMLESS_ROPE = {  # fine tuning that no family of ours uses, and the values that change nothing
+_HARMLESS_ROPE = {  # options that no supported family uses, with their neutral values
     "attn_factor": (1.0,),
     "yarn_attn_factor": (1.0,),
     "yarn_ext_factor": (1.0, -1.0),
@@ -29,11 +29,7 @@ _HARMLESS_ROPE = {  # fine tuning that no family of ours uses, and the values th
 
 
 def refuse_unsupported(path: Path, architecture: str, meta: Mapping[str, Any]) -> None:
-    """Raise if the engine does not compute what the metadata asks for.
-
-    Raises:
-        ModelError: It names the key and its value.
-    """
+    """Raise ``ModelError`` if the metadata requires what the engine does not compute."""
     where = f"{path}: architecture {architecture}"
     refuse_family(where, architecture, GGUF_FAMILIES)
     if int(meta.get("split.count", 0)) > 1:
@@ -47,7 +43,7 @@ def refuse_unsupported(path: Path, architecture: str, meta: Mapping[str, Any]) -
             raise ModelError(f"{where}: {key} = {value} is not supported")
     for key in ("attention.head_count_kv", "feed_forward_length", "attention.head_count"):
         if isinstance(meta.get(f"{architecture}.{key}"), list):
-            raise ModelError(f"{where}: {key} that differs between layers is not supported")
+            raise ModelError(f"{where}: {key} with different values per layer is not supported")
     for key, harmless in _HARMLESS_ROPE.items():
         value = meta.get(f"{architecture}.rope.scaling.{key}", harmless[0])
         if value not in harmless:
@@ -79,16 +75,9 @@ def read_config(
     meta: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> ModelConfig:
-    """The numbers of a model.
+    """Return the configuration of a model; unknown architectures are read like Llama.
 
-    Args:
-        path: For messages.
-        architecture: ``general.architecture``; anything unknown is read like Llama.
-        meta: All metadata.
-        shapes: Of the tensors, in GGUF's order (innermost first).
-
-    Raises:
-        ModelError: A key is missing.
+    ``shapes`` are those of the tensors in GGUF's order (innermost first).
     """
 
     def value(key: str, default: Any = None) -> Any:
@@ -139,7 +128,7 @@ def read_config(
 
 
 def _gemma_27b_scale(layers: int, heads: int, hidden: int) -> float | None:
-    """GGUF does not say the query scale; llama.cpp, too, knows the 27B by its number of layers."""
+    """Return the query scale, which GGUF lacks; like llama.cpp, detect 27B by its layers."""
     return (hidden / heads) ** -0.5 if layers == 62 else None
 
 
@@ -154,7 +143,7 @@ def _layer_windows(
 
 
 def _rope_scaling(architecture: str, meta: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Hugging Face's names for what the metadata says; llama3 scaling comes as a tensor."""
+    """Return RoPE scaling with Hugging Face's names; llama3 scaling is a tensor instead."""
     kind = _rope_type(architecture, meta)
     if kind not in ("linear", "yarn"):
         return None

@@ -1,8 +1,8 @@
-"""Reading GGUF files: the metadata as Python values, and where the tensors lie.
+"""GGUF files: the metadata as Python values, and the location of the tensors.
 
-The `gguf` package has a reader of its own, but makes several numpy arrays for each of the 262,144
-strings of a vocabulary (4 s for Gemma 3; this one: 0.3 s), and each process of a fleet opens the
-file. What the numbers of tensor types mean, and how to dequantise, is still the package's.
+The reader of the `gguf` package makes several numpy arrays for each of the 262,144 strings of a
+vocabulary (4 s for Gemma 3; this one: 0.3 s), and each process of a fleet opens the file. Tensor
+types and dequantisation still come from the package.
 
     magic "GGUF", version, number of tensors, number of keys        little-endian
     key, type, value            for each key; an array has its own type and length
@@ -33,12 +33,10 @@ _DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor.
+    """Location of one tensor.
 
     Attributes:
-        shape: Innermost dimension first, as GGUF has it.
-        begin: Where its bytes begin in the file.
-        size_bytes: How many they are.
+        shape: Dimensions as in GGUF, innermost first.
     """
 
     name: str
@@ -49,29 +47,29 @@ class GgufTensor:
 
     @property
     def n_elements(self) -> int:
-        """Number of weights."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The metadata by key, and the tensors in the order of the file."""
+    """Metadata by key, and tensors in file order."""
 
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the metadata of a GGUF file; no tensor is read.
+    """Read the metadata of a GGUF file, but no tensor.
 
     Raises:
-        ValueError: It is not a complete, little-endian GGUF file of version 2 or 3.
-        OSError: It cannot be opened.
+        ValueError: The file is not a complete, little-endian GGUF file of version 2 or 3.
+        OSError: The file cannot be opened.
     """
     buffer = np.memmap(path, mode="r")
     try:
         return _Reader(buffer).read()
-    except (struct.error, OverflowError) as error:  # a length beyond what a file can have
+    except (struct.error, OverflowError) as error:  # a length beyond the end of the file
         raise ValueError(f"the file ends too early: {error}") from error
 
 
@@ -83,7 +81,7 @@ class _Reader:
     def read(self) -> GgufFile:
         magic, version, tensors, keys = self._take("4sIQQ")
         if magic != b"GGUF" or version not in _VERSIONS:
-            raise ValueError(f"magic {magic!r}, version {version}")
+            raise ValueError(f"magic {magic!r}, version {version} is not supported")
         metadata = {}
         for _ in range(keys):
             key = self._string()
@@ -106,7 +104,7 @@ class _Reader:
         (length,) = self._take("Q")
         end = self._at + length
         if end > len(self._bytes):
-            raise ValueError("a string runs past the end of the file")
+            raise ValueError("a string ends after the file")
         text = str(self._bytes[self._at : end], "utf-8")
         self._at = end
         return text
@@ -117,18 +115,18 @@ class _Reader:
         if kind in _SCALARS:
             return self._take(_SCALARS[kind])[0]
         if kind != _ARRAY:
-            raise ValueError(f"metadata of type {kind}")
+            raise ValueError(f"metadata type {kind} is not supported")
         kind, count = self._take("IQ")
         if count > len(self._bytes):
-            raise ValueError(f"an array of {count} runs past the end of the file")
+            raise ValueError(f"an array of {count} elements ends after the file")
         if kind == _STRING:
             return self._strings(count)
         if kind not in _SCALARS:
-            raise ValueError(f"an array of type {kind}")
+            raise ValueError(f"array type {kind} is not supported")
         return list(self._take(f"{count}{_SCALARS[kind]}"))
 
     def _strings(self, count: int) -> list[str]:
-        """Many strings, so without a function call for each."""
+        """Read many strings without a function call for each."""
         found = []
         data = self._bytes
         at = self._at
@@ -138,7 +136,7 @@ class _Reader:
             at = begin + length_at(data, at)[0]
             found.append(str(data[begin:at], "utf-8"))
         if at > len(data):
-            raise ValueError("a string runs past the end of the file")
+            raise ValueError("a string ends after the file")
         self._at = at
         return found
 
@@ -155,7 +153,7 @@ class _Reader:
         kind = GGMLQuantizationType(kind_id)
         block, size = GGML_QUANT_SIZES[kind]
         if not shape or shape[0] % block:
-            raise ValueError(f"{name}: {shape} is no multiple of {kind.name}'s block of {block}")
+            raise ValueError(f"{name}: {shape} is not a multiple of {kind.name} blocks of {block}")
         count = math.prod(shape) // block * size
         if begin + offset + count > len(self._bytes):
             raise ValueError(f"{name} is truncated")
@@ -163,7 +161,6 @@ class _Reader:
 
 
 def _refuse_overlaps(tensors: Iterable[GgufTensor]) -> None:
-    """No byte belongs to two tensors, and no name."""
     places = sorted((t.begin, t.begin + t.size_bytes, t.name) for t in tensors)
     for (_, end, before), (begin, _, name) in pairwise(places):
         if begin < end:

@@ -1,6 +1,6 @@
-"""``config.json`` and ``generation_config.json`` of a Hugging Face directory, as a ``ModelConfig``.
+"""``ModelConfig`` from the JSON files of a Hugging Face directory.
 
-Where a key may be left out, the defaults are those of transformers for the family.
+Missing keys have the defaults of transformers for the family.
 """
 
 import json
@@ -20,18 +20,14 @@ from baton.model.model_config import (
 _HEAD_DIM = {"gemma3": 256, "qwen3": 128}
 _WINDOW = {"gemma3": 4096, "mistral": 4096}
 _OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen3_moe")  # only with use_sliding_window
-_GEMMA_PATTERN = 6  # each sixth layer sees everything
+_GEMMA_PATTERN = 6  # each sixth layer has no window
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
 _ACTIVATIONS = {"gemma3": "gelu_pytorch_tanh"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is no such file.
-
-    Raises:
-        ModelError: The file holds something else.
-    """
+    """Read a JSON object; return an empty one if the file does not exist."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -39,23 +35,16 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ModelError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path}: a JSON object is needed")
+        raise ModelError(f"{path}: must contain a JSON object")
     return value
 
 
 def read_config(
     folder: Path, raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str
 ) -> ModelConfig:
-    """The numbers of a model.
+    """Return the configuration of a model; unknown architectures are read like Llama.
 
-    Args:
-        folder: For messages.
-        raw: ``config.json``.
-        generation: ``generation_config.json``, whose end tokens win.
-        architecture: Its class in transformers; anything unknown is read like Llama.
-
-    Raises:
-        ModelError: A key is missing or has no sense.
+    The end tokens in ``generation`` (``generation_config.json``) take precedence.
     """
     family = HF_FAMILIES.get(architecture, "llama")
     try:
@@ -105,7 +94,7 @@ def _first(raw: Mapping[str, Any], *keys: str) -> Any:
 
 
 def _context(trained: int, scaling: Mapping[str, Any] | None) -> int:
-    """YaRN is switched on in models whose limit still says what they were trained for."""
+    """Return the context limit, scaled if YaRN was enabled after training."""
     if scaling is None or scaling["rope_type"] != "yarn":
         return trained
     original = int(scaling["original_max_position_embeddings"])
@@ -113,12 +102,12 @@ def _context(trained: int, scaling: Mapping[str, Any] | None) -> int:
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Transformers 5 writes ``rope_parameters``; before it was ``rope_scaling``."""
+    """Return ``rope_parameters`` (transformers 5) or ``rope_scaling`` (older versions)."""
     return dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
 
 
 def _rope(raw: Mapping[str, Any], family: str) -> tuple[float, dict[str, Any] | None, float | None]:
-    """Base, scaling, and the base of the layers with a window."""
+    """Return the RoPE base, scaling, and the base of layers with a window."""
     rope = _rope_parameters(raw)
     local = None
     default = 10_000.0
@@ -153,16 +142,12 @@ def _layer_windows(raw: Mapping[str, Any], family: str, layers: int) -> tuple[in
     else:
         local = [i >= int(raw.get("max_window_layers", 28)) for i in range(layers)]
     if len(local) != layers:
-        raise ValueError(f"layer_types names {len(local)} layers, not {layers}")
+        raise ValueError(f"layer_types has {len(local)} layers, not {layers}")
     return windows(int(window), local)
 
 
 def refuse_unsupported(folder: Path, architecture: str, raw: Mapping[str, Any]) -> None:
-    """Raise if the engine does not compute what ``config.json`` asks for.
-
-    Raises:
-        ModelError: It names the key and its value.
-    """
+    """Raise ``ModelError`` if ``config.json`` requires what the engine does not compute."""
     where = f"{folder}: architecture {architecture}"
     refuse_family(where, architecture, HF_FAMILIES)
     family = HF_FAMILIES[architecture]
@@ -186,10 +171,10 @@ def refuse_unsupported(folder: Path, architecture: str, raw: Mapping[str, Any]) 
             raise ModelError(f"{where}: partial_rotary_factor is not supported")
     local = rope.get(_SLIDING) or {}
     if (kind := local.get("rope_type", "default")) != "default":
-        raise ModelError(f"{where}: RoPE scaling {kind!r} of layers with a window")
+        raise ModelError(f"{where}: RoPE scaling {kind!r} of layers with a window is not supported")
 
 
-# keys that change what is computed, and the value at which they do not
+# keys that change the computation, and their neutral values
 _HARMLESS: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,

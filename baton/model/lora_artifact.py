@@ -1,11 +1,11 @@
-"""A LoRA adapter on disk: what it changes and whether it fits, found without torch.
+"""Description of a LoRA adapter on disk, checked against a model without torch.
 
-An adapter is a directory as PEFT writes it: ``adapter_config.json`` and
-``adapter_model.safetensors``. For a projection ``W`` it holds ``A`` (rank x inputs) and ``B``
+An adapter is a directory in PEFT's format: ``adapter_config.json`` and
+``adapter_model.safetensors``. For a projection ``W`` it contains ``A`` (rank x inputs) and ``B``
 (outputs x rank), and the model computes ``W x + scale * B (A x)``.
 
-Whatever would make that formula wrong is refused by name. No file says which weights an adapter
-was trained on, so what must fit is the shape of every matrix.
+Options with another formula are rejected by name. No file identifies the base weights, so the shape
+of every matrix must fit.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ _NAME = re.compile(
     r"(?:\.default)?\.weight"
 )
 _PATTERN_KEY = re.compile(r"[A-Za-z0-9_.]{1,200}")
-# Initialisations after which PEFT has changed the base weights too.
+# Initialisations with which PEFT also changes the base weights.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Keys that do not change what is computed at inference, or that are read below.
+# Keys that do not change inference, or that are read below.
 _HARMLESS = frozenset(
     (
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
@@ -49,20 +49,17 @@ _HARMLESS = frozenset(
 
 
 class AdapterError(ModelError):
-    """The adapter cannot be used with this model; the message says what and why."""
+    """The adapter cannot be used with this model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One projection of one layer that the adapter changes.
+    """Projection of one layer that the adapter changes.
 
     Attributes:
-        layer: Its number.
         target: One of ``TARGETS``.
-        rank: Rows of ``A``.
-        scale: Factor of ``B A``.
         a_name: Name of ``A`` in the weights file, ``[rank, inputs]``.
-        b_name: Name of ``B``, ``[outputs, rank]``.
+        b_name: Name of ``B`` in the weights file, ``[outputs, rank]``.
     """
 
     layer: int
@@ -75,13 +72,11 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class AdapterArtifact:
-    """An adapter that fits a model.
+    """Adapter that fits a model.
 
     Attributes:
-        path: The directory.
         digest: 16 bytes over the config and every byte of the weights.
-        rank: The largest one.
-        weights: Every projection that it changes, by layer.
+        weights: Changed projections, by layer.
     """
 
     path: Path
@@ -91,20 +86,20 @@ class AdapterArtifact:
 
     @property
     def weights_file(self) -> Path:
-        """The safetensors file."""
+        """Path of the safetensors file."""
         return self.path / WEIGHTS_FILE
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Names of the projections that are changed in some layer."""
+        """Names of the projections changed in any layer."""
         found = {part.target for part in self.weights}
         return tuple(target for target in TARGETS if target in found)
 
 
 def target_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """``(outputs, inputs)`` of each projection that an adapter may change.
+    """Return ``(outputs, inputs)`` of each projection that an adapter may change.
 
-    In a mixture of experts these are the ones of attention.
+    In a mixture of experts only attention may be changed.
     """
     c = config
     q = c.num_heads * c.head_dim
@@ -119,23 +114,18 @@ def target_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def read_adapter(path: str | Path, config: ModelConfig, max_rank: int) -> AdapterArtifact:
     """Check an adapter against a model. Reads every byte once, for the digest.
 
-    Args:
-        path: The directory.
-        config: Of the base model.
-        max_rank: The largest rank that is served.
-
     Raises:
-        AdapterError: It is missing something, does not fit, or is of a kind that is not supported.
+        AdapterError: The adapter is incomplete, does not fit, or is not supported.
     """
     try:
         return _checked(Path(path).expanduser(), config, max_rank)
-    except (OSError, RuntimeError, OverflowError) as error:  # no permission, no such user, …
+    except (OSError, RuntimeError, OverflowError) as error:  # no permission, unknown user, …
         raise AdapterError(f"{str(path)[:200]}: cannot be read ({error})") from error
 
 
 def _checked(folder: Path, config: ModelConfig, max_rank: int) -> AdapterArtifact:
     if not folder.is_dir():
-        raise AdapterError(f"{folder}: not a directory (an adapter is one, with {CONFIG_FILE})")
+        raise AdapterError(f"{folder}: not a directory that contains {CONFIG_FILE}")
     raw = _read_config(folder / CONFIG_FILE)
     settings = _parse_config(folder / CONFIG_FILE, raw)
     file = folder / WEIGHTS_FILE
@@ -150,11 +140,8 @@ def _checked(folder: Path, config: ModelConfig, max_rank: int) -> AdapterArtifac
     return AdapterArtifact(folder, digest.digest(), rank, weights)
 
 
-# --- the config --------------------------------------------------------------------------------
-
-
 def _read_config(file: Path) -> bytes:
-    if file.exists() and not file.is_file():  # reading a pipe might never end
+    if file.exists() and not file.is_file():  # a pipe may never end
         raise AdapterError(f"{file}: not a regular file")
     try:
         with file.open("rb") as stream:
@@ -172,14 +159,13 @@ def _parse_config(file: Path, raw: bytes) -> Mapping[str, Any]:
     except ValueError as error:
         raise AdapterError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(settings, dict):
-        raise AdapterError(f"{file}: must hold a JSON object")
+        raise AdapterError(f"{file}: must contain a JSON object")
     for problem in _problems(settings):
         raise AdapterError(f"{file}: {problem}")
     return settings
 
 
 def _problems(settings: Mapping[str, Any]) -> "list[str]":
-    """What of a config is not supported, in words."""
     found = []
     kind = settings.get("peft_type")
     if kind != "LORA":
@@ -217,10 +203,10 @@ def _pattern_problems(settings: Mapping[str, Any]) -> list[str]:
             found.append(f"{key} must be an object")
             continue
         for name, value in patterns.items():
-            if not _PATTERN_KEY.fullmatch(name):  # a regular expression from outside is never run
+            if not _PATTERN_KEY.fullmatch(name):  # regular expressions of users are never executed
                 found.append(f"{key}: {name[:80]!r} is not a plain module name: not supported")
             elif not fits(value):
-                found.append(f"{key}: {name!r} is {value!r}")
+                found.append(f"{key}: {name!r} has invalid value {value!r}")
     return found
 
 
@@ -233,18 +219,13 @@ def _is_number(value: object) -> bool:
 
 
 def _by_module(settings: Mapping[str, Any], key: str, default: str, module: str) -> Any:
-    """The value of ``default`` for one module, as its pattern says."""
     for name, value in (settings.get(key) or {}).items():
         if module == name or module.endswith(f".{name}"):
             return value
     return settings[default]
 
 
-# --- the weights -------------------------------------------------------------------------------
-
-
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every tensor in the file."""
     if not file.is_file():
         hint = ""
         if file.with_suffix(".bin").exists():
@@ -265,19 +246,17 @@ def _match(
     shapes: Mapping[str, tuple[int, int]],
     num_layers: int,
 ) -> tuple[LowRank, ...]:
-    """Pair the matrices and check them; the weights decide what is changed."""
+    """Pair the matrices and check them; the weights determine the targets."""
     pairs: dict[tuple[int, str], dict[str, str]] = {}
     problems = []
     for name, (_, dtype) in header.items():
         match = _NAME.fullmatch(name)
         if match is None or match[2] not in shapes:
-            problems.append(
-                f"{name[:160]} is not a LoRA matrix of a projection that can be changed"
-            )
+            problems.append(f"{name[:160]} is not a LoRA matrix of a supported projection")
         elif int(match[1]) >= num_layers:
-            problems.append(f"{name} is of layer {match[1]}; the model has {num_layers} layers")
+            problems.append(f"{name} is in layer {match[1]}; the model has {num_layers} layers")
         elif dtype not in _DTYPES:
-            problems.append(f"{name} has dtype {dtype}, not supported (only {', '.join(_DTYPES)})")
+            problems.append(f"{name} has unsupported dtype {dtype} (only {', '.join(_DTYPES)})")
         else:
             pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = name
     weights = []
@@ -287,21 +266,21 @@ def _match(
             continue
         part = _low_rank(settings, layer, target, names)
         outputs, inputs = shapes[target]
-        for name, wanted in (
+        for name, shape in (
             (part.a_name, (part.rank, inputs)),
             (part.b_name, (outputs, part.rank)),
         ):
-            if header[name][0] != wanted:
-                problems.append(f"{name} is {list(header[name][0])}, not {list(wanted)}")
+            if header[name][0] != shape:
+                problems.append(f"{name} is {list(header[name][0])}, not {list(shape)}")
         weights.append(part)
     targets = settings.get("target_modules")
     problems += [
-        f"target_modules names {target!r}, and there are no weights for it"
+        f"target_modules names {target!r}, which has no weights"
         for target in (targets if isinstance(targets, list) else ())
         if not any(part.target == str(target).rsplit(".", 1)[-1] for part in weights)
     ]
     if not weights and not problems:
-        problems.append("it holds no weights")
+        problems.append("contains no weights")
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise AdapterError(f"{file}: {'; '.join(problems[:3])}{more}")

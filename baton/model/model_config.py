@@ -1,7 +1,7 @@
-"""The numbers of a decoder-only transformer, and the names of what can be served.
+"""Configuration of a decoder-only transformer, and the supported families.
 
-Both readers, ``hf_config.py`` and ``gguf_config.py``, make a ``ModelConfig``; what they cannot put
-into one, or what the engine does not compute, they refuse by name. No torch here.
+The readers ``hf_config.py`` and ``gguf_config.py`` create a ``ModelConfig`` and reject unsupported
+settings by name. No torch.
 """
 
 import math
@@ -16,7 +16,7 @@ HF_FAMILIES = {
     "Gemma3ForCausalLM": "gemma3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-"""Architecture in ``config.json``, and the file in ``baton/engine/models`` that serves it."""
+"""Architecture in ``config.json`` -> file in ``baton/engine/models``."""
 
 GGUF_FAMILIES = {
     "llama": "llama",
@@ -25,35 +25,31 @@ GGUF_FAMILIES = {
     "gemma3": "gemma3",
     "qwen3moe": "qwen3_moe",
 }
-"""The same for ``general.architecture``."""
+"""``general.architecture`` of GGUF -> file in ``baton/engine/models``."""
 
 ROPE_TYPES = ("linear", "llama3", "yarn")
-"""RoPE scalings that are computed (``default`` is no scaling)."""
+"""Supported RoPE scalings (``default`` is no scaling)."""
 
 
 class ModelError(ValueError):
-    """The model cannot be served: not found, not complete, or of a kind that is not supported.
-
-    The message names the file, the architecture, dtype or quantisation, and what is missing.
-    """
+    """The model cannot be served: missing, incomplete, or not supported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The numbers that define a decoder-only transformer.
+    """Dimensions and options that define a decoder-only transformer.
 
     Attributes:
-        family: The file in ``baton/engine/models`` that describes its layers.
-        intermediate_size: Width of the feed-forward part; of one expert in a mixture.
-        rope_theta: RoPE base.
-        rope_scaling: Hugging Face's names: ``rope_type`` (one of ``ROPE_TYPES``), ``factor`` ...
-        local_rope_theta: RoPE base of the layers with a window, if it is another; never scaled.
-        layer_windows: For each layer how many keys a query sees, its own included; ``None`` is
-            all. Empty: no layer has a window.
-        query_scale: What scores are multiplied with, if not ``1 / sqrt(head_dim)``.
-        num_experts: Experts per layer; 0 is no mixture.
-        experts_per_token: How many of them compute a token.
-        normalise_experts: Whether the weights of these add up to one.
+        family: File in ``baton/engine/models`` that describes its layers.
+        intermediate_size: Width of the feed-forward part, or of one expert in a mixture.
+        rope_scaling: Options with Hugging Face's names: ``rope_type`` (one of ``ROPE_TYPES``),
+            ``factor`` ...
+        local_rope_theta: RoPE base of layers with a window if it differs; never scaled.
+        layer_windows: Number of keys that a query sees in each layer, its own included; ``None``
+            for all. Empty if no layer has a window.
+        query_scale: Factor of attention scores, if not ``1 / sqrt(head_dim)``.
+        experts_per_token: Experts that compute each token.
+        normalise_experts: Whether the weights of these experts add up to one.
     """
 
     family: str = "llama"
@@ -80,32 +76,24 @@ class ModelConfig:
 
     @property
     def window(self) -> int | None:
-        """The smallest window of any layer."""
+        """Smallest window of any layer."""
         return min((w for w in self.layer_windows if w is not None), default=None)
 
 
 def refuse_family(where: str, architecture: str, known: dict[str, str]) -> None:
-    """Raise unless the architecture is one of ``known``.
-
-    Raises:
-        ModelError: It names what is supported.
-    """
+    """Raise ``ModelError`` unless the architecture is in ``known``."""
     if architecture not in known:
         raise ModelError(f"{where} is not supported (supported: {', '.join(sorted(known))})")
 
 
 def refuse_rope(where: str, kind: str) -> None:
-    """Raise unless the RoPE scaling is computed.
-
-    Raises:
-        ModelError: It names the scaling and those that are supported.
-    """
+    """Raise ``ModelError`` unless the RoPE scaling is supported."""
     if kind not in ("default", *ROPE_TYPES):
         supported = ", ".join(ROPE_TYPES)
         raise ModelError(f"{where}: RoPE scaling {kind!r} is not supported (only {supported})")
 
 
-_MOST = 1 << 24  # of anything that is counted
+_MOST = 1 << 24  # limit of other counts
 _ROPE_NUMBERS: dict[Any, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -117,11 +105,7 @@ _MOST_EXPERTS_IN_ALL = 1 << 17
 
 
 def refuse_numbers(where: str, config: ModelConfig) -> None:
-    """Raise unless these can be the numbers of a model.
-
-    Raises:
-        ModelError: It names the first that cannot.
-    """
+    """Raise ``ModelError`` unless the numbers are those of a possible model."""
     c = config
     counts = {
         "num_layers": (1, c.num_layers, _MOST_LAYERS),
@@ -142,7 +126,7 @@ def refuse_numbers(where: str, config: ModelConfig) -> None:
     if c.num_layers * c.num_experts > _MOST_EXPERTS_IN_ALL:
         raise ModelError(f"{where}: {c.num_layers} layers of {c.num_experts} experts are too many")
     if len(c.layer_windows) not in (0, c.num_layers):
-        raise ModelError(f"{where}: windows of {len(c.layer_windows)} layers, not {c.num_layers}")
+        raise ModelError(f"{where}: windows for {len(c.layer_windows)} layers, not {c.num_layers}")
     _refuse_reals(where, c)
     _refuse_tokens(where, c)
 
@@ -178,7 +162,7 @@ def _refuse_tokens(where: str, c: ModelConfig) -> None:
 
 
 def windows(window: int | None, local: list[bool]) -> tuple[int | None, ...]:
-    """``ModelConfig.layer_windows`` for the layers that are ``local``."""
+    """Return ``ModelConfig.layer_windows`` for the layers that are ``local``."""
     if window is None or not any(local):
         return ()
     return tuple(window if is_local else None for is_local in local)

@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat template, grammars, tool calls. No torch."""
+"""Text processing around the model: tokenizer, chat template, grammars, tool calls. No torch."""

@@ -1,11 +1,11 @@
-"""Token ids to text as they arrive, for one choice of one request. Pure: no clock, no I/O.
+"""Streaming conversion of token ids to text, for one choice. Pure: no clock, no I/O.
 
-    tokens ──▶ bytes ──▶ whole characters ──▶ text ──▶ shown
-                  └ waits: half a character     └ waits: what could begin a stop string
+    tokens ──▶ bytes ──▶ complete characters ──▶ text ──▶ output
+                  └ held: part of a character     └ held: possible start of a stop string
 
-Two things wait. A character may be split over tokens: its bytes wait until it is whole. A stop
-string may be split over tokens: the longest suffix of the text that could begin one waits, and
-nothing more. However tokens are grouped into calls, the same text comes out.
+A character or a stop string may be split over tokens. The bytes of an incomplete character are
+held, and so is the longest suffix of the text that may begin a stop string. The output is the same
+for every grouping of tokens into calls.
 """
 
 import codecs
@@ -15,10 +15,9 @@ from baton.text.tokenizer import TextTokenizer
 
 
 class StopMatcher:
-    """Finds the first stop string to be complete, and holds back what could begin one.
+    """Finds the stop string that is complete first, and holds text that may begin one.
 
-    Args:
-        stops: Non-empty strings. Where two end at the same character, the longer counts.
+    If two stop strings end at the same character, the longer one counts.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -26,11 +25,7 @@ class StopMatcher:
         self.held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take more text.
-
-        Returns:
-            What may be shown now, and the stop string that ended the text, if one did.
-        """
+        """Add text; return the text to output now, and the stop string that ended it, if any."""
         if not self._stops:
             return text, None
         text = self.held + text
@@ -46,14 +41,14 @@ class StopMatcher:
         return text[: len(text) - keep], None
 
     def release(self) -> str:
-        """What is held, when no more text can come."""
+        """Return the held text at the end of the input."""
         held = self.held
         self.held = ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of ``stop`` that ends ``text``."""
+    """Return the length of the longest proper prefix of ``stop`` that ends ``text``."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -61,14 +56,12 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Detokenizer:
-    """The text of one choice: it continues the prompt, so its first space is its own.
+    """Text of one choice. It continues the prompt, so a leading space is kept.
 
     Args:
-        tokenizer: Gives the bytes of a token.
-        stops: Stop strings.
-        min_tokens: No stop string counts that begins within the first so many tokens.
-        stop_text: What ends the text is shown at its end.
-        special_ids: Special tokens that are shown all the same; None: all of them.
+        min_tokens: Number of first tokens in which a stop string must not begin.
+        stop_text: Whether the stop string or token is included in the text.
+        special_ids: Special tokens to output; None for all.
     """
 
     def __init__(
@@ -86,23 +79,19 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._whole = {} if self._shown_ids else tokenizer.shown_texts
-        self._half = bool(self._shown_ids)  # a character has begun, or `_whole` does not count
+        self._half = bool(self._shown_ids)  # a character is incomplete, or `_whole` is unused
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
         self.tokens = 0
-        self.text_length = 0  # characters decoded so far, shown or held
+        self.text_length = 0  # characters decoded so far, output or held
         self.stopped_by: str | None = None
 
     def push(self, token_id: int) -> str:
-        """Take one token.
-
-        Returns:
-            Text that may be shown now. Empty once a stop string has ended the text.
-        """
+        """Add one token and return the text to output now; empty after a stop string."""
         if self.stopped_by is not None:
             return ""
         self.tokens += 1
-        # A dictionary has the text of nearly every token; the decoder takes ten times as long.
+        # A dictionary has the text of nearly every token and is ten times as fast as the decoder.
         text = None if self._half else self._whole[token_id]
         if text is None:
             text = self._decode(token_id)
@@ -123,16 +112,13 @@ class Detokenizer:
         return self._tokenizer.shown_bytes(token_id)
 
     def push_all(self, token_ids: Iterable[int]) -> str:
-        """Take many tokens; stops early where a stop string ends the text."""
+        """Add many tokens; nothing is added after a stop string."""
         return "".join(map(self.push, token_ids))
 
     def finish(self, stop_token: int | None = None) -> str:
-        """No more tokens come: what was held for a stop string.
+        """Return held text at the end of the tokens, without an incomplete character.
 
-        A character that the end cut in half is not shown.
-
-        Args:
-            stop_token: The token that ended the text, if one did; it is no part of the answer.
+        ``stop_token`` ended the response, if set; it is not part of the response.
         """
         if self.stopped_by is not None:
             return ""
@@ -140,16 +126,3 @@ class Detokenizer:
         if stop_token is not None and self._stop_text:
             held += self._utf8.decode(self._bytes(stop_token))
         return held
-
-    @classmethod
-    def replay(
-        cls,
-        tokenizer: TextTokenizer,
-        token_ids: Sequence[int],
-        stops: Sequence[str] = (),
-        min_tokens: int = 0,
-    ) -> "Detokenizer":
-        """A detokenizer that has seen ``token_ids`` (their text was shown before)."""
-        fresh = cls(tokenizer, stops, min_tokens)
-        fresh.push_all(token_ids)
-        return fresh

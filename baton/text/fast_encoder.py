@@ -1,7 +1,7 @@
-"""Text to ids by `fastokens`, ten times as fast as `tokenizers`, where both give the same ids.
+"""Encoding with `fastokens`, ten times as fast as `tokenizers`, if both give the same ids.
 
-`tokenizers` says what is right: the other one is taken in only if it agrees on `_probes`, and what
-it refuses is asked of `tokenizers`.
+`tokenizers` is the reference: `fastokens` is used only if it agrees on `_probes`, and texts that it
+rejects are encoded by `tokenizers`.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import fastokens
 from tokenizers import Tokenizer
 
-# Of a kind of tokenizer that it does not know, or of a text: such as a byte without a token.
+# Raised for unknown kinds of tokenizers and for texts such as a byte without a token.
 REFUSALS = (ValueError, RuntimeError)
 _HARD = (
     "",
@@ -20,12 +20,12 @@ _HARD = (
     "😀👨\u200d👩\u200d👧\u00a0\u2028\ufeff\ufffd\x00\x7f\U0010ffff",
     "    def f(x):\n        return x**2  # ___ ... !!! <|x|> [INST] </s>",
 )
-_VOCABULARY_STEP = 7  # each seventh token's text is in a probe
+_VOCABULARY_STEP = 7  # every seventh token is in a probe
 _TOKENS_IN_PROBE = 64
 
 
 def open_fast_encoder(backend: Tokenizer) -> fastokens.Tokenizer | None:
-    """The same tokenizer in `fastokens`; None if it cannot be, or gives other ids."""
+    """Return the tokenizer in `fastokens`; None if it is unsupported or gives other ids."""
     try:
         fast = fastokens.Tokenizer.from_json_str(backend.to_str())
     except REFUSALS:
@@ -48,7 +48,7 @@ def _agree(fast: fastokens.Tokenizer, backend: Tokenizer, text: str, special: bo
 
 
 def _probes(backend: Tokenizer) -> Iterator[str]:
-    """Texts that are hard to cut, and much of the vocabulary, in the order of ids and reversed."""
+    """Yield texts that are hard to split, and much of the vocabulary in both orders."""
     yield from _HARD
     added = [token.content for token in backend.get_added_tokens_decoder().values()]
     yield "x".join(added[:_TOKENS_IN_PROBE])

@@ -1,8 +1,8 @@
-"""A `tokenizers` object from the metadata of a GGUF file.
+"""Construction of a `tokenizers` object from the metadata of a GGUF file.
 
-The file holds the vocabulary, the merges and two names: ``tokenizer.ggml.model`` (the algorithm)
-and ``tokenizer.ggml.pre`` (how text is cut into words first). The tables below say what each name
-means; a name that is not there is refused, because a wrong cut gives wrong ids silently.
+The file contains the vocabulary, the merges and two names: ``tokenizer.ggml.model`` (the algorithm)
+and ``tokenizer.ggml.pre`` (the splitting into words). The tables below define the names. Unknown
+names are rejected, because a wrong split silently gives wrong ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _PREFIX = "tokenizer.ggml."
 
 
 class TokenType(IntEnum):
-    """``tokenizer.ggml.token_type``."""
+    """Types of tokens in ``tokenizer.ggml.token_type``."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -34,7 +34,7 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Words of GPT-4 and its children; the tail is common, the cut of digits differs.
+# Words of GPT-4 and its descendants; the tail is common, the splitting of digits differs.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -50,7 +50,7 @@ _GPT4O = (
 
 _GPT2 = "gpt-2"
 _DIGITS = "digits, then gpt-2"
-# What `tokenizer.ggml.pre` stands for: a regular expression, or one of the two names above.
+# Meaning of `tokenizer.ggml.pre`: a regular expression, or one of the two names above.
 _CUTS: dict[str, str] = {
     "default": _GPT2,
     "gpt-2": _GPT2,
@@ -76,16 +76,9 @@ _NFC = {"qwen2", "deepseek-r1-qwen"}
 
 
 def build_from_gguf(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
-    """The tokenizer that the metadata describes.
+    """Build the tokenizer of ``tokenizer.ggml.*`` metadata, and whether it prepends a space.
 
-    Args:
-        metadata: ``tokenizer.ggml.*`` keys with Python values.
-
-    Returns:
-        The tokenizer, and whether it puts a space before the text.
-
-    Raises:
-        ValueError: The algorithm or the pre-tokenizer is not in the tables, or a key is missing.
+    Raises ``ValueError`` if the algorithm or pre-tokenizer is unknown, or a key is missing.
     """
     fields = {key.removeprefix(_PREFIX): value for key, value in metadata.items()}
     kind = fields.get("model")
@@ -127,7 +120,7 @@ def _byte_level(fields: Mapping[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece(fields: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
-    """SentencePiece's BPE: the pair whose union scores highest merges first."""
+    """Build SentencePiece's BPE: the pair whose union scores highest merges first."""
     tokens = fields["tokens"]
     scores = fields.get("scores")
     if scores is None:
@@ -159,7 +152,7 @@ def _merges_by_score(
     vocabulary: Mapping[str, int],
     types: Sequence[int],
 ) -> list[tuple[str, str]]:
-    """The merges that the scores imply: every way to make a token of two others, best first."""
+    """Return the merges that the scores imply: every split of a token, best first."""
     mergeable = {TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED}
     found: list[tuple[float, int, int, str, str]] = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
@@ -174,7 +167,7 @@ def _merges_by_score(
 
 
 def _add_tokens(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
-    """Tokens that are matched whole, before words are cut. Control tokens are never shown."""
+    """Add tokens that are matched before words are split. Control tokens are never shown."""
     special = {TokenType.CONTROL, TokenType.UNKNOWN}
     typed = list(zip(fields["tokens"], fields["token_type"], strict=True))
     tokenizer.add_special_tokens(
@@ -190,11 +183,10 @@ def _add_tokens(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
-    """The tokens that ``add_special_tokens`` puts around a text."""
-    # Files of the first SentencePiece models do not carry the flag, and want a BOS token.
-    wants_bos = fields.get("add_bos_token", fields["model"] == "llama")
+    # Files of early SentencePiece models lack the flag and need a BOS token.
+    needs_bos = fields.get("add_bos_token", fields["model"] == "llama")
     ends = {
-        "bos": fields.get("bos_token_id") if wants_bos else None,
+        "bos": fields.get("bos_token_id") if needs_bos else None,
         "eos": fields.get("eos_token_id") if fields.get("add_eos_token", False) else None,
     }
     named = [

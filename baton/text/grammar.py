@@ -1,13 +1,11 @@
-"""Grammars of answers: from what a client asks for to one string, and from that to a matcher.
+"""Grammars of responses: translation of client formats to one grammar, and its compilation.
 
-llguidance does the work. Everything that a request can say about the shape of its answer (a JSON
-schema, a regular expression, a list of choices, a Lark or GBNF grammar) becomes one llguidance
-grammar, which travels with the sampling parameters. Whoever samples compiles it against the
-model's vocabulary; the compiled state is a function of the grammar and the answer's tokens alone.
+Every format (JSON schema, regular expression, list of choices, Lark or GBNF grammar) becomes one
+llguidance grammar, which is sent with the sampling parameters. The engine compiles it against the
+model's vocabulary; its state is a function of the grammar and the response's tokens alone.
 
-Compiling a hostile grammar can take long, and can overflow the stack of the process that does it.
-So nothing is compiled in a process that serves before ``baton/text/grammar_check.py`` has
-compiled it in a process of its own.
+Compiling a hostile grammar can take long and overflow the stack. So a serving process compiles only
+grammars that ``baton/text/grammar_check.py`` has compiled in a separate process.
 """
 
 import json
@@ -25,23 +23,23 @@ from baton.types.errors import GrammarError
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "framed"]
 
-MAX_SOURCE_CHARACTERS = 256 * 1024  # 200 tools of some size, or a schema of 50 KB beside them
+MAX_SOURCE_CHARACTERS = 256 * 1024  # 200 medium tools, or a schema of 50 KB beside them
 ANY_OBJECT = '{"type": "object"}'
 
-# Any tokens that spell a forced text will do. Otherwise llguidance would insist on its own cut of
-# it into tokens, which would have to be the same in every process, and is wrong for SentencePiece.
+# Accept any tokens that spell a forced text. Otherwise llguidance forces its own tokenization,
+# which would have to be equal in every process, and is wrong for SentencePiece.
 _FREE_SPELLING = '\n%llguidance {"no_forcing": true}\n'
 _ASCII_DIGITS = "d"  # \\d means 0 to 9, not the digits of all scripts
 _MAX_GRAMMAR_SYMBOLS = 200_000  # llguidance's own limit is 500,000, which takes over a second
 _SHOWN_CHARACTERS = 400
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
-_PICTURE = re.compile(r"\n +\d+ \| .*", re.DOTALL)  # lines of our own translation
+_PICTURE = re.compile(r"\n +\d+ \| .*", re.DOTALL)  # lines of the translated grammar
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The tokens of a model, as a matcher needs them; plain data that crosses a process border."""
+    """Tokens of a model for a matcher, as plain data that is sent between processes."""
 
-    tokens: list[bytes]  # by id; empty for ids that no text has
+    tokens: list[bytes]  # by id; empty for ids without text
     special_ids: list[int]
     eos_token_ids: list[int]
 
@@ -49,26 +47,18 @@ class Vocabulary(msgspec.Struct, frozen=True):
 def vocabulary_of(
     tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> Vocabulary:
-    """The vocabulary of a model.
-
-    Args:
-        tokenizer: Spells the tokens.
-        vocab_size: Of the model, which may be padded beyond the tokenizer's.
-        eos_token_ids: Tokens that end an answer.
-    """
+    """Return the vocabulary of a model, whose ``vocab_size`` may exceed the tokenizer's."""
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
     special = sorted({*tokenizer.special_ids, *eos_token_ids})
     return Vocabulary(tokens, [i for i in special if i < vocab_size], list(eos_token_ids))
 
 
 class Framed(msgspec.Struct, frozen=True):
-    """What a client asks for, and what may stand before it or in its place.
+    """Requested format, with alternatives and text before it.
 
     Attributes:
-        kind: As of `translate`; not ``framed``.
-        source: As of `translate`.
-        before: A Lark grammar of what comes first; empty for nothing.
-        instead: A Lark grammar of what else the answer may be; empty for nothing.
+        before: Lark grammar of text before it; empty for none.
+        instead: Lark grammar of an alternative to it; empty for none.
     """
 
     kind: GrammarKind
@@ -77,28 +67,26 @@ class Framed(msgspec.Struct, frozen=True):
     instead: str = ""
 
     def encoded(self) -> str:
-        """The source of a grammar of the kind ``framed``."""
+        """Return the source of a grammar of the kind ``framed``."""
         return msgspec.json.encode(self).decode()
 
 
 def translate(kind: GrammarKind, source: str) -> str:
-    """The llguidance grammar that ``source`` stands for.
+    """Return the llguidance grammar of ``source``, which may still fail to compile.
 
     Args:
-        kind: What ``source`` is: a JSON schema, a regular expression, a JSON list of choices, or
-            a grammar in Lark or GBNF, or a `Framed` one of these.
-        source: The text.
+        kind: Kind of ``source``: a JSON schema, a regular expression, a JSON list of choices, a
+            grammar in Lark or GBNF, or a `Framed` one of these.
+        source: Text of the client.
 
     Raises:
-        GrammarError: It is too long, or not of that kind. Whether it compiles shows later.
+        GrammarError: The text is too long or not of that kind.
     """
     if len(source) > MAX_SOURCE_CHARACTERS:
-        raise GrammarError(
-            f"it has {len(source)} characters; at most {MAX_SOURCE_CHARACTERS} are taken"
-        )
+        raise GrammarError(f"it has {len(source)} characters; the limit is {MAX_SOURCE_CHARACTERS}")
     try:
         return _lark(kind, source) + _FREE_SPELLING
-    except Exception as error:  # the translators raise much that is no ValueError
+    except Exception as error:  # the translators raise many types
         raise GrammarError(_sentence(str(error))) from error
 
 
@@ -118,7 +106,7 @@ def _lark(kind: GrammarKind, source: str) -> str:
 
 
 def _framed(parts: Framed) -> str:
-    """Each part is a grammar of its own inside the whole one, so that no names meet."""
+    """Join the parts as nested grammars, so that their names do not clash."""
     inner = {"main": _lark(parts.kind, parts.source)}
     if parts.before:
         inner["before"] = parts.before
@@ -131,18 +119,11 @@ def _framed(parts: Framed) -> str:
 
 
 class GrammarCompiler:
-    """Compiles grammars against one vocabulary; usable from any thread.
-
-    Args:
-        vocabulary: Of the model.
-
-    Raises:
-        GrammarError: The model has no end token, so that no answer could ever be complete.
-    """
+    """Thread-safe compiler of grammars for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         if not vocabulary.eos_token_ids:
-            raise GrammarError("this model has no end token, which structured output needs")
+            raise GrammarError("structured output needs an end token, which this model lacks")
         self._tokenizer = LLTokenizer(
             _Spelling(vocabulary),  # type: ignore[arg-type]
             eos_token=vocabulary.eos_token_ids,
@@ -150,10 +131,9 @@ class GrammarCompiler:
         self._limits = LLParserLimits(max_grammar_size=_MAX_GRAMMAR_SYMBOLS, verbose_errors=False)
 
     def compile(self, grammar: str) -> LLMatcher:
-        """A matcher at the start of the grammar. Takes from 1 ms to several 100 ms.
+        """Return a matcher at the start of the grammar. Takes from 1 ms to several 100 ms.
 
-        Raises:
-            GrammarError: llguidance refuses it (the message is llguidance's), or no text fits.
+        Raises ``GrammarError`` if llguidance rejects the grammar, or no text matches.
         """
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         check(matcher)
@@ -163,26 +143,20 @@ class GrammarCompiler:
 
 
 def check(matcher: LLMatcher) -> None:
-    """Raise what went wrong in a matcher, if anything did.
-
-    Raises:
-        GrammarError: The matcher is of no more use.
-    """
+    """Raise ``GrammarError`` if a matcher has failed."""
     if matcher.is_error():
         raise GrammarError(_sentence(matcher.get_error()))
 
 
 def _sentence(error: str) -> str:
-    """Llguidance's message without what is meant for its authors."""
+    """Return llguidance's message without debugging output."""
     if error.startswith("NoExtensionBias"):
-        return "no text fits it"
+        return "no text matches it"
     text = _PLACE.sub("", _PICTURE.sub("", error)).replace("<non-verbose/>", "").strip()
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 class _Spelling:
-    """A vocabulary in the form that ``LLTokenizer`` reads."""
-
     is_tokenizer_wrapper = True
     bos_token_id = None
 
@@ -192,4 +166,4 @@ class _Spelling:
         self.eos_token_id = vocabulary.eos_token_ids[0]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        raise NotImplementedError("matchers are fed with tokens, never with text")
+        raise NotImplementedError("matchers consume tokens, not text")

@@ -1,10 +1,10 @@
-"""Compiles grammars that nobody has seen yet, in a process that may die of it.
+"""Compilation of untrusted grammars in a separate process, which may crash.
 
     python -m baton.text.grammar_check
 
 A grammar of a few lines can keep llguidance busy for long, take all memory, or overflow the stack.
-The one who asks kills this process when an answer is late, and takes its death for a refusal; what
-passed here within a quarter of the usual stack compiles in an engine as well.
+The router kills this process after a timeout and treats its exit as a rejection. A grammar that
+compiles here with a quarter of the usual stack also compiles in an engine.
 
 Frames on stdin and stdout are a 4-byte little-endian length and msgpack: first a ``Vocabulary``,
 answered by an empty error once it is loaded, then one ``Question`` after the other, each answered
@@ -29,21 +29,21 @@ _MEMORY_BYTES = 4 << 30
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A grammar to try."""
+    """Request to compile a grammar."""
 
     kind: GrammarKind
     source: str
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The grammar for the engines, or why there is none."""
+    """Grammar for the engines, or the reason for its rejection."""
 
     grammar: str = ""
     error: str = ""
 
 
 def frame(message: object) -> bytes:
-    """One message with its length in front."""
+    """Return one message with its length in front."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -76,9 +76,9 @@ def _serve() -> None:
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Serve requests until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the router decides
-    os.nice(5)  # tokens come first
+    os.nice(5)  # workers have priority
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_STACK_BYTES)

@@ -1,9 +1,9 @@
-"""JSON schemas made ready for a grammar: objects are closed, what none can follow is named.
+"""Preparation of JSON schemas for a grammar: objects are closed, unsupported keywords reported.
 
-As in OpenAI's strict mode and in vLLM, an object holds only what its schema names, unless that says
-``additionalProperties`` itself: otherwise a model writes further keys until ``max_tokens``. Where
-schemas are joined (``allOf``, or ``properties`` beside ``anyOf`` or ``$ref``) the whole is closed,
-not its parts, which would forbid each other's keys.
+As in OpenAI's strict mode and in vLLM, an object has only the properties in its schema, unless that
+contains ``additionalProperties``: otherwise a model writes further keys until ``max_tokens``. Of
+joined schemas (``allOf``, or ``properties`` beside ``anyOf`` or ``$ref``) the whole is closed, not
+its parts, which would forbid each other's keys.
 """
 
 from collections import deque
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from baton.types.errors import GrammarError
 
-# Between the parts of a JSON text stands what printers of JSON write: nothing, one space, or a new
-# line with its indent. Without a bound a weak model writes white space until max_tokens.
+# White space between the parts of a JSON text: none, one space, or a new line with its indent.
+# Without a bound a weak model writes white space until max_tokens.
 _OPTIONS = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
 _FORMATS = (
     *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
@@ -27,7 +27,7 @@ UNFOLLOWED_KEYWORDS = frozenset(
     )
 )
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # items: in older drafts
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # items: a list in older drafts
 _SINGLE = (
     *("items", "additionalItems", "additionalProperties", "propertyNames", "contains"),
     *("not", "if", "then", "else", "unevaluatedProperties", "unevaluatedItems"),
@@ -40,28 +40,24 @@ _ANNOTATIONS = frozenset(
 )
 _JOINTS = ("allOf", "anyOf", "oneOf")
 _DEFINITIONS = ("$defs", "definitions")
-_MAX_COPIES = 32  # of schemas that others refer to
-_MAX_COPIED_PARTS = 4096  # in all of them
+_MAX_COPIES = 32  # copies of referenced schemas
+_MAX_COPIED_PARTS = 4096  # subschemas in all copies
 
 Schema = dict[str, Any]
 
 
 class Unfollowed(NamedTuple):
-    """A keyword that no grammar can follow, and where it stands, as a JSON pointer."""
+    """Keyword that no grammar can enforce, and its place as a JSON pointer."""
 
     keyword: str
     place: str
 
 
 def ready(schema: Any) -> Any:
-    """A schema for a grammar: a copy with closed objects.
+    """Return a copy of a client's schema with closed objects, for a grammar.
 
-    Args:
-        schema: As the client wrote it. Where it says ``x-guidance: {lenient: true}``, what a
-            grammar cannot follow is left aside.
-
-    Raises:
-        GrammarError: There is such a keyword; says where, and what to do.
+    With ``x-guidance: {lenient: true}`` keywords that a grammar cannot enforce are left out;
+    otherwise they raise ``GrammarError``.
     """
     if not isinstance(schema, dict):
         return schema
@@ -72,8 +68,8 @@ def ready(schema: Any) -> Any:
     unfollowed = next(unfollowed_in(found), None)
     if unfollowed is not None and strict:
         raise GrammarError(
-            f"the keyword {unfollowed.keyword} at {unfollowed.place} cannot be enforced while an "
-            "answer is written; leave it out, or say strict: false to have it checked afterwards"
+            f"the keyword {unfollowed.keyword} at {unfollowed.place} cannot be enforced during "
+            "generation; remove it, or set strict: false to have it checked afterwards"
         )
     _Closer(found).close()
     found["x-guidance"] = {**_OPTIONS, **(options if isinstance(options, dict) else {})}
@@ -81,7 +77,7 @@ def ready(schema: Any) -> Any:
 
 
 def without_annotations(schema: Any) -> Any:
-    """Copy a schema without the keywords that say nothing of the shape of an answer.
+    """Return a copy of a schema without keywords that do not affect the response's shape.
 
     Descriptions are for the model, which reads them in the prompt. They are most of a long schema.
     """
@@ -97,7 +93,7 @@ def _drop_annotations(part: Schema) -> None:
 
 
 def lenient(schema: Schema) -> Schema:
-    """The schema with the option that leaves aside what no grammar can follow."""
+    """Return the schema with the option to ignore keywords that no grammar can enforce."""
     options = schema.get("x-guidance")
     return {
         **schema,
@@ -106,28 +102,28 @@ def lenient(schema: Schema) -> Schema:
 
 
 def checked_afterwards(schema: Schema) -> bool:
-    """Whether there is anything in a schema that no grammar can follow."""
+    """Return whether a schema has keywords that no grammar can enforce."""
     found: Schema = _copied(schema)
     _rewrite(found)
     return next(unfollowed_in(found), None) is not None
 
 
 def unfollowed_in(schema: Any) -> Iterator[Unfollowed]:
-    """The keywords of a schema that no grammar can follow."""
+    """Yield the keywords of a schema that no grammar can enforce."""
     for place, part in _parts(schema, "#"):
         for keyword in part.keys() & UNFOLLOWED_KEYWORDS:
-            if not _asks_for_nothing(keyword, part):
+            if not _has_no_effect(keyword, part):
                 yield Unfollowed(keyword, f"{place}/{keyword}")
 
 
-def _asks_for_nothing(keyword: str, part: Schema) -> bool:
+def _has_no_effect(keyword: str, part: Schema) -> bool:
     if keyword in ("minContains", "maxContains"):
         return "contains" not in part
     return part[keyword] in ((False,) if keyword == "uniqueItems" else (True, {}, None))
 
 
 def _parts(schema: Any, place: str) -> Iterator[tuple[str, Schema]]:
-    """The schema and all schemas inside it, each with its place."""
+    """Yield the schema and all schemas inside it, each with its place."""
     if not isinstance(schema, dict):
         return
     yield place, schema
@@ -143,22 +139,22 @@ def _parts(schema: Any, place: str) -> Iterator[tuple[str, Schema]]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of JSON, in a fraction of the time of ``copy.deepcopy``."""
+    """Return a copy of JSON, much faster than ``copy.deepcopy``."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 def _rewrite(schema: Schema) -> None:
-    """Say in other keywords what can be said in them."""
+    """Replace keywords by equivalents that a grammar supports."""
     for _, part in _parts(schema, "#"):
         _drop_annotations(part)
         known = isinstance(part.get("format"), str) and part["format"] in _FORMATS
         if "format" in part and not known:
-            del part["format"]  # an annotation, says the standard, where nobody knows it
+            del part["format"]  # unknown formats are annotations by the standard
         if part.get("unevaluatedProperties") is False:
-            del part["unevaluatedProperties"]  # which is how objects are anyway
-        for keyword in [k for k in part.keys() & UNFOLLOWED_KEYWORDS if _asks_for_nothing(k, part)]:
+            del part["unevaluatedProperties"]  # objects are closed anyway
+        for keyword in [k for k in part.keys() & UNFOLLOWED_KEYWORDS if _has_no_effect(k, part)]:
             del part[keyword]
         if "if" not in part:
             part.pop("then", None)
@@ -167,7 +163,7 @@ def _rewrite(schema: Schema) -> None:
 
 
 def _rewrite_names(part: Schema) -> None:
-    """``propertyNames`` with a pattern or a list, of an object that names no property itself."""
+    """Rewrite ``propertyNames`` with a pattern or list, if no property is named otherwise."""
     names = part.get("propertyNames")
     if not isinstance(names, dict) or {"properties", "patternProperties"} & part.keys():
         return
@@ -184,20 +180,13 @@ def _rewrite_names(part: Schema) -> None:
 
 
 class _Closer:
-    """Closes the objects of one schema, in place.
-
-    Args:
-        root: The whole, to which references refer.
-    """
-
     def __init__(self, root: Schema) -> None:
         self._untouched = _copied(root)
-        self._joined: set[int] = set()  # parts that the whole around them closes, or leaves open
-        self._todo = deque(part for _, part in _parts(root, "#"))  # a whole before its parts
+        self._joined: set[int] = set()  # parts of joined schemas, which only the whole closes
+        self._todo = deque(part for _, part in _parts(root, "#"))  # a schema before its parts
         self._copies = self._copied_parts = 0
 
     def close(self) -> None:
-        """Close all."""
         while self._todo:
             part = self._todo.popleft()
             if id(part) not in self._joined:
@@ -219,7 +208,7 @@ class _Closer:
         part["additionalProperties"] = False
 
     def _take_apart(self, part: Schema) -> None:
-        """Mark the schemas that are joined; of those that others refer to, make copies first."""
+        """Mark joined schemas, after copying those that are referenced elsewhere."""
         if self._target(part.get("$ref")) is not None:
             reference = {"$ref": part.pop("$ref")}
             part["allOf"] = [*_list(part, "allOf"), reference]
@@ -238,7 +227,7 @@ class _Closer:
         self._copies += 1
         if self._copies > _MAX_COPIES or self._copied_parts > _MAX_COPIED_PARTS:
             raise GrammarError(
-                f"more than {_MAX_COPIES} references are joined to other schemas, or to large ones"
+                f"more than {_MAX_COPIES} references are joined to schemas, or they are too large"
             )
         found: Schema = _copied({k: v for k, v in target.items() if k not in _DEFINITIONS})
         found |= {key: value for key, value in item.items() if key != "$ref"}
@@ -248,7 +237,7 @@ class _Closer:
         return found
 
     def _target(self, reference: Any) -> Any:
-        """What a reference within the schema points to; None for others."""
+        """Return the target of a reference within the schema; None for other references."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         found: Any = self._untouched
@@ -261,14 +250,13 @@ class _Closer:
 
 
 def _joins(part: Schema, has_own: bool) -> bool:
-    """Whether several schemas say together what the object holds."""
     joints = [keyword for keyword in (*_JOINTS, "$ref") if keyword in part]
     several = len(_list(part, "allOf")) > 1
     return bool(joints) and (has_own or several or len(joints) > 1)
 
 
 def _names(part: Any, depth: int = 0) -> list[str] | None:
-    """The properties that a schema names, those of its parts too; None: it may hold others."""
+    """Return the properties of a schema and its parts; None if it may have others."""
     if not isinstance(part, dict):
         return [] if part is False else None
     kinds = part.get("type", "object")

@@ -1,8 +1,8 @@
-"""The least number of tokens that a text must have, known without making them.
+"""Lower bound of a text's number of tokens, computed without tokenizing.
 
-A token stands for a limited number of bytes, and of spaces: so a text that is much too long is
-refused in no time, where tokenizing it would take seconds. The bound holds for tokenizers that are
-known to neither drop nor rewrite text; for others it is 0.
+A token has a limited number of bytes and spaces. So a text that is much too long is rejected at
+once, where tokenizing it would take seconds. The bound holds for tokenizers that are known to
+neither drop nor rewrite text; for others it is 0.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Self
 from baton.text.tokenizer import TextTokenizer
 
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
-_SHRINKS = {"": 1, "NFC": 3, "NFKC": 4}  # bytes of text for one byte that is tokenized, at most
+_SHRINKS = {"": 1, "NFC": 3, "NFKC": 4}  # most bytes of text per tokenized byte
 _SPACES_ONLY = 'Replace(pattern=String(" "), content="▁")'
 _KEEPING = {"Sequence", "Split", "String", "Regex", "ByteLevel", "Digits", "Metaspace"}
 _NAME = re.compile(r"\b([A-Z]\w*)\(")
@@ -20,12 +20,12 @@ _NAME = re.compile(r"\b([A-Z]\w*)\(")
 
 @dataclass(frozen=True, slots=True)
 class LengthBound:
-    """Of one tokenizer.
+    """Length bound of one tokenizer.
 
     Attributes:
-        longest_bytes: What one token stands for, at most; 0 = not known.
-        most_spaces: In one token, at most.
-        dropped: Bytes that make no token.
+        longest_bytes: Most bytes of text per token; 0 if unknown.
+        most_spaces: Most spaces per token.
+        dropped: Bytes that produce no token.
     """
 
     longest_bytes: int = 0
@@ -34,14 +34,14 @@ class LengthBound:
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer) -> Self:
-        """The bound of a tokenizer; spells its whole vocabulary, which takes a moment."""
+        """Compute the bound from the tokenizer's whole vocabulary, which takes a moment."""
         shrinks = _shrinking(tokenizer)
         if not shrinks:
             return cls()
         pieces = [tokenizer.spell(token_id) for token_id in range(tokenizer.vocab_size)]
         known = {piece[0] for piece in pieces if len(piece) == 1}
         dropped = set(range(256)) - known - _NEVER_IN_UTF8
-        if dropped and not tokenizer.byte_level:  # then one token may stand for any text
+        if dropped and not tokenizer.byte_level:  # then one token may represent any text
             return cls()
         return cls(
             longest_bytes=shrinks * max(map(len, pieces)),
@@ -50,7 +50,7 @@ class LengthBound:
         )
 
     def fewest_tokens(self, text: str) -> int:
-        """No fewer tokens than this can stand for ``text``."""
+        """Return a lower bound of the number of tokens of ``text``."""
         if not self.longest_bytes:
             return 0
         raw = text.encode("utf-8", "replace")
@@ -62,7 +62,7 @@ class LengthBound:
 
 
 def _shrinking(tokenizer: TextTokenizer) -> int:
-    """How many bytes of text one byte that is tokenized may stand for; 0 = any number."""
+    """Return the most bytes of text per tokenized byte; 0 if unlimited."""
     backend = tokenizer.backend
     if backend.truncation is not None:
         return 0

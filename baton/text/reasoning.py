@@ -1,11 +1,11 @@
-"""Thinking out of an answer's text, as it arrives. Pure: no clock, no I/O.
+"""Streaming separation of reasoning and content in a response. Pure: no clock, no I/O.
 
     begin ──"<think>"──▶ thinking ──"</think>"──▶ content
-      └── anything else: it is content ───────────────▲
+      └── other text ─────────────────────────────────▲
 
-Some chat templates end the prompt with ``<think>``, so that the answer begins within the thinking;
-others leave it to the model. White space at the borders of both parts belongs to neither. However
-the text is cut into pieces, the same thinking and the same content come out.
+Some chat templates end the prompt with ``<think>``, so that the response begins with thinking; in
+others the model writes the tag. White space around both parts is dropped. The output does not
+depend on how the text is split into pieces.
 """
 
 import json
@@ -19,7 +19,7 @@ from baton.types.errors import InvalidRequestError
 
 
 class ReasoningTags(NamedTuple):
-    """What stands around the thinking."""
+    """Tags around the thinking."""
 
     begin: str
     end: str
@@ -35,13 +35,12 @@ _KNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningSyntax:
-    """How a model thinks.
+    """Reasoning syntax of a model.
 
     Attributes:
-        tags: Around the thinking.
-        begin_id: The tag as one token; None if it is several.
-        end_id: The same.
-        special_ids: Those of them that are special tokens, which text does not show otherwise.
+        begin_id: Token id of the begin tag; None if it is several tokens.
+        end_id: Token id of the end tag; None if it is several tokens.
+        special_ids: Ids of the tags that are special tokens, which are not output otherwise.
     """
 
     tags: ReasoningTags
@@ -51,14 +50,15 @@ class ReasoningSyntax:
 
     @classmethod
     def of(cls, template: str | None, tokenizer: TextTokenizer) -> Self | None:
-        """The syntax of a model that thinks; None for one that does not.
+        """Return the syntax of a reasoning model; None for other models.
 
-        Its chat template speaks of the tags, or its vocabulary has them as tokens of their own.
+        The chat template of a reasoning model contains the tags, or its vocabulary has them as
+        tokens.
         """
         ids = {tag: tokenizer.backend.token_to_id(tag) for tags in _KNOWN for tag in tags}
-        told = [tags for tags in _KNOWN if tags.end in (template or "")]
-        known = [tags for tags in _KNOWN if all(ids[tag] is not None for tag in tags)]
-        tags = next(iter([*told, *known]), None)
+        in_template = [tags for tags in _KNOWN if tags.end in (template or "")]
+        in_vocabulary = [tags for tags in _KNOWN if all(ids[tag] is not None for tag in tags)]
+        tags = next(iter([*in_template, *in_vocabulary]), None)
         if tags is None:
             return None
         begin_id = ids[tags.begin]
@@ -67,23 +67,23 @@ class ReasoningSyntax:
         return cls(tags=tags, begin_id=begin_id, end_id=end_id, special_ids=special)
 
     def begun_by(self, prompt: str) -> bool:
-        """Whether a prompt ends within thinking."""
+        """Return whether a prompt ends within thinking."""
         return prompt.rstrip().endswith(self.tags.begin)
 
     def closed_by(self, prompt: str) -> bool:
-        """Whether a prompt ends with thinking that is over: the answer has none."""
+        """Return whether a prompt ends with completed thinking, so the response has none."""
         return prompt.rstrip().endswith(self.tags.end)
 
     def grammar(self, *, begun: bool, end_ids: Sequence[int], budget: int | None) -> str:
-        """A Lark grammar of the thinking and the white space behind it.
+        """Return a Lark grammar of the thinking and the white space behind it.
 
         Args:
-            begun: The prompt ends within it; otherwise there need be none.
-            end_ids: Of the model, tokens that end an answer.
-            budget: So many tokens at most; None: any number.
+            begun: Whether the prompt ends within the thinking; otherwise thinking is optional.
+            end_ids: Tokens that end a response of the model.
+            budget: Maximum number of tokens; None for no limit.
 
         Raises:
-            InvalidRequestError: There is a budget, and the end is no single token to cut with.
+            InvalidRequestError: There is a budget, and the end tag is not a single token.
         """
         if self.end_id is not None:
             other = ",".join(map(str, sorted({self.end_id, *end_ids})))
@@ -91,8 +91,8 @@ class ReasoningSyntax:
             rules = [f"thought: {'' if budget == 0 else inner}<[{self.end_id}]>"]
         elif budget is not None:
             raise InvalidRequestError(
-                f"thinking_token_budget: this model writes {self.tags.end} in several tokens, so "
-                "its thinking cannot be cut; use max_tokens",
+                f"thinking_token_budget is not supported: this model writes {self.tags.end} as "
+                "several tokens; use max_tokens",
                 param="thinking_token_budget",
             )
         else:
@@ -108,12 +108,11 @@ def _in_regex(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How one answer thinks.
+    """Reasoning of one response.
 
     Attributes:
-        syntax: Of the model.
-        begun: The prompt ends within the thinking.
-        shown: The client wants to see it.
+        begun: Whether the prompt ends within the thinking.
+        shown: Whether the client receives the thinking.
     """
 
     syntax: ReasoningSyntax
@@ -122,14 +121,11 @@ class Thinking:
 
 
 class _Trimmed:
-    """Text without the white space at its two ends, which show only as it goes on."""
-
     def __init__(self) -> None:
         self._begun = False
         self._space = ""
 
     def push(self, text: str) -> str:
-        """Take more; returns what is certain."""
         if not self._begun:
             text = text.lstrip()
             self._begun = bool(text)
@@ -140,11 +136,7 @@ class _Trimmed:
 
 
 class ReasoningParser:
-    """Reads one answer.
-
-    Args:
-        thinking: How it thinks.
-    """
+    """Parser of one response."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._tags = thinking.syntax.tags
@@ -153,15 +145,15 @@ class ReasoningParser:
         self._state = "begin"
         self._end = StopMatcher((self._tags.end,))
         self._thoughts = _Trimmed()
-        self._before_content = False  # the white space between thinking and content is dropped
+        self._before_content = False  # drop white space between thinking and content
 
     @property
     def thinking(self) -> bool:
-        """Whether the next text will be thinking, as far as is known."""
+        """Return whether the next text is thinking, as far as known."""
         return self._state == "thinking" or (self._state == "begin" and self._begun)
 
     def push(self, text: str) -> tuple[str, str]:
-        """Take more text; returns what is certain now: thinking, content."""
+        """Add text; return thinking and content that are certain now."""
         if self._state == "begin":
             text = self._begin(text)
         thoughts = ""
@@ -170,7 +162,6 @@ class ReasoningParser:
         return thoughts, self._content(text) if self._state == "content" else ""
 
     def _begin(self, text: str) -> str:
-        """Look for the first tag; returns what is behind it, or the text that has none."""
         self._buffer += text
         found = self._buffer.lstrip()
         begin = self._tags.begin
@@ -185,7 +176,6 @@ class ReasoningParser:
         return held
 
     def _think(self, text: str) -> tuple[str, str]:
-        """Thinking, and what stands behind its end."""
         whole = self._end.held + text
         shown, end = self._end.push(text)
         if end is None:
@@ -201,7 +191,7 @@ class ReasoningParser:
         return text
 
     def finish(self) -> tuple[str, str]:
-        """No more text comes: what was held."""
+        """Return held thinking and content at the end of the text."""
         if self._state == "begin":
             held = self._buffer
             self._buffer = ""

@@ -1,26 +1,22 @@
-"""Whether two models mean the same by every token id: a draft model must."""
+"""Check that a draft model and its main model have the same vocabulary."""
 
 from baton.model.artifact import ModelArtifact, ModelError
 from baton.text.tokenizer import load_tokenizer
 
 
 def check_same_vocabulary(main: ModelArtifact, draft: ModelArtifact) -> None:
-    """A draft token is a token id, so every id must mean the same to both models.
-
-    Raises:
-        ModelError: It does not; the message names both models and the first difference.
-    """
+    """Raise ``ModelError`` unless every token id has the same text in both models."""
     names = f"speculation: the draft model {draft.path} does not fit {main.path}"
-    sizes = draft.config.vocab_size, main.config.vocab_size
-    if sizes[0] != sizes[1]:
-        raise ModelError(f"{names}: its vocabulary has {sizes[0]} tokens, not {sizes[1]}")
+    size = main.config.vocab_size
+    if draft.config.vocab_size != size:
+        raise ModelError(f"{names}: vocabulary has {draft.config.vocab_size} tokens, not {size}")
     if draft.tokenizer_digest == main.tokenizer_digest:
         return
     ours = load_tokenizer(main.tokenizer_source())
     theirs = load_tokenizer(draft.tokenizer_source())
-    for token_id in range(sizes[0]):
+    for token_id in range(size):
         if ours.token_bytes(token_id) != theirs.token_bytes(token_id):
             raise ModelError(
-                f"{names}: token {token_id} is {theirs.token_text(token_id)!r} to it and "
-                f"{ours.token_text(token_id)!r} to the main model"
+                f"{names}: token {token_id} is {theirs.token_text(token_id)!r}, but "
+                f"{ours.token_text(token_id)!r} in the main model"
             )

@@ -1,7 +1,7 @@
-"""Whether a finished answer fits its schema in what no grammar could follow. Bounded in work.
+"""Check of a finished response against schema keywords that no grammar enforces. Bounded work.
 
-Only for answers whose client said ``strict: false``. Patterns are left out: the grammar followed
-them, and a regular expression of a client must not run here.
+Only for requests with ``strict: false``. Patterns are left out: the grammar enforces them, and a
+client's regular expression must not run here.
 """
 
 import json
@@ -13,31 +13,26 @@ from typing import Any
 from baton.text.json_schema import UNFOLLOWED_KEYWORDS
 
 UNCHECKED = "unchecked"
-_MAX_CHARACTERS = 64 * 1024  # of an answer
-_MAX_STEPS = 5_000  # keywords looked at; about 10 ms
+_MAX_CHARACTERS = 64 * 1024  # length of a response
+_MAX_STEPS = 5_000  # evaluated keywords; about 10 ms
 _LEFT_OUT = ("pattern", "patternProperties", "additionalProperties", "format", "$dynamicRef")
 
 _Keyword = Callable[..., Iterator[Any] | None]
 
 
 class _TooMuchError(Exception):
-    """The check was given up."""
+    """The check exceeds its work limit."""
 
 
 def violations(schema: str, answer: str) -> tuple[str, ...]:
-    """The keywords that an answer does not keep, each once.
+    """Return the keywords of ``UNFOLLOWED_KEYWORDS`` that a response violates, each once.
 
-    Args:
-        schema: JSON text.
-        answer: JSON text, as a grammar of the schema let it through.
-
-    Returns:
-        Keywords of ``UNFOLLOWED_KEYWORDS``, or ``("unchecked",)`` if it was too much work, or the
-        schema refers to others.
+    The result is ``("unchecked",)`` if the check takes too much work or the schema has unresolvable
+    references.
     """
     if len(answer) > _MAX_CHARACTERS:
         return (UNCHECKED,)
-    from jsonschema import validators  # a tenth of a second that few routers need
+    from jsonschema import validators  # import takes 0.1 s and is rarely needed
     from referencing.exceptions import Unresolvable
 
     steps = count()
@@ -68,7 +63,7 @@ def _keywords() -> dict[str, _Keyword]:
         if unique is True and isinstance(items, list):
             written = {json.dumps(item, sort_keys=True) for item in items}
             if len(written) < len(items):
-                yield ValidationError("an item is there twice")
+                yield ValidationError("an item occurs twice")
 
     kept: dict[str, _Keyword] = dict(Draft202012Validator.VALIDATORS)
     for name in _LEFT_OUT:

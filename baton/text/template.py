@@ -1,7 +1,7 @@
-"""A model's chat template, rendered in a sandbox with a budget.
+"""Rendering of a model's chat template, in a sandbox with a budget.
 
-Templates come with the model, so they are code from outside: no access to Python's insides, no
-mutation of what they are given, a bound on time and on the size of what they write.
+Templates come with the model, so they are untrusted code: no access to Python's internals, no
+mutation of values, limits of time and of output size.
 """
 
 import json
@@ -24,13 +24,13 @@ _MAX_SECONDS = 2.0
 
 
 class _BudgetError(TemplateError):
-    """The template wrote or worked too much."""
+    """The template exceeds its budget of time or size."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Looks at the clock whenever a template calls or looks something up."""
+    """Sandbox that checks the time limit at every call and lookup."""
 
-    # One product of a string and a number could take all memory, between two looks at the clock.
+    # One product of a string and a number could take all memory between two checks.
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise _BudgetError(f"it ran for more than {_MAX_SECONDS} s")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
         size = len(left) if isinstance(left, str | list | tuple) else 1
         times = right if isinstance(right, int) else 1
-        if operator == "**" or (not numbers and size * times > _MAX_CHARACTERS):
-            raise _BudgetError(f"{operator!r} would make something too large")
+        if operator == "**" or (not are_numbers and size * times > _MAX_CHARACTERS):
+            raise _BudgetError(f"the result of {operator!r} would be too large")
         return super().call_binop(context, operator, left, right)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,12 +80,12 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """How a conversation is to be written.
+    """Options of rendering a conversation.
 
     Attributes:
-        values: What the template is told besides; names such as ``enable_thinking``.
-        begin_answer: End with the beginning of an answer.
-        go_on: End within the last message, which the answer continues.
+        values: Further template variables, such as ``enable_thinking``.
+        begin_answer: Whether to end with the beginning of a response.
+        go_on: Whether to end within the last message, which the response continues.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -94,14 +94,11 @@ class Rendering:
 
 
 class ChatTemplate:
-    """A compiled template.
+    """Compiled chat template; raises ``ValueError`` if the template does not compile.
 
     Args:
         source: Jinja text, or None for a model without one.
-        special_tokens: ``bos_token`` and the like, as the template knows them.
-
-    Raises:
-        ValueError: The template does not compile.
+        special_tokens: Template variables such as ``bos_token``.
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -117,11 +114,11 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """Whether the model has a template at all."""
+        """Return whether the model has a template."""
         return self._template is not None
 
     def knows(self, word: str) -> bool:
-        """Whether the template speaks of ``word``, the name of a variable or of a role."""
+        """Return whether the template contains ``word``, the name of a variable or a role."""
         return word in self._source
 
     def render(
@@ -131,20 +128,15 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         rendering: Rendering = Rendering(),
     ) -> str:
-        """The prompt that a conversation makes.
-
-        Args:
-            messages: In the order of the conversation.
-            tools: What the model may call, for a template that knows of tools.
-            rendering: How.
+        """Render the prompt of a conversation.
 
         Raises:
-            InvalidRequestError: There is no template, it refused the messages, or it went over
-                its budget of time or size.
+            InvalidRequestError: There is no template, it rejected the messages, or it exceeded its
+                budget of time or size.
         """
         if self._template is None:
             raise InvalidRequestError(
-                "this model has no chat template, so it cannot chat; "
+                "this model has no chat template; "
                 "use /v1/completions, or set `chat_template` in the fleet's configuration",
                 param="messages",
             )
@@ -159,12 +151,11 @@ class ChatTemplate:
             text = self._write(values)
         except (TemplateError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(
-                f"the model's chat template refused these messages: {error}", param="messages"
+                f"the model's chat template rejected these messages: {error}", param="messages"
             ) from error
         return _up_to_content(text, str(messages[-1]["content"])) if rendering.go_on else text
 
     def _with_known_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """OpenAI's later name for the system, where the template was written before it."""
         if message["role"] == "developer" and not self.knows("developer"):
             return {**message, "role": "system"}
         return message
@@ -172,7 +163,7 @@ class ChatTemplate:
     def _write(self, values: Mapping[str, Any]) -> str:
         template = self._template
         if template is None:
-            raise TemplateError("there is none")
+            raise TemplateError("there is no template")
         environment = self._environment
         token = environment.deadline_s.set(monotonic() + _MAX_SECONDS)
         pieces: list[str] = []
@@ -190,22 +181,22 @@ class ChatTemplate:
 
 
 def _up_to_content(text: str, content: str) -> str:
-    """``text`` up to the end of its last message, which has this content."""
+    """Return ``text`` up to the end of its last message, which has this content."""
     core = content.strip()
     at = text.rfind(core)
     if not core or at < 0:
         raise InvalidRequestError(
-            "continue_final_message: the chat template does not show the last message's content as "
-            "it stands, so there is no place to go on",
+            "continue_final_message: the chat template changes the content of the last message, so "
+            "it cannot be continued",
             param="continue_final_message",
         )
-    tail = content.lstrip()  # some templates strip what they show
+    tail = content.lstrip()  # some templates strip the content
     return text[: at + len(tail)] if text.startswith(tail, at) else text[: at + len(core)]
 
 
 def special_tokens_of(
     spell: Callable[[int], str], *, bos: int | None, eos: int | None
 ) -> dict[str, str]:
-    """The names under which templates look for the ends of a text."""
+    """Return template variables with the texts of the special tokens."""
     named = {"bos_token": bos, "eos_token": eos}
     return {name: spell(token_id) for name, token_id in named.items() if token_id is not None}

@@ -1,14 +1,14 @@
-"""Text to token ids and back, from a `tokenizer.json` or from a GGUF file's own metadata.
+"""Tokenizer from a `tokenizer.json` or from a GGUF file's metadata.
 
-The `tokenizers` wheel says what is right, and `fastokens` says the same sooner. Ids turn back into
-*bytes*, not text: a token may hold half a character, so whoever shows text decodes the joined bytes
+The `tokenizers` package is the reference, `fastokens` a faster equivalent. Ids are decoded to
+*bytes*, not text: a token may contain part of a character, so callers decode the joined bytes
 (``baton/text/detokenizer.py``).
 """
 
 import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import fastokens
@@ -18,13 +18,14 @@ from baton.text.fast_encoder import REFUSALS, open_fast_encoder
 from baton.text.gguf_tokenizer import build_from_gguf
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "▁"  # how SentencePiece writes a space
+_SPACE = "▁"  # a space in SentencePiece
 
 
+@cache
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's table: the printable character that stands for each byte.
+    """Return GPT-2's table of the printable character for each byte.
 
-    Bytes that print well stand for themselves; the others are shifted to U+0100 and up.
+    Printable bytes stand for themselves; the others are shifted to U+0100 and up.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in plain}
@@ -34,7 +35,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class _ShownTexts(dict[int, str | None]):
-    """What a user sees of a token; None of one whose bytes are no text by themselves."""
+    """Visible text of each token; None if its bytes are not UTF-8 by themselves."""
 
     def __init__(self, shown_bytes: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -50,21 +51,20 @@ class _ShownTexts(dict[int, str | None]):
 
 
 class TextTokenizer:
-    """A tokenizer of one of the two families that language models use.
+    """Tokenizer of one of the two families that language models use.
 
     ``byte-level`` (GPT-2, Llama 3, Qwen, SmolLM …) writes every byte as one printable character;
     ``sentencepiece`` (Llama 2, Gemma …) writes spaces as ``▁`` and unknown bytes as ``<0x..>``.
 
     Args:
-        backend: The `tokenizers` object that encodes.
-        strip_first_space: The encoder put a space before the text, which decoding takes away.
+        strip_first_space: Whether decoding removes the space that encoding puts before the text.
 
     Raises:
         ValueError: The decoder is of neither family.
     """
 
     def __init__(self, backend: Tokenizer, *, strip_first_space: bool = False) -> None:
-        self._backend = backend
+        self.backend = backend
         self._fast: fastokens.Tokenizer | None = None
         self._added = backend.get_added_tokens_decoder()
         self.strip_first_space = strip_first_space
@@ -73,79 +73,70 @@ class TextTokenizer:
         self.byte_level = _is_byte_level(backend)
         self._bytes: dict[int, bytes] = {}
         self.shown_texts: Mapping[int, str | None] = _ShownTexts(self.shown_bytes)
-        """By id what a user sees of a token; None: its bytes are no text without others."""
-
-    @property
-    def backend(self) -> Tokenizer:
-        """The `tokenizers` object that encodes."""
-        return self._backend
+        """Visible text by token id; None if the bytes are not UTF-8 without other tokens."""
 
     def speed_up(self) -> bool:
-        """Encode by `fastokens` from now on, if it gives the same ids; says whether it does.
+        """Encode with `fastokens` from now on if it gives the same ids; return whether it does.
 
-        It takes half a second (vocabularies of 262,144 tokens: four) and some 55 MB (more for
-        those). Any thread may call it while others encode.
+        It takes half a second (four for vocabularies of 262,144 tokens) and about 55 MB or more.
+        Thread-safe.
         """
-        self._fast = open_fast_encoder(self._backend)
+        self._fast = open_fast_encoder(self.backend)
         return self._fast is not None
 
-    @cached_property
-    def _alphabet(self) -> dict[str, int]:
-        return byte_alphabet()
-
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of ``text``.
+        """Return the token ids of ``text``.
 
         Args:
-            text: Any text; special tokens written in it are recognised.
-            add_special_tokens: Whether to put what the model wants in front (such as a BOS token).
-                A chat template writes these itself.
+            text: Any text; special tokens in it are recognised.
+            add_special_tokens: Whether to add the model's special tokens, such as BOS. Chat
+                templates contain them already.
         """
         ids: list[int]
         if (fast := self._fast) is not None:
-            with contextlib.suppress(*REFUSALS):  # the other may not refuse it
+            with contextlib.suppress(*REFUSALS):  # `tokenizers` may accept the text
                 ids = fast.encode(text, add_special_tokens=add_special_tokens).ids
                 return ids
-        # A batch, though it is one text: `tokenizers` lets go of the GIL only for batches.
-        [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        # A batch of one text, because `tokenizers` releases the GIL only for batches.
+        [found] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids = found.ids
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, special ones included; empty for an unknown id."""
+        """Return the bytes of a token, special ones included; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self.spell(token_id)
         return known
 
     def spell(self, token_id: int) -> bytes:
-        """As `token_bytes`, and remembers nothing."""
+        """Return the bytes of a token without caching them."""
         added = self._added.get(token_id)
         if added is not None:
             return str(added.content).encode()
-        piece: str | None = self._backend.id_to_token(token_id)
+        piece: str | None = self.backend.id_to_token(token_id)
         if piece is None:
             return b""
         if not self.byte_level:
             raw = _BYTE_TOKEN.fullmatch(piece)
             return bytes([int(raw[1], 16)]) if raw else piece.replace(_SPACE, " ").encode()
-        alphabet = self._alphabet
+        alphabet = byte_alphabet()
         if all(character in alphabet for character in piece):
             return bytes(alphabet[character] for character in piece)
         return piece.encode()
 
     def shown_bytes(self, token_id: int) -> bytes:
-        """The bytes that a user sees of a token: none of a special one."""
+        """Return the visible bytes of a token; empty for a special one."""
         return b"" if token_id in self.special_ids else self.token_bytes(token_id)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
         spell = self.shown_bytes if skip_special_tokens else self.token_bytes
         text = b"".join(map(spell, ids)).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strip_first_space else text
 
     def token_text(self, token_id: int) -> str:
-        """One token for a human, as the ``token`` field of logprobs shows it."""
+        """Return the text of one token, as in the ``token`` field of logprobs."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
@@ -158,24 +149,18 @@ def _is_byte_level(backend: Tokenizer) -> bool:
         return True
     if "ByteFallback" in described or "Metaspace" in described:
         return False
-    raise ValueError(
-        f"the tokenizer decodes with {described[:80]}; byte-level and SentencePiece are supported"
-    )
+    raise ValueError(f"decoder {described[:80]} is neither byte-level nor SentencePiece")
 
 
 def load_tokenizer(source: str | Mapping[str, Any]) -> TextTokenizer:
-    """Build a tokenizer.
+    """Build a tokenizer from the text of a `tokenizer.json`, or from a GGUF file's metadata.
 
-    Args:
-        source: The text of a `tokenizer.json`, or a GGUF file's ``tokenizer.ggml.*`` metadata.
-
-    Raises:
-        ValueError: The kind of tokenizer is not supported; the message names it.
+    Raises ``ValueError`` if the kind of tokenizer is not supported.
     """
     if isinstance(source, str):
         try:
             backend = Tokenizer.from_str(source)
-        except Exception as error:  # `tokenizers` raises nothing more special
+        except Exception as error:  # `tokenizers` raises no more specific type
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
         strip = "Strip(" in repr(backend.decoder) or "Metaspace" in repr(backend.decoder)
         return TextTokenizer(backend, strip_first_space=strip and not _is_byte_level(backend))

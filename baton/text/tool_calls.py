@@ -1,12 +1,11 @@
-"""Calls out of an answer's text, as it arrives. Pure: no clock, no I/O.
+"""Streaming extraction of tool calls from a response. Pure: no clock, no I/O.
 
     text ──"<tool_call>"──▶ head ──{"name": "f", "arguments": ──▶ arguments ──▶ tail
-      ▲                       └── not a call after all: it was text ──┐           │
+      ▲                       └── not a call: output as text ─────────┐           │
       └───────────────────────────────────────────────────────────────┴─"</tool_call>"
 
-What may still turn out to be a tag or the head of a call waits; everything else comes out at once.
-Whatever does not parse comes out as text: nothing is lost. However the text is cut into pieces, the
-same content and the same calls come out.
+A possible tag or head of a call is held; everything else is output at once. Text that does not
+parse is output as content. The output does not depend on how the text is split into pieces.
 """
 
 import json
@@ -26,7 +25,7 @@ _MAX_HEAD_CHARACTERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What is new of one call; ``id`` and ``name`` come with its first delta only."""
+    """New part of one call; ``id`` and ``name`` are only in its first delta."""
 
     index: int
     id: str | None
@@ -35,20 +34,16 @@ class CallDelta:
 
 
 def new_call_id() -> str:
-    """An id that no other call has."""
+    """Return a unique id of a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
 class ToolCallParser:
-    """Reads one answer.
-
-    Args:
-        new_id: Names the calls.
-    """
+    """Parser of one response."""
 
     def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
         self.calls = 0
-        self.cut = False  # the answer ended within a call
+        self.cut = False  # the response ended within a call
         self._new_id = new_id
         self._read: Callable[[], bool] = self._text
         self._buffer = ""
@@ -60,14 +55,14 @@ class ToolCallParser:
         self._in_string = self._escaped = False
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
-        """Take more text; returns what is certain now: content, and deltas of calls."""
+        """Add text; return content and deltas of calls that are certain now."""
         self._buffer += text
         while self._buffer and self._read():
             pass
         return self._taken()
 
     def finish(self) -> tuple[str, list[CallDelta]]:
-        """No more text comes: what was held."""
+        """Return held content and deltas at the end of the text."""
         self.cut = self._read == self._arguments
         if self._read == self._text:
             self._show(self._tag.release())
@@ -87,7 +82,7 @@ class ToolCallParser:
         self._deltas = []
         return content, deltas
 
-    # Each of the four states reads from the buffer; it returns False when it needs more text.
+    # Each of the four states reads from the buffer and returns False if it needs more text.
 
     def _text(self) -> bool:
         whole = self._tag.held + self._buffer
@@ -113,7 +108,7 @@ class ToolCallParser:
         return True
 
     def _whole_call(self, end: int) -> None:
-        """A call that is written in another way: its parts in another order, perhaps."""
+        """Parse a complete call whose keys are in another order."""
         try:
             call: Any = json.loads(self._buffer[:end])
             name = call["name"]
@@ -146,7 +141,7 @@ class ToolCallParser:
         return True
 
     def _end_of_object(self) -> int:
-        """How much of the buffer belongs to the object that is being read."""
+        """Return how much of the buffer belongs to the current object."""
         for index, character in enumerate(self._buffer):
             if self._in_string:
                 if self._escaped:
@@ -185,7 +180,7 @@ class ToolCallParser:
         return not rest or (rest[0] == "}" and CLOSE_TAG.startswith(rest[1:].lstrip()))
 
     def _show(self, text: str) -> None:
-        """Content; white space at the border of a call is shown only if more text follows it."""
+        """Output content; white space next to a call only if more text follows."""
         if self._space is not None:
             text = self._space + text
             self._space = text if not text.strip() else None

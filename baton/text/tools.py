@@ -1,12 +1,12 @@
-"""Tools for a model: how it is told of them, and the grammar of the calls that it may write.
+"""Tools of a request: their description in the prompt, and the grammar of calls.
 
-A call is always the same text, whoever asked for it:
+All models write calls in the same format:
 
     <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>
 
-Qwen, Hermes and their children learned it with line breaks inside the tags, and their chat
-templates list the tools themselves. For every other model Baton writes the list into the system
-message. ``baton/text/tool_calls.py`` reads calls back out of an answer.
+Qwen, Hermes and their descendants use line breaks inside the tags, and their chat templates list
+the tools. For other models Baton writes the list into the system message.
+``baton/text/tool_calls.py`` extracts calls from a response.
 """
 
 import json
@@ -23,7 +23,7 @@ from baton.types.errors import GrammarError
 OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
 MAX_CALLS = 8
-"""Calls in one answer where the client demands some: a weak model would never stop."""
+"""Limit of required calls in one response: a weak model would never stop."""
 
 _PROMPT = """\
 You can call these functions, described as JSON:
@@ -42,12 +42,11 @@ Choice = Literal["auto", "required"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A function that the client offers.
+    """Function that the client offers.
 
     Attributes:
         name: Letters, digits, ``_`` and ``-``.
-        parameters: JSON schema of the arguments, an object.
-        lenient: Keywords that no grammar can follow are left aside.
+        lenient: Whether keywords that no grammar can enforce are ignored.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Tool:
     lenient: bool = False
 
     def described(self) -> dict[str, Any]:
-        """OpenAI's form, which chat templates know."""
+        """Return the tool in OpenAI's format, which chat templates use."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -66,18 +65,18 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """A family of models.
+    """Tool-call syntax of a family of models.
 
     Attributes:
-        gap: What stands between a tag and the JSON inside, and between two calls.
-        in_template: The chat template lists the tools and writes calls and results itself.
+        gap: Text between a tag and the JSON inside, and between two calls.
+        in_template: Whether the chat template lists the tools and formats calls and results.
     """
 
     gap: str
     in_template: bool
 
     def call(self, name: str, arguments: str) -> str:
-        """The text of one call; ``arguments`` is JSON already."""
+        """Return the text of one call; ``arguments`` is JSON text."""
         inside = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
         return f"{OPEN_TAG}{self.gap}{inside}{self.gap}{CLOSE_TAG}"
 
@@ -87,28 +86,25 @@ PROMPTED = ToolSyntax("", in_template=False)
 
 
 def syntax_of(template: str | None) -> ToolSyntax:
-    """The family of a chat template.
+    """Return the syntax for a chat template.
 
-    One that knows tools but writes calls otherwise counts as one that does not know them.
+    Templates that support tools with another call format are treated like templates without tools.
     """
     knows = template is not None and "tools" in template and OPEN_TAG in template
     return TEMPLATE if knows else PROMPTED
 
 
-# --- what the model reads ----------------------------------------------------------------------
-
-
 def conversation(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], syntax: ToolSyntax
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages and tools as the chat template gets them.
+    """Return messages and tools for the chat template.
 
     Args:
-        messages: With ``role`` and ``content``; a call of the assistant is an entry
+        messages: Messages with ``role`` and ``content``. A call of the assistant is an entry
             ``{"id", "name", "arguments"}`` of ``tool_calls``, arguments as JSON text; a result has
-            the role ``tool``, and perhaps the ``name`` of its tool.
-        tools: What may be called; empty for none.
-        syntax: Of the template.
+            the role ``tool`` and optionally the ``name`` of its tool.
+        tools: Callable tools; empty for none.
+        syntax: Syntax for the template.
     """
     if syntax.in_template:
         return [_for_template(message) for message in messages], [t.described() for t in tools]
@@ -151,9 +147,9 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Arguments for a template, which writes them anew: an object, or the text as it stands.
+    """Return the arguments as an object for a template, or as text if that is not possible.
 
-    A call that was cut short has no object; some texts are JSON that no template could write.
+    A truncated call has no object, and some JSON values cannot be written by templates.
     """
     try:
         from_json(text, allow_inf_nan=False)
@@ -172,26 +168,22 @@ def _add_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool], syntax: T
     messages.insert(0, {"role": "system", "content": prompt})
 
 
-# --- what the model may write -------------------------------------------------------------------
-
-
 def calls_grammar(tools: Sequence[Tool], choice: Choice, *, parallel: bool) -> str:
-    """A Lark grammar for answers with calls.
+    """Return a Lark grammar of responses with calls.
 
     Args:
-        tools: What may be called, at least one.
-        choice: ``auto``: text, in which a call that was begun is completed; ``required``: calls.
-            Where something else may stand in place of calls, ``required`` describes the calls.
-        parallel: Several calls in one answer.
+        tools: Callable tools, at least one.
+        choice: ``auto``: text in which a started call is completed; ``required``: only calls.
+        parallel: Whether a response may contain several calls.
 
     Raises:
-        GrammarError: A schema cannot be followed.
+        GrammarError: A schema cannot be enforced.
     """
     if choice == "required":
         more = f" (gap call){{0,{MAX_CALLS - 1}}}" if parallel else ""
         rules = [f"start: call{more}", f'call: "{OPEN_TAG}" inside']
     else:
-        # Lazy: as soon as the tag is complete, it is a tag and no text any more.
+        # Lazy: a complete tag ends the text.
         rules = [
             "start: call* TEXT" if parallel else "start: TEXT | call",
             "TEXT: /(.|\\n)*/",
@@ -212,12 +204,11 @@ def calls_grammar(tools: Sequence[Tool], choice: Choice, *, parallel: bool) -> s
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """The schema of the arguments."""
     given = without_annotations({"type": "object", **(tool.parameters or {})})
     if len(json.dumps(given)) > MAX_SOURCE_CHARACTERS:
-        raise GrammarError(f"{tool.name}: over {MAX_SOURCE_CHARACTERS} characters of parameters")
+        raise GrammarError(f"{tool.name}: parameters exceed {MAX_SOURCE_CHARACTERS} characters")
     if given.keys().isdisjoint(_SAYING_MORE):
-        given["properties"] = {}  # no arguments: it does not mean any argument
+        given["properties"] = {}  # an empty schema allows no arguments
     if tool.lenient:
         given = lenient(given)
     return cast(dict[str, Any], ready(given))

@@ -1,1 +1,1 @@
-"""Types that every part of Baton shares: errors, parameters, events, geometry, block hashes."""
+"""Types shared by all parts of Baton: errors, parameters, events, geometry, block hashes."""

@@ -1,9 +1,9 @@
-"""Block hashes: what a full block of KV cache holds, as 16 bytes that any process computes alike.
+"""Block hashes: 16-byte names of full KV cache blocks, equal in every process.
 
 A hash is keyed BLAKE2b-128 over (parent hash, token ids). The first parent is the *seed*, which
-covers everything else that shapes the KV: weights, KV format, numerics, adapter, and the cache
-scope that separates tenants. So equal hashes mean equal bytes, and nobody finds a block of a tenant
-who did not share it.
+covers everything else that affects the KV: weights, KV format, numerics, adapter, and the cache
+scope that separates tenants. So equal hashes mean equal bytes, and tenants cannot find each other's
+blocks.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,10 @@ def hash_seed(
     adapter: str = "",
     cache_scope: str = "",
 ) -> bytes:
-    """The root of a chain of hashes.
+    """Return the 16-byte root of a chain of hashes.
 
-    Args:
-        weights_digest: Digest of the model's weights.
-        kv_format: Shape and dtype of a block, e.g. ``"bf16/30x3x64/16"``.
-        numerics_id: From the engine; equal ids promise equal bits.
-        adapter: Name and digest of a LoRA adapter, or "".
-        cache_scope: Tenant and cache salt; requests of different scopes share nothing.
-
-    Returns:
-        16 bytes.
+    ``kv_format`` is the dtype and shape of a block, e.g. ``"bf16/30x3x64/16"``. ``adapter`` is a
+    LoRA adapter's name and digest, or "". Different scopes share no blocks.
     """
     digest = blake2b(key=KEY, digest_size=HASH_BYTES)
     for field in (weights_digest, kv_format, numerics_id, adapter, cache_scope):
@@ -45,7 +38,7 @@ def hash_seed(
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of the block that holds ``tokens`` behind ``parent`` (a hash, or the seed)."""
+    """Return the hash of the block with ``tokens`` behind ``parent`` (a hash, or the seed)."""
     packed = np.asarray(tokens, dtype="<u4").tobytes()
     return blake2b(parent + packed, key=KEY, digest_size=HASH_BYTES).digest()
 
@@ -53,7 +46,7 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 def block_hashes(
     seed: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS
 ) -> list[bytes]:
-    """Hashes of all full blocks of ``tokens``, in order; a partial tail has none."""
+    """Return the hashes of all full blocks of ``tokens``, in order."""
     packed = np.asarray(tokens, dtype="<u4").tobytes()
     hashes = []
     parent = seed

@@ -1,34 +1,34 @@
-"""Every error that a request can end with, in one tree.
+"""Errors of requests, in one tree.
 
     BatonError
-    ├── InvalidRequestError        400  the client's fault; names the parameter and the limit
+    ├── InvalidRequestError        400  invalid request; names the parameter and the limit
     │   ├── PromptTooLongError     400
-    │   ├── GrammarError           400  the shape asked for cannot be compiled or followed
+    │   ├── GrammarError           400  the requested format cannot be compiled or enforced
     │   ├── UnauthorizedError      401
-    │   ├── ForbiddenError         403  the API key is right, and not one of an operator
+    │   ├── ForbiddenError         403  the API key is valid, but not an operator's
     │   ├── ModelNotFoundError     404
-    │   ├── ResponseNotFoundError  404  no such stored response, for this tenant
-    │   ├── PreviousResponseError  400  nor one to go on from
-    │   ├── ThreadsError           400  conversations of /v1/messages are not kept here
-    │   ├── AdapterExistsError     409  a LoRA adapter of that name is loaded
-    │   ├── SlowRequestError       408  the request did not come in time
+    │   ├── ResponseNotFoundError  404  this tenant has no such stored response
+    │   ├── PreviousResponseError  400  the response to continue is not stored
+    │   ├── ThreadsError           400  conversations of /v1/messages are not stored
+    │   ├── AdapterExistsError     409  a LoRA adapter with that name is loaded
+    │   ├── SlowRequestError       408  the request did not arrive in time
     │   ├── PayloadTooLargeError   413
-    │   └── UnsupportedMediaError  415  a content-encoding that nothing here unfolds
-    ├── QueueFullError             429  with an honest Retry-After
-    ├── CancelledError_            499  the client went away (never sent)
-    │   └── ClientClosedError      499  while it still sent its body
+    │   └── UnsupportedMediaError  415  unsupported content type or encoding
+    ├── QueueFullError             429  with Retry-After from the drain rate
+    ├── CancelledError_            499  the client disconnected (never sent)
+    │   └── ClientClosedError      499  the client disconnected while sending its body
     ├── InternalError              500
     │   ├── NumericsError          500  NaN or Inf in the logits
-    │   └── PoisonRequestError     500  two workers died while holding it; never retried
-    ├── UnavailableError           503  no worker, or the mode asked for cannot be met
+    │   └── PoisonRequestError     500  two workers died with it; never retried
+    ├── UnavailableError           503  no worker, or the requested mode is not available
     │   ├── AdapterLoadError       503  a worker could not load the LoRA adapter
-    │   ├── WorkerLostError        503  the decode worker died in the middle of the stream
-    │   └── TransferError          503  the hand-off failed and could not be repaired
-    │       └── PullRefusedError   503  KV was asked for without a router's word for it
+    │   ├── WorkerLostError        503  the decode worker died during the stream
+    │   └── TransferError          503  the KV transfer failed and could not be repaired
+    │       └── PullRefusedError   503  KV was requested without a capability
     └── DeadlineError              504
 
-Each has a ``code`` (stable, for programs), an HTTP ``status``, and says whether the same request
-may be ``retryable``. On the wire an error is ``baton.v1.Error``; ``from_code`` turns it back.
+Each has a ``code`` (stable, for programs), an HTTP ``status``, and whether the same request is
+``retryable``. On the wire an error is ``baton.v1.Error``; ``from_code`` converts it back.
 """
 
 from typing import ClassVar, Self
@@ -38,8 +38,8 @@ class BatonError(Exception):
     """Base of the tree.
 
     Args:
-        message: One sentence for the user: the value, the limit, what to change.
-        param: The request field at fault, when there is one.
+        message: One sentence for the user: the value, the limit, the fix.
+        param: Request field at fault, if any.
     """
 
     code: ClassVar[str] = "internal_error"
@@ -58,13 +58,13 @@ class BatonError(Exception):
         return cls(f"{param}: {reason}", param=param)
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """OpenAI's error body."""
+        """Return OpenAI's error body."""
         fields = {"message": self.message, "type": self.kind, "param": self.param}
         return {"error": {**fields, "code": self.code}}
 
 
 class InvalidRequestError(BatonError):
-    """The request cannot be served as it stands."""
+    """The request is invalid."""
 
     code = "invalid_request"
     status = 400
@@ -72,13 +72,13 @@ class InvalidRequestError(BatonError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """Prompt and answer do not fit into the context."""
+    """Prompt and response exceed the context."""
 
     code = "context_length_exceeded"
 
 
 class GrammarError(InvalidRequestError):
-    """The structure asked for cannot be compiled, or costs too much."""
+    """The requested format cannot be compiled, or is too expensive."""
 
     code = "invalid_grammar"
 
@@ -91,61 +91,61 @@ class UnauthorizedError(InvalidRequestError):
 
 
 class ForbiddenError(InvalidRequestError):
-    """The API key may not do this."""
+    """The API key lacks the permission."""
 
     code = "operator_key_needed"
     status = 403
 
 
 class ModelNotFoundError(InvalidRequestError):
-    """The fleet does not serve the model that was named."""
+    """The fleet does not serve the requested model."""
 
     code = "model_not_found"
     status = 404
 
 
 class ResponseNotFoundError(InvalidRequestError):
-    """There is no stored response of that name, or it is another tenant's."""
+    """No stored response has this id, or it belongs to another tenant."""
 
     code = "response_not_found"
     status = 404
 
 
 class PreviousResponseError(InvalidRequestError):
-    """The response that a new one is to go on from is not stored."""
+    """The response that the request continues is not stored."""
 
     code = "previous_response_not_found"
 
 
 class ThreadsError(InvalidRequestError):
-    """A conversation of ``/v1/messages`` is to be kept; clients then send all of it each time."""
+    """Conversations of ``/v1/messages`` are not stored; clients must send all messages."""
 
     code = "thread_unsupported_request"  # Anthropic's own, which its clients know
 
 
 class AdapterExistsError(InvalidRequestError):
-    """The name is taken."""
+    """An adapter with this name is loaded."""
 
     code = "adapter_exists"
     status = 409
 
 
 class SlowRequestError(InvalidRequestError):
-    """The request, its header or its body, did not come in time."""
+    """The request's header or body did not arrive in time."""
 
     code = "request_timeout"
     status = 408
 
 
 class PayloadTooLargeError(InvalidRequestError):
-    """The request body is over the limit."""
+    """The request body exceeds the limit."""
 
     code = "payload_too_large"
     status = 413
 
 
 class UnsupportedMediaError(InvalidRequestError):
-    """The body comes in an encoding, or of a type, that is not read here."""
+    """The content type or encoding of the body is not supported."""
 
     code = "unsupported_media_type"
     status = 415
@@ -155,8 +155,7 @@ class QueueFullError(BatonError):
     """The queue is full.
 
     Args:
-        message: What is full, with the limit.
-        retry_after_s: When a place is expected, from the real drain rate.
+        retry_after_s: Expected time until a place is free, from the drain rate.
     """
 
     code = "queue_full"
@@ -169,29 +168,28 @@ class QueueFullError(BatonError):
         self.retry_after_s = retry_after_s
 
 
-class CancelledError_(BatonError):  # noqa: N801, N818 - the plain name is asyncio's
-    """The client disconnected."""
+class CancelledError_(BatonError):  # noqa: N801, N818 - asyncio has the plain name
+    """The client disconnected before its response was complete."""
 
     code = "cancelled"
     status = 499
 
 
 class ClientClosedError(CancelledError_):
-    """The client left before its request had arrived."""
+    """The client disconnected before its request had arrived."""
 
     code = "client_closed"
 
 
 class InternalError(BatonError):
-    """A fault of ours."""
+    """An internal fault of the server."""
 
 
 class NumericsError(InternalError):
     """The model produced NaN or Inf.
 
     Args:
-        message: Where.
-        rows: The rows of the step's plan at fault; empty where that is not known.
+        rows: Faulty rows of the step's plan; empty if unknown.
     """
 
     code = "numerics_error"
@@ -202,13 +200,13 @@ class NumericsError(InternalError):
 
 
 class PoisonRequestError(InternalError):
-    """Workers die of this request; it is not tried again."""
+    """Workers died with this request; it is not retried."""
 
     code = "poison_request"
 
 
 class UnavailableError(BatonError):
-    """Nothing can serve this request right now."""
+    """No worker can serve this request now."""
 
     code = "unavailable"
     status = 503
@@ -216,26 +214,26 @@ class UnavailableError(BatonError):
 
 
 class AdapterLoadError(UnavailableError):
-    """A worker could not load the adapter: its files are gone, or have changed since."""
+    """A worker could not load the adapter: its files are missing or have changed."""
 
     code = "adapter_load_failed"
     retryable = False
 
 
 class WorkerLostError(UnavailableError):
-    """The worker that held the request is gone."""
+    """The worker of the request died."""
 
     code = "worker_lost"
 
 
 class TransferError(UnavailableError):
-    """The KV hand-off failed and could not be repaired."""
+    """The KV transfer failed and could not be repaired."""
 
     code = "transfer_failed"
 
 
 class PullRefusedError(TransferError):
-    """A reader asked for KV without a capability that lets it have that."""
+    """A peer requested KV without a valid capability."""
 
     code = "pull_refused"
 
@@ -253,7 +251,7 @@ def _tree(root: type[BatonError]) -> list[type[BatonError]]:
 
 
 def from_code(code: str, message: str) -> BatonError:
-    """The error that ``code`` names, or ``InternalError`` for a code from a newer peer."""
+    """Return the error with this ``code``; ``InternalError`` for codes of newer peers."""
     for kind in _tree(BatonError):
         if kind.code == code and kind is not BatonError:
             if kind is QueueFullError:

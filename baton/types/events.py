@@ -1,4 +1,4 @@
-"""What the engine tells the world after each step; plain structs that cross a process border."""
+"""Events that the engine reports after each step, as plain structs sent between processes."""
 
 import msgspec
 
@@ -17,11 +17,11 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     index: int
     tokens: tuple[SampledToken, ...]
     finish_reason: str = ""  # "" | "stop" | "length"
-    stop_token: int | None = None  # the token that stopped it (it is not among `tokens`)
+    stop_token: int | None = None  # the end token, which is not in `tokens`
 
 
 class PromptOutputsReady(msgspec.Struct, frozen=True, tag=True):
-    """What was asked of the prompt's rows; comes once, before the first token."""
+    """Requested outputs of the prompt's rows, sent once before the first token."""
 
     request_id: str
     scores: PromptLogprobs | None = None
@@ -29,9 +29,9 @@ class PromptOutputsReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A request left the queue; ``cached_tokens`` of its prompt need no computing here.
+    """A request left the queue; ``cached_tokens`` of its prompt need no computing.
 
-    ``blocks`` is the block table of a PREFILL request (others need not know theirs).
+    ``blocks`` is the block table of a PREFILL or HELD request.
     """
 
     request_id: str
@@ -41,7 +41,7 @@ class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """KV of a PREFILL request that may now be read: layers x blocks.
+    """KV of a PREFILL request that can now be read: layers x blocks.
 
     ``layer_count`` may be ``ALL_LAYERS``; block 0 is the prompt's first.
     """
@@ -55,18 +55,18 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PromptDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A PREFILL request is computed; its blocks are held until it is released."""
+    """The prompt of a PREFILL request is computed; its blocks are held until release."""
 
     request_id: str
     first: tuple[SampledToken, ...]  # one per choice
     cached_tokens: int
     queue_ns: int
     prefill_ns: int
-    tier_tokens: dict[str, int] = {}  # as in ``Ended``
+    tier_tokens: dict[str, int] = {}  # see ``Ended``
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """Capacity for a REMOTE request is counted; its own cached prefix is pinned."""
+    """Blocks are promised to a REMOTE request; its cached prefix is pinned."""
 
     request_id: str
     generation: int
@@ -82,14 +82,14 @@ class Bound(msgspec.Struct, frozen=True, tag=True):
 
 
 class Revoked(msgspec.Struct, frozen=True, tag=True):
-    """The pages of this generation are taken away; answer with ``drained`` when writing stopped."""
+    """Pages of this generation were revoked; reply ``Drained`` after the last write."""
 
     request_id: str
     generation: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The one end of a request at this engine; its blocks are given back."""
+    """End of a request at this engine, sent once; its blocks are released."""
 
     request_id: str
     error_code: str = ""
@@ -99,11 +99,11 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     preemptions: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
-    tier_tokens: dict[str, int] = {}  # of the cached ones, those that a tier gave back
+    tier_tokens: dict[str, int] = {}  # cached tokens restored from tiers, by tier
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):
-    """Hashes of blocks that the pool gained and lost, and what changed below it."""
+    """Block hashes that the pool gained and lost, and changes of the tiers."""
 
     stored: tuple[bytes, ...]
     removed: tuple[bytes, ...]
@@ -111,36 +111,36 @@ class CacheChanged(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The set of adapters that this engine holds has changed, or could not."""
+    """Change of the loaded adapters, or a failed load."""
 
     name: str
     digest: str
     what: str  # "loaded" | "evicted" | "failed"
-    held: int  # now
+    held: int  # adapters loaded now
     load_s: float = 0.0
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Load after a step."""
+    """Load and counters after a step."""
 
     step: int = 0
     duration_ns: int = 0
-    prompt_tokens: int = 0  # computed in this step, of prompts
-    prompt_context: int = 0  # tokens before each of them, in all
+    prompt_tokens: int = 0  # computed in this step
+    prompt_context: int = 0  # sum of their context lengths
     decode_rows: int = 0
     running: int = 0
     waiting: int = 0
-    answering: int = 0  # sequences that write answers
-    queued_prompt_tokens: int = 0  # to be computed, as far as the cache did not hold them
-    queued_prompt_context: int = 0  # tokens before each of them, in all
+    answering: int = 0  # sequences that decode
+    queued_prompt_tokens: int = 0  # uncached tokens still to compute
+    queued_prompt_context: int = 0  # sum of their context lengths
     blocks: BlockCounts = BlockCounts()
-    oldest_quarantine: int = 0  # generation of the revoked reservation that drains longest; 0: none
+    oldest_quarantine: int = 0  # generation of the longest-draining reservation; 0: none
     evictions: int = 0
     preemptions: int = 0
-    mask_ns: int = 0  # of the step's duration, what grammars took
-    drafts: int = 0  # since the start: rows that had draft tokens
+    mask_ns: int = 0  # part of the duration spent on grammars
+    drafts: int = 0  # since the start: rows with draft tokens
     draft_tokens: int = 0  # since the start
-    accepted_tokens: int = 0  # of them
+    accepted_tokens: int = 0  # since the start
     tiers: tuple[TierCounts, ...] = ()
 
 

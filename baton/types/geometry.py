@@ -1,4 +1,4 @@
-"""The shape of a paged KV pool."""
+"""Shape of a paged KV pool."""
 
 import msgspec
 
@@ -6,33 +6,28 @@ BLOCK_TOKENS = 16
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "int8": 1, "fp8": 1}
 SCALED = ("int8", "fp8")
-SCALE_BYTES = 4  # fp32, behind the values of each vector
-
-
-def head_elements(dtype: str, head_dim: int) -> int:
-    """Elements of one K or V vector of one head, its scale included."""
-    return head_dim + SCALE_BYTES if dtype in SCALED else head_dim
+SCALE_BYTES = 4  # fp32, after the values of each vector
 
 
 def head_bytes(dtype: str, head_dim: int) -> int:
-    """Bytes of one K or V vector of one head, its scale included."""
-    return head_elements(dtype, head_dim) * DTYPE_BYTES[dtype]
+    """Return the bytes of one K or V vector of one head, its scale included."""
+    elements = head_dim + SCALE_BYTES if dtype in SCALED else head_dim
+    return elements * DTYPE_BYTES[dtype]
 
 
 def context_tokens(begin: int, end: int) -> int:
-    """How many tokens stand before each token of ``begin`` to ``end - 1``, in all."""
+    """Return the sum of the context lengths of the tokens ``begin`` to ``end - 1``."""
     return (end - begin) * (begin + end - 1) // 2
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """One kv group's pool: ``[layer, k|v, block, token, head, dim]``, contiguous, row-major.
+    """Shape of one pool: ``[layer, k|v, block, token, head, dim]``, contiguous, row-major.
 
-    That is the CPU layout: blocks that follow each other in one sequence are one contiguous run of
-    tokens. Only the wire order is fixed (see ``kvtransfer/chunk.py``).
+    This is the CPU layout: adjacent blocks of a sequence are one contiguous run of tokens. Only the
+    wire order is fixed (see ``kvtransfer/chunk.py``).
 
-    In ``int8`` and ``fp8`` each vector is followed by its own scale
-    (``baton/engine/cpu/kv_codec.py``): a token's KV is a function of that token alone and moves as
-    one run of bytes.
+    In ``int8`` and ``fp8`` each vector is followed by its scale (``baton/engine/cpu/kv_codec.py``):
+    a token's KV depends on that token alone and is copied as one run of bytes.
     """
 
     num_layers: int
@@ -50,7 +45,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def head_elements(self) -> int:
         """Elements of one K or V vector of one head, its scale included."""
-        return head_elements(self.dtype, self.head_dim)
+        return self.head_bytes // self.itemsize_bytes
 
     @property
     def head_bytes(self) -> int:
@@ -59,7 +54,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        """``(layers, 2, blocks, tokens per block, heads, elements)``."""
+        """Dimensions ``(layers, 2, blocks, tokens per block, heads, elements)``."""
         return (
             self.num_layers,
             2,

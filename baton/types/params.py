@@ -1,10 +1,10 @@
-"""Sampling parameters as the engine takes them: fully resolved, range-checked by the router."""
+"""Sampling parameters of the engine: fully resolved, range-checked by the router."""
 
 import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are sampled.
+    """Sampling parameters of one request.
 
     Noise is a pure function of (seed, choice, position), so equal parameters and equal logits give
     equal tokens on any worker. ``temperature`` 0 is greedy.
@@ -23,15 +23,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None = off, otherwise the number of alternatives (0 to 20)
     prompt_logprobs: int | None = None  # None = off; otherwise alternatives per prompt token
     logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
+    bad_words: tuple[
+        tuple[int, ...], ...
+    ] = ()  # token sequences that the response must not contain
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    grammar: str = ""  # what the answer must follow, as llguidance takes it; empty = free
+    grammar: str = ""  # llguidance grammar of the response; empty: none
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled token; log-probabilities are of the raw logits, before penalties."""
+    """Sampled token with log-probabilities of the raw logits, before penalties."""
 
     token: int
     logprob: float | None = None
@@ -39,30 +41,24 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
-    """An adapter that a request asks for."""
+    """LoRA adapter of a request."""
 
-    name: str  # as clients say it; for metrics and messages
-    digest: str  # hexadecimal, over config and weights: what the engine knows it by
-    path: str  # a directory that every worker can read
+    name: str  # name for clients, metrics and messages
+    digest: str  # hexadecimal digest of config and weights
+    path: str  # directory that every worker can read
 
 
 def finish_reason(
     params: SamplingParams, eos: frozenset[int], token: int, generated: int
 ) -> tuple[str, int | None]:
-    """Whether a token just sampled ends its choice.
+    """Return whether and how a sampled token ends its choice.
 
-    Args:
-        params: The request's parameters.
-        eos: The model's end tokens.
-        token: The token sampled.
-        generated: Tokens sampled so far, this one included.
+    With a grammar an end token is sampled early, or in spite of ``ignore_eos``, only if no other
+    token may follow; it then ends the response. ``generated`` counts this token, too.
 
     Returns:
-        ``("", None)`` to go on, ``("stop", token)`` when the token itself is the end (it is not
-        part of the answer), ``("length", None)`` at the limit.
-
-    With a grammar an end token is sampled early, or in spite of ``ignore_eos``, only where nothing
-    else may follow; then it does end the answer.
+        ``("", None)`` to continue, ``("stop", token)`` if the token ends the response without being
+        part of it, ``("length", None)`` at the limit.
     """
     if params.grammar and token in eos:
         return "stop", token

@@ -1,10 +1,10 @@
-"""Counts of the KV pool and of the tiers below it, and what a tier gained and lost."""
+"""Counters of the KV pool and its tiers, and changes of a tier."""
 
 import msgspec
 
 
 class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks by state."""
+    """Number of blocks in each state."""
 
     total: int = 0
     free: int = 0
@@ -14,22 +14,22 @@ class BlockCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A tier's load; all but the first two since the start, in blocks."""
+    """Counters of a tier in blocks; all but ``places`` and ``held`` since the start."""
 
     name: str
     places: int
     held: int
     saved: int = 0
     brought: int = 0
-    lost: int = 0  # gave way above before this tier could take them
+    lost: int = 0  # evicted above before this tier had them
     damaged: int = 0
     failed: int = 0
-    late: int = 0  # prompts that waited no longer
-    block_ns: float = 0.0  # for one to come back
+    late: int = 0  # restores given up as too slow
+    block_ns: float = 0.0  # mean time to restore a block
 
 
 class TierChange(msgspec.Struct, frozen=True):
-    """What can be had from a tier or one above it, gained and lost."""
+    """Hashes that a tier and those above it gained and lost."""
 
     tier: str
     stored: tuple[bytes, ...]

@@ -1,10 +1,10 @@
-"""What a request asks of its prompt's rows beside their KV: scores of its tokens, or one vector.
+"""Outputs of a prompt's rows beside their KV: scores of its tokens, or one pooled vector.
 
     plan row ──rows of the prompt──▶ PromptOutputs (of the sequence) ──prompt done──▶ an event
 
-``PromptOutputs`` grows with the prompt's chunks and is thrown away when its sequence is preempted,
-so each row is in it once and in order. Every row's part depends on that row alone, and sums run
-row by row in fp64 in the order of positions: chunks and neighbours cannot show in the result.
+``PromptOutputs`` grows with the prompt's chunks and is discarded when its sequence is preempted, so
+it contains each row once and in order. Every row's part depends on that row alone, and sums run row
+by row in fp64 in the order of positions: chunks and neighbours do not affect the result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,28 +21,28 @@ SCORED_TOKEN_COST = 2
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.uint32]
 Scores = tuple[Floats, Ids, Ids, Floats]
-"""Of some tokens: log-probability ``[T]``, rank ``[T]``, alternatives ``[T, k]`` and theirs."""
+"""Log-probabilities ``[T]``, ranks ``[T]``, alternatives ``[T, k]`` and their log-probabilities."""
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of prompt tokens, packed little-endian; row 0 is the second token.
 
-    The first token follows nothing and has none.
+    The first token has no context and no score.
     """
 
-    alternatives: int  # per token: the most likely ones at its place, best first
+    alternatives: int  # number of most likely tokens per position, best first
     logprobs: bytes  # float32 per token
-    ranks: bytes  # uint32 per token: 1 is the likeliest
+    ranks: bytes  # uint32 per token; 1 is the most likely
     top_ids: bytes  # uint32, `alternatives` per token
     top_logprobs: bytes  # float32, `alternatives` per token
 
     @property
     def rows(self) -> int:
-        """Tokens that have a score."""
+        """Number of tokens with a score."""
         return len(self.logprobs) // 4
 
     def cut(self, begin: int, end: int) -> "PromptLogprobs":
-        """Rows ``begin`` to ``end``."""
+        """Return rows ``begin`` to ``end``."""
         one = slice(4 * begin, 4 * end)
         many = 4 * self.alternatives
         wide = slice(many * begin, many * end)
@@ -55,9 +55,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
         )
 
     def slices(self, max_bytes: int) -> Iterator[tuple[int, "PromptLogprobs"]]:
-        """(first row, part), each part about ``max_bytes`` at most: a message is never too large.
+        """Yield (first row, part), each part of about ``max_bytes``, to limit message sizes.
 
-        Without any row there is one empty part, so that the end can be told from "not yet".
+        Without rows there is one empty part, which distinguishes the end from "not yet".
         """
         step = max(max_bytes // bytes_per_row(self.alternatives), 1)
         for begin in range(0, max(self.rows, 1), step):
@@ -65,16 +65,12 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
 
 def bytes_per_row(alternatives: int) -> int:
-    """What one scored token takes on the wire."""
+    """Return the wire size of one scored token in bytes."""
     return 8 + 8 * alternatives
 
 
 class PromptLogprobsIntake:
-    """Puts the slices of one prompt's scores together; slices that come again change nothing.
-
-    Args:
-        rows: How many there will be.
-    """
+    """Collector of one prompt's slices of scores; repeated slices change nothing."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -82,7 +78,7 @@ class PromptLogprobsIntake:
         self._filled = 0
 
     def put(self, begin: int, part: PromptLogprobs) -> bool:
-        """Take a slice. False: rows before it are missing."""
+        """Add a slice; False if rows before it are missing."""
         if begin > self._filled:
             return False
         if begin == self._filled:
@@ -92,7 +88,7 @@ class PromptLogprobsIntake:
 
     @property
     def complete(self) -> PromptLogprobs | None:
-        """All of them, once every slice has come."""
+        """All scores, once every slice has arrived."""
         if not self._parts or self._filled < self._rows:
             return None
         if len(self._parts) > 1:
@@ -109,12 +105,12 @@ class PromptLogprobsIntake:
 
 
 class PromptOutputs:
-    """What was gathered so far from one sequence's prompt.
+    """Outputs gathered so far from one sequence's prompt.
 
     Args:
-        prompt: The whole prompt.
-        alternatives: Score the prompt's tokens, each with so many alternatives; None = do not.
-        pooling: Pool the hidden rows to one vector: ``"mean"``, ``"last"``, or ``""`` for none.
+        alternatives: Number of alternatives to score per prompt token; None for no scores.
+        pooling: Pooling of the hidden rows to one vector: ``"mean"``, ``"last"``, or ``""`` for
+            none.
     """
 
     def __init__(self, prompt: Sequence[int], alternatives: int | None, pooling: str) -> None:
@@ -127,11 +123,11 @@ class PromptOutputs:
 
     @property
     def token_cost(self) -> int:
-        """What one token costs beside one that is only computed: scores need all its logits."""
+        """Budget cost of one token, in computed tokens: scores need all its logits."""
         return 1 if self.alternatives is None else SCORED_TOKEN_COST
 
     def targets(self, start: int, count: int) -> list[int]:
-        """The tokens that follow positions ``start ...``; the prompt's last one has none."""
+        """Return the tokens that follow positions ``start ...``, except after the last one."""
         return list(self.prompt[start + 1 : start + 1 + count])
 
     def take(self, scores: Sequence[Scores], rows: Floats) -> None:
@@ -146,12 +142,12 @@ class PromptOutputs:
             self._pooled = 1
             return
         total = np.zeros(rows.shape[1]) if self._sum is None else self._sum
-        # Along the outer axis numpy adds row after row: any chunking gives the same bits.
+        # Along the outer axis numpy adds row by row: any chunking gives the same bits.
         self._sum = np.add.reduce(np.concatenate([total[None], rows], dtype=np.float64), axis=0)
         self._pooled += len(rows)
 
     def scores(self) -> PromptLogprobs | None:
-        """The scores of the whole prompt, or None if nobody asked for them."""
+        """Return the scores of the whole prompt, or None if not requested."""
         if self.alternatives is None:
             return None
         columns = zip(*self._scored, strict=True) if self._scored else [()] * 4
@@ -159,7 +155,7 @@ class PromptOutputs:
         return PromptLogprobs(self.alternatives, *packed)
 
     def vector(self) -> bytes:
-        """The pooled vector as float32, not normalised; empty if nobody asked for it."""
+        """Return the pooled vector as float32, not normalised; empty if not requested."""
         if self._sum is None:
             return b""
         return (self._sum / self._pooled).astype("<f4").tobytes()

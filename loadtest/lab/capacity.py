@@ -6,8 +6,9 @@ and more concurrent requests: how many ran together, and when the engine began t
 
 import psutil
 
+from baton.engine.core.sequence import blocks_for
 from baton.engine.llm import LLM
-from baton.engine.loading.memory import blocks_for, footprint
+from baton.engine.loading.memory import footprint
 from loadtest.lab.driver import Driver, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext

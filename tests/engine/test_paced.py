@@ -135,7 +135,7 @@ def test_tokens_are_ordinary_ones_and_answers_end_by_themselves() -> None:
 @pytest.mark.parametrize(
     ("params", "adapter", "pooling", "said"),
     [
-        ({"grammar": "x"}, None, "", "an emulated engine takes no grammars"),
+        ({"grammar": "x"}, None, "", "grammars are not served by an emulated engine"),
         ({"logprobs": 0}, None, "", "logprobs are not served by an emulated engine"),
         ({"logit_bias": ((5, 1.0),)}, None, "", "logit_bias is not served by an emulated engine"),
         ({"bad_words": ((5,),)}, None, "", "bad_words are not served by an emulated engine"),
@@ -169,7 +169,7 @@ def test_a_busy_machine_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     for number in range(40):
         submit(core, f"r{number}", range(300, 332), max_tokens=100)
     answer(core)
-    assert "emulated steps last 700 % longer than in epyc-135m" in caplog.text
+    assert "emulated steps take 700 % longer than timing=epyc-135m" in caplog.text
 
 
 def test_the_fleet_file_knows_all_timing_models() -> None:

@@ -88,7 +88,9 @@ def test_experts_are_served_by_one_rank_and_not_split(monkeypatch: pytest.Monkey
     mixed = replace(plain, config=replace(plain.config, num_experts=4))
     monkeypatch.setattr("baton.model.artifact.resolve_model", lambda reference: mixed)
     assert "llama" in describe_model(FleetConfig()).text
-    with pytest.raises(ValueError, match="tensor_parallel = 2: a mixture of experts is not split"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel = 2: a mixture of experts cannot be split"
+    ):
         describe_model(FleetConfig(pools=PoolsConfig.model_validate({"tensor_parallel": 2})))
 
 

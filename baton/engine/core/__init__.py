@@ -1,1 +1,1 @@
-"""The engine's decisions as plain state machines. No torch, no clock, no I/O."""
+"""Scheduling, blocks and reservations as pure state machines. No torch, no clock, no I/O."""

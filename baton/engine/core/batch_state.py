@@ -1,7 +1,7 @@
-"""Who holds blocks and who waits for them, and how blocks are gained and lost.
+"""Waiting, running and held sequences of one engine, and their blocks.
 
 queue ──admission──▶ running ──▶ ended         reservations: capacity for KV that arrives
-  ▲                   │    └───▶ held          held: finished prompts that others read
+  ▲                   │    └───▶ held          held: finished prompts that other workers pull
   └────preempted──────┘
 """
 
@@ -19,11 +19,11 @@ from baton.types import events as ev
 from baton.types.errors import UnavailableError
 from baton.types.geometry import context_tokens
 
-_MOST_BRINGS = 4  # requests in the queue whose blocks come back from tiers at once
+_MAX_RESTORES = 4  # queued requests whose blocks are restored from tiers at once
 
 
 class Load(NamedTuple):
-    """Requests that run and that wait; prompt tokens to be computed, and those before each."""
+    """Numbers of requests, and of prompt tokens to compute with their context."""
 
     running: int
     waiting: int
@@ -32,18 +32,14 @@ class Load(NamedTuple):
 
 
 class BatchState:
-    """The sequences and reservations of one engine and their blocks; ``Scheduler`` decides.
-
-    Args:
-        pool: All blocks.
+    """Sequences and reservations of one engine with their blocks; ``Scheduler`` decides over them.
 
     Attributes:
-        queue: What waits for blocks, in order.
-        running: Sequences of the batch.
+        queue: Sequences and reservations that wait for blocks, in order.
         held: Finished prompts of PREFILL and HELD requests by request id, until they are released.
-        fetching: HELD requests whose blocks are on their way from a tier.
-        overtaking: Reservations that wait for nothing but that.
-        tiers: Where blocks go that the pool has no room for.
+        fetching: HELD requests whose blocks are being restored from a tier.
+        overtaking: Reservations outside the queue that wait only for blocks from a tier.
+        tiers: KV tiers below the pool.
     """
 
     def __init__(self, pool: BlockPool, tiers: KvTiers | None = None) -> None:
@@ -60,30 +56,25 @@ class BatchState:
         self.overtaking: list[Reservation] = []
         self._next_sequence_id = 0
 
-    # ---------------------------------------------------------------- reading
-
     def running_by_id(self) -> dict[int, TokenSequence]:
-        """Running sequences by id."""
+        """Return the running sequences by id."""
         return {sequence.sequence_id: sequence for sequence in self.running}
 
     def take_events(self) -> list[ev.Event]:
-        """What has happened since the last call."""
+        """Return and clear the events since the last call."""
         taken = list(self.events)
         self.events.clear()
         return taken
 
     def count_decodes(self) -> int:
-        """How many answers the next step writes, beside what it computes of prompts."""
+        """Return the number of running sequences that decode."""
         return sum(sequence.decodes for sequence in self.running)
 
     def equal_steps(self, plan: StepPlan) -> int:
-        """For how many steps ``plan`` stays the next one, while nobody says anything to the engine.
+        """Return how many steps ``plan`` stays the next one, unless a command arrives.
 
-        In these steps every row writes one more token into a block that it has, and none reaches
-        its limit before the last. So virtual time can take them at once (``EngineCore.apply``).
-
-        Returns:
-            At least 1.
+        In these steps every row adds one token within its last block, and no row reaches its limit
+        before the last step. Virtual time can take them at once (``EngineCore.apply``).
         """
         running = self.running_by_id()
         if plan.copies or len(plan.rows) != len(running):
@@ -99,11 +90,11 @@ class BatchState:
         return max(min(steps, default=1), 1)
 
     def has_work(self) -> bool:
-        """Whether anything is left that may yield rows, now or after blocks come back."""
+        """Return whether any request may yield rows, now or after blocks are restored."""
         return bool(self.running or self.queue or self.fetching or self.overtaking)
 
     def load(self) -> Load:
-        """What runs, what waits, and what is still to be computed."""
+        """Return the current load."""
         running = {sequence.request.request_id for sequence in self.running} | self.held.keys()
         running |= {
             reservation.request.request_id
@@ -120,27 +111,19 @@ class BatchState:
                 queued_context += context_tokens(begin, end)
         return Load(len(running), len(waiting), queued_tokens, queued_context)
 
-    def answering(self) -> int:
-        """Sequences that write answers."""
-        return sum(sequence.decodes for sequence in self.running)
-
     def available_blocks(self) -> int:
-        """Blocks that can be taken now: neither in use nor promised."""
+        """Return the number of blocks that are neither in use nor promised."""
         return self.pool.available() - self.reservations.reserved_blocks
 
     def sequences_of(self, request_id: str) -> list[TokenSequence]:
-        """The request's sequences, running, waiting and held."""
+        """Return the request's running, waiting and held sequences."""
         waiting = [item for item in self.queue if isinstance(item, TokenSequence)]
         held = [self.held[request_id]] if request_id in self.held else []
         sequences = [*self.running, *waiting, *held]
         return [sequence for sequence in sequences if sequence.request.request_id == request_id]
 
     def check_integrity(self) -> None:
-        """Recount blocks and references; see ``BlockPool.check_integrity``.
-
-        Raises:
-            RuntimeError: Something is counted wrongly, held twice, or held by nobody.
-        """
+        """Recount blocks and references; raise ``RuntimeError`` at a wrong count."""
         tables: list[Sequence[int]] = [sequence.blocks for sequence in self.running]
         tables += [sequence.blocks for sequence in self.held.values()]
         tables += [reservation.blocks for reservation in self.reservations]
@@ -151,10 +134,10 @@ class BatchState:
             if isinstance(item, TokenSequence) and item.blocks:
                 raise RuntimeError(f"waiting sequence {item.sequence_id} holds blocks")
 
-    # ---------------------------------------------------------------- sequences come and go
+        # ---------------------------------------------------------------- sequences
 
     def new_sequence(self, request: EngineRequest, choice: int, tokens: list[int]) -> TokenSequence:
-        """A sequence without blocks; what is known of the prompt's hashes is not computed again."""
+        """Return a sequence without blocks that reuses the prompt's known hashes."""
         self._next_sequence_id += 1
         return TokenSequence(
             sequence_id=self._next_sequence_id,
@@ -165,32 +148,31 @@ class BatchState:
         )
 
     def new_prompt(self, request: EngineRequest) -> TokenSequence:
-        """The sequence that computes the request's prompt."""
+        """Return a sequence that computes the request's prompt."""
         sequence = self.new_sequence(request, 0, list(request.prompt))
         sequence.prompt_outputs = request.new_prompt_outputs()
-        self._find(sequence)
+        self._count_cached(sequence)
         return sequence
 
-    def new_answer(
+    def resumed_sequence(
         self, request: EngineRequest, choice: int, emitted: Sequence[int]
     ) -> TokenSequence:
-        """The sequence that goes on behind tokens that were emitted, of which no KV is here."""
+        """Return a sequence that continues behind emitted tokens, without KV so far."""
         sequence = self.new_sequence(request, choice, [*request.prompt, *emitted])
-        self._find(sequence)
+        self._count_cached(sequence)
         return sequence
 
-    def _find(self, sequence: TokenSequence) -> None:
-        """Count what is cached of a sequence that is about to wait."""
+    def _count_cached(self, sequence: TokenSequence) -> None:
         if sequence.request.spec.cacheable and sequence.prompt_outputs is None:
             sequence.found_tokens = len(self.matching(sequence)) * self.pool.block_tokens
 
     def matching(self, sequence: TokenSequence) -> list[int]:
-        """Blocks that hold the sequence's first tokens; its last token is always computed."""
+        """Return cached blocks of the first tokens; the last token is always computed."""
         count = len(sequence.tokens) - 1
         return self.pool.match(sequence.full_hashes(count, self.pool.block_tokens))
 
     def fork(self, source: TokenSequence, choice: int, token: int) -> TokenSequence:
-        """A new running choice that shares every block of ``source`` until it writes."""
+        """Start a choice that shares all blocks of ``source`` until it writes."""
         branch = self.new_sequence(source.request, choice, [*source.tokens, token])
         branch.blocks = list(source.blocks)
         branch.computed = source.computed
@@ -201,47 +183,43 @@ class BatchState:
         return branch
 
     def enqueue(self, item: TokenSequence | Reservation) -> None:
-        """Let a sequence or a reservation wait for blocks, in its request's place."""
+        """Queue a sequence or a reservation in the order of its request."""
         bisect.insort(self.queue, item, key=lambda waiting: waiting.request.order)
 
     def await_kv(self, reservation: Reservation) -> None:
-        """Let a reservation wait for blocks, in its request's place.
+        """Queue a reservation in the order of its request, or grant it at once.
 
-        One for nothing but KV, which no answer follows, overtakes those that wait for steps, as
-        long as it takes no more than half of the blocks that are left.
+        A reservation without live choices needs no steps. It overtakes the queue if it takes at
+        most half of the available blocks.
         """
         need = self.pool.blocks_for(len(reservation.request.prompt) + 1)
         overtakes = not reservation.request.live_choices and 2 * need <= self.available_blocks()
-        if overtakes and self._comes_back(reservation):
+        if overtakes and self._awaits_tier(reservation):
             self.overtaking.append(reservation)
         elif not (overtakes and self.reservations.grant(reservation)):
             self.enqueue(reservation)
 
     def run(self, sequence: TokenSequence) -> None:
-        """Put a sequence that has its blocks into the batch."""
+        """Add a sequence that has its blocks to the batch."""
         sequence.running = True
         self.running.append(sequence)
 
     def hold(self, sequence: TokenSequence) -> None:
-        """Take a finished prompt out of the batch and keep its blocks for who reads them."""
+        """Take a finished prompt out of the batch and keep its blocks for readers."""
         self.running.remove(sequence)
         sequence.running = False
         self.held[sequence.request.request_id] = sequence
 
     def hold_cached(self, request: EngineRequest) -> TokenSequence:
-        """Keep the blocks of a prompt that are all in the cache, for who reads them.
-
-        Raises:
-            UnavailableError: They are not, or too much is held already.
-        """
+        """Hold the cached blocks of a complete prompt, or raise ``UnavailableError``."""
         sequence = self.new_sequence(request, 0, request.prompt)
         tokens = len(request.prompt)
         blocks = self.pool.match(sequence.full_hashes(tokens, self.pool.block_tokens))
         if len(blocks) * self.pool.block_tokens != tokens:
             count = self.pool.blocks_for(tokens)
-            raise UnavailableError(f"{len(blocks)} of {count} blocks are in this worker's cache")
+            raise UnavailableError(f"only {len(blocks)} of {count} blocks are cached here")
         if self.pins_too_much(request, len(blocks)):
-            raise UnavailableError("half of this worker's blocks are held for others already")
+            raise UnavailableError("half of this worker's blocks are held for other workers")
         self.pool.pin(blocks)
         sequence.blocks = blocks
         sequence.computed = tokens
@@ -250,7 +228,7 @@ class BatchState:
         return sequence
 
     def fetch(self, request: EngineRequest) -> bool:
-        """Begin to bring back from a tier what a HELD request asks for; False: nothing comes."""
+        """Start restoring a HELD request's blocks from a tier; False if none is restored."""
         tokens = len(request.prompt)
         hashes = self.new_sequence(request, 0, request.prompt).full_hashes(
             tokens, self.pool.block_tokens
@@ -262,24 +240,24 @@ class BatchState:
         return True
 
     def fetched(self) -> list[EngineRequest]:
-        """HELD requests that wait for no tier any more; reservations that do not go on."""
-        came = [waiting for waiting in self.overtaking if not self.tiers.brings(waiting)]
-        for reservation in came:
+        """Return HELD requests whose restore ended; queue reservations whose restore ended."""
+        restored = [item for item in self.overtaking if not self.tiers.brings(item)]
+        for reservation in restored:
             self.overtaking.remove(reservation)
             self.await_kv(reservation)
         ready = [name for name in self.fetching if not self.tiers.brings(name)]
         return [self.fetching.pop(name) for name in ready]
 
     def first_ready(self) -> TokenSequence | Reservation | None:
-        """What is to be admitted next: those whose blocks come back from a tier are gone by."""
-        first = self.queue[:_MOST_BRINGS]
-        return next((item for item in first if not self._comes_back(item)), None)
+        """Return the first queued item that does not wait for blocks from a tier."""
+        first = self.queue[:_MAX_RESTORES]
+        return next((item for item in first if not self._awaits_tier(item)), None)
 
-    def _comes_back(self, item: TokenSequence | Reservation) -> bool:
-        """Whether leading blocks of what waits first are on their way from a tier.
+    def _awaits_tier(self, item: TokenSequence | Reservation) -> bool:
+        """Return whether leading blocks of a waiting item are being restored from a tier.
 
-        They are asked for once, when there is room for them: what then is not in the pool is
-        computed, or comes from elsewhere.
+        They are requested once, when there is room. Blocks that are then still missing are
+        computed.
         """
         request = item.request
         if not item.asked_tiers and request.spec.cacheable:
@@ -299,14 +277,14 @@ class BatchState:
         return self.tiers.bring(key, hashes, promised, request.tier_tokens, always=always)
 
     def pins_too_much(self, request: EngineRequest, need: int) -> bool:
-        """Pins of finished prompts above half the pool make new prompts wait."""
+        """Return whether held prompts would pin more than half of the pool."""
         if request.kind not in (Kind.PREFILL, Kind.HELD) or not self.held:
             return False
         pinned = sum(len(sequence.blocks) for sequence in self.held.values())
         return pinned + need > self.pool.total // 2
 
     def remove(self, sequence: TokenSequence) -> None:
-        """End a sequence, wherever it is."""
+        """End a sequence in any state."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.queue:
@@ -315,10 +293,10 @@ class BatchState:
             self.held.pop(sequence.request.request_id, None)
         self.vacate(sequence)
 
-    # ---------------------------------------------------------------- blocks are gained and lost
+        # ---------------------------------------------------------------- blocks
 
     def register_hashes(self, sequence: TokenSequence) -> None:
-        """Tell the pool the hashes of blocks that have become full, so that others may share."""
+        """Register the hashes of full blocks, so that other requests can share them."""
         if not sequence.request.spec.cacheable:
             return
         full_blocks = sequence.computed // self.pool.block_tokens
@@ -329,9 +307,9 @@ class BatchState:
             sequence.registered_blocks = full_blocks
 
     def make_writable(self, sequence: TokenSequence, copies: list[tuple[int, int]]) -> bool:
-        """Give the sequence a block of its own for its next token; False if it was preempted.
+        """Give the sequence its own block for the next token; False if it was preempted.
 
-        ``copies`` gets (source, target) when the block was shared.
+        A shared block is replaced, and (source, target) is appended to ``copies``.
         """
         index = sequence.computed // self.pool.block_tokens
         if index < len(sequence.blocks) and not self.pool.shared(sequence.blocks[index]):
@@ -353,7 +331,7 @@ class BatchState:
         return True
 
     def _make_room(self, sequence: TokenSequence) -> bool:
-        """Preempt lower tickets until one block is available, in the end ``sequence`` itself."""
+        """Preempt later requests, finally ``sequence``, until one block is available."""
         while self.available_blocks() < 1:
             victims: list[TokenSequence | Reservation] = [
                 running for running in self.running if running.request.kind is not Kind.PREFILL
@@ -377,7 +355,7 @@ class BatchState:
             self.revoke(max(lower, key=lambda reservation: reservation.request.order))
 
     def preempt(self, sequence: TokenSequence) -> None:
-        """Take a running sequence's blocks away; it comes back through the queue."""
+        """Take a running sequence's blocks and queue it again."""
         self.preemptions += 1
         sequence.request.preemptions += 1
         self.running.remove(sequence)
@@ -385,13 +363,13 @@ class BatchState:
         self.enqueue(sequence)
 
     def revoke(self, reservation: Reservation) -> None:
-        """Take a reservation's capacity away; a new one of its request joins the queue."""
+        """Take a reservation's capacity and queue a new one for its request."""
         self.reservations.revoke(reservation)
         self.preemptions += 1
         self.enqueue(self.reservations.new(reservation.request))
 
     def drop(self, reservation: Reservation) -> None:
-        """Give back what a reservation holds; nobody writes into its pages any more."""
+        """Release a reservation's blocks, to which no writer writes any more."""
         if reservation in self.queue:
             self.queue.remove(reservation)
         if reservation in self.overtaking:
@@ -399,7 +377,7 @@ class BatchState:
         self.reservations.drop(reservation)
 
     def vacate(self, sequence: TokenSequence) -> None:
-        """Give the sequence's blocks back to the cache."""
+        """Return the sequence's blocks to the cache."""
         self.pool.release(sequence.blocks)
         sequence.found_tokens = sequence.registered_blocks * self.pool.block_tokens
         sequence.blocks = []

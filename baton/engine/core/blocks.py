@@ -1,4 +1,4 @@
-"""Who owns which block of the KV pool.
+"""States of the blocks of the KV pool.
 
     free ──allocate──▶ in use ──release──▶ cached (has a hash) ──evict──▶ in use by another
                          │  └──release──▶ free   (has no hash)
@@ -18,7 +18,7 @@ from baton.types.pool_counts import BlockCounts
 
 
 class _FreeMap:
-    """Which blocks are free: one byte for each, so that a run of them is found by ``find``."""
+    """Set of free blocks: one byte per block, so that ``find`` finds contiguous runs."""
 
     def __init__(self, total: int) -> None:
         self._bytes = bytearray(b"\1" * total)
@@ -45,13 +45,11 @@ class _FreeMap:
         return taken
 
     def run_from(self, first: int, count: int) -> range:
-        """Up to ``count`` free blocks that follow each other, from ``first`` on."""
         end = min(first + count, len(self._bytes))
         used = self._bytes.find(0, first, end)
         return range(first, used if used >= 0 else max(end, first))
 
     def first_run(self, count: int) -> range:
-        """The first ``count`` free blocks that follow each other; empty if there are none."""
         first = self._bytes.find(b"\1" * count)
         return range(first, first + count) if first >= 0 else range(0)
 
@@ -59,12 +57,8 @@ class _FreeMap:
 class BlockPool:
     """Reference counts, hashes and LRU order of ``total`` blocks.
 
-    A released block keeps its hash until the block is taken for something else; blocks are evicted
-    oldest release first, and within one release tails go before roots.
-
-    Args:
-        total: How many blocks there are.
-        block_tokens: Tokens of one; the simulator has larger blocks than the engine.
+    A released block keeps its hash until the block is reused. Blocks are evicted in order of
+    release, and within one release from the tail to the root.
     """
 
     def __init__(self, total: int, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -79,24 +73,24 @@ class BlockPool:
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
         self.evictions = 0
-        # Where there are tiers below (``baton/engine/core/tiers``): what the first one holds,
-        # cached blocks that it lacks, and blocks that are being copied there.
+        # With tiers (``baton/engine/core/tiers``): hashes that the first tier holds, cached blocks
+        # that it lacks, and blocks that are being copied to it.
         self._saved: Container[bytes] | None = None
         self._unsaved: OrderedDict[int, None] = OrderedDict()
-        self.guarded: set[int] = set()
+        self.guarded: set[int] = set()  # not evicted; their LRU position stays
         self.unsaved_evictions = 0
 
     def available(self) -> int:
-        """Blocks that ``allocate`` could hand out now."""
+        """Return the number of blocks that ``allocate`` can take now."""
         guarded = sum(block in self._cached for block in self.guarded)
         return len(self._free) + len(self._cached) - guarded
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that ``tokens`` tokens occupy."""
+        """Return the number of blocks that ``tokens`` tokens occupy."""
         return -(-tokens // self.block_tokens)
 
     def counts(self) -> BlockCounts:
-        """Blocks by state."""
+        """Return the number of blocks in each state."""
         free = len(self._free)
         cached = len(self._cached)
         quarantined = len(self._quarantined)
@@ -109,7 +103,7 @@ class BlockPool:
         )
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest run of ``hashes``, from the first, that the pool holds."""
+        """Return the pool's blocks for the longest prefix of ``hashes``."""
         blocks = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -119,7 +113,7 @@ class BlockPool:
         return blocks
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Take one more reference on each block (cached, or in use)."""
+        """Add a reference to each block, cached or in use."""
         for block in blocks:
             if not self._references[block]:
                 del self._cached[block]
@@ -127,14 +121,9 @@ class BlockPool:
             self._references[block] += 1
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
-        """Take ``count`` blocks without hashes, contiguous where that is possible.
+        """Take ``count`` blocks without hashes; None if fewer are available.
 
-        Args:
-            count: How many.
-            after: Prefer the blocks that follow this one, so that a sequence stays one run.
-
-        Returns:
-            Block ids, or None when fewer than ``count`` are available (nothing is taken then).
+        Blocks behind ``after`` are preferred, so that a sequence stays contiguous.
         """
         if count > self.available():
             return None
@@ -149,7 +138,7 @@ class BlockPool:
         return taken
 
     def _run_of_free(self, count: int, after: int | None) -> list[int]:
-        """Take up to ``count`` free blocks that follow each other; all of them, or few, or none."""
+        """Take up to ``count`` contiguous free blocks."""
         if after is not None:
             return self._free.take(self._free.run_from(after + 1, count))
         return self._free.take(self._free.first_run(count)) if count > 1 else []
@@ -174,7 +163,7 @@ class BlockPool:
             self._removed.append(block_hash)
 
     def set_hash(self, block: int, block_hash: bytes) -> None:
-        """Make a fully computed block findable; a hash that another block has stays there."""
+        """Make a computed block findable, unless another block has the hash."""
         if block_hash in self._block_of or self._hash_of[block] is not None:
             return
         self._hash_of[block] = block_hash
@@ -182,11 +171,11 @@ class BlockPool:
         self._stored.append(block_hash)
 
     def shared(self, block: int) -> bool:
-        """Whether more than one sequence holds the block (write to a copy then)."""
+        """Return whether several sequences hold the block; writers then need a copy."""
         return self._references[block] > 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference on each block of a sequence, given in sequence order."""
+        """Drop one reference on each block; the blocks are given in sequence order."""
         for block in reversed(blocks):  # tails become older than roots
             self._references[block] -= 1
             if self._references[block]:
@@ -199,65 +188,53 @@ class BlockPool:
                     self._unsaved[block] = None
 
     def save_into(self, tier: Container[bytes]) -> None:
-        """From now on tell which cached blocks a tier lacks."""
+        """Track the cached blocks that ``tier`` lacks."""
         self._saved = tier
 
     @property
     def untouched(self) -> int:
-        """Blocks that can be taken without losing what no tier has."""
+        """Number of blocks that can be taken without losing data that no tier has."""
         return len(self._free) + len(self._cached) - len(self._unsaved)
 
     def oldest_unsaved(self, count: int) -> list[int]:
-        """Cached blocks that the tier lacks and that are not guarded, the next to go first."""
+        """Return unguarded cached blocks that the tier lacks, next to be evicted first."""
         waiting = (block for block in self._unsaved if block not in self.guarded)
         return list(islice(waiting, count))
 
-    def guard(self, block: int) -> None:
-        """Do not evict a block: it is being copied. It keeps its place among the others."""
-        self.guarded.add(block)
-
-    def unguard(self, block: int) -> None:
-        """The copy has ended."""
-        self.guarded.discard(block)
-
     def note_saved(self, block: int) -> None:
-        """The tier has what the block holds, or will not take it."""
+        """Note that the tier holds the block's data or refused it."""
         self._unsaved.pop(block, None)
 
     def holds(self, block_hash: bytes) -> bool:
-        """Whether a block of this hash is in the pool."""
+        """Return whether a block with this hash is in the pool."""
         return block_hash in self._block_of
 
     def hash_of(self, block: int) -> bytes:
-        """The hash of a block that can be found.
-
-        Raises:
-            KeyError: It has none.
-        """
+        """Return the hash of a findable block; raise ``KeyError`` for other blocks."""
         block_hash = self._hash_of[block]
         if block_hash is None:
             raise KeyError(block)
         return block_hash
 
     def quarantine(self, blocks: Sequence[int]) -> None:
-        """Put unshared blocks in use aside: someone may still be writing into them."""
+        """Set unshared blocks in use aside, because a peer may still write to them."""
         for block in blocks:
             self._references[block] = 0
             self._forget_hash(block)
             self._quarantined.add(block)
 
     def absolve(self, blocks: Sequence[int]) -> None:
-        """Free quarantined blocks: the writer is proven to have stopped."""
+        """Free quarantined blocks after their writer has stopped."""
         self._quarantined.difference_update(blocks)
         for block in blocks:
             self._free.add(block)
 
     def hashes(self) -> list[bytes]:
-        """Hashes of all blocks that can be found, for a snapshot."""
+        """Return the hashes of all findable blocks, for a snapshot."""
         return list(self._block_of)
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes stored and removed since the last call; none of them is in both lists."""
+        """Return hashes stored and removed since the last call; the lists are disjoint."""
         stored = self._stored
         removed = self._removed
         self._stored = []
@@ -273,45 +250,39 @@ class BlockPool:
     def check_integrity(
         self, tables: Iterable[Sequence[int]], draining: Sequence[int] | None = None
     ) -> None:
-        """Recount everything from the block tables of all who hold blocks.
+        """Recount everything from block tables, one per reference; raise ``RuntimeError`` if wrong.
 
-        Args:
-            tables: Each table once for each reference that it took.
-            draining: What the quarantine must consist of; None = not known.
-
-        Raises:
-            RuntimeError: A count differs, a block is in two places, or a hash is; the text says
-                which.
+        ``draining`` is the expected content of the quarantine, if known.
         """
         references = [0] * self.total
         for table in tables:
             if len(set(table)) != len(table):
-                raise RuntimeError(f"a table holds a block twice: {list(table)[:64]}")
+                raise RuntimeError(f"block table contains a block twice: {list(table)[:64]}")
             for block in table:
                 references[block] += 1
         if references != self._references:
             wrong = [b for b in range(self.total) if references[b] != self._references[b]]
-            raise RuntimeError(f"blocks {wrong[:8]}: references differ from the tables that hold")
+            raise RuntimeError(f"blocks {wrong[:8]}: reference counts differ from the block tables")
         in_use = {block for block in range(self.total) if references[block]}
         free = set(self._free)
         parts = [free, set(self._cached), in_use, self._quarantined]
         union = set().union(*parts)
         if len(free) != len(self._free):
-            raise RuntimeError(f"{len(free)} blocks are free, {len(self._free)} were counted")
+            raise RuntimeError(f"{len(free)} blocks are free, but the count is {len(self._free)}")
         if sum(map(len, parts)) != self.total or len(union) != self.total:
             raise RuntimeError(f"block states overlap or leak: {list(map(len, parts))}")
         if draining is not None and sorted(draining) != sorted(self._quarantined):
-            raise RuntimeError(f"quarantined {sorted(self._quarantined)[:8]}: not what drains")
+            raise RuntimeError(f"quarantined {sorted(self._quarantined)[:8]} are not what drains")
         self._check_hashes()
 
     def _check_hashes(self) -> None:
         for block_hash, block in self._block_of.items():
             if self._hash_of[block] != block_hash:
-                raise RuntimeError(f"block {block} does not have the hash that points to it")
+                raise RuntimeError(f"block {block} lacks the hash under which it is listed")
         hashed = {block for block in range(self.total) if self._hash_of[block] is not None}
         if len(hashed) != len(self._block_of):
-            raise RuntimeError("two blocks have one hash, or a hash that points to no block")
+            raise RuntimeError("two blocks have the same hash, or a hash is not listed")
         if not self._unsaved.keys() <= self._cached.keys() or not self.guarded <= hashed:
-            raise RuntimeError("a block waits to be saved, or is being saved, that is not cached")
+            raise RuntimeError("a block to be saved or guarded is not cached")
         if hashed & (set(self._free) | self._quarantined) or not hashed.issuperset(self._cached):
             raise RuntimeError("a free block has a hash, or a cached one has none")

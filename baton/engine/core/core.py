@@ -1,6 +1,7 @@
-"""The engine without a process around it: scheduler plus model runner, stepped by the caller."""
+"""Engine without a process around it: scheduler and model runner, stepped by the caller."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.model_runner import ModelRunner
@@ -16,23 +17,24 @@ from baton.types.errors import NumericsError, TransferError
 from baton.types.geometry import context_tokens
 from baton.types.params import SampledToken
 
-CHUNK_TIME_NS = 100_000_000  # a step with decodes in it, or twice the decodes' own time
-_LONGEST_CHUNK_TIME_NS = 250_000_000  # and that no longer than this
-LONE_CHUNK_TIME_NS = 1_000_000_000  # nobody waits but the client who may cancel
+# Steps with decodes: this long, or twice the time of the decodes, up to the second limit.
+CHUNK_TIME_NS = 100_000_000
+_LONGEST_CHUNK_TIME_NS = 250_000_000
+LONE_CHUNK_TIME_NS = 1_000_000_000  # steps without decodes; delays only cancellation
 _MIN_CHUNK_TOKENS = 64
-_SAMPLE_WEIGHT = 0.3  # of a step's time: the means follow within a few steps
+_SAMPLE_WEIGHT = 0.3  # of one step in the running means
 
 
 class EngineCore:
-    """One engine: submit requests to ``scheduler``, call ``step``, read the events.
+    """Scheduler, model runner and optional speculation of one engine.
+
+    Submit requests to ``scheduler``, then plan, execute and apply steps.
 
     Args:
-        runner: Executes plans.
-        config: Limits.
-        group_layers_bytes: KV of a PREFILL request is published in groups of layers of about this
-            many bytes.
-        speculation: Proposes the next tokens of answers; None for no draft tokens.
-        tiers: Below the pool, the fastest first; the caller makes their copies.
+        group_layers_bytes: Approximate size of the layer groups in which a PREFILL request's KV is
+            published.
+        speculation: Adds draft tokens; None for no speculation.
+        tiers: Tiers below the pool, the fastest first; the caller makes their copies.
         check_every_step: Recount all blocks after every step and every failure (tests).
     """
 
@@ -57,12 +59,12 @@ class EngineCore:
         self.speculation = speculation
         self._group_layers_bytes = group_layers_bytes
         self._check_every_step = check_every_step
-        self._checked_at = 0  # the step after which the blocks were recounted
-        self._token_ns = RunningMean(_SAMPLE_WEIGHT)  # one prompt token
-        self._decode_ns = RunningMean(_SAMPLE_WEIGHT)  # one step of the running decodes
+        self._checked_at = 0  # step of the last recount
+        self._token_ns = RunningMean(_SAMPLE_WEIGHT)  # per prompt token
+        self._decode_ns = RunningMean(_SAMPLE_WEIGHT)  # per step without prompt tokens
 
     def plan(self, now_ns: int) -> StepPlan:
-        """The next step; no rows means that there is nothing to do."""
+        """Return the next step; a plan without rows means there is nothing to compute."""
         self.scheduler.max_step_tokens = self._token_budget()
         self.tiers.token_ns = self._token_ns.value
         plan = self.scheduler.plan(now_ns)
@@ -77,17 +79,17 @@ class EngineCore:
         )
 
     def take_copies(self, now_ns: int) -> list[Copy]:
-        """Blocks to copy between the pool and its tiers; the caller tells how each ends."""
+        """Return block copies to make; the caller reports each result to ``copied``."""
         self.tiers.give_up(now_ns)
         self.tiers.save(now_ns)
         return self.tiers.take_copies()
 
     def copied(self, done: Copied, now_ns: int) -> None:
-        """One of these copies has ended."""
+        """Record the result of a copy."""
         self.tiers.copied(done, now_ns)
 
     def publications(self, plan: StepPlan) -> list["Publication"]:
-        """What the PREFILL rows of a plan will let others read, layer group by layer group."""
+        """Return publications of the plan's PREFILL rows, each in groups of layers."""
         publications = []
         running = self.batch.running_by_id()
         for row in plan.rows:
@@ -123,11 +125,11 @@ class EngineCore:
         duration_ns: int,
         steps: int = 1,
     ) -> list[ev.Event]:
-        """Record a finished step; returns all events since the last call.
+        """Record a finished step and return all events since the last call.
 
-        ``duration_ns`` counts from before ``plan``, where a draft model computes. ``steps`` above 1
-        are equal ones (``BatchState.equal_steps``) in virtual time: each row's result has so many
-        tokens, and ``duration_ns`` is one step's mean.
+        ``duration_ns`` is the time since before ``plan``, where a draft model computes. With
+        ``steps`` equal steps in virtual time (``BatchState.equal_steps``) each row has one result
+        per step, and ``duration_ns`` is the mean of one.
         """
         self._withdraw(plan)
         self._end_refused(plan)
@@ -139,9 +141,9 @@ class EngineCore:
         return self.take_events(plan, duration_ns)
 
     def fail(self, plan: StepPlan, error: NumericsError) -> list[ev.Event]:
-        """A step found NaN or Inf: end the requests at fault, leave the others as they were.
+        """End the requests whose rows have NaN or Inf, and leave the others unchanged.
 
-        A row with draft tokens is not judged by them: it comes again without.
+        A row with draft tokens is not failed: it is computed again without them.
         """
         self.numerics_failures += 1
         running = self.batch.running_by_id()
@@ -156,30 +158,25 @@ class EngineCore:
         return self.take_events()
 
     def _withdraw(self, plan: StepPlan) -> None:
-        """End the hand-offs whose KV was announced and then had to be computed again.
+        """Fail transfers whose KV was published and then recomputed.
 
-        A row that met NaN of a neighbour is computed once more, alone. What was announced of it
-        meanwhile may have been pulled half written.
+        A row with NaN from a neighbour is recomputed alone. A peer may have pulled its published KV
+        while it was incomplete.
         """
         running = self.batch.running_by_id()
         for index in self.runner.rewritten_rows:
             sequence = running.get(plan.rows[index].sequence_id)
             if sequence is not None and sequence.request.kind is Kind.PREFILL:
-                error = TransferError("KV that was announced had to be computed again")
+                error = TransferError("KV was recomputed after it was published")
                 self.scheduler.fail(sequence.request.request_id, error)
 
     def check_when_idle(self) -> None:
-        """Recount all blocks, once after each time of work: a leak is noticed in production too.
-
-        Raises:
-            RuntimeError: See ``BatchState.check_integrity``.
-        """
+        """Recount all blocks once after each busy period, so that leaks show in production too."""
         if self._checked_at != self.steps and not self.batch.has_work():
             self._checked_at = self.steps
             self.batch.check_integrity()
 
     def _end_refused(self, plan: StepPlan) -> None:
-        """End the requests whose grammar failed; the others of the step are untouched."""
         running = self.batch.running_by_id()
         for index, error in self.runner.refused_rows.items():
             sequence = running.get(plan.rows[index].sequence_id)
@@ -187,11 +184,11 @@ class EngineCore:
                 self.scheduler.fail(sequence.request.request_id, error)
 
     def take_admissions(self) -> list[ev.Event]:
-        """What planning a step has caused; ahead of what the step itself will say."""
+        """Return the events of planning a step, before those of the step."""
         return self.batch.take_events()
 
     def take_events(self, plan: StepPlan | None = None, duration_ns: int = 0) -> list[ev.Event]:
-        """Events gathered so far, with the cache changes and the load at the end."""
+        """Return all events, followed by cache changes and the load."""
         if self._check_every_step:
             self.batch.check_integrity()
         events = self.batch.take_events()
@@ -216,7 +213,7 @@ class EngineCore:
             decode_rows=decode_rows,
             running=load.running,
             waiting=load.waiting,
-            answering=self.batch.answering(),
+            answering=self.batch.count_decodes(),
             queued_prompt_tokens=load.queued_tokens,
             queued_prompt_context=load.queued_context,
             blocks=self.pool.counts(),
@@ -231,7 +228,7 @@ class EngineCore:
         )
 
     def _token_budget(self) -> int:
-        """Tokens of the next step, so that it stays within its time."""
+        """Return the token limit that keeps the next step within its time."""
         limit = self.scheduler.config.max_step_tokens
         if not self._token_ns.value:
             return limit
@@ -245,9 +242,8 @@ class EngineCore:
         return min(limit, decodes + prompt_tokens)
 
     def _fit_times(self, plan: StepPlan, duration_ns: int) -> None:
-        """Learn from a step what prompt tokens and decodes cost."""
         if any(row.cost_tokens > len(row.tokens) for row in plan.rows):
-            return  # scores are no measure of what prompts cost
+            return  # prompt scores take extra time
         decodes = sum(row.decodes for row in plan.rows)
         prompt_tokens = sum(len(row.tokens) for row in plan.rows if not row.decodes)
         if not prompt_tokens:
@@ -258,31 +254,23 @@ class EngineCore:
                 self._token_ns.add(spent_ns / prompt_tokens)
 
 
+@dataclass(slots=True, kw_only=True)
 class Publication:
-    """Turns "n layers are done" into ``Published`` events for one PREFILL row of a running step.
+    """Publication of one PREFILL row of a running step, group by group.
 
-    Groups are ``layers_per_group`` layers; the last one is never larger than half of that, so that
-    little is left to send once the step has ended.
+    A group has ``layers_per_group`` layers. The last group has at most half of that, so that
+    little is left to send after the step.
     """
 
-    def __init__(
-        self,
-        *,
-        request_id: str,
-        block_begin: int,
-        block_count: int,
-        valid_tokens: int,
-        layers_per_group: int,
-    ) -> None:
-        self.request_id = request_id
-        self.block_begin = block_begin
-        self.block_count = block_count
-        self.valid_tokens = valid_tokens
-        self.layers_per_group = layers_per_group
-        self._sent = 0
+    request_id: str
+    block_begin: int
+    block_count: int
+    valid_tokens: int
+    layers_per_group: int
+    _sent: int = field(default=0, init=False)
 
     def on_layers_done(self, done: int, total: int) -> ev.Published | None:
-        """The next group, once ``done`` of ``total`` layers fill one."""
+        """Return the next group if ``done`` of ``total`` layers complete one."""
         count = done - self._sent
         tail = max(1, self.layers_per_group // 2)
         full = count >= self.layers_per_group or (total - done == tail and count > 0)

@@ -1,8 +1,8 @@
-"""What the engine asks of a backend: to execute plans over one KV pool.
+"""Interface of a backend: a ``ModelRunner`` executes plans over one KV pool.
 
-``ModelRunner`` is implemented by ``baton/engine/cpu/runner.py``, ``baton/engine/cuda/runner.py``
-and ``baton/engine/emulated.py``. What a request may ask of a runner stands in its ``capabilities``;
-anything else is refused when the request is submitted, before it waits for anything.
+It is implemented by ``baton/engine/cpu/runner.py``, ``baton/engine/cuda/runner.py`` and
+``baton/engine/emulated.py``. Requests that exceed a runner's ``capabilities`` are rejected when
+they are submitted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from baton.types.params import AdapterRef, SampledToken
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the shell must know of the model behind a runner."""
+    """Identity and context limit of the model behind a runner."""
 
     numerics_id: str
     weights_digest: bytes
@@ -26,26 +26,27 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request may ask of a runner beside plain sampling.
+    """Optional request features that a runner supports.
 
     Attributes:
-        engine: What the errors call it.
+        engine: Name of the engine in error messages.
+        poolings: Supported ways to pool a prompt's hidden rows to a vector.
     """
 
     engine: str = "this engine"
     logprobs: bool = True
     logit_bias: bool = True
     prompt_logprobs: bool = False
-    poolings: tuple[str, ...] = ()  # ways to pool a prompt's hidden rows to a vector
+    poolings: tuple[str, ...] = ()
     grammars: bool = False
     adapters: bool = False
 
     def refusal(self, request: RequestSpec) -> BatonError | None:
-        """The error that a request ends with because the runner cannot serve it."""
+        """Return the error for a request that the runner cannot serve, or None."""
         params = request.params
         name = self.engine
         if params.grammar and not self.grammars:
-            return GrammarError(f"{name} takes no grammars")
+            return GrammarError(f"grammars are not served by {name}")
         scored = params.prompt_logprobs is not None
         pooling = request.pooling
         if (scored and not self.prompt_logprobs) or (pooling and pooling not in self.poolings):
@@ -62,91 +63,85 @@ class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarStore(Protocol):
-    """The grammars that a runner has compiled. For any thread."""
+    """Compiled grammars of a runner; thread-safe."""
 
     def hold(self, grammar: str) -> None:
-        """Keep a grammar, compiled now or later, until as many calls of ``release``."""
+        """Keep a grammar until ``release`` was called as often."""
 
     def release(self, grammar: str) -> None:
-        """One holder less."""
+        """Remove one hold on a grammar."""
 
     def prepare(self, grammar: str) -> Any:
-        """Compile a grammar unless that is done; it may take long.
-
-        Raises:
-            GrammarError: It does not compile.
-        """
+        """Compile a grammar unless it is compiled; slow, and may raise ``GrammarError``."""
 
 
 class AdapterStore(Protocol):
-    """The adapters that a runner holds, by digest."""
+    """Loaded LoRA adapters of a runner, by digest."""
 
     def prepare(self, ref: AdapterRef) -> Any:
-        """Read and check an adapter, on every rank. Slow; called in a thread of its own.
+        """Read and check an adapter on every rank, in a separate thread.
 
         Raises:
-            AdapterLoadError: It cannot be loaded, or is not the one that ``digest`` names.
+            AdapterLoadError: The adapter cannot be loaded or has another digest than ``ref``.
         """
 
     def add(self, ref: AdapterRef, prepared: Any) -> None:
-        """Hold what ``prepare`` returned; between steps only, and at once."""
+        """Add a prepared adapter; only between steps."""
 
     def remove(self, digest: str) -> None:
-        """Let an adapter go that no row needs any more; between steps only."""
+        """Remove an adapter that no row uses; only between steps."""
 
 
 class ModelRunner(Protocol):
-    """Executes plans over one KV pool."""
+    """Executor of plans over one KV pool."""
 
     @property
     def capabilities(self) -> RunnerCapabilities:
-        """What rows may ask for."""
+        """Optional features of requests."""
 
     @property
     def adapters(self) -> AdapterStore:
-        """What rows may name in ``adapter``."""
+        """Store of the adapters that rows name in ``adapter``."""
 
     @property
     def grammars(self) -> GrammarStore | None:
-        """Compiles what rows may name in ``params.grammar``; None where there are no grammars."""
+        """Store of compiled grammars; None if grammars are not supported."""
 
     @property
     def geometry(self) -> KvGeometry:
-        """Shape of the pool that this runner reads and writes."""
+        """Shape of the KV pool."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer unless ``ignore_eos``."""
+        """Tokens that end a response unless ``ignore_eos``."""
 
     @property
     def rewritten_rows(self) -> tuple[int, ...]:
-        """Rows of the last plan whose KV was written a second time after ``on_layers_done``."""
+        """Rows of the last plan whose KV was rewritten after ``on_layers_done``."""
 
     @property
     def refused_rows(self) -> Mapping[int, BatonError]:
-        """Rows of the last plan whose grammar failed, and why: what was sampled there is void."""
+        """Rows of the last plan whose grammar failed; their samples are void."""
 
     @property
     def mask_ns(self) -> int:
         """Time that the last step spent on grammars."""
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """How many of ``draft_tokens``, in order, the grammar of ``spec`` allows next."""
+        """Return how many leading ``draft_tokens`` the grammar of ``spec`` allows."""
 
     def execute(
         self, plan: StepPlan, on_layers_done: Callable[[int], None] | None = None
     ) -> list[list[SampledToken]]:
         """Run one step.
 
-        Args:
-            plan: What to compute.
-            on_layers_done: Called with the number of layers whose KV is in the pool, as the step
-                proceeds (this is what streams KV out while later layers still compute).
+        ``on_layers_done`` is called during the step with the number of layers whose KV is in the
+        pool, so that KV is sent while later layers compute.
 
         Returns:
-            For each row of the plan, one token per entry of ``samples``, in order. Behind a wrong
-            draft token there may be fewer.
+            For each row, one token per entry of ``samples``, in order; fewer after a wrong draft
+            token.
 
         Raises:
-            NumericsError: A row's logits hold NaN or Inf. ``rows`` names the rows at fault.
+            NumericsError: Logits of the rows in ``rows`` contain NaN or Inf.
         """

@@ -1,4 +1,4 @@
-"""What the scheduler hands to a model runner: one step, as plain data."""
+"""Step plan that the scheduler passes to a model runner, as plain data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,11 +9,10 @@ from baton.types.prompt_outputs import PromptOutputs
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """Sample one token from a row's logits: the last one's, or one that verifies a draft token.
+    """Request to sample one token from a row's logits, or to verify one draft token.
 
-    ``history`` is the whole token list so far (prompt, then answer); penalties know by
-    ``prompt_tokens`` where the prompt ends. The token sampled will stand at index ``len(history)``,
-    and ``generated`` = ``len(history) - prompt_tokens`` (for ``min_tokens``).
+    ``history`` is the whole token list so far (prompt, then response); ``prompt_tokens`` is the
+    length of the prompt in it. The sampled token gets the index ``len(history)``.
     """
 
     choice: int
@@ -24,17 +23,16 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """One sequence's part of a step: compute ``tokens`` at positions ``start ...``.
+    """Part of a step for one sequence: compute ``tokens`` at positions ``start ...``.
 
     ``block_ids`` covers positions 0 to ``start + len(tokens) - 1``; the KV of positions below
-    ``start`` is in the pool already. ``samples`` is empty while a prompt is not finished, and else
-    holds one entry per choice, all sampled from the last row. ``prompt_outputs`` takes these rows'
-    part when the step has succeeded, and not before.
+    ``start`` is in the pool. ``samples`` is empty for an unfinished prompt. Otherwise it has one
+    entry per choice, all sampled from the last row. ``prompt_outputs`` receives these rows only
+    after the step has succeeded.
 
     The last ``num_draft_tokens`` tokens may be draft tokens. Then ``samples`` has one entry for
-    each of the last ``1 + num_draft_tokens`` rows, in order, with a history that takes the draft
-    tokens before it for granted; what is sampled counts as far as the draft tokens before it were
-    right.
+    each of the last ``1 + num_draft_tokens`` rows, in order, with a history that contains the
+    preceding draft tokens. A sampled token is valid if all draft tokens before it were right.
     """
 
     sequence_id: int
@@ -42,22 +40,22 @@ class PlanRow:
     start: int
     block_ids: Sequence[int]
     samples: tuple[SampleSpec, ...] = ()
-    adapter: str = ""  # digest of the LoRA adapter that shapes this row
+    adapter: str = ""  # digest of the LoRA adapter
     prompt_outputs: PromptOutputs | None = None
     num_draft_tokens: int = 0
 
     @property
     def cost_tokens(self) -> int:
-        """The row's share of a step's token budget."""
+        """Number of tokens that the row takes from the step's budget."""
         return len(self.tokens) * (self.prompt_outputs.token_cost if self.prompt_outputs else 1)
 
     @property
     def decodes(self) -> bool:
-        """Whether it continues an answer (or samples behind a prompt's last token alone)."""
+        """Return whether the row continues a response or computes only a prompt's last token."""
         return bool(self.samples) and len(self.tokens) == 1 + self.num_draft_tokens
 
     def samples_by_row(self) -> list[tuple[int, tuple[SampleSpec, ...]]]:
-        """(how many rows before the last, what is sampled there), in order."""
+        """Return (number of rows before the last, its samples), in order."""
         if not self.num_draft_tokens:
             return [(0, self.samples)] if self.samples else []
         return [(self.num_draft_tokens - i, (sample,)) for i, sample in enumerate(self.samples)]
@@ -65,7 +63,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step. ``copies`` (source block, target block) happen before anything else."""
+    """Engine step. ``copies`` (source block, target block) are made first."""
 
     rows: tuple[PlanRow, ...]
     copies: tuple[tuple[int, int], ...] = field(default=())

@@ -1,11 +1,11 @@
-"""Pages that decode reserves for a prompt whose KV arrives from elsewhere.
+"""Pages that a decode worker reserves for a prompt whose KV is pulled from another worker.
 
     WAITING ──granted at its ticket──▶ RESERVED ──first publication──▶ BOUND ──commit──▶ sequence
        ▲                                  │                              │
        └────────── revoked, new generation ─────────────(pages drain)────┘
 
-A generation is one reservation; its number is never used again in this incarnation, so that a late
-chunk for an old reservation can be told from one for the new.
+A generation numbers one reservation and is never reused in this incarnation. It distinguishes a
+late chunk for an old reservation from one for the new.
 """
 
 import enum
@@ -18,7 +18,7 @@ from baton.types import events as ev
 
 
 class ReservationState(enum.Enum):
-    """Where a reservation stands."""
+    """State of a reservation."""
 
     WAITING = "waiting"
     RESERVED = "reserved"
@@ -27,28 +27,24 @@ class ReservationState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """One REMOTE request's hold on the pool."""
+    """Reservation of one REMOTE request."""
 
     request: EngineRequest
     generation: int
     state: ReservationState = ReservationState.WAITING
-    pinned: list[int] = field(default_factory=list)  # own cached prefix: will not travel
-    need_blocks: int = 0  # counted, not yet taken (RESERVED)
-    pages: list[int] = field(default_factory=list)  # taken for what arrives (BOUND)
-    asked_tiers: bool = False  # as of a sequence
+    pinned: list[int] = field(default_factory=list)  # cached prefix, which is not transferred
+    need_blocks: int = 0  # promised, not yet allocated (RESERVED)
+    pages: list[int] = field(default_factory=list)  # allocated for incoming KV (BOUND)
+    asked_tiers: bool = False  # see ``TokenSequence.asked_tiers``
 
     @property
     def blocks(self) -> list[int]:
-        """The block table: pinned prefix, then pages."""
+        """Block table: pinned prefix, then pages."""
         return self.pinned + self.pages
 
 
 class Reservations:
-    """All reservations of one engine, and the pages of revoked ones that still drain.
-
-    Args:
-        pool: The blocks.
-    """
+    """All reservations of one engine, and the pages of revoked ones that still drain."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.events: list[ev.Event] = []
@@ -61,18 +57,18 @@ class Reservations:
         return iter(self._by_request.values())
 
     def new(self, request: EngineRequest) -> Reservation:
-        """A reservation under a fresh generation; it replaces the request's former one."""
+        """Create a reservation with a new generation; it replaces the request's former one."""
         reservation = Reservation(request, self._next_generation)
         self._next_generation += 1
         self._by_request[request.request_id] = reservation
         return reservation
 
     def in_state(self, state: ReservationState) -> list[Reservation]:
-        """Those in one state."""
+        """Return the reservations in one state."""
         return [reservation for reservation in self if reservation.state is state]
 
     def find(self, request_id: str, generation: int, state: ReservationState) -> Reservation | None:
-        """The request's reservation if it is the one meant; None for a stale generation."""
+        """Return the reservation if generation and state match, else None."""
         reservation = self._by_request.get(request_id)
         if (
             reservation is None
@@ -83,12 +79,12 @@ class Reservations:
         return reservation
 
     def take(self, request_id: str) -> Reservation | None:
-        """Remove the request's reservation; what it holds is the caller's."""
+        """Remove and return the request's reservation; the caller owns its blocks."""
         return self._by_request.pop(request_id, None)
 
     @property
     def granted(self) -> int:
-        """Reservations that have capacity and that an answer follows: each will run."""
+        """Number of reservations with capacity whose requests will run."""
         return sum(
             reservation.state is not ReservationState.WAITING
             for reservation in self
@@ -97,11 +93,11 @@ class Reservations:
 
     @property
     def reserved_blocks(self) -> int:
-        """Blocks that are promised and not yet taken."""
+        """Number of blocks promised and not yet allocated."""
         return sum(r.need_blocks for r in self.in_state(ReservationState.RESERVED))
 
     def grant(self, reservation: Reservation) -> bool:
-        """Count capacity and pin the cached prefix; False when it does not fit."""
+        """Promise blocks and pin the cached prefix; False if they do not fit."""
         request = reservation.request
         pinned = self._pool.match(self.hashes(request)) if request.spec.cacheable else []
         self._pool.pin(pinned)
@@ -116,7 +112,7 @@ class Reservations:
         return True
 
     def hashes(self, request: EngineRequest) -> list[bytes]:
-        """Of the prompt's full blocks; the request keeps them for its next grant."""
+        """Return hashes of the prompt's full blocks; they are stored in the request."""
         sequence = TokenSequence(
             sequence_id=0,
             request=request,
@@ -127,7 +123,7 @@ class Reservations:
         return sequence.full_hashes(len(request.prompt), self._pool.block_tokens)
 
     def bind(self, reservation: Reservation) -> bool:
-        """Take the pages that were counted; False when growth has taken them meanwhile."""
+        """Allocate the promised pages; False if running sequences took them."""
         after = reservation.pinned[-1] if reservation.pinned else None
         pages = self._pool.allocate(reservation.need_blocks, after)
         if pages is None:
@@ -142,7 +138,7 @@ class Reservations:
         return True
 
     def revoke(self, reservation: Reservation) -> None:
-        """Take the capacity away; pages someone may be writing into go to quarantine."""
+        """Take the capacity back; pages with a possible writer are quarantined."""
         self.events.append(ev.Revoked(reservation.request.request_id, reservation.generation))
         if reservation.pages:
             self._pool.quarantine(reservation.pages)
@@ -154,27 +150,27 @@ class Reservations:
         reservation.request.preemptions += 1
 
     def drop(self, reservation: Reservation) -> None:
-        """Give back what it holds; its pages are known not to be written any more."""
+        """Release the blocks, to which no writer writes any more."""
         self._pool.release(reservation.blocks)
         reservation.pinned = []
         reservation.pages = []
         reservation.need_blocks = 0
 
     def drained(self, request_id: str, generation: int) -> None:
-        """Nobody writes into the revoked pages of ``generation`` any more."""
+        """Free the revoked pages of ``generation`` after their writer has stopped."""
         self._pool.absolve(self._draining.pop((request_id, generation), ()))
 
     def draining(self) -> list[int]:
-        """Pages of revoked reservations that someone may still write into: the quarantine."""
+        """Return the pages of revoked reservations: the content of the quarantine."""
         return [page for pages in self._draining.values() for page in pages]
 
     @property
     def oldest_draining(self) -> int:
-        """Generation of the reservation that was revoked first of those that drain; 0: none."""
+        """Generation of the draining reservation revoked first; 0 for none."""
         return next((generation for _, generation in self._draining), 0)
 
     def writable(self, request_id: str) -> set[int]:
-        """Pages that the request's intake may be writing into at present."""
+        """Return the pages that the request's KV receiver may be writing to."""
         reservation = self._by_request.get(request_id)
         pages = set(reservation.pages) if reservation else set()
         for (revoked_id, _), draining in self._draining.items():

@@ -1,12 +1,12 @@
-"""Which tokens of which sequence are computed in the next step. Pure: no clock, no I/O, no torch.
+"""Selection of the tokens that the next step computes. Pure: no clock, no I/O, no torch.
 
-One queue, ordered by (priority, ticket), holds everything that wants blocks: sequences to compute
-here and reservations for KV that arrives from elsewhere. The head waits until it fits and nothing
-overtakes it, so two workers that follow the same tickets cannot wait for each other in a circle.
+One queue, ordered by (priority, ticket), holds everything that needs blocks: sequences to compute
+here and reservations for KV from other workers. The head waits until it fits, and nothing overtakes
+it. Two workers that follow the same tickets therefore cannot deadlock.
 
-A step is: running decodes, then running prompt chunks, then admissions, within a token budget.
-Growth preempts the lowest ticket; the blocks of a preempted sequence stay findable in the cache. It
-comes back through the queue with all its tokens, behind which only the next one is sampled.
+A step contains running decodes, then running prompt chunks, then admissions, within a token budget.
+When running sequences need blocks, the request with the latest ticket is preempted; its blocks stay
+findable in the cache. It is queued again with all its tokens, and only the next token is sampled.
 """
 
 from collections.abc import Sequence
@@ -27,21 +27,14 @@ from baton.types.prompt_outputs import PromptOutputs
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one engine."""
+    """Batch limits of one engine."""
 
     max_batch_requests: int = 32
     max_step_tokens: int = 512
 
 
 class Scheduler:
-    """Decides over all requests of one engine.
-
-    Args:
-        pool: All blocks.
-        config: Limits.
-        eos_token_ids: Tokens that end an answer.
-        tiers: Below the pool.
-    """
+    """Scheduler of all requests of one engine."""
 
     def __init__(
         self,
@@ -52,26 +45,24 @@ class Scheduler:
     ) -> None:
         self.batch = BatchState(pool, tiers)
         self.config = config
-        self.max_step_tokens = config.max_step_tokens  # lowered when steps would take too long
+        self.max_step_tokens = config.max_step_tokens  # lowered if steps take too long
         self._eos = frozenset(eos_token_ids)
         self._requests: dict[str, EngineRequest] = {}
-
-    # ---------------------------------------------------------------- commands
 
     def submit(self, request: EngineRequest, now_ns: int) -> None:
         """Queue a request.
 
         Raises:
-            InvalidRequestError: The id is in use, or the request can never fit into the pool.
+            InvalidRequestError: The id is in use, or the request exceeds the pool.
         """
         if request.request_id in self._requests:
-            raise InvalidRequestError(f"request id {request.request_id!r} is already in use here")
+            raise InvalidRequestError(f"request id {request.request_id!r} is already in use")
         no_answer = request.kind in (Kind.PREFILL, Kind.HELD) or request.spec.pooling
         answer = 0 if no_answer else request.spec.params.max_tokens
         need = self.batch.pool.blocks_for(len(request.prompt) + answer)
         if not request.prompt or need > self.batch.pool.total:
             raise InvalidRequestError(
-                f"prompt of {len(request.prompt)} tokens and answer of {answer} need {need} KV "
+                f"prompt of {len(request.prompt)} tokens and response of {answer} need {need} KV "
                 f"blocks; this worker has {self.batch.pool.total} (raise kv_blocks_per_worker)"
             )
         request.check_emitted()
@@ -85,12 +76,11 @@ class Scheduler:
         if request.kind is Kind.REMOTE:
             self.batch.await_kv(self.batch.reservations.new(request))
         elif request.spec.emitted:
-            self._go_on(request, request.spec.emitted)
+            self._resume(request, request.spec.emitted)
         else:
             self.batch.enqueue(self.batch.new_prompt(request))
 
     def _hold_cached(self, request: EngineRequest, now_ns: int) -> None:
-        """A HELD request: nobody waits, nothing is computed."""
         blocks = self.batch.hold_cached(request).blocks
         size = self.batch.pool.block_tokens
         self._requests[request.request_id] = request
@@ -101,7 +91,7 @@ class Scheduler:
         self.batch.events.append(request.prompt_done([]))
 
     def bind(self, request_id: str, generation: int) -> None:
-        """Turn counted capacity into pages (``Bound`` follows); stale generations are ignored."""
+        """Allocate the pages of a reservation (``Bound`` follows); ignore stale generations."""
         reservations = self.batch.reservations
         reservation = reservations.find(request_id, generation, ReservationState.RESERVED)
         if reservation is not None and not reservations.bind(reservation):
@@ -110,16 +100,9 @@ class Scheduler:
     def commit(
         self, request_id: str, generation: int, first: Sequence[int | None], now_ns: int
     ) -> bool:
-        """All KV of the prompt is in the pages: start decoding behind the first tokens.
+        """Start decoding after all KV of the prompt has arrived; False for a stale generation.
 
-        Args:
-            request_id: The request.
-            generation: Of the reservation that was filled; a stale one is ignored.
-            first: Per choice the first token, or None for a choice that has ended already.
-            now_ns: The time.
-
-        Returns:
-            Whether there was such a reservation.
+        ``first`` has the first token of each choice, or None for a choice that has ended.
         """
         reservation = self.batch.reservations.find(request_id, generation, ReservationState.BOUND)
         if reservation is None:
@@ -134,7 +117,7 @@ class Scheduler:
         self.batch.register_hashes(source)
         if request.spec.emitted:
             self.batch.pool.release(blocks)  # findable by their hashes
-            self._go_on(request, request.spec.emitted)
+            self._resume(request, request.spec.emitted)
             return True
         for choice, token in enumerate(first):
             if token is not None and choice in request.live_choices:
@@ -146,10 +129,10 @@ class Scheduler:
         return True
 
     def compute_locally(self, request_id: str, first: Sequence[int | None] | None) -> None:
-        """Give up the hand-off of a REMOTE request: compute its prompt here.
+        """Abandon the KV transfer of a REMOTE request and compute its prompt here.
 
-        ``first`` holds first tokens that the client may have seen already: facts, never sampled
-        again. The caller has stopped writing into the request's pages.
+        ``first`` contains first tokens that the client may have received; they are not sampled
+        again. The caller has stopped writing to the request's pages.
         """
         reservation = self.batch.reservations.take(request_id)
         if reservation is None:
@@ -158,30 +141,30 @@ class Scheduler:
         request = reservation.request
         request.kind = Kind.FULL
         if request.spec.emitted:
-            self._go_on(request, request.spec.emitted)
+            self._resume(request, request.spec.emitted)
         elif first is None:
             self.batch.enqueue(self.batch.new_prompt(request))
         else:
-            self._go_on(request, [None if token is None else (token,) for token in first])
+            self._resume(request, [None if token is None else (token,) for token in first])
 
-    def _go_on(self, request: EngineRequest, emitted: Sequence[Sequence[int] | None]) -> None:
-        """Let answers that have begun wait for blocks, as if they had been preempted.
+    def _resume(self, request: EngineRequest, emitted: Sequence[Sequence[int] | None]) -> None:
+        """Queue responses that have begun, as if they had been preempted.
 
-        ``emitted`` has the tokens of each choice, or None for one that has ended.
+        ``emitted`` has the tokens of each choice, or None for a choice that has ended.
         """
         for choice, tokens in enumerate(emitted):
             if tokens is not None and choice in request.live_choices:
-                self.batch.enqueue(self.batch.new_answer(request, choice, tokens))
+                self.batch.enqueue(self.batch.resumed_sequence(request, choice, tokens))
             else:
                 request.live_choices.discard(choice)
         self._end_if_done(request)
 
     def drained(self, request_id: str, generation: int) -> None:
-        """Nobody writes into the revoked pages of ``generation`` any more."""
+        """Free the revoked pages of ``generation`` after their writer has stopped."""
         self.batch.reservations.drained(request_id, generation)
 
     def release(self, request_id: str) -> None:
-        """The taker holds the KV of a PREFILL request: give its blocks back to the cache."""
+        """Return the blocks of a PREFILL request to the cache after its KV was pulled."""
         self._end(request_id, None)
 
     def cancel(self, request_id: str, choices: Sequence[int] = (), reason: str = "") -> None:
@@ -202,10 +185,8 @@ class Scheduler:
         """End a request with an error."""
         self._end(request_id, error)
 
-    # ---------------------------------------------------------------- one step
-
     def plan(self, now_ns: int) -> StepPlan:
-        """Choose the rows of the next step (possibly none); blocks for them are taken."""
+        """Choose the rows of the next step and allocate their blocks."""
         for request in self.batch.fetched():
             try:
                 self._hold_cached(request, now_ns)
@@ -232,10 +213,10 @@ class Scheduler:
         return StepPlan(tuple(rows), tuple(copies))
 
     def apply(self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int) -> None:
-        """Record what a step computed and sampled.
+        """Record the tokens that a step computed and sampled.
 
-        A row that writes an answer may have more tokens than it asked for: those of so many steps
-        that ``BatchState.equal_steps`` found equal.
+        A row that decodes may have one token for each of several equal steps
+        (``BatchState.equal_steps``).
         """
         by_id = self.batch.running_by_id()
         for row, sampled in zip(plan.rows, results, strict=True):
@@ -269,10 +250,8 @@ class Scheduler:
             self._end_if_done(request)
         self.batch.spare.take_back()
 
-    # ---------------------------------------------------------------- inside
-
     def _row(self, sequence: TokenSequence, budget: int) -> PlanRow:
-        """The next chunk of a sequence; chunks that do not reach the end stop at a block border."""
+        """Return the next chunk of a sequence; it ends at a block boundary or at the end."""
         start = sequence.computed
         end = len(sequence.tokens)
         block_tokens = self.batch.pool.block_tokens
@@ -316,7 +295,6 @@ class Scheduler:
         )
 
     def _admit(self, now_ns: int) -> TokenSequence | None:
-        """Take waiting items that fit, in order; stop behind the first sequence taken."""
         batch = self.batch
         while batch.queue:
             if len(batch.running) + batch.reservations.granted >= self.config.max_batch_requests:
@@ -371,7 +349,8 @@ class Scheduler:
             return
         request.admitted_ns = now_ns
         cached_tokens = matched_blocks * self.batch.pool.block_tokens
-        request.cached_tokens = min(cached_tokens, len(request.prompt))  # it may go on an answer
+        # at most the prompt: a resumed sequence matches more
+        request.cached_tokens = min(cached_tokens, len(request.prompt))
         self.batch.events.append(
             ev.Admitted(
                 request_id=request.request_id,
@@ -382,7 +361,7 @@ class Scheduler:
         )
 
     def _collect(self, sequence: TokenSequence, prompt_outputs: PromptOutputs, now_ns: int) -> None:
-        """The prompt is computed: report its outputs. A pooled vector is the whole answer."""
+        """Report the outputs of a computed prompt; a pooled request ends with them."""
         request = sequence.request
         sequence.prompt_outputs = None
         scores = prompt_outputs.scores()
@@ -401,7 +380,6 @@ class Scheduler:
         self.batch.events.append(sequence.request.prompt_done(sampled))
 
     def _take_run(self, sequence: TokenSequence, row: PlanRow, run: list[SampledToken]) -> None:
-        """Add several tokens to an answer."""
         sequence.tokens += [token.token for token in run]
         sequence.computed = row.start + len(run)
         self.batch.register_hashes(sequence)
@@ -409,7 +387,7 @@ class Scheduler:
         self._end_if_done(sequence.request)
 
     def _emit(self, sequence: TokenSequence, run: list[SampledToken]) -> None:
-        """Announce the sequence's newest tokens, of which only the last may be its end."""
+        """Report the sequence's newest tokens; only the last of them may end it."""
         request = sequence.request
         generated = sequence.generated
         reason, stop = finish_reason(request.spec.params, self._eos, run[-1].token, generated)

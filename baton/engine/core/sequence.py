@@ -1,4 +1,4 @@
-"""A request inside the engine, and the sequences (one per choice) that it consists of."""
+"""Requests inside the engine, and their sequences (one per choice)."""
 
 import enum
 from collections.abc import Sequence
@@ -15,51 +15,51 @@ from baton.types.prompt_outputs import PromptOutputs
 
 
 class Kind(enum.Enum):
-    """What the engine is to do with a request."""
+    """Part of a request's work that this engine does."""
 
-    FULL = "full"  # compute the prompt and the answer here
+    FULL = "full"  # compute the prompt and the response
     PREFILL = "prefill"  # compute the prompt, sample first tokens, hold the KV until released
-    REMOTE = "remote"  # the prompt's KV arrives from elsewhere; then answer
-    HELD = "held"  # hold the KV that the cache has of the prompt until released; compute nothing
+    REMOTE = "remote"  # receive the prompt's KV from another worker, then decode
+    HELD = "held"  # hold the prompt's cached KV until released; compute nothing
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of an engine, beside the prompt.
+    """Everything about a request except its prompt.
 
     The gRPC shell fills it once (``baton.wire.codecs.request_spec_from_wire``), ``messages.Submit``
-    carries it, and ``EngineRequest`` holds it: a new field is added here and where it is used.
+    carries it, and ``EngineRequest`` holds it. A new field is added here and where it is used.
     """
 
     kind: Kind
     params: SamplingParams
-    hash_seed: bytes  # the root of the prompt's block hashes
+    hash_seed: bytes  # root of the prompt's block hashes
     priority: int = 0
     ticket: int = 0
-    skip_blocks: int = 0  # PREFILL: leading blocks that the taker has already
+    skip_blocks: int = 0  # PREFILL: leading blocks that the decode worker has already
     cacheable: bool = True  # False for health probes
     adapter: AdapterRef | None = None
-    pooling: str = ""  # not empty: pool the prompt's hidden rows to a vector, sample nothing
-    # Not empty: an answer that began elsewhere goes on. Per choice the tokens that were emitted,
-    # which are never sampled again; None for a choice that has ended.
+    pooling: str = ""  # if set: pool the prompt's hidden rows to a vector, sample nothing
+    # If set: resume a response of another worker. Emitted tokens per choice, which are not sampled
+    # again; None for a choice that has ended.
     emitted: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineRequest:
-    """A request and how far it has come; ``(priority, ticket)`` is its place in every order."""
+    """Request and its progress, ordered by ``(priority, ticket)``."""
 
     request_id: str
     prompt: list[int]
     spec: RequestSpec
-    kind: Kind = field(init=False)  # the spec's, until a hand-off is given up
-    cached_tokens: int = 0  # prompt tokens that were in the cache when it was first admitted
+    kind: Kind = field(init=False)  # from the spec, until a KV transfer is abandoned
+    cached_tokens: int = 0  # cached prompt tokens at first admission
     preemptions: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
     live_choices: set[int] = field(default_factory=set)
     admitted_ns: int = 0
     submitted_ns: int = 0
     prompt_done_ns: int = 0
-    tier_tokens: dict[str, int] = field(default_factory=dict)  # brought back for it, by tier
+    tier_tokens: dict[str, int] = field(default_factory=dict)  # restored from tiers, by tier
 
     def __post_init__(self) -> None:
         self.kind = self.spec.kind
@@ -69,31 +69,31 @@ class EngineRequest:
                 self.live_choices.discard(choice)
 
     def check_emitted(self) -> None:
-        """Refuse an answer that is to go on, but cannot.
-
-        Raises:
-            InvalidRequestError: Says why.
-        """
+        """Raise ``InvalidRequestError`` if emitted tokens to resume do not fit the request."""
         emitted = self.spec.emitted
         params = self.spec.params
         if not emitted:
             return
-        if len(emitted) != params.n or self.spec.pooling or params.prompt_logprobs is not None:
-            raise InvalidRequestError("what was emitted does not fit the request")
+        if len(emitted) != params.n:
+            raise InvalidRequestError(
+                f"cannot resume: `emitted` has {len(emitted)} choices, the request has n={params.n}"
+            )
+        if self.spec.pooling or params.prompt_logprobs is not None:
+            raise InvalidRequestError("cannot resume: the request has prompt_logprobs or pooling")
         for tokens in emitted:
             if tokens is not None and not 0 < len(tokens) < params.max_tokens:
                 raise InvalidRequestError(
-                    f"an answer of at most {params.max_tokens} tokens cannot go on behind "
-                    f"{len(tokens)}"
+                    f"cannot resume: {len(tokens)} tokens were already generated, "
+                    f"max_tokens is {params.max_tokens}"
                 )
 
     @property
     def order(self) -> tuple[int, int]:
-        """Smaller runs first and is preempted last."""
+        """Sort key; smaller keys run first and are preempted last."""
         return (self.spec.priority, self.spec.ticket)
 
     def prompt_done(self, first: Sequence[SampledToken]) -> ev.PromptDone:
-        """The report that its prompt's KV may be had, with the first token of each choice."""
+        """Return the event that the prompt's KV is complete, with the first tokens."""
         return ev.PromptDone(
             request_id=self.request_id,
             first=tuple(first),
@@ -104,7 +104,7 @@ class EngineRequest:
         )
 
     def published_prefix(self, matched_blocks: int, block_tokens: int) -> ev.Published:
-        """The report that those leading blocks may be read that the taker lacks."""
+        """Return the event that cached leading blocks beyond ``skip_blocks`` can be read."""
         skip_blocks = self.spec.skip_blocks
         return ev.Published(
             request_id=self.request_id,
@@ -116,7 +116,7 @@ class EngineRequest:
         )
 
     def new_prompt_outputs(self) -> PromptOutputs | None:
-        """Where a sequence that computes the prompt gathers what is asked of its rows."""
+        """Return a collector of requested prompt outputs, or None."""
         alternatives = self.spec.params.prompt_logprobs
         pooling = self.spec.pooling
         if not pooling and alternatives is None:
@@ -126,7 +126,7 @@ class EngineRequest:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TokenSequence:
-    """One choice: ``computed`` chases ``len(tokens)``.
+    """Tokens, KV progress and blocks of one choice.
 
     tokens   [ prompt ................ | generated ....... ]
     KV       [ computed ......................... | to do  ]
@@ -139,27 +139,27 @@ class TokenSequence:
     choice: int
     tokens: list[int]
     computed: int = 0
-    found_tokens: int = 0  # that were in the cache when it began to wait: for the load's report
+    found_tokens: int = 0  # cached when it was queued, for the load report
     blocks: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as needed
-    registered_blocks: int = 0  # leading blocks whose hashes the pool was told
+    registered_blocks: int = 0  # leading blocks whose hashes are in the pool
     running: bool = False
-    asked_tiers: bool = False  # since it waits, blocks were ordered back from a tier
-    # Set while every row of the prompt is asked for: then no cached prefix is used.
+    asked_tiers: bool = False  # blocks were requested from a tier since it was queued
+    # Set if outputs of every prompt row are needed: then no cached prefix is used.
     prompt_outputs: PromptOutputs | None = None
 
     @property
     def generated(self) -> int:
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def decodes(self) -> bool:
-        """Whether all that is left to compute is the answer's newest token."""
+        """Return whether only the newest sampled token is left to compute."""
         return self.computed == len(self.tokens) - 1 and self.generated > 0
 
     def full_hashes(self, upto_tokens: int, block_tokens: int = BLOCK_TOKENS) -> list[bytes]:
-        """Hashes of the full blocks within the first ``upto_tokens`` tokens."""
+        """Return hashes of the full blocks within the first ``upto_tokens`` tokens."""
         count = upto_tokens // block_tokens
         hashes = self.block_hashes
         while len(hashes) < count:
@@ -170,5 +170,5 @@ class TokenSequence:
 
 
 def blocks_for(tokens: int) -> int:
-    """Blocks that ``tokens`` tokens occupy."""
+    """Return the number of blocks that ``tokens`` tokens occupy."""
     return -(-tokens // BLOCK_TOKENS)

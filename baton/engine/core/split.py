@@ -1,11 +1,11 @@
-"""What each rank of a tensor-parallel group owns: heads, and columns of every product.
+"""Division of a model over tensor-parallel ranks: heads, and columns of every product.
 
     heads 0..8, KV heads 0..2, two ranks      rank 0: KV 0, q 0..2       rank 1: KV 1..2, q 3..8
     heads 0..3, KV head 0, three ranks        rank 0: q 0   rank 1: q 1   rank 2: q 2..3
 
 Rank r of T owns KV heads ``floor(r*H/T)`` up to ``max(floor(r*H/T) + 1, floor((r+1)*H/T))``. Query
-heads follow their KV head; with more ranks than KV heads the ranks that hold the same one divide
-its query heads. Columns are cut as evenly as multiples of 16 allow.
+heads follow their KV head. With more ranks than KV heads, ranks with the same KV head divide its
+query heads. Columns are cut as evenly as multiples of 16 allow.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ _COLUMNS = 16  # the width of the kernels' vectors
 
 
 def owned_heads(rank: int, ranks: int, heads: int) -> range:
-    """KV heads that a rank holds."""
+    """Return the KV heads of a rank."""
     begin = rank * heads // ranks
     return range(begin, max(begin + 1, (rank + 1) * heads // ranks))
 
 
 def rank_geometries(geometry: KvGeometry, ranks: int) -> list[KvGeometry]:
-    """The pool of each rank, if each has its own with its heads only."""
+    """Return each rank's pool geometry if every rank has its own pool."""
     heads = [len(owned_heads(rank, ranks, geometry.num_kv_heads)) for rank in range(ranks)]
     return [msgspec.structs.replace(geometry, num_kv_heads=count) for count in heads]
 
 
 def columns(rank: int, ranks: int, width: int) -> range:
-    """A rank's piece of ``width`` columns."""
+    """Return a rank's part of ``width`` columns."""
     unit = _COLUMNS if width >= _COLUMNS * ranks else 1
     begin = rank * (width // unit) // ranks * unit
     last = rank == ranks - 1
@@ -39,15 +39,13 @@ def columns(rank: int, ranks: int, width: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One rank's part of a model.
+    """Part of a model on one rank.
 
     Attributes:
-        rank: 0 is the leader.
-        ranks: Width of the group.
         heads: Query heads.
-        kv_heads: Their KV heads; neighbours may hold the same one.
-        feed: Columns of the gate and of the up projection.
-        hidden: Columns of what is added to the residual: attention output and down projection.
+        kv_heads: KV heads of these query heads; other ranks may hold the same one.
+        feed: Columns of the gate and up projections.
+        hidden: Columns of the attention output and down projections, added to the residual.
         vocab: Rows of the LM head.
     """
 
@@ -63,10 +61,9 @@ class Split:
 def splits(
     ranks: int, *, heads: int, kv_heads: int, feed: int, hidden: int, vocab: int
 ) -> list[Split]:
-    """Every rank's part, in rank order; together they are the model, pieces in order.
+    """Return every rank's part, in rank order.
 
-    Raises:
-        ValueError: A rank would have nothing to compute; the message names what is too small.
+    Raises ``ValueError`` with the dimension that is too small for so many ranks.
     """
     sizes = {
         "query heads": heads,
@@ -76,7 +73,7 @@ def splits(
     }
     for name, size in sizes.items():
         if ranks > size:
-            raise ValueError(f"the model has {size} {name}, which is fewer than {ranks} ranks")
+            raise ValueError(f"the model has only {size} {name} for {ranks} ranks")
     owned = [owned_heads(rank, ranks, kv_heads) for rank in range(ranks)]
     if ranks > kv_heads and max(owned.count(one) for one in owned) > heads // kv_heads:
         raise ValueError(
@@ -98,7 +95,7 @@ def splits(
 
 
 def _query_heads(rank: int, owned: list[range], group: int) -> range:
-    """Query heads of a rank; ``group`` of them share a KV head."""
+    """Return the query heads of a rank; ``group`` query heads share a KV head."""
     mine = owned[rank]
     sharers = [other for other, heads in enumerate(owned) if heads == mine]
     place = sharers.index(rank)

@@ -56,7 +56,7 @@ class SampledRows:
             else:
                 logits = sampling.Logits(self.host_logits[number])
                 own_masks = None if masks is None else [masks[index]]
-                sampled += sampling.sample(logits, [specs[index]], eos_token_ids, own_masks)
+                sampled += logits.sample([specs[index]], eos_token_ids, own_masks)
         return sampled
 
 

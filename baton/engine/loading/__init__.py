@@ -1,1 +1,1 @@
-"""From files to tensors, and how much memory an engine takes; no backend."""
+"""Reading of model weights from files, and the engine's memory."""

@@ -1,7 +1,7 @@
-"""GGUF weights: dequantised once, tensor by tensor, and kept in ``$BATON_CACHE`` as safetensors.
+"""GGUF weights, dequantised once and cached in ``$BATON_CACHE`` as safetensors.
 
-A damaged file there is noticed by its checksum and made again. Where nothing can be kept, every
-start dequantises each weight when it is asked for.
+A damaged cache file fails its checksum and is recreated. If the cache cannot be written, each start
+dequantises every weight when it is read.
 """
 
 import os
@@ -35,12 +35,12 @@ from baton.model.gguf_file import GgufTensor, open_gguf
 from baton.model.locate import cache_root
 
 _CACHE_FORMAT = 3
-_CHUNK_ELEMENTS = 1 << 19  # dequantised at a time: numpy needs some 30 bytes for each
+_CHUNK_ELEMENTS = 1 << 19  # elements dequantised at once: numpy needs about 30 bytes each
 _FACTORS = "rope_factors"
 _NATIVE = (GGMLQuantizationType.F32, GGMLQuantizationType.F16)
 
 Reader = Callable[[slice], torch.Tensor]
-"""Reads some rows of a weight."""
+"""Function that reads some rows of a weight."""
 
 
 def open_gguf_weights(
@@ -51,24 +51,12 @@ def open_gguf_weights(
     rows: Rows,
     files: ExitStack,
 ) -> Weights:
-    """The weights of a GGUF file.
-
-    Args:
-        artifact: From ``resolve_model``.
-        dtype: ``bf16`` or ``fp32``.
-        progress: Called as weights go by.
-        cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
-        rows: Gives the rows of each weight that are wanted.
-        files: Closes what stays open.
-
-    Raises:
-        ModelError: Something is missing or not supported.
-    """
+    """Open the weights of a GGUF file; ``open_weights`` describes the arguments."""
     table = weight_table(artifact.config, "gguf")
     path = _cache_path(artifact, dtype, cache_dir)
     readers = _open_cache(path, _layout(table, dtype), files)
     if readers is None:
-        # Other workers begin at the same moment, and hosts may share the folder.
+        # Other workers start at the same moment, and hosts may share the folder.
         with turn(path.parent.parent / "locks" / path.stem):
             readers = _open_cache(path, _layout(table, dtype), files)
             if readers is None:
@@ -85,7 +73,7 @@ def _converted(
     progress: Progress,
     files: ExitStack,
 ) -> Mapping[str, Reader]:
-    """Convert, and keep what was made; where that cannot be kept, convert while reading."""
+    """Convert and cache the weights; without a cache, convert while reading."""
     converters = _converters(artifact, table, dtype, files)
     _write_cache(path, _layout(table, dtype), artifact, converters, progress)
     give_back_memory()
@@ -95,11 +83,7 @@ def _converted(
 def _converters(
     artifact: ModelArtifact, table: list[WeightName], dtype: str, files: ExitStack
 ) -> dict[str, Reader]:
-    """How each weight is made. RoPE factors, if the file has any, are added to the table.
-
-    Raises:
-        ModelError: Something is missing or not supported.
-    """
+    """Return a reader of each converted weight. RoPE factors in the file are added to the table."""
     try:
         stored = {tensor.name: tensor for tensor in open_gguf(artifact.path).tensors}
         file = files.enter_context(artifact.path.open("rb", buffering=0))
@@ -129,10 +113,10 @@ def _problem(entry: WeightName, tensor: GgufTensor) -> str:
 def _dequantised(
     file: BinaryIO, tensor: GgufTensor, part: int | None, rows: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows of a matrix in ``dtype``, or elements of a vector in fp32.
+    """Return rows of a matrix in ``dtype``, or elements of a vector in fp32.
 
-    A few rows at a time, because numpy takes several times the final size. The file is read and not
-    mapped: mapped pages count as the process's memory, and a file cut short would kill it.
+    A few rows at a time, because numpy needs several times the final size. The file is read and not
+    mapped: mapped pages count as the process's memory, and a truncated file would kill it.
     """
     shape = tuple(reversed(tensor.shape))[0 if part is None else 1 :]
     if len(shape) == 1:
@@ -150,19 +134,12 @@ def _dequantised(
 
 
 def _values(file: BinaryIO, tensor: GgufTensor, begin: int, size: int) -> npt.NDArray[np.float32]:
-    """The values in ``size`` bytes from ``begin`` of a tensor.
-
-    Raises:
-        ValueError: The file has become shorter.
-    """
+    """Return the values in ``size`` bytes from ``begin`` of a tensor."""
     data = np.empty(size, dtype=np.uint8)
     file.seek(tensor.begin + begin)
     read_fully(file, data.data)
     values: npt.NDArray[Any] = dequantize(data, tensor.tensor_type)
     return values.astype(np.float32, copy=False)
-
-
-# --- the cache of converted weights ------------------------------------------------------------
 
 
 def _cache_path(artifact: ModelArtifact, dtype: str, cache_dir: Path | None) -> Path:
@@ -171,7 +148,6 @@ def _cache_path(artifact: ModelArtifact, dtype: str, cache_dir: Path | None) -> 
 
 
 def _layout(table: Iterable[WeightName], dtype: str) -> Layout:
-    """How the weights are kept."""
     shapes = {entry.name: entry.shape if entry.part is None else entry.shape[1:] for entry in table}
     return {
         name: (torch.float32 if len(shape) == 1 else DTYPES[dtype], shape)
@@ -180,7 +156,6 @@ def _layout(table: Iterable[WeightName], dtype: str) -> Layout:
 
 
 def _open_cache(path: Path, layout: Layout, files: ExitStack) -> Mapping[str, Reader] | None:
-    """What is kept, or ``None`` when there is nothing or it is damaged."""
     try:
         file = files.enter_context(SafetensorsFile(path))
         kept = file.layout()
@@ -199,11 +174,7 @@ def _write_cache(
     converters: Mapping[str, Reader],
     progress: Progress,
 ) -> None:
-    """Write beside and rename, so that a reader sees all or nothing. A full disk is no error.
-
-    Raises:
-        ModelError: A weight cannot be converted.
-    """
+    """Write a temporary file and rename it, so that readers see all or nothing."""
     whole = {name: partial(read, slice(None)) for name, read in converters.items()}
     weights = Weights(str(artifact.path), whole, silent)
 
@@ -217,7 +188,7 @@ def _write_cache(
         with _temporary(path.parent) as temporary:
             write_safetensors(temporary, layout, converted())
             temporary.replace(path)
-    except OSError:
+    except OSError:  # a full disk is no error
         return
 
 

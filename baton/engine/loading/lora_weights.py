@@ -1,4 +1,4 @@
-"""Reading the weights of a LoRA adapter, checked and joined as the decoders' products are.
+"""Weights of a LoRA adapter, checked and joined like the decoders' products.
 
     x_TK @ A_RK.T -> h_TR      h_TR @ B_NR.T -> delta_TN, for the T rows of one adapter
 
@@ -38,14 +38,13 @@ _PAIRED = ("q_proj", "k_proj")  # their rows are stored with adjacent RoPE pairs
 
 @dataclass(frozen=True, slots=True)
 class JoinedWeights:
-    """What an adapter has for one product of one layer, in fp32.
+    """Adapter weights for one product of one layer, in fp32.
 
     Attributes:
-        layer: Number of the layer.
         product: One of ``baton.engine.models.lora.PRODUCTS``.
-        a_RK: Stacked.
-        b_NR: On a block diagonal.
-        outputs: Rows of each target in ``b_NR``.
+        a_RK: Stacked ``A`` matrices.
+        b_NR: ``B`` matrices on a block diagonal.
+        outputs: Number of rows of each target in ``b_NR``.
     """
 
     layer: int
@@ -58,15 +57,10 @@ class JoinedWeights:
 def read_lora_weights(
     ref: AdapterRef, config: ModelConfig, max_rank: int
 ) -> Iterator[JoinedWeights]:
-    """The adapter's weights, product by product.
-
-    Args:
-        ref: Names the adapter, its directory and its digest.
-        config: Of the base model.
-        max_rank: The largest rank that is served.
+    """Yield the adapter's weights, product by product.
 
     Raises:
-        AdapterLoadError: It does not fit, holds NaN or Inf, or has changed since it was named.
+        AdapterLoadError: The adapter does not fit, contains NaN or Inf, or has another digest.
     """
     try:
         artifact = read_adapter(Path(ref.path), config, max_rank)

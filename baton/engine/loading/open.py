@@ -1,7 +1,6 @@
-"""From an artifact on disk to a model in memory, weight by weight.
+"""Opening of a model's weights, whatever their file format.
 
-Everything that is not supported is named before the first weight is read. Nothing is ever
-unpickled.
+Unsupported weights are reported before the first one is read. Nothing is unpickled.
 """
 
 from collections.abc import Iterator
@@ -37,17 +36,17 @@ def open_weights(
     cache_dir: Path | None = None,
     rows: Rows = all_rows,
 ) -> Iterator[Weights]:
-    """Weights by canonical name (``families.weight_table``), in ``dtype``, read when asked for.
+    """Open weights by canonical name (``families.weight_table``), in ``dtype``, read on access.
 
     Args:
-        artifact: From ``resolve_model``.
+        artifact: Result of ``resolve_model``.
         dtype: ``bf16`` or ``fp32``.
-        progress: Called as weights go by.
-        cache_dir: Where converted weights are kept, instead of ``$BATON_CACHE``.
-        rows: Gives the rows of each weight that are wanted.
+        progress: Receives the progress of conversion and reading.
+        cache_dir: Folder of converted weights, instead of ``$BATON_CACHE``.
+        rows: Returns the rows to read of each weight.
 
     Raises:
-        ModelError: Something is missing or not supported.
+        ModelError: A weight is missing or not supported.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported (supported: {', '.join(DTYPES)})")
@@ -65,11 +64,7 @@ def load_weights(
     progress: Progress = silent,
     cache_dir: Path | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All weights at once; see ``open_weights``.
-
-    Raises:
-        ModelError: Something is missing or not supported.
-    """
+    """Read all weights at once; see ``open_weights``."""
     with open_weights(artifact, dtype, progress, cache_dir) as weights:
         return {name: weights.pop(name) for name in list(weights)}
 
@@ -85,7 +80,7 @@ def _open_safetensors(
             raise ModelError(f"{path}: cannot be read as safetensors ({error})") from error
         for name in file.keys():  # noqa: SIM118 - it is not a mapping
             if name in tensors:
-                raise ModelError(f"{path}: {name} is in another file too")
+                raise ModelError(f"{path}: {name} is also in another file")
             tensors[name] = file.get_slice(name)
     table = weight_table(artifact.config, "safetensors")
     check_table(artifact, table, tensors, lambda entry: _problem(entry, tensors[entry.source]))
@@ -100,7 +95,7 @@ def _open_safetensors(
 
 def _problem(entry: WeightName, stored: StoredTensor) -> str:
     if stored.dtype not in STORED_DTYPES:
-        return f"{entry.source} has dtype {stored.dtype}, not supported"
+        return f"{entry.source} has unsupported dtype {stored.dtype}"
     if stored.shape != entry.shape:
         return f"{entry.source} is {list(stored.shape)}, not {list(entry.shape)}"
     return ""

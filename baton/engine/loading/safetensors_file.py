@@ -1,8 +1,8 @@
-"""Safetensors files, read tensor by tensor into memory of our own, and written the same way.
+"""Safetensors files, read and written tensor by tensor without mapping the file.
 
-The `safetensors` package maps the whole file: what was copied out of it stays resident beside the
-copy until the file is closed, and its writer makes a second copy of everything. Here the peak is
-one tensor above what is kept.
+The `safetensors` package maps the whole file: copied data stays resident beside the copy until the
+file is closed, and its writer makes a second copy of everything. Here the peak is one tensor above
+the copied data.
 
     8 bytes: length of the header; the header: JSON, {name: {dtype, shape, data_offsets}}; the data
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -29,16 +28,16 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 _CHECKSUM = "checksum"
 _BUFFER_BYTES = 1 << 20
-# what a header of another form than expected raises
-_NONSENSE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
+# exceptions that a malformed header raises
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape by name, in the order of the file."""
+"""Dtype and shape by name, in file order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies; ``tensor[rows]`` reads these rows."""
+    """Location of one tensor; ``tensor[rows]`` reads these rows."""
 
     file: BinaryIO
     name: str
@@ -48,11 +47,7 @@ class StoredTensor:
     end: int
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Rows ``a:b`` of the first dimension, read into new memory.
-
-        Raises:
-            ValueError: The file has become shorter.
-        """
+        """Read rows ``a:b`` of the first dimension into new memory."""
         dtype = DTYPES[self.dtype]
         first, last, _ = rows.indices(self.shape[0])
         tensor = torch.empty((last - first, *self.shape[1:]), dtype=dtype)
@@ -62,20 +57,20 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """An open file.
+    """Open safetensors file.
 
     Raises:
-        ValueError: It is not a complete safetensors file.
-        OSError: It cannot be opened.
+        ValueError: The file is not a complete safetensors file.
+        OSError: The file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
         try:
             self._read_header(path.stat().st_size)
-        except _NONSENSE as error:
+        except _MALFORMED as error:
             self._file.close()
-            raise ValueError(f"the header is wrong: {type(error).__name__}: {error}") from error
+            raise ValueError(f"malformed header: {type(error).__name__}: {error}") from error
         except (ValueError, OSError):
             self._file.close()
             raise
@@ -83,34 +78,25 @@ class SafetensorsFile:
     def __enter__(self) -> "SafetensorsFile":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def keys(self) -> list[str]:
-        """Names of the tensors."""
+        """Return the names of the tensors."""
         return list(self._tensors)
 
     def get_slice(self, name: str) -> StoredTensor:
-        """A tensor that is not read yet."""
+        """Return a tensor to read later."""
         return self._tensors[name]
 
     def layout(self) -> Layout:
-        """Dtype and shape of every tensor.
-
-        Raises:
-            ValueError: One has a dtype that is not read.
-        """
+        """Return dtype and shape of every tensor; raise ``ValueError`` for unsupported dtypes."""
         if unknown := {t.dtype for t in self._tensors.values()} - set(DTYPES):
-            raise ValueError(f"dtypes {sorted(unknown)} are not read")
+            raise ValueError(f"dtypes {sorted(unknown)} are not supported")
         return {name: (DTYPES[t.dtype], t.shape) for name, t in self._tensors.items()}
 
     def is_undamaged(self) -> bool:
-        """Whether the data has the checksum that ``write_safetensors`` noted. Reads all of it."""
+        """Read all data and return whether it has the checksum in the header."""
         whole = xxhash.xxh3_128()
         buffer = bytearray(_BUFFER_BYTES)
         self._file.seek(self._data_begin)
@@ -121,7 +107,7 @@ class SafetensorsFile:
     def _read_header(self, size: int) -> None:
         length = int.from_bytes(self._file.read(8), "little")
         if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError("no header, or a part of one")
+            raise ValueError("the header is missing or truncated")
         text = bytearray(length)
         read_fully(self._file, memoryview(text))
         header: dict[str, Any] = json.loads(text)
@@ -143,29 +129,20 @@ class SafetensorsFile:
 
 
 def _refuse_overlaps(tensors: Iterable[StoredTensor], begin: int, size: int) -> None:
-    """The format asks for data without holes, in which no byte belongs to two tensors."""
+    """Raise if there are holes between tensors, or bytes of two tensors."""
     places = sorted((t.begin, t.end, t.name) for t in tensors)
     for (_, end, _), (after, _, name) in pairwise([(0, begin, ""), *places]):
         if after != end:
-            raise ValueError(f"{name} does not begin where the tensor before it ends")
+            raise ValueError(f"{name} does not begin at the end of the previous tensor")
     last = places[-1][1] if places else begin
     if last > size:
-        raise ValueError(f"{size} bytes are there, {last} are needed: the file is truncated")
+        raise ValueError(f"the file is truncated: {size} bytes of {last}")
     if last < size:
         raise ValueError(f"{size - last} bytes belong to no tensor")
 
 
 def write_safetensors(path: Path, layout: Layout, tensors: Iterable[torch.Tensor]) -> None:
-    """Write contiguous tensors, one after the other, without a copy; then a checksum of them all.
-
-    Args:
-        path: Is overwritten.
-        layout: What ``tensors`` are.
-        tensors: In the order of ``layout``.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write contiguous tensors, in the order of ``layout``, and a checksum, without copies."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in layout.items():
@@ -187,18 +164,14 @@ def write_safetensors(path: Path, layout: Layout, tensors: Iterable[torch.Tensor
 
 
 def _header(tensors: Mapping[str, Any], checksum: str) -> bytes:
-    """The header with its length; as long for one checksum as for another."""
+    """Return the header with its length, which does not depend on the checksum."""
     text = json.dumps({"__metadata__": {_CHECKSUM: checksum}, **tensors}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def read_fully(file: BinaryIO, data: memoryview) -> None:
-    """Fill ``data`` from where the file stands.
-
-    Raises:
-        ValueError: It ends before.
-    """
+    """Fill ``data`` from the file's position; raise ``ValueError`` if the file is too short."""
     done = 0
     while done < len(data):  # Linux reads at most 2 GiB at once
         got = file.readinto(data[done:])  # type: ignore[attr-defined]
@@ -208,6 +181,5 @@ def read_fully(file: BinaryIO, data: memoryview) -> None:
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
     view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return view

@@ -1,8 +1,7 @@
-"""Turns at a folder that hosts may share: what one makes there, the others then find.
+"""Locks on a folder that hosts may share, so that only one process does the same work.
 
-The lock is the kernel's (`flock`): it ends with its holder, however that ends. Network file systems
-pass it on to other hosts (NFS from version 4); one that does not makes everybody do the work, which
-is as right and takes longer.
+The lock is the kernel's (`flock`) and ends with its process. Network file systems share it between
+hosts (NFS from version 4). On others every process does the work, which is correct but slower.
 """
 
 import contextlib
@@ -12,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_LOOK_EVERY_S = 0.2
-LIMIT_S = 900.0  # then one goes on without its turn
+_RETRY_S = 0.2
+LIMIT_S = 900.0  # then the caller continues without the lock
 
 
 @contextlib.contextmanager
@@ -22,17 +21,14 @@ def turn(
     waiting: Callable[[float], None] = lambda waited_s: None,
     limit_s: float = LIMIT_S,
 ) -> Iterator[bool]:
-    """Take one's turn at something; whether others had theirs before.
+    """Lock a file, created if needed; yield whether another process held the lock before.
 
-    Args:
-        file: Stands for it; is made if need be, stays, and is empty.
-        waiting: Called now and then with the seconds so far.
-        limit_s: How long to wait at most.
+    ``waiting`` is called periodically with the seconds waited so far, at most ``limit_s``.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError:  # read-only, or full: whoever can write there will
+    except OSError:  # read-only or full: processes that can write do the work
         yield False
         return
     try:
@@ -51,8 +47,8 @@ def _wait(descriptor: int, waiting: Callable[[float], None], limit_s: float) -> 
             if waited_s > limit_s:
                 return True
             waiting(waited_s)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_RETRY_S)
         except OSError:  # this file system has no locks
             return False
         else:
-            return time.monotonic() - began_s > _LOOK_EVERY_S
+            return time.monotonic() - began_s > _RETRY_S

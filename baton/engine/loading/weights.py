@@ -1,7 +1,7 @@
-"""The weights of a model, each read from disk when it is asked for, and never kept.
+"""Weights of a model, each read from disk on access and never kept.
 
-What is packed takes about as much memory as what was read; so the peak while loading is the model
-and one tensor, not two models. ``baton/engine/loading/open.py`` makes these mappings.
+Packed weights take about as much memory as the tensors that were read. So the peak while loading is
+the model and one tensor, not two models. ``baton/engine/loading/open.py`` creates these mappings.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -13,29 +13,23 @@ from baton.engine.models.rope import pair_rows
 from baton.model.artifact import ModelArtifact, ModelError
 
 Progress = Callable[[str, int, int], None]
-"""``(stage, done, total)``; the stages are "probe", "convert", "read"."""
+"""Function of ``(stage, done, total)``; the stages are "probe", "convert", "read"."""
 
 Rows = Callable[[str], slice]
-"""Canonical name of a weight -> the rows of it that are wanted."""
+"""Function from the canonical name of a weight to the rows to read."""
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """No progress wanted."""
+    """Ignore the progress of loading."""
 
 
 def all_rows(name: str) -> slice:
-    """The whole weight."""
+    """Return a slice of the whole weight."""
     return slice(None)
 
 
 class Weights(MutableMapping[str, torch.Tensor]):
-    """Canonical name (``families.weight_table``) -> tensor, contiguous; ``pop`` to read each once.
-
-    Args:
-        where: The model, for messages.
-        readers: How each is read.
-        progress: Called as weights go by.
-    """
+    """Contiguous tensors by canonical name (``families.weight_table``), each read on access."""
 
     def __init__(
         self, where: str, readers: Mapping[str, Callable[[], torch.Tensor]], progress: Progress
@@ -46,18 +40,14 @@ class Weights(MutableMapping[str, torch.Tensor]):
         self._progress = progress
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Read one.
-
-        Raises:
-            ModelError: Its file has become shorter or cannot be read, or it holds NaN or Inf.
-        """
+        """Read a weight, or raise ``ModelError``."""
         read = self._readers[name]
         try:
             weight = read()
         except (ValueError, OSError) as error:
             raise ModelError(f"{self._where}: {name} cannot be read ({error})") from error
         if weight.numel() and not all(map(torch.isfinite, torch.aminmax(weight))):
-            raise ModelError(f"{self._where}: {name} holds NaN or Inf; is the file damaged?")
+            raise ModelError(f"{self._where}: {name} contains NaN or Inf; the file may be damaged")
         return weight
 
     def __delitem__(self, name: str) -> None:
@@ -65,7 +55,7 @@ class Weights(MutableMapping[str, torch.Tensor]):
         self._progress("read", self._total - len(self._readers), self._total)
 
     def __setitem__(self, name: str, weight: torch.Tensor) -> None:
-        """Something else in its place."""
+        """Replace the tensor of a weight."""
         self._readers[name] = lambda: weight
 
     def __iter__(self) -> Iterator[str]:
@@ -78,7 +68,7 @@ class Weights(MutableMapping[str, torch.Tensor]):
 def finished(
     entry: WeightName, weight: torch.Tensor, dtype: torch.dtype, head_dim: int
 ) -> torch.Tensor:
-    """A weight as the model wants it. Norms and biases stay in fp32: they are small."""
+    """Return a weight in the model's form. Norms and biases stay in fp32: they are small."""
     weight = weight.to(torch.float32 if weight.ndim == 1 else dtype)
     if entry.add_one:
         weight = weight + 1.0
@@ -91,16 +81,12 @@ def check_table(
     names: Iterable[str],
     problem: Callable[[WeightName], str],
 ) -> None:
-    """Compare what a family needs with what is there, before anything is read.
+    """Compare the weights that a family needs with those in the artifact, before reading.
 
-    Args:
-        artifact: For messages.
-        table: What is needed.
-        names: Of all tensors that are there.
-        problem: What is wrong with one of them that is there, or "".
+    ``problem`` returns what is wrong with a weight in the artifact, or "".
 
     Raises:
-        ModelError: It names the first few that are missing, wrong, or not known.
+        ModelError: Weights are missing, wrong, or unknown; the message lists the first few.
     """
     table = list(table)
     names = set(names)
@@ -108,7 +94,7 @@ def check_table(
         f"{entry.source} is missing" if entry.source not in names else problem(entry)
         for entry in table
     ]
-    # a tied model may store its head all the same
+    # a tied model may store its head anyway
     known = {entry.source for entry in table} | {ROPE_FACTORS, *GLOBAL_NAMES["head"]}
     unknown = sorted(n for n in names - known if not n.endswith(IGNORED))
     if unknown:

@@ -1,4 +1,4 @@
-"""What a model is made of: one file of data per family, RoPE, LoRA deltas, a layer's vectors.
+"""Model families (one file of data each), RoPE, LoRA deltas, and vectors of a layer.
 
-No forward pass: that is ``baton/engine/cpu/decoder.py`` and ``baton/engine/cuda/decoder.py``.
+The forward passes are ``baton/engine/cpu/decoder.py`` and ``baton/engine/cuda/decoder.py``.
 """

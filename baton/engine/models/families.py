@@ -1,4 +1,4 @@
-"""All families, by the name that ``ModelConfig.family`` has."""
+"""All model families, by the name in ``ModelConfig.family``."""
 
 from collections.abc import Mapping
 
@@ -13,10 +13,5 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def weight_table(config: ModelConfig, file_format: str) -> list[WeightName]:
-    """Every weight that the model needs, in the order of loading.
-
-    Args:
-        config: The model's numbers.
-        file_format: ``gguf`` or ``safetensors``: whose names and conventions.
-    """
+    """Return every weight that the model needs, in loading order, for a file format."""
     return weights_of(FAMILIES[config.family], config, file_format)

@@ -1,16 +1,16 @@
-"""What distinguishes one family of decoders from another, and the list of its weights.
+"""Description of a decoder family, and the list of its weights.
 
-A family is data: the names of its weights in GGUF and Hugging Face files, and a few switches. The
-forward pass (``baton/engine/cpu/decoder.py``) follows from which weights there are: a family with
-``q_bias`` in its table has biases, one with ``router`` is a mixture of experts.
+A family is data: the names of its weights in GGUF and Hugging Face files, and a few switches. Its
+weights determine the forward pass (``baton/engine/cpu/decoder.py``): a family with ``q_bias`` has
+biases, one with ``router`` is a mixture of experts.
 
-    canonical name      what it is
+    canonical name                  meaning
     attn_norm, mlp_norm             RMS norms before attention and before the feed-forward part
-    attn_post_norm, mlp_post_norm   the same behind them, before the residual sum (Gemma 3)
+    attn_post_norm, mlp_post_norm   RMS norms after them, before the residual sum (Gemma 3)
     q, k, v, o, *_bias              projections of attention
     q_norm, k_norm                  RMS norms of each head, before RoPE (Qwen3, Gemma 3)
     gate, up, down                  the gated feed-forward part
-    router, experts.J.gate ...      the same, J = 0 ... N - 1 times, and who chooses among them
+    router, experts.J.gate ...      N gated feed-forward parts, J = 0 ... N - 1, and their router
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,16 +33,12 @@ ROPE_FACTORS = "rope_freqs.weight"  # GGUF's form of llama3 scaling: one divisor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family.
+    """Names and options of a decoder family.
 
     Attributes:
-        name: As ``ModelConfig.family`` has it.
-        layer_names: The weights of each layer.
-        gguf_pairs: How GGUF stores the RoPE pairs of Q and K: llama.cpp's converter puts those of
-            the Llama family side by side, and leaves the others in halves, as Hugging Face does.
-        activation: Of the gate.
-        unit_norms: Safetensors hold ``w`` where the norm multiplies with ``1 + w``; GGUF holds
-            ``1 + w`` itself.
+        gguf_pairs: Order of the RoPE pairs of Q and K in GGUF: llama.cpp's converter makes those of
+            the Llama family adjacent and keeps the others in halves, as Hugging Face does.
+        unit_norms: Norms multiply with ``1 + w``; safetensors contain ``w``, GGUF ``1 + w``.
         scale_embedding: Embeddings are multiplied with the square root of their width.
     """
 
@@ -56,12 +52,12 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class WeightName:
-    """One weight: its own name, its name in the artifact, and its shape there.
+    """Weight: its canonical name, and its name and shape in the artifact.
 
     Attributes:
-        part: Which row of the artifact's first dimension it is; GGUF keeps all experts in one.
-        pairs: Rows are in halves and have to be put side by side (``baton.engine.models.rope``).
-        add_one: The artifact holds ``w``, the model wants ``1 + w``.
+        part: Index in the artifact's first dimension; GGUF stores all experts in one tensor.
+        pairs: Whether rows are in halves and must become adjacent (``baton.engine.models.rope``).
+        add_one: Whether the artifact contains ``w`` where the model needs ``1 + w``.
     """
 
     name: str
@@ -73,7 +69,7 @@ class WeightName:
 
 
 def weights_of(family: Family, config: ModelConfig, file_format: str) -> list[WeightName]:
-    """Every weight that a model needs, in the order of loading."""
+    """Return every weight that a model needs, in loading order."""
     column = 0 if file_format == "gguf" else 1
     halves = file_format != "gguf" or family.gguf_pairs == "halves"
     shapes = _shapes(config)
@@ -104,7 +100,7 @@ def weights_of(family: Family, config: ModelConfig, file_format: str) -> list[We
 def _instances(
     name: str, pattern: str, layer: int, experts: int
 ) -> Iterator[tuple[str, str, int | None]]:
-    """``(canonical name, source, part)`` of one row of a table; several for experts."""
+    """Yield ``(canonical name, source, part)`` of a table row; several for experts."""
     if "{j}" not in name:
         yield f"layers.{layer}.{name}", pattern.format(i=layer), None
         return

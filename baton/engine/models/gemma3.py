@@ -1,13 +1,13 @@
-"""Gemma 3, text only (270M, 1B; of the larger ones the GGUF files, which leave the images out).
+"""Gemma 3, text only (270M, 1B; larger models as GGUF, which contains no image part).
 
-What is special:
+Differences from Llama:
 
 * a norm before *and* behind attention and feed-forward part ("sandwich");
 * norms multiply with ``1 + w``; safetensors hold ``w``, GGUF ``1 + w``;
-* Q and K are normed head by head; the query scale is a number of its own, not ``1 / sqrt(D)``;
+* Q and K are normed head by head; the query scale is a separate number, not ``1 / sqrt(D)``;
 * the gate is GELU (tanh form); embeddings are multiplied with the square root of their width,
   in fp32 (transformers rounds that factor to the model's dtype);
-* five layers with a sliding window and RoPE base 10,000, then one that sees everything, with base
+* five layers with a sliding window and RoPE base 10,000, then one without a window, with base
   1,000,000 and, in the larger models, linear RoPE scaling.
 """
 

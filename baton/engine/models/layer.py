@@ -1,4 +1,4 @@
-"""What the decoders of both backends have in common in a layer. Needs torch, nothing else."""
+"""Parts of a layer that both backends' decoders share. Needs only torch."""
 
 # ruff: noqa: N803 - suffixes such as x_TE give shapes
 
@@ -11,35 +11,35 @@ import torch
 
 
 class Deltas(Protocol):
-    """What the adapters of a step add to the layers' products."""
+    """Contribution of a step's adapters to the layers' products."""
 
     def apply(self, layer: int, name: str, x_TE: torch.Tensor, y_TN: torch.Tensor) -> None:
-        """Change ``y_TN``, the product ``name`` of a layer for the inputs ``x_TE``."""
+        """Add the deltas of product ``name`` to ``y_TN`` for the inputs ``x_TE``."""
 
 
 class HeadShape(Protocol):
-    """The heads of a layer."""
+    """Shape of a layer's attention heads."""
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads."""
+        """Number of KV heads."""
 
     @property
     def head_dim(self) -> int:
-        """Elements of one."""
+        """Number of elements per head."""
 
     @property
     def query_scale(self) -> float | None:
-        """What scores are multiplied with, if not ``1 / sqrt(head_dim)``."""
+        """Factor of attention scores, if not ``1 / sqrt(head_dim)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerVectors:
-    """All of a layer but its matrices, in fp32; what a family has not is ``None``."""
+    """Norms and biases of a layer, in fp32; ``None`` if the family has none."""
 
     attn_norm: torch.Tensor
     qkv_bias: torch.Tensor | None
@@ -57,11 +57,7 @@ def take_vectors(
 ) -> LayerVectors:
     """Take the norms and biases of layer ``index`` out of the model's weights.
 
-    Args:
-        weights: By canonical name (``baton/engine/models/family.py``).
-        index: Of the layer.
-        heads: The heads that are computed here.
-        place: Makes fp32 of a vector, where it is needed.
+    ``heads`` are the heads of this rank; ``place`` converts a vector to fp32 on the device.
     """
 
     def take(name: str) -> torch.Tensor | None:
@@ -82,7 +78,7 @@ def take_vectors(
 def _head_norm(
     heads: HeadShape, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """``[H + K, D]``: a row for each head. A query scale of the model's own goes in here."""
+    """Return ``[H + K, D]`` with one row per head, which includes the query scale."""
     if q_norm is None or k_norm is None:
         return None
     if heads.query_scale is not None:

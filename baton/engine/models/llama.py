@@ -1,8 +1,8 @@
-"""Llama 2 and 3, and what is built like them (SmolLM2, TinyLlama, Yi ...): the plain decoder.
+"""Llama 2 and 3, and models of the same design (SmolLM2, TinyLlama, Yi ...): the plain decoder.
 
 RMS norm, attention with RoPE and shared KV heads, a SiLU gate; no biases, no windows. The other
-families are described by what they add. Llama 3.1 scales RoPE (``llama3``): Hugging Face says how
-in ``rope_scaling``, GGUF stores the divisors as a tensor.
+families are described as differences from it. Llama 3.1 scales RoPE (``llama3``): Hugging Face
+configures it in ``rope_scaling``, GGUF stores the divisors as a tensor.
 """
 
 from baton.engine.models.family import Family, Names

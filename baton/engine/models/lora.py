@@ -1,4 +1,4 @@
-"""LoRA adapters as the decoders see them: what is added to which product, for which rows.
+"""LoRA adapters in the decoders: the deltas of each product, and the rows of each adapter.
 
 The decoders compute q, k, v in one product and gate, up in another; an adapter's parts are joined
 alike, so that one such product gets one delta (``baton/engine/loading/lora_weights.py``).
@@ -19,21 +19,21 @@ PRODUCTS = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-"""The targets of an adapter that each product of a layer joins."""
+"""Adapter targets that each product of a layer joins."""
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""``[T, K] -> [T, N]``."""
+"""Matrix product ``[T, K] -> [T, N]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one adapter adds to one product of one layer: ``x_TK @ A_RK.T @ B_NR.T``."""
+    """Delta of one adapter for one product of one layer: ``x_TK @ A_RK.T @ B_NR.T``."""
 
     a: Product
     b: Product
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """``[T, K] -> [T, N]``."""
+        """Return the delta ``[T, N]`` of rows ``[T, K]``."""
         return self.b(self.a(x_TK))
 
 
@@ -42,11 +42,9 @@ Adapter = dict[tuple[int, str], Delta]
 
 
 def rows_by_adapter(rows: Sequence[PlanRow], ends: Sequence[int]) -> dict[str, list[int]]:
-    """The flat rows of each adapter of a step, ascending; rows without an adapter are left out.
+    """Return the flat rows of each adapter of a step, ascending; rows without one are left out.
 
-    Args:
-        rows: Of the plan.
-        ends: Where each plan row's flat rows end.
+    ``ends`` is the end of each plan row's flat rows.
     """
     groups: dict[str, list[int]] = {}
     for row, end in zip(rows, ends, strict=True):

@@ -1,8 +1,8 @@
 """Mistral: Llama's weights, with a sliding window in every layer of the first version (7B v0.1).
 
 The window comes from ``sliding_window`` of ``config.json``; later versions have none. llama.cpp
-stores Mistral as architecture ``llama`` and knows no window for it: such a file is served by
-``baton/engine/models/llama.py``, as llama.cpp would.
+stores Mistral as architecture ``llama`` without a window; such files use
+``baton/engine/models/llama.py``.
 """
 
 from baton.engine.models import llama

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with biases on Q, K and V.
 
 With ``use_sliding_window`` the layers from ``max_window_layers`` on have a window; published models
-leave it off. Long contexts use RoPE scaling ``yarn``.
+do not use it. Long contexts use RoPE scaling ``yarn``.
 """
 
 from baton.engine.models import llama

@@ -1,6 +1,6 @@
 """Qwen3: Llama with an RMS norm over each head of Q and K before RoPE; no biases.
 
-The width of a head is a number of its own: heads times width need not be the hidden size.
+The width of a head is configured: heads times width need not be the hidden size.
 """
 
 from baton.engine.models import llama

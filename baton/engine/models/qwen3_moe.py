@@ -1,9 +1,9 @@
 """Qwen3-MoE: Qwen3's attention, and a mixture of experts in every layer.
 
-A router gives each token a probability per expert; the best few compute it, and their results are
-summed by these probabilities, which ``norm_topk_prob`` makes add up to one. Hugging Face files
-have a weight for each expert, GGUF one tensor for all. Models that mix in dense layers
-(``mlp_only_layers``, ``decoder_sparse_step``) are refused.
+A router assigns each token a probability per expert. The experts with the highest probabilities
+compute the token, and their results are summed with these weights, which ``norm_topk_prob`` makes
+add up to one. Hugging Face files have a weight for each expert, GGUF one tensor for all. Models
+with dense layers in between (``mlp_only_layers``, ``decoder_sparse_step``) are rejected.
 """
 
 from baton.engine.models import llama, qwen3

@@ -1,8 +1,8 @@
-"""Rotary positions: the order of pairs, and how many radians each pair turns per token.
+"""Rotary position embeddings: the order of pairs, and the angle per token of each pair.
 
-Pairs are kept adjacent, ``(x0, x1), (x2, x3), ...``, as in Llama's original weights and in its GGUF
+Pairs are adjacent, ``(x0, x1), (x2, x3), ...``, as in Llama's original weights and in its GGUF
 files, so that rotation is one complex product. Hugging Face, and GGUF for all other families, store
-them in halves; ``pair_rows`` turns one into the other. K in the pool is in the adjacent order too.
+them in halves; ``pair_rows`` converts them. K in the pool is in adjacent order too.
 """
 
 # ruff: noqa: N803 - suffixes such as q_THD give shapes
@@ -19,25 +19,23 @@ ROPE_ORDER = "adjacent"
 
 
 def pair_rows(weight_NE: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows of Q or K (or elements of a bias) from split halves to adjacent pairs."""
+    """Reorder rows of Q or K (or elements of a bias) from halves to adjacent pairs."""
     heads = weight_NE.shape[0] // head_dim
     split = weight_NE.view(heads, 2, head_dim // 2, -1)
     return split.transpose(1, 2).reshape(weight_NE.shape)
 
 
 def unpair_rows(weight_NE: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The inverse of ``pair_rows``."""
+    """Reorder rows from adjacent pairs to halves."""
     heads = weight_NE.shape[0] // head_dim
     pairs = weight_NE.view(heads, head_dim // 2, 2, -1)
     return pairs.transpose(1, 2).reshape(weight_NE.shape)
 
 
 def rope_frequencies(config: ModelConfig, factors: torch.Tensor | None = None) -> torch.Tensor:
-    """Angle per position of each pair, ``[D / 2]``, fp32, with the model's scaling applied.
+    """Return the angle per position of each pair, ``[D / 2]``, fp32, with the model's scaling.
 
-    Args:
-        config: The model's numbers.
-        factors: ``[D / 2]`` divisors that the file brings along.
+    ``factors`` are divisors ``[D / 2]`` from the model file.
     """
     frequencies = _plain(config.rope_theta, config.head_dim)
     if factors is not None:
@@ -53,14 +51,14 @@ def rope_frequencies(config: ModelConfig, factors: torch.Tensor | None = None) -
 
 
 def local_frequencies(config: ModelConfig) -> torch.Tensor | None:
-    """The same for layers with a window, when these have a base of their own; never scaled."""
+    """Return the unscaled angles of layers with a window if they have their own RoPE base."""
     if config.local_rope_theta is None:
         return None
     return _plain(config.local_rope_theta, config.head_dim)
 
 
 def rope_magnitude(config: ModelConfig) -> float:
-    """What rotated pairs are multiplied with: 1, except for ``yarn``."""
+    """Return the factor of rotated pairs: 1, except for ``yarn``."""
     scaling = config.rope_scaling
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
@@ -83,7 +81,7 @@ def _plain(theta: float, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Long waves are stretched, short ones kept, those between are mixed."""
+    """Stretch long waves, keep short ones, and interpolate between them."""
     factor = float(scaling["factor"])
     low = float(scaling["low_freq_factor"])
     high = float(scaling["high_freq_factor"])
@@ -94,7 +92,7 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
 
 
 def _yarn(frequencies: torch.Tensor, theta: float, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Pairs that turn often within the original context are kept, slow ones are stretched."""
+    """Keep pairs that turn often within the original context, and stretch slow ones."""
     dim = 2 * frequencies.shape[0]
     original = float(scaling["original_max_position_embeddings"])
 

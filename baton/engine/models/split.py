@@ -1,17 +1,13 @@
-"""How a model is cut over the ranks of a tensor-parallel replica."""
+"""Tensor-parallel division of a model."""
 
 from baton.engine.core.split import Split, splits
 from baton.model.model_config import ModelConfig, ModelError
 
 
 def splits_of(config: ModelConfig, ranks: int) -> list[Split]:
-    """Every rank's part of a model.
-
-    Raises:
-        ModelError: The model cannot be split that far; the message names why.
-    """
+    """Return every rank's part of a model; raise ``ModelError`` if there are too many ranks."""
     if config.num_experts:
-        raise ModelError(f"tensor_parallel = {ranks}: a mixture of experts is not split")
+        raise ModelError(f"tensor_parallel = {ranks}: a mixture of experts cannot be split")
     try:
         return splits(
             ranks,

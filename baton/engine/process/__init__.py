@@ -1,1 +1,1 @@
-"""The step loop as a process of its own, what is said to it, and the worker's handle on it."""
+"""Step-loop process of an engine, and the worker shell's side of it."""

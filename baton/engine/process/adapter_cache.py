@@ -1,11 +1,11 @@
-"""Which adapters an engine holds, who uses them, and who waits for one. Pure: no I/O, no torch.
+"""Cache of an engine's LoRA adapters with users and waiting requests. Pure: no I/O, no torch.
 
-    unknown ──asked for, a place is free──▶ LOADING ──▶ LOADED ──its place is needed──▶ unknown
-                                            └──▶ failed: the requests that waited for it end
+    unknown ──requested, a slot is free──▶ LOADING ──▶ LOADED ──its slot is needed──▶ unknown
+                                            └──▶ failed: the requests that wait for it end
 
-An adapter stays while any request that uses it lives. When every place is taken, the least recently
-used adapter gives its own up: at once when nobody uses it; otherwise it takes no further requests
-until those that use it have ended. So nobody waits for ever behind adapters that are always busy.
+An adapter stays while a request uses it. When every slot is taken, the least recently used adapter
+is evicted: at once if it is idle, otherwise after its current requests; it takes no new ones. So no
+request starves behind adapters that are always busy.
 """
 
 from collections import Counter, OrderedDict
@@ -17,11 +17,7 @@ T = TypeVar("T")
 
 
 class AdapterCache(Generic[T]):
-    """See the module. ``T`` is what waits: usually the command that submits a request.
-
-    Args:
-        max_loaded: How many adapters are held at once.
-    """
+    """State machine of the adapter slots; items of type ``T`` wait for adapters."""
 
     def __init__(self, max_loaded: int) -> None:
         self.max_loaded = max_loaded
@@ -30,21 +26,19 @@ class AdapterCache(Generic[T]):
         self._users: dict[str, str] = {}  # request -> digest
         self._uses: Counter[str] = Counter()
         self._waiting: OrderedDict[str, tuple[AdapterRef, T]] = OrderedDict()
-        self._leaving: str | None = None  # takes no more requests, and goes when it has none
-
-    # ---------------------------------------------------------------- events in
+        self._leaving: str | None = None  # takes no more requests, evicted when idle
 
     def add(self, request_id: str, ref: AdapterRef, item: T) -> None:
-        """A request needs an adapter; ``advance`` gives ``item`` back when it is loaded."""
+        """Add a request for an adapter; ``advance`` returns ``item`` when it is loaded."""
         self._waiting[request_id] = (ref, item)
 
     def loaded(self, digest: str) -> None:
-        """Loading has succeeded."""
+        """Record a loaded adapter."""
         self._loading.discard(digest)
         self._loaded[digest] = None
 
     def failed(self, digest: str) -> list[str]:
-        """Loading has failed; returns the requests that waited for it."""
+        """Record a failed load and return the requests that waited for it."""
         self._loading.discard(digest)
         ids = [key for key, (ref, _) in self._waiting.items() if ref.digest == digest]
         for request_id in ids:
@@ -52,23 +46,21 @@ class AdapterCache(Generic[T]):
         return ids
 
     def ended(self, request_id: str) -> None:
-        """A request that may use an adapter is over."""
+        """Record the end of a request that may use an adapter."""
         digest = self._users.pop(request_id, None)
         if digest is not None:
             self._uses[digest] -= 1
 
     def drop(self, request_id: str) -> bool:
-        """Forget a waiting request; False when it does not wait for an adapter."""
+        """Forget a waiting request; False if it does not wait."""
         return self._waiting.pop(request_id, None) is not None
 
-    # ---------------------------------------------------------------- actions out
-
     def advance(self) -> tuple[list[str], list[AdapterRef], list[T]]:
-        """What to do now: adapters to drop, adapters to begin loading, and items that may go on."""
+        """Return adapters to evict, adapters to load, and items whose adapter is loaded."""
         evict: list[str] = []
         load: list[AdapterRef] = []
         ready: list[T] = []
-        short = False  # an earlier request waits for a place
+        short = False  # an earlier request waits for a slot
         if not any(self._absent(ref.digest) for ref, _ in self._waiting.values()):
             self._leaving = None
         for request_id, (ref, item) in list(self._waiting.items()):
@@ -77,7 +69,7 @@ class AdapterCache(Generic[T]):
                 self._use(request_id, digest)
                 ready.append(item)
             elif digest not in self._loading and not short:
-                evict += self._make_place()
+                evict += self._free_slot()
                 if len(self._loaded) + len(self._loading) < self.max_loaded:
                     self._loading.add(digest)
                     load.append(ref)
@@ -87,15 +79,13 @@ class AdapterCache(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Requests whose adapter is not loaded yet."""
+        """Number of requests that wait for an adapter."""
         return len(self._waiting)
 
     @property
     def held(self) -> int:
-        """Adapters that are loaded."""
+        """Number of loaded adapters."""
         return len(self._loaded)
-
-    # ---------------------------------------------------------------- inside
 
     def _absent(self, digest: str) -> bool:
         return digest not in self._loaded and digest not in self._loading
@@ -106,15 +96,14 @@ class AdapterCache(Generic[T]):
         self._uses[digest] += 1
         self._loaded.move_to_end(digest)
 
-    def _make_place(self) -> list[str]:
-        """Free a place if one is needed; which adapters went for it (one or none)."""
+    def _free_slot(self) -> list[str]:
         if len(self._loaded) + len(self._loading) < self.max_loaded:
             return []
         idle = [digest for digest in self._loaded if not self._uses[digest]]
         if not idle:
             self._leaving = self._leaving or next(iter(self._loaded), None)
             return []
-        gone = self._leaving if self._leaving in idle else idle[0]
+        evicted = self._leaving if self._leaving in idle else idle[0]
         self._leaving = None
-        del self._loaded[gone], self._uses[gone]
-        return [gone]
+        del self._loaded[evicted], self._uses[evicted]
+        return [evicted]

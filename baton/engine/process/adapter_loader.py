@@ -1,4 +1,4 @@
-"""Where requests of the step loop wait for their adapter; loading never delays a step."""
+"""Loading of adapters in a thread, so that loading never delays a step."""
 
 import contextlib
 import os
@@ -17,13 +17,10 @@ from baton.types.params import AdapterRef
 
 
 class AdapterLoader:
-    """Moves ``AdapterCache``'s actions to the runner and to a thread that reads files.
+    """Runs the actions of ``AdapterCache`` on the runner and on a loading thread.
 
-    ``select`` wakes when a load has ended. All methods are for the step loop's thread.
-
-    Args:
-        max_loaded: How many adapters are held at once; 0 refuses them all.
-        store: The runner's adapters.
+    ``select`` wakes when a load has ended. All methods are for the step loop's thread. With
+    ``max_loaded`` 0 every adapter is rejected.
     """
 
     def __init__(self, max_loaded: int, store: AdapterStore) -> None:
@@ -39,11 +36,11 @@ class AdapterLoader:
         self._thread: threading.Thread | None = None
 
     def fileno(self) -> int:
-        """Readable when ``advance`` has something to do."""
+        """Return a descriptor that is readable when ``advance`` has work."""
         return self._wakeup
 
     def add(self, command: messages.Submit) -> None:
-        """A request needs an adapter; ``advance`` returns it when that is loaded."""
+        """Add a request for an adapter; ``advance`` returns it when that is loaded."""
         ref = command.spec.adapter
         if ref is None or not self._cache.max_loaded:
             error = AdapterLoadError("this worker serves no adapters (adapters.max_loaded is 0)")
@@ -52,22 +49,22 @@ class AdapterLoader:
             self._cache.add(command.request_id, ref, command)
 
     def cancel(self, command: messages.Cancel) -> bool:
-        """End a request that still waits for its adapter; False when none does."""
+        """End a request that waits for its adapter; False if it does not wait."""
         if not self._cache.drop(command.request_id):
             return False
         self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
         return True
 
     def note(self, reports: Sequence[messages.Report]) -> None:
-        """See which requests have ended."""
+        """Process the ends of requests."""
         for report in reports:
             if isinstance(report, ev.Ended):
                 self._cache.ended(report.request_id)
-                if self._cache.waiting:  # its place may be free now: the loop must not idle
+                if self._cache.waiting:  # its slot may be free: wake the loop
                     os.eventfd_write(self._wakeup, 1)
 
     def advance(self) -> list[messages.Submit]:
-        """Take in what was loaded, begin what can begin; returns requests that may go on."""
+        """Process finished loads and start new ones; return requests to submit."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
         while not self._done.empty():
@@ -81,12 +78,10 @@ class AdapterLoader:
         return ready
 
     def take_events(self) -> list[messages.Report]:
-        """What has happened since the last call."""
+        """Return and clear the events since the last call."""
         taken = self._events
         self._events = []
         return taken
-
-    # ---------------------------------------------------------------- inside
 
     def _take(
         self, ref: AdapterRef, prepared: Any, error: BatonError | None, load_s: float
@@ -126,7 +121,7 @@ class AdapterLoader:
                 prepared = self._store.prepare(ref)
             except BatonError as known:
                 error = known
-            except Exception as fault:  # noqa: BLE001 - whatever it is, it is this adapter's fault
+            except Exception as fault:  # noqa: BLE001 - any fault fails this adapter only
                 error = AdapterLoadError(f"adapter {ref.name}: {type(fault).__name__}: {fault}")
             self._done.put((ref, prepared, error, time.monotonic() - began_s))
             os.eventfd_write(self._wakeup, 1)

@@ -1,4 +1,4 @@
-"""From settings to everything that steps: the runner, its core, and the other ranks."""
+"""Construction of an engine from settings: runner, core, tiers and other ranks."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 
 
 class BuiltEngine(NamedTuple):
-    """What a step loop drives."""
+    """Parts that a step loop drives."""
 
     core: EngineCore
     runner: ModelRunner
@@ -38,28 +38,22 @@ class BuiltEngine(NamedTuple):
 def build_engine(
     settings: EngineSettings, pool_fd: int, progress: Progress, own_fds: Sequence[int] = ()
 ) -> BuiltEngine:
-    """Load the model and whatever goes with it.
-
-    Args:
-        settings: How to build the engine.
-        pool_fd: The memory file for the KV pool.
-        progress: Called with one line of text at a time.
-        own_fds: Those of ranks 1 and up, if each has its own.
+    """Load the model and build the engine.
 
     Raises:
         ModelError: The model cannot be loaded.
         RankError: A rank died or hangs.
-        NumericsSetupError: ``exact`` cannot be kept on this machine.
+        NumericsSetupError: This machine cannot keep ``exact``.
     """
     if settings.own_pools and settings.kv_tiers.names:
-        raise ModelError("kv_tiers keep blocks of one pool: not with rank_memory: own")
+        raise ModelError("kv_tiers cannot be combined with rank_memory: own (one pool per rank)")
     ranks = None
     if settings.emulated is not None:
         runner, info = _build_paced(settings, settings.emulated, pool_fd)
     elif settings.model == EMULATED:
         runner, info = build_emulated(settings, pool_fd)
     else:
-        from baton.engine.build import build_runner  # torch is loaded here and nowhere else
+        from baton.engine.build import build_runner  # imports torch
 
         if settings.tensor_parallel > 1:
             ranks = RankProcesses(settings, pool_fd, own_fds)
@@ -84,24 +78,24 @@ def build_engine(
 def open_tiers(
     settings: EngineSettings, geometry: KvGeometry, info: ModelInfo, progress: Progress
 ) -> tuple[list[TierPlaces], dict[str, Shelf]]:
-    """The tiers that are wanted and can be had, the fastest first, and where their blocks lie.
+    """Return the configured tiers that can be opened, the fastest first, and their shelves.
 
-    A folder that cannot be used leaves the engine without a disk tier, not the fleet without it.
+    An unusable folder disables only the disk tier.
     """
-    wanted = settings.kv_tiers
+    configured = settings.kv_tiers
     block_bytes = geometry.block_bytes
     tiers: list[TierPlaces] = []
     shelves: dict[str, Shelf] = {}
-    if places := (wanted.memory_mb << 20) // block_bytes:
+    if places := (configured.memory_mb << 20) // block_bytes:
         tiers.append(TierPlaces("memory", places))
         shelves["memory"] = MemoryShelf(places, block_bytes)
-    if places := (wanted.disk_mb << 20) // block_bytes:
+    if places := (configured.disk_mb << 20) // block_bytes:
         try:
-            folder = Path(wanted.disk_folder)
-            key = _format_key(geometry, info, wanted)
+            folder = Path(configured.disk_folder)
+            key = _format_key(geometry, info, configured)
             disk = DiskShelf(folder, key, places, block_bytes)
         except ShelfError as error:
-            progress(f"no KV tier on disk: {error}")
+            progress(f"disk KV tier disabled: {error}")
         else:
             tiers.append(TierPlaces("disk", places, disk.found))
             shelves["disk"] = disk
@@ -111,7 +105,7 @@ def open_tiers(
 
 
 def _format_key(geometry: KvGeometry, info: ModelInfo, tiers: KvTierSettings) -> str:
-    """Equal for engines that can use each other's blocks, whatever the size of their pools."""
+    """Return a key that is equal for engines with exchangeable blocks."""
     layout = msgspec.json.encode(msgspec.structs.replace(geometry, num_blocks=0))
     parts = [info.weights_digest, info.numerics_id.encode(), layout, tiers.int8_chunks]
     return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).hexdigest()
@@ -133,7 +127,6 @@ def _speculation(
 def _build_paced(
     settings: EngineSettings, model: EmulatedModel, pool_fd: int
 ) -> tuple[ModelRunner, ModelInfo]:
-    """An emulated engine of a fleet: no torch, and steps as long as a model's."""
     from baton.engine.emulated_timing import numerics_id_of
     from baton.engine.paced import PacedRunner, paced_geometry
 
@@ -145,7 +138,7 @@ def _build_paced(
 
 
 def build_emulated(settings: EngineSettings, pool_fd: int) -> tuple[ModelRunner, ModelInfo]:
-    """An engine without weights and without torch."""
+    """Build the emulated engine of protocol tests, without torch."""
     from baton.engine.emulated import EmulatedRunner
 
     geometry = KvGeometry(

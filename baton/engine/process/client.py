@@ -1,4 +1,4 @@
-"""The shell's handle on a step-loop process: start it, send commands, hear reports."""
+"""The worker shell's connection to a step-loop process: start, commands, reports."""
 
 import asyncio
 import fcntl
@@ -24,45 +24,41 @@ from baton.types.errors import InternalError
 _LOG = logging.getLogger(__name__)
 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11 does not name it
-_LAST_WORDS_S = 2.0  # to read what a process said before it ended; all of it is in the socket
+_DRAIN_S = 2.0  # to read the last reports after the process ended
 
 EngineProcess = asyncio.subprocess.Process | EngineThread
 OnReport = Callable[[messages.Report], None]
 
 
 class ReportInbox:
-    """Reads an engine's reports: those about loading itself, all others for a listener.
-
-    Args:
-        on_progress: Called with a line of text while the engine loads.
-    """
+    """Reader of an engine's reports: handles those about loading and passes on the others."""
 
     def __init__(self, on_progress: Callable[[str], None] = lambda _: None) -> None:
-        self.fatal = ""  # what the engine said before it died
+        self.fatal = ""  # message of a ``Fatal`` report
         self.ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._on_progress = on_progress
         self._reader = messages.report_reader()
-        self._heard_s = time.monotonic()
-        self._early: list[messages.Report] = []  # came before anybody listened
+        self._received_s = time.monotonic()
+        self._early: list[messages.Report] = []  # received before ``listen``
         self._listener: OnReport = self._early.append
 
     def listen(self, listener: OnReport) -> None:
-        """From now on ``listener`` is called with each report, in order."""
+        """Pass all reports to ``listener``, in order."""
         self._listener = listener
         for report in self._early:
             listener(report)
         self._early.clear()
 
     def feed(self, data: bytes) -> None:
-        """Bytes came from the engine."""
+        """Process bytes from the engine."""
         self.dispatch(self._reader.feed(data))
 
     def dispatch(self, reports: Sequence[messages.Report]) -> None:
-        """Pass reports on, in order."""
+        """Process reports in order."""
         for report in reports:
             match report:
                 case messages.Progress():
-                    self._heard_s = time.monotonic()
+                    self._received_s = time.monotonic()
                     self._on_progress(report.what)
                 case messages.Ready():
                     if not self.ready.done():
@@ -73,40 +69,29 @@ class ReportInbox:
                     self._listener(report)
 
     def exited(self, code: int) -> None:
-        """The process is gone: whoever waits for it to be ready shall hear of it."""
+        """Fail ``ready`` after the process has exited."""
         if not self.ready.done():
             self.ready.set_exception(
                 InternalError(self.fatal or f"the engine process exited with code {code}")
             )
-            self.ready.exception()  # marks it as seen, should nobody wait any more
+            self.ready.exception()  # marks it as retrieved if nothing awaits it
 
     async def until_ready(self, timeout_s: float) -> messages.Ready:
-        """The engine's first report.
-
-        Raises:
-            InternalError: It said nothing for ``timeout_s``, or died.
-        """
-        self._heard_s = time.monotonic()
-        while (left_s := self._heard_s + timeout_s - time.monotonic()) > 0:
+        """Return ``Ready``, or raise ``InternalError`` after ``timeout_s`` without reports."""
+        self._received_s = time.monotonic()
+        while (left_s := self._received_s + timeout_s - time.monotonic()) > 0:
             done, _ = await asyncio.wait([self.ready], timeout=left_s)
             if done:
                 return self.ready.result()
-        raise InternalError(f"the engine said nothing for {timeout_s:.0f} s")
+        raise InternalError(f"no report from the loading engine for {timeout_s:.0f} s")
 
 
 class EngineClient:
-    """One engine process that takes requests; ``start`` makes it.
+    """Connection to a running engine process; ``start`` creates both.
 
-    Args:
-        process: The engine.
-        writer: To it.
-        inbox: From it.
-        listening: Feeds the inbox, until the process says no more.
-        tasks: What runs in the background; ended with the process.
-        ready: What the engine said when it was loaded.
-        pools: Its KV pool, or one for each rank on this host.
-        pool_fd: The pool's memory file, opened for reading; closed with the process. -1 where there
-            is more than one.
+    The task ``listening`` feeds ``inbox``. ``pools`` is the KV pool, or one pool for each rank on
+    this host. ``pool_fd`` is the pool's memory file, opened for reading; -1 with several pools. The
+    tasks and the file are closed with the process.
     """
 
     def __init__(
@@ -139,19 +124,13 @@ class EngineClient:
         timeout_s: float = 120.0,
         count_task_failure: Callable[[str], None] = lambda _: None,
     ) -> "EngineClient":
-        """Start a process and wait until it takes requests.
+        """Start a process and wait until it takes requests. Any failure ends the process.
 
-        Whatever else ends this, a cancellation too, ends the process.
-
-        Args:
-            settings: How to build the engine.
-            on_progress: Called with a line of text while the engine loads.
-            stderr: Where the process writes its errors.
-            timeout_s: How long it may say nothing; to load a large model takes longer.
-            count_task_failure: See ``BackgroundTasks``.
+        ``on_progress`` receives one line of text at a time. ``timeout_s`` limits the time between
+        two reports while the engine loads.
 
         Raises:
-            InternalError: It died or hangs while loading; the message says why.
+            InternalError: The engine died or hangs while loading.
         """
         inbox = ReportInbox(on_progress)
         async with AsyncExitStack() as undo:
@@ -164,7 +143,7 @@ class EngineClient:
                 reader, writer = await asyncio.open_connection(sock=control)
                 undo.callback(writer.close)
                 listening = tasks.spawn(_listen(reader, inbox, process), "listen")
-                async with tasks.beside(_tell_exit(process, listening, inbox), "loading"):
+                async with tasks.beside(_report_exit(process, listening, inbox), "loading"):
                     ready = await inbox.until_ready(timeout_s)
                 ranks = settings.tensor_parallel if settings.own_pools else 1
                 shapes = rank_geometries(ready.geometry, ranks)
@@ -186,21 +165,21 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """The process that holds the model."""
+        """Id of the process that holds the model."""
         return self._process.pid
 
     @property
     def fatal(self) -> str:
-        """What the engine said before it died, or ""."""
+        """Message of the engine's ``Fatal`` report, or ""."""
         return self._inbox.fatal
 
     def send(self, *commands: messages.Command) -> None:
-        """Queue commands; they are lost, and that is harmless, when the process is dying."""
+        """Send commands; they are dropped if the process is ending."""
         if not self._writer.is_closing():
             self._writer.write(messages.frame(list(commands)))
 
     async def stop(self, grace_s: float = 3.0) -> int:
-        """End the process, by force after ``grace_s``; returns its exit code."""
+        """Stop the process, by force after ``grace_s``, and return its exit code."""
         if self._process.returncode is None:
             self.send(messages.Stop())
             try:
@@ -220,25 +199,25 @@ class EngineClient:
 
     async def _watch(self, listening: asyncio.Task[None]) -> None:
         code = await self._process.wait()
-        await asyncio.wait([listening], timeout=_LAST_WORDS_S)
+        await asyncio.wait([listening], timeout=_DRAIN_S)
         if not self.exited.done():
             self.exited.set_result(code)
 
 
 def _pool_count(settings: EngineSettings) -> int:
-    """On this host: ranks that are elsewhere have theirs there."""
+    """Return the number of pools on this host; remote ranks have theirs on other hosts."""
     return settings.tensor_parallel if settings.own_pools and not settings.rank_orders else 1
 
 
 def _pool_file() -> int:
-    """The kernel frees it with its last user. Whoever maps it may rely on its size."""
+    """Create the pool's memory file, which the kernel frees after its last user."""
     return os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def _seal(pool_fd: int, *, alone: bool) -> None:
-    """Keep a pool's size and, where one process has it, keep others from mapping it for writing.
+    """Seal the size of a pool. With one engine process, also prevent new writable mappings.
 
-    Ranks map it when they come to it, which may be after this.
+    Ranks may map the pool after this.
     """
     fcntl.fcntl(pool_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     if alone:
@@ -249,7 +228,6 @@ def _seal(pool_fd: int, *, alone: bool) -> None:
 async def _spawn(
     settings: EngineSettings, pool_fds: Sequence[int], stderr: IO[bytes] | None
 ) -> tuple[EngineProcess, socket.socket]:
-    """The engine and our end of the socket to it."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     for end in (ours, theirs):
@@ -298,16 +276,16 @@ async def _listen(reader: asyncio.StreamReader, inbox: ReportInbox, process: Eng
         while data := await reader.read(1 << 20):
             inbox.feed(data)
     except ConnectionError:
-        return  # the process is ending: whoever watches it tells
-    except Exception as error:  # noqa: BLE001 - better dead than deaf
-        _LOG.exception("a report could not be handled")
+        return  # the process is ending; its watcher reports that
+    except Exception as error:  # noqa: BLE001 - an engine without reports is useless
+        _LOG.exception("failed to handle an engine report")
         inbox.fatal = f"{type(error).__name__}: {error}"
         await _kill(process)
 
 
-async def _tell_exit(
+async def _report_exit(
     process: EngineProcess, listening: asyncio.Task[None], inbox: ReportInbox
 ) -> None:
     code = await process.wait()
-    await asyncio.wait([listening], timeout=_LAST_WORDS_S)
+    await asyncio.wait([listening], timeout=_DRAIN_S)
     inbox.exited(code)

@@ -1,4 +1,4 @@
-"""Routes an engine's reports to the requests they are about, and keeps its latest load."""
+"""Dispatch of an engine's reports to their requests, and its latest load."""
 
 import logging
 import time
@@ -22,36 +22,32 @@ Handler = Callable[[messages.RequestReport | ev.Ended], None]
 SILENCE_NS = 3_000_000_000
 """Silence after which an engine with short steps counts as hung; a loop without steps reports."""
 
-_STEPS_OF_SILENCE = 3  # steps as long as the longest recent one that may pass besides
+_STEPS_OF_SILENCE = 3  # further silence allowed, in steps as long as the longest recent one
 _RECENT_STEPS = 64
 
 
 class EngineHandle:
-    """One engine, shared by the two services of a worker.
-
-    Args:
-        client: Of an engine that is ready.
-    """
+    """Engine shared by the two services of a worker."""
 
     def __init__(self, client: EngineClient) -> None:
         total = client.ready.geometry.num_blocks
         self.client = client
         self.load = ev.StepDone(blocks=BlockCounts(total=total, free=total))
         self.sick = ""
-        self.silent = False  # the step loop hangs, or is stopped
-        self._heard_ns = ALIVE.now_ns()
-        self.adapters: set[bytes] = set()  # digests of those that the engine holds
+        self.silent = False  # the step loop hangs or is stopped
+        self._report_ns = ALIVE.now_ns()
+        self.adapters: set[bytes] = set()  # digests of loaded adapters
         self.on_cache_changed: Callable[[ev.CacheChanged], None] = lambda _: None
         self.on_adapter_changed: Callable[[ev.AdapterChanged], None] = lambda _: None
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
-        self._names = 0  # given so far
-        self._canaries: set[str] = set()  # of those
-        self._adapters_asked: dict[str, AdapterRef] = {}  # by live requests
+        self._names = 0  # number of names issued
+        self._canaries: set[str] = set()  # ids of live canary requests
+        self._adapters_asked: dict[str, AdapterRef] = {}  # adapters of live requests
         self._rates = StepRates()
         self._durations_ns: deque[int] = deque([0], maxlen=_RECENT_STEPS)
-        self._load_ns = time.monotonic_ns()  # when the engine was as ``load`` says
-        self._asked = False  # something of it since
+        self._load_ns = time.monotonic_ns()  # time of ``load``
+        self._has_news = False  # requests were submitted since ``load``
         client.listen(self._on_report)
 
     @classmethod
@@ -69,34 +65,34 @@ class EngineHandle:
         return cls(client)
 
     def unused_name(self, of: str) -> str:
-        """A name for a request that the engine never had: it may still end one of before."""
+        """Return a new request id; the engine may still be ending an earlier request."""
         self._names += 1
         return f"{of}/{self._names}"
 
     def submit(
         self, command: messages.Submit, handler: Handler, *, is_canary: bool = False
     ) -> None:
-        """Queue a request; ``handler`` gets all its reports, ``Ended`` last."""
+        """Queue a request; ``handler`` receives all its reports, ``Ended`` last."""
         self._handlers[command.request_id] = handler
         if is_canary:
             self._canaries.add(command.request_id)
-        self._asked = True
+        self._has_news = True
         if command.spec.adapter is not None:
             self._adapters_asked[command.request_id] = command.spec.adapter
         self.client.send(command)
 
     @property
     def has_work(self) -> bool:
-        """Whether anyone but the worker itself has a request here, or holds its blocks."""
+        """Return whether requests other than canaries run or hold blocks."""
         return len(self._handlers) > len(self._canaries)
 
     @property
     def has_canary(self) -> bool:
-        """Whether the worker has a request of its own here."""
+        """Return whether a canary request runs."""
         return bool(self._canaries)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
-        """Names of live requests' adapters: those that are held, and those that are waited for."""
+        """Return the names of live requests' adapters: loaded ones, and awaited ones."""
         held: set[str] = set()
         waiting: set[str] = set()
         for ref in self._adapters_asked.values():
@@ -105,22 +101,22 @@ class EngineHandle:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Fitted rate at which prompts are computed; 0 until one was."""
+        """Fitted prefill rate; 0 before the first prompt."""
         return self._rates.prefill_tokens_per_s
 
     @property
     def prompt_fit(self) -> PromptFit:
-        """What a prompt token takes, and one of those before it."""
+        """Fitted time per prompt token and per token of its context."""
         return self._rates.prompt_fit
 
     @property
     def decode_step_s(self) -> float:
-        """Median of recent steps without prompt tokens; 0 until there was one."""
+        """Median time of recent steps without prompt tokens; 0 if there were none."""
         return self._rates.decode_step_s
 
     def load_age_ns(self, now_ns: int) -> int:
-        """How old ``load`` is; 0 where the engine has nothing to compute, and so is up to date."""
-        computes = self.load.answering or self.load.queued_prompt_tokens or self._asked
+        """Return the age of ``load``; 0 if the engine is idle."""
+        computes = self.load.answering or self.load.queued_prompt_tokens or self._has_news
         return max(now_ns - self._load_ns, 0) if computes else 0
 
     def watch(self, alive_ns: int) -> None:
@@ -132,18 +128,18 @@ class EngineHandle:
             alive_ns: The time by ``baton.telemetry.alive_clock``.
         """
         limit_ns = SILENCE_NS + _STEPS_OF_SILENCE * max(self._durations_ns)
-        if not self.silent and alive_ns - self._heard_ns > limit_ns:
+        if not self.silent and alive_ns - self._report_ns > limit_ns:
             self.silent = True
-            _LOG.warning("the engine has reported nothing for %.0f s", limit_ns / 1e9)
+            _LOG.warning("received no engine report for %.0f s", limit_ns / 1e9)
 
-    def _note_heard(self) -> None:
-        self._heard_ns = ALIVE.now_ns()
+    def _note_report(self) -> None:
+        self._report_ns = ALIVE.now_ns()
         if self.silent:
             self.silent = False
-            _LOG.warning("the engine answers again")
+            _LOG.warning("received engine reports again")
 
     def _on_report(self, report: messages.Report) -> None:
-        self._note_heard()
+        self._note_report()
         match report:
             case ev.StepDone():
                 self._note_step(report)
@@ -156,23 +152,23 @@ class EngineHandle:
             case ev.Ended():
                 self._adapters_asked.pop(report.request_id, None)
                 self._canaries.discard(report.request_id)
-                self._tell(self._handlers.pop(report.request_id, None), report)
+                self._deliver(self._handlers.pop(report.request_id, None), report)
             case messages.Progress() | messages.Ready() | messages.Fatal() | messages.Alive():
                 pass
             case _:
-                self._tell(self._handlers.get(report.request_id), report)
+                self._deliver(self._handlers.get(report.request_id), report)
 
-    def _tell(self, handler: Handler | None, report: messages.RequestReport | ev.Ended) -> None:
-        """A handler that raises ends its own request, and no other."""
+    def _deliver(self, handler: Handler | None, report: messages.RequestReport | ev.Ended) -> None:
+        """Call a request's handler; if it raises, end only this request."""
         if handler is None:
             return
         try:
             handler(report)
-        except Exception as error:  # noqa: BLE001 - logged, and the request is told
+        except Exception as error:  # noqa: BLE001 - logged, and the request ends
             name = report.request_id
-            _LOG.exception("a report of request %s could not be handled", name)
+            _LOG.exception("failed to handle an engine report request=%s", name)
             if self._handlers.pop(name, None) is None:
-                return  # it was told of its end
+                return  # its end was delivered
             self.client.send(messages.Cancel(name))
             handler(ev.Ended(name, "internal_error", f"{type(error).__name__}: {error}"))
 
@@ -189,6 +185,6 @@ class EngineHandle:
         self._rates.add(step)
         self._durations_ns.append(step.duration_ns)
         self._load_ns = time.monotonic_ns() - step.duration_ns
-        self._asked = False
+        self._has_news = False
         for callback in self.after_step:
             callback(step)

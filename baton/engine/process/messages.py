@@ -1,11 +1,10 @@
 """Messages between a worker's gRPC shell and its step-loop process, and their framing.
 
-The shell sends commands, the engine sends reports; each frame is a 4-byte little-endian length and
-a msgpack list of messages. KV never passes here: both processes map the same pool.
+The shell sends commands, the engine sends reports, in the frames of ``baton/engine/ipc.py``.
 
-Token ids have one name and one type on each side of this border. The shell (and the wire) has them
-packed, as ``prompt_token_ids: bytes``, little-endian uint32, and never unpacks them to submit; the
-engine has them as ``prompt: list[int]`` and ``tokens: list[int]``. ``prompt_tokens`` is a count.
+Token ids have one name and type on each side of this border. The shell (and the wire) has them
+packed, as ``prompt_token_ids: bytes``, little-endian uint32. The engine has ``prompt: list[int]``
+and ``tokens: list[int]``. ``prompt_tokens`` is a count.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from baton.types.geometry import KvGeometry
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Queue a request."""
+    """Command: queue a request."""
 
     request_id: str
     prompt_token_ids: bytes  # packed little-endian uint32
@@ -27,42 +26,42 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):
-    """The first publication came: turn the reservation into pages."""
+    """Command after the first publication: allocate the reservation's pages."""
 
     request_id: str
     generation: int
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """All pages are verified: decode behind the first tokens (None = that choice has ended)."""
+    """Command after all pages are verified: decode behind the first tokens."""
 
     request_id: str
     generation: int
-    first: tuple[int | None, ...]
+    first: tuple[int | None, ...]  # None for a choice that has ended
 
 
 class ComputeLocally(msgspec.Struct, frozen=True, tag=True):
-    """Give the hand-off up; ``first`` are tokens that are facts already."""
+    """Command: abandon the KV transfer; ``first`` holds tokens sent to the client."""
 
     request_id: str
     first: tuple[int | None, ...] | None
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """Writing into the revoked pages has stopped."""
+    """Command: writing to the revoked pages has stopped."""
 
     request_id: str
     generation: int
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """The taker holds the KV of a finished prompt."""
+    """Command: the KV of a finished prompt was pulled."""
 
     request_id: str
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """End a request, or only these choices."""
+    """Command: end a request, or only these choices."""
 
     request_id: str
     choices: tuple[int, ...] = ()
@@ -70,20 +69,20 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the process."""
+    """Command: end the process."""
 
 
 Command = Submit | Bind | Commit | ComputeLocally | Drained | Release | Cancel | Stop
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Loading goes on."""
+    """Report of a stage of loading."""
 
     what: str
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The engine takes requests."""
+    """Report that the engine takes requests."""
 
     pid: int
     geometry: KvGeometry
@@ -97,17 +96,17 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot go on; its exit code is not 0."""
+    """Report of a failure that ends the process with a nonzero exit code."""
 
     message: str
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The step loop runs; said when it has said nothing else for a while."""
+    """Report that the step loop runs, sent when there is no other report."""
 
 
 class Sick(msgspec.Struct, frozen=True, tag=True):
-    """The model produced NaN or Inf."""
+    """Report that the model produced NaN or Inf."""
 
     message: str
     failures: int
@@ -123,7 +122,7 @@ RequestReport = (
     | ev.Bound
     | ev.Revoked
 )
-"""Of one request that has not ended."""
+"""Reports about one request that has not ended."""
 
 Report = (
     Progress
@@ -143,16 +142,16 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(messages: Sequence[Report | Command]) -> bytes:
-    """One frame that holds ``messages``."""
+    """Return one frame that contains ``messages``."""
     body = _encoder.encode(messages)
     return LENGTH.pack(len(body)) + body
 
 
 def command_reader() -> FrameReader[Command]:
-    """For the engine's side."""
+    """Return the engine's reader of commands."""
     return FrameReader(msgspec.msgpack.Decoder(list[Command]))
 
 
 def report_reader() -> FrameReader[Report]:
-    """For the shell's side."""
+    """Return the shell's reader of reports."""
     return FrameReader(msgspec.msgpack.Decoder(list[Report]))

@@ -1,11 +1,10 @@
-"""One end of a two-rank group, in a process of its own: ``python -m baton.engine.process.pair``.
+"""End of a two-rank group in a separate process: ``python -m baton.engine.process.pair``.
 
-It moves bytes between shared staging memory and the other rank, in the order in which its parent
-says so, and knows nothing of what they are. A collective that hangs is ended by killing this
-process: nothing else is in it.
+It moves bytes between shared staging memory and the other rank, as ordered by its parent. The
+parent ends a hanging collective by killing this process.
 
-On its control socket (messages of ``ORDER``): the sending rank says the port of its store; the
-parent then gives orders (number, offset, size), and each is answered with its number when done.
+Control socket (messages of ``ORDER``): the sending rank reports the port of its store. The parent
+then sends orders (number, offset, size), and each is answered with its number when done.
 """
 
 import argparse
@@ -25,18 +24,11 @@ ORDER = struct.Struct("<QQQ")
 SENDER = 0
 RECEIVER = 1
 MEETING_S = 30.0
-DEADLINE_S = 30.0  # of one send or receive; the parent's own is shorter
+DEADLINE_S = 30.0  # limit of one send or receive; the parent's limit is shorter
 
 
 class Pair:
-    """Two ranks.
-
-    Args:
-        rank: ``SENDER`` or ``RECEIVER``.
-        store: Where they meet.
-        host: Of the interface to use, for gloo.
-        device: "cpu" for gloo, a CUDA device for NCCL.
-    """
+    """Process group of two ranks: gloo for the device "cpu", NCCL for a CUDA device."""
 
     def __init__(self, rank: int, store: TCPStore, host: str, device: str) -> None:
         self._rank = rank
@@ -44,11 +36,7 @@ class Pair:
         self._group = _group(self._device, store, rank, host)
 
     def move(self, staged: torch.Tensor) -> None:
-        """Send these bytes, or receive into them.
-
-        Raises:
-            RuntimeError: The group broke, or its deadline passed.
-        """
+        """Send the staged bytes, or receive into them; raise ``RuntimeError`` at a failure."""
         other = 1 - self._rank
         if self._device.type == "cpu":
             moved = staged
@@ -65,23 +53,23 @@ class Pair:
 
 
 def _group(device: torch.device, store: TCPStore, rank: int, host: str) -> Any:
-    patience = timedelta(seconds=DEADLINE_S)
+    timeout = timedelta(seconds=DEADLINE_S)
     if device.type == "cuda":
         from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
 
         torch.cuda.set_device(device)
         nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = patience  # noqa: SLF001
+        nccl._timeout = timeout  # noqa: SLF001
         return ProcessGroupNCCL(store, rank, 2, nccl)
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 - the only way to name an interface
     options._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001
-    options._timeout = patience  # noqa: SLF001
+    options._timeout = timeout  # noqa: SLF001
     return gloo(store, rank, 2, options)
 
 
 def serve(control: socket.socket, staging_fd: int, pair: Pair) -> None:
-    """Carry out orders until the parent closes the socket."""
+    """Execute orders until the parent closes the socket."""
     staging = torch.frombuffer(mmap.mmap(staging_fd, 0), dtype=torch.uint8)
     while len(order := control.recv(ORDER.size, socket.MSG_WAITALL)) == ORDER.size:
         number, offset, size = ORDER.unpack(order)
@@ -90,12 +78,12 @@ def serve(control: socket.socket, staging_fd: int, pair: Pair) -> None:
 
 
 def main() -> None:
-    """Meet the other rank, then serve."""
+    """Connect to the other rank, then serve orders."""
     die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("rank", type=int)
-    parser.add_argument("store", help="HOST:PORT of the sender's; port 0 takes a free one")
-    parser.add_argument("host", help="address of the interface to use")
+    parser.add_argument("store", help="HOST:PORT of the sender's store; port 0 chooses a free one")
+    parser.add_argument("host", help="address of the network interface")
     parser.add_argument("device")
     parser.add_argument("control_fd", type=int)
     parser.add_argument("staging_fd", type=int)
@@ -114,7 +102,7 @@ def main() -> None:
     if options.rank == SENDER:
         control.sendall(ORDER.pack(store.port, 0, 0))
     pair = Pair(options.rank, store, options.host, options.device)
-    control.sendall(ORDER.pack(0, 0, 0))  # the group stands
+    control.sendall(ORDER.pack(0, 0, 0))  # the group is connected
     serve(control, options.staging_fd, pair)
 
 

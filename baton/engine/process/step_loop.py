@@ -1,10 +1,10 @@
-"""The step loop: a process of its own, so that the network never delays a step.
+"""Step loop of an engine, in its own process, so that the network never delays a step.
 
     python -m baton.engine.process.step_loop CONTROL_FD POOL_FDS SETTINGS_JSON
 
-``CONTROL_FD`` is one end of a Unix socket pair (see ``baton/engine/process/messages.py``),
-``POOL_FDS`` an empty memory file that becomes the KV pool, or one for each rank, with commas
-between; the shell maps the same files. The process ends when it is told to, when the other end of
+``CONTROL_FD`` is one end of a Unix socket pair (see ``baton/engine/process/messages.py``).
+``POOL_FDS`` is an empty memory file that becomes the KV pool, or a comma-separated list with one
+for each rank; the shell maps the same files. The process ends after ``Stop``, when the other end of
 the socket closes, or with exit code 1 and a ``Fatal`` report.
 """
 
@@ -38,25 +38,19 @@ from baton.types.errors import (
 )
 
 _IDLE_S = 1.0
-_ALIVE_S = 0.5  # without another report for so long, the loop says that it runs
-_COMPILING_S = 0.002  # while a grammar is being compiled and nothing else is to be computed
+_ALIVE_S = 0.5  # time without a report after which the loop sends ``Alive``
+_COMPILING_S = 0.002  # wait while a grammar compiles and nothing else is to be computed
 
 
 class HasFileno(Protocol):
-    """What ``select`` takes."""
+    """Object that ``select`` accepts."""
 
     def fileno(self) -> int:
-        """Readable when there is news."""
+        """Return a descriptor that is readable when there is news."""
 
 
 class StepLoop:
-    """Commands in, steps, reports out.
-
-    Args:
-        engine: What was built.
-        settings: Of the engine.
-        control: This end of the socket pair.
-    """
+    """Loop that receives commands, runs steps and sends reports."""
 
     def __init__(
         self, engine: BuiltEngine, settings: EngineSettings, control: socket.socket
@@ -73,16 +67,16 @@ class StepLoop:
         self._grammar_queue: GrammarCompileQueue[messages.Submit] | None = (
             GrammarCompileQueue(runner.grammars) if runner.grammars is not None else None
         )
-        # Requests that wait for a grammar or an adapter, and the commands for them since.
+        # Requests that wait for a grammar or an adapter, and later commands for them.
         self._waiting: dict[str, list[messages.Command]] = {}
         self._stopping = False
         self._sent_s = 0.0
 
     def run(self) -> None:
-        """Step until told to stop."""
+        """Run steps until ``Stop`` or until the shell is gone."""
         while not self._stopping:
             self._order_copies()
-            has_news = self._receive() | self._hear_copies()
+            has_news = self._receive() | self._receive_copies()
             if time.monotonic() - self._sent_s > _ALIVE_S:
                 self._send([messages.Alive()])
             self._submit_prepared()
@@ -97,12 +91,10 @@ class StepLoop:
                 self._core.check_when_idle()
 
     def _order_copies(self) -> None:
-        """Have blocks copied beside the steps."""
         if self._copier is not None:
             self._copier.order(self._core.take_copies(time.monotonic_ns()))
 
-    def _hear_copies(self) -> bool:
-        """Take in what was copied; whether there was anything."""
+    def _receive_copies(self) -> bool:
         if self._copier is None:
             return False
         ended = self._copier.take()
@@ -111,7 +103,7 @@ class StepLoop:
         return bool(ended)
 
     def _receive(self) -> bool:
-        """Apply what has arrived; wait for something when there is nothing to compute."""
+        """Process commands; wait for news if there is nothing to compute."""
         busy = bool(self._core.batch.running)
         received = False
         watched: list[HasFileno] = [self._control, self._adapters]
@@ -123,7 +115,7 @@ class StepLoop:
             if self._ranks is not None:
                 self._ranks.check()  # ends the process when a rank has ended
             if self._control not in ready:
-                return received  # an adapter is loaded, or a block is copied
+                return received  # an adapter load or a copy has ended
             data = self._control.recv(1 << 20)
             if not data:
                 self._stopping = True  # the shell is gone
@@ -159,7 +151,7 @@ class StepLoop:
                 scheduler.cancel(command.request_id, command.choices, command.reason)
 
     def _prepare(self, command: messages.Submit) -> None:
-        """Submit, or let the request wait beside the step loop for its grammar and its adapter."""
+        """Submit a request, or wait for its grammar and adapter beside the step loop."""
         refusal = _malformed(command) or self._capabilities.refusal(command.spec)
         grammar = command.spec.params.grammar
         if refusal is not None:
@@ -168,10 +160,9 @@ class StepLoop:
             self._waiting[command.request_id] = []
             self._grammar_queue.add(command.request_id, command, grammar)
         else:
-            self._want_adapter(command)
+            self._require_adapter(command)
 
-    def _want_adapter(self, command: messages.Submit) -> None:
-        """Submit, or let the request wait for its adapter."""
+    def _require_adapter(self, command: messages.Submit) -> None:
         if command.spec.adapter is None:
             self._submit(command, time.monotonic_ns())
         else:
@@ -179,10 +170,9 @@ class StepLoop:
             self._adapters.add(command)
 
     def _submit_prepared(self) -> None:
-        """Go on with the requests whose grammar or adapter is there."""
         for command, error in self._grammar_queue.take() if self._grammar_queue else ():
             if error is None:
-                self._want_adapter(command)
+                self._require_adapter(command)
             else:
                 self._end(command.request_id, error)
         for command in self._adapters.advance():
@@ -212,7 +202,7 @@ class StepLoop:
 
     def _step(self, plan: StepPlan, began_ns: int) -> None:
         admissions = self._core.take_admissions()
-        if admissions:  # before the first Published of this step
+        if admissions:  # must precede the first Published of this step
             self._send(admissions)
         publications = self._core.publications(plan)
         total = self._core.geometry.num_layers
@@ -243,24 +233,20 @@ class StepLoop:
 
 
 def _malformed(command: messages.Submit) -> BatonError | None:
-    """What no router of ours sends: it must not end the process, and all requests with it."""
+    """Return the error for a command that would crash the process, or None."""
     if len(command.prompt_token_ids) % 4:
-        return InvalidRequestError("the prompt is no list of token ids")
+        return InvalidRequestError("the prompt is not a list of uint32 token ids")
     if command.spec.params.n < 1:
-        return InvalidRequestError(f"{command.spec.params.n} choices were asked for")
+        return InvalidRequestError(f"n is {command.spec.params.n}; it must be at least 1")
     return None
 
 
 def serve(
     settings: EngineSettings, control: socket.socket, pool_fd: int, own_fds: Sequence[int] = ()
 ) -> None:
-    """Build the engine, report ``Ready``, then step until told to stop.
+    """Build the engine, report ``Ready``, then run steps until stopped.
 
-    Args:
-        settings: How to build the engine.
-        control: This end of the socket pair.
-        pool_fd: The memory file for the KV pool.
-        own_fds: Those of ranks 1 and up, if each has its own.
+    ``own_fds`` are the memory files of ranks 1 and up, if each has its own pool.
     """
 
     def report(what: messages.Report) -> None:
@@ -291,12 +277,12 @@ def serve(
 def run(
     settings: EngineSettings, control: socket.socket, pool_fd: int, own_fds: Sequence[int] = ()
 ) -> int:
-    """``serve``, whatever comes of it; returns the exit code."""
+    """Run ``serve``, report its errors, and return the exit code."""
     try:
         serve(settings, control, pool_fd, own_fds)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the shell is gone
-    except Exception as error:  # noqa: BLE001 - the engine's edge: report, then fail loudly
+    except Exception as error:  # noqa: BLE001 - outermost handler: report, then exit with 1
         message = f"{type(error).__name__}: {error}"
         sys.stderr.write(f"engine failed: {message}\n")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -306,7 +292,7 @@ def run(
 
 
 def main() -> None:
-    """Entry of ``python -m baton.engine.process.step_loop``."""
+    """Run ``python -m baton.engine.process.step_loop``."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
     control = socket.socket(fileno=int(sys.argv[1]))

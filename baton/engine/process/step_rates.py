@@ -1,4 +1,4 @@
-"""How fast an engine computes, fitted to its own steps. Sans-IO."""
+"""Engine speed, fitted to its own steps. Pure."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -6,38 +6,38 @@ from typing import NamedTuple
 
 from baton.types.events import StepDone
 
-_KEPT = 0.95  # of earlier prompts' weight at each step: the rate follows within some twenty steps
-_FIT_KEPT = 0.98  # a line needs steps of different contexts
-_DECODE_STEPS = 64  # the last ones; their median is the step's time
-_LEAST_SAMPLE_TOKENS = 32  # smaller ones say more about overhead than about the rate
-# Steps whose prompts lie less far apart than this do not tell what context costs.
+_KEPT = 0.95  # decay of earlier steps' weight: the rate follows within some twenty steps
+_FIT_KEPT = 0.98  # slower decay: a line needs steps with different contexts
+_DECODE_STEPS = 64  # recent steps in the median
+_LEAST_SAMPLE_TOKENS = 32  # smaller prompts measure mostly overhead
+# Steps with closer contexts do not determine the cost of context.
 _LEAST_SPREAD_TOKENS = 256.0
 
 
 class PromptFit(NamedTuple):
-    """A prompt token takes ``token_s``, and ``context_s`` for each token before it; 0: unknown."""
+    """Time of a prompt token: ``token_s`` plus ``context_s`` per token before it; 0: unknown."""
 
     token_s: float = 0.0
     context_s: float = 0.0
 
 
 class StepRates:
-    """The figures that the router's cost model wants of a worker.
+    """Speed figures for the router's cost model.
 
-    The rate is tokens by seconds over many steps. One step says little of the next prompt: behind
-    100,000 tokens of context a chunk takes three times as long, and a router that took such a rate
-    for the worker's would send the worker's own conversations elsewhere. So the seconds of a prompt
-    token are also fitted to its context: a line by least squares, where each token counts as one.
+    The rate is tokens per second over many steps. One step is a poor estimate for the next prompt:
+    after 100,000 tokens of context a chunk takes three times as long, and such a rate would make
+    the router send the worker's own conversations to other workers. So the seconds per prompt token
+    are also fitted to the context: a line by least squares, weighted by tokens.
     """
 
     def __init__(self) -> None:
         self._prompt_tokens = self._prompt_s = 0.0
         self._line = _Line()
         self._decode_steps_s: deque[float] = deque()
-        self._sorted_steps_s: list[float] = []  # the same: a median is asked for at each report
+        self._sorted_steps_s: list[float] = []  # sorted, for the median in each report
 
     def add(self, step: StepDone) -> None:
-        """A step is done."""
+        """Record a finished step."""
         seconds = step.duration_ns / 1e9
         if not seconds:  # a status between steps, or a step that failed
             return
@@ -58,27 +58,27 @@ class StepRates:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Fitted rate at which prompts are computed; 0 until one was."""
+        """Fitted prefill rate; 0 before the first prompt."""
         return self._prompt_tokens / self._prompt_s if self._prompt_s else 0.0
 
     @property
     def prompt_fit(self) -> PromptFit:
-        """What a prompt token takes, by how many tokens are before it."""
+        """Fitted time per prompt token and per token of its context."""
         return self._line.fit()
 
     @property
     def decode_step_s(self) -> float:
-        """Median of recent steps without prompt tokens; 0 until there was one."""
+        """Median time of recent steps without prompt tokens; 0 if there were none."""
         steps_s = self._sorted_steps_s
         middle = len(steps_s) // 2
         return (steps_s[middle] + steps_s[~middle]) / 2 if steps_s else 0.0
 
 
 class _Line:
-    """y = a + b x by least squares, earlier points counting less and less; neither is negative."""
+    """Fit of y = a + b x by decaying least squares; a and b are not negative."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = 0.0  # the weight of all points, and their mean
+        self._weight = self._x = self._y = 0.0  # total weight, and mean of the points
         self._xx = self._xy = 0.0  # sums of products of distances from the mean
 
     def add(self, weight: float, x: float, y: float) -> None:

@@ -1,6 +1,6 @@
-"""A step loop in a thread of the shell, for emulated engines: they sleep, and share one process.
+"""Step loop in a thread of the shell, for emulated engines, which mostly sleep.
 
-It looks to ``EngineClient`` like ``asyncio.subprocess.Process``; the two talk over the same socket.
+It has the interface of ``asyncio.subprocess.Process`` for ``EngineClient``, and the same socket.
 """
 
 import asyncio
@@ -13,12 +13,9 @@ from baton.engine.settings import EngineSettings
 
 
 class EngineThread:
-    """One step loop, running; ends when told to, or when the other end of its socket closes.
+    """Running step loop; it ends after ``Stop``, or when the other end of its socket closes.
 
-    Args:
-        settings: How to build the engine.
-        control: Its end of the socket pair, which is closed with the loop.
-        pool_fd: The memory file for the KV pool; a copy of it is kept until the pool is mapped.
+    ``control``, its end of the socket pair, is closed with the loop; ``pool_fd`` is duplicated.
     """
 
     def __init__(self, settings: EngineSettings, control: socket.socket, pool_fd: int) -> None:
@@ -34,24 +31,24 @@ class EngineThread:
         self._thread.start()
 
     async def wait(self) -> int:
-        """The code that a process would have ended with."""
+        """Return the exit code once the loop has ended."""
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """End it as soon as its step is over."""
+        """End the loop after its current step."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
 
     def _run(self, settings: EngineSettings, pool_fd: int) -> None:
         code = 1
         try:
-            from baton.engine.process.step_loop import run  # not in shells of processes
+            from baton.engine.process.step_loop import run  # only needed for emulated engines
 
             code = run(settings, self._control, pool_fd)
         finally:
             os.close(pool_fd)
             self._control.close()
-            with contextlib.suppress(RuntimeError):  # the event loop has ended before us
+            with contextlib.suppress(RuntimeError):  # the event loop has ended first
                 self._loop.call_soon_threadsafe(self._note_end, code)
 
     def _note_end(self, code: int) -> None:

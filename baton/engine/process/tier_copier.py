@@ -1,7 +1,7 @@
-"""Copies blocks between the pool and its tiers, in a thread of the step loop's process.
+"""Copying of blocks between the pool and its tiers, in a thread of the step loop's process.
 
-The step loop hands it what ``KvTiers`` orders and hears of the ends through a descriptor that it
-selects on. numpy and the kernel copy without Python's lock, so that a step is not held up.
+The step loop passes on the copies that ``KvTiers`` requests, and selects on a descriptor for the
+results. numpy and the kernel copy without the GIL, so that steps are not delayed.
 """
 
 import logging
@@ -25,13 +25,7 @@ _LAST_COPY_S = 2.0
 
 
 class BlockMover:
-    """Makes one copy after the other.
-
-    Args:
-        pool: All of the KV pool; the same memory that steps read and write.
-        geometry: Its shape.
-        shelves: By the tier's name.
-    """
+    """Executor of single copies."""
 
     def __init__(
         self, pool: memoryview | bytearray, geometry: KvGeometry, shelves: Mapping[str, Shelf]
@@ -42,14 +36,14 @@ class BlockMover:
         self._pool = flat.reshape(layers, 2, blocks, -1)
         self._staging = np.empty((layers, 2, geometry.block_bytes // (2 * layers)), np.uint8)
         self._shelves = shelves
-        self._complained: set[str] = set()
+        self._warned: set[str] = set()
 
     def move(self, copy: Copy) -> str:
-        """Returns the ``outcome`` of `Copied`."""
+        """Make a copy and return the ``outcome`` of `Copied`."""
         try:
             data = self._read(copy)
         except (DamagedError, OSError) as error:
-            self._complain(copy.source, error)
+            self._warn(copy.source, error)
             return "damaged"
         try:
             if copy.target == POOL:
@@ -57,12 +51,12 @@ class BlockMover:
             else:
                 self._shelves[copy.target].write(copy.target_place, copy.block_hash, data)
         except OSError as error:
-            self._complain(copy.target, error)
+            self._warn(copy.target, error)
             return "failed"
         return "done"
 
     def close(self) -> None:
-        """Let another life have the shelves."""
+        """Close the shelves, so that another process can open them."""
         for shelf in self._shelves.values():
             shelf.close()
 
@@ -72,20 +66,16 @@ class BlockMover:
         self._staging[...] = self._pool[:, :, copy.source_place]
         return self._staging.reshape(-1)
 
-    def _complain(self, tier: str, error: Exception) -> None:
-        """Once for each kind of trouble; metrics count the rest."""
+    def _warn(self, tier: str, error: Exception) -> None:
+        """Log the first error of each kind; metrics count the others."""
         kind = f"{tier} {type(error).__name__}"
-        if kind not in self._complained:
-            self._complained.add(kind)
-            _LOG.warning("KV tier %s: %s", tier, error)
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _LOG.warning("failed to copy a KV block tier=%s: %s", tier, error)
 
 
 class TierCopier:
-    """See the module.
-
-    Args:
-        mover: Used by the thread alone.
-    """
+    """Thread that makes copies in order of urgency."""
 
     def __init__(self, mover: BlockMover) -> None:
         self._mover = mover
@@ -96,17 +86,17 @@ class TierCopier:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Readable when a copy has ended."""
+        """Return a descriptor that is readable when a copy has ended."""
         return self._bell
 
     def order(self, copies: Sequence[Copy]) -> None:
-        """Make these copies; those into the pool before all others."""
+        """Queue copies; those into the pool come first."""
         for copy in copies:
             urgency = _URGENT if copy.target == POOL else _LATER
             self._orders.put((urgency, copy.number, copy))
 
     def take(self) -> list[Copied]:
-        """Copies that have ended since the last call."""
+        """Return the copies that ended since the last call."""
         try:
             os.eventfd_read(self._bell)
         except BlockingIOError:
@@ -117,7 +107,7 @@ class TierCopier:
         return ended
 
     def close(self) -> None:
-        """End the thread, behind the copy under way; one that hangs ends with the process."""
+        """End the thread after its current copy; a hanging copy ends with the process."""
         self._orders.put((-1, 0, None))
         self._thread.join(_LAST_COPY_S)
         if not self._thread.is_alive():
@@ -132,9 +122,9 @@ class TierCopier:
             os.eventfd_write(self._bell, 1)
 
     def _outcome(self, copy: Copy) -> str:
-        """Whatever a copy ends with, the next one is made: admission waits for all of them."""
+        """Make a copy and catch every error: admission waits for all copies."""
         try:
             return self._mover.move(copy)
-        except Exception:  # noqa: BLE001 - logged; the copy has failed
-            _LOG.exception("a KV block could not be copied from %s to %s", copy.source, copy.target)
+        except Exception:  # noqa: BLE001 - logged; the copy failed
+            _LOG.exception("failed to copy a KV block from %s to %s", copy.source, copy.target)
             return "failed"

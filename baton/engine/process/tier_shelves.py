@@ -1,8 +1,7 @@
-"""Where a tier's blocks lie: host memory, or a folder of files. Used by one thread at a time.
+"""Storage of a tier's blocks: host memory, or a folder of files. For one thread at a time.
 
-A block is stored in the pool's own order, layer by layer. Behind each there is an xxh3-64 over its
-bytes and its hash, which stands for its tokens and all before them: what does not fit is damaged,
-and is computed again.
+A block is stored in the pool's order, layer by layer, with an xxh3-64 over its bytes and its block
+hash. A block that does not match is damaged and is computed again.
 """
 
 import fcntl
@@ -28,86 +27,76 @@ _NAME = re.compile(r"[0-9a-f]{32}" + re.escape(_SUFFIX))
 
 
 class DamagedError(Exception):
-    """What lies there is not what was put there."""
+    """Stored data differs from what was written."""
 
 
 class ShelfError(Exception):
-    """A tier cannot be used; the text says why."""
+    """A tier cannot be used; the message gives the reason."""
 
 
 def digest(block_hash: bytes, data: Bytes) -> int:
-    """Binds a block's bytes to its hash."""
+    """Return a digest that binds a block's bytes to its hash."""
     return xxhash.xxh3_64_intdigest(data.data, seed=int.from_bytes(block_hash[:8], "little"))
 
 
 class Shelf(Protocol):
-    """Takes and gives blocks by their places."""
+    """Storage of blocks by place."""
 
     def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
-        """Put a block there.
-
-        Raises:
-            OSError: It does not go.
-        """
+        """Write a block to a place, or raise ``OSError``."""
 
     def read(self, place: int, block_hash: bytes) -> Bytes:
-        """The block that was put there; valid until the next call.
+        """Return the block at a place; the data is valid until the next call.
 
         Raises:
-            DamagedError: Something else is there, or nothing.
-            OSError: It cannot be read.
+            DamagedError: The place has other data or none.
+            OSError: The block cannot be read.
         """
 
     def close(self) -> None:
-        """Let another life have it."""
+        """Release the storage for another process."""
 
 
 class MemoryShelf:
-    """Blocks in memory of this process.
-
-    Args:
-        places: How many.
-        block_bytes: Of each.
-    """
+    """Blocks in memory of this process."""
 
     def __init__(self, places: int, block_bytes: int) -> None:
         self._blocks = np.empty((places, block_bytes), np.uint8)
         self._digests = [0] * places
 
     def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
-        """See ``Shelf``."""
+        """Write a block to a place."""
         self._blocks[place] = data
         self._digests[place] = digest(block_hash, self._blocks[place])
 
     def read(self, place: int, block_hash: bytes) -> Bytes:
-        """See ``Shelf``."""
+        """Return a view of the block at a place."""
         data: Bytes = self._blocks[place]
         if digest(block_hash, data) != self._digests[place]:
             raise DamagedError(f"block {place} of the memory tier")
         return data
 
     def close(self) -> None:
-        """See ``Shelf``."""
+        """Do nothing: the memory ends with the process."""
 
 
 class DiskShelf:
-    """A file for each block, named by its hash.
+    """Files of one block each, named by block hash.
 
-    So a damaged file costs one block, a file that has its name is whole (it is written under
-    another and renamed), and what a former life has left is found by listing the folder.
+    A damaged file costs only one block. A file with its final name is complete, because it is
+    written under another name and renamed. Blocks of a former process are found by listing the
+    folder.
 
     Args:
-        folder: Of this worker alone. A former life's blocks are used when they were computed by
-            the same model in the same way, and deleted otherwise.
-        key: Names model, numerics and layout.
-        places: How many blocks at most.
-        block_bytes: Of each.
+        folder: Folder used by this worker alone. Blocks of a former process are used if their
+            ``key`` is the same, and deleted otherwise.
+        key: Digest of model, numerics and layout.
 
     Attributes:
-        found: (hash, place) of what a former life has left, the oldest first.
+        found: (hash, place) of existing blocks, the oldest first.
 
     Raises:
-        ShelfError: The folder cannot be written, or another process has it.
+        ShelfError: The folder cannot be written, or another process uses it.
     """
 
     def __init__(self, folder: Path, key: str, places: int, block_bytes: int) -> None:
@@ -117,7 +106,7 @@ class DiskShelf:
         self._buffer = np.empty(_HEADER.size + block_bytes, np.uint8)
         self._lock = -1
         try:
-            # KV is what prompts say, in another form: for this user alone.
+            # Prompts can be reconstructed from KV: only this user may read it.
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.chmod(0o700)
             self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -128,19 +117,18 @@ class DiskShelf:
             (self._folder / "probe").unlink()
         except BlockingIOError:
             self.close()
-            raise ShelfError(f"{folder}: another process has it") from None
+            raise ShelfError(f"{folder}: in use by another process") from None
         except OSError as error:
             self.close()
             raise ShelfError(f"{folder}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """See ``Shelf``."""
+        """Unlock the tier's folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def _clean(self, folder: Path) -> None:
-        """Delete what other models left, and what was being written when a life ended."""
         for other in folder.iterdir():
             if other.is_dir() and other != self._folder and _KEY.fullmatch(other.name):
                 shutil.rmtree(other, ignore_errors=True)
@@ -173,7 +161,7 @@ class DiskShelf:
         return self._folder / (block_hash.hex() + _SUFFIX)
 
     def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
-        """See ``Shelf``. What was in that place is deleted."""
+        """Write a block to a place and delete the former block."""
         if former := self._names[place]:
             self._names[place] = b""
             self._path(former).unlink(missing_ok=True)
@@ -191,12 +179,12 @@ class DiskShelf:
         self._names[place] = block_hash
 
     def read(self, place: int, block_hash: bytes) -> Bytes:
-        """See ``Shelf``."""
+        """Return the block at a place; the data is valid until the next call."""
         try:
             with self._path(block_hash).open("rb", buffering=0) as file:
                 count = file.readinto(self._buffer.data)
         except FileNotFoundError:
-            raise DamagedError(f"{self._path(block_hash)} is gone") from None
+            raise DamagedError(f"{self._path(block_hash)} is missing") from None
         data = self._buffer[_HEADER.size :]
         wanted = _HEADER.pack(_MAGIC, block_hash, self._block_bytes, digest(block_hash, data))
         if count != len(self._buffer) or self._buffer[: _HEADER.size].tobytes() != wanted:

@@ -1,4 +1,4 @@
-"""From logits to tokens, for either backend: sampling, grammars, draft tokens, prompt logprobs.
+"""Sampling of tokens from logits, for both backends, with grammars and draft tokens.
 
-``step_sampler.py`` is what a runner uses. Nothing here computes logits.
+Runners use ``step_sampler.py``.
 """

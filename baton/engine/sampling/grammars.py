@@ -1,12 +1,12 @@
-"""Which tokens a grammar allows next: a pure function of the grammar and the answer so far.
+"""Tokens that a grammar allows next: a pure function of the grammar and the response so far.
 
     grammar ──compile (a thread)──▶ matcher at the start ──copy──▶ one matcher per choice
                                                                     │ rolled back or fed until it
-    history of a SampleSpec ────────────────────────────────────────┘ has seen this very answer
+    history of a SampleSpec ────────────────────────────────────────┘ has consumed this response
 
-Nothing here must be handed over, preempted or forked: whoever asks brings the answer, and what is
-kept only saves work. A copy takes microseconds, and so does each token that is fed again. Compiling
-may take seconds, so the grammar of a request is kept for as long as the request lives.
+Nothing here is transferred, preempted or forked: the caller passes the response, and kept matchers
+only save work. A copy takes microseconds, and so does each token that is fed again. Compiling may
+take seconds, so a request's grammar is kept until the request ends.
 """
 
 import contextlib
@@ -40,17 +40,11 @@ _Key = tuple[str, int, int, int, tuple[int, ...]]
 
 @dataclass(slots=True)
 class _State:
-    """A matcher, and the tokens that it has seen."""
-
     matcher: LLMatcher
     seen: list[int] = field(default_factory=list)
 
     def follow(self, answer: list[int]) -> None:
-        """Make it have seen ``answer``, by going back where it must and on from there.
-
-        Raises:
-            GrammarError: The answer does not follow the grammar.
-        """
+        """Roll back and feed the matcher until it has consumed exactly ``answer``."""
         same = _common(self.seen, answer)
         if same < len(self.seen):
             self.matcher.rollback(len(self.seen) - same)
@@ -61,11 +55,9 @@ class _State:
 
 
 class Grammars:
-    """Compiled grammars of one engine, and where their answers stand.
+    """Compiled grammars of one engine, and matchers of recent responses.
 
-    Args:
-        vocabulary: Makes the model's vocabulary; called once, in a thread.
-        vocab_size: Length of the masks.
+    A thread calls ``vocabulary`` once. The masks have ``vocab_size`` elements.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
@@ -75,18 +67,18 @@ class Grammars:
         self._held: dict[str, LLMatcher] = {}
         self._idle: OrderedDict[str, LLMatcher] = OrderedDict()
         self._states: OrderedDict[_Key, _State] = OrderedDict()
-        self._lock = threading.Lock()  # of what is compiled: threads put, the step loop gets
+        self._lock = threading.Lock()  # of compiled grammars: threads add, the step loop reads
         self.mask_ns = 0  # time spent by the last call of `masks`
         threading.Thread(target=self._load, args=(vocabulary,), daemon=True).start()
 
     def _load(self, vocabulary: Callable[[], Vocabulary]) -> None:
         try:
             self._loading.set_result(GrammarCompiler(vocabulary()))
-        except BaseException as error:  # noqa: BLE001 - raised again where a grammar is asked for
+        except BaseException as error:  # noqa: BLE001 - raised again in `prepare`
             self._loading.set_exception(error)
 
     def hold(self, grammar: str) -> None:
-        """Keep a grammar, compiled now or later, until as many calls of ``release``."""
+        """Keep a grammar until ``release`` was called as often."""
         with self._lock:
             self._holders[grammar] += 1
             matcher = self._idle.pop(grammar, None)
@@ -94,7 +86,7 @@ class Grammars:
                 self._held[grammar] = matcher
 
     def release(self, grammar: str) -> None:
-        """One holder less; without any, a grammar is kept while there is room."""
+        """Remove one hold; a grammar without holds is kept while there is room."""
         with self._lock:
             self._holders[grammar] -= 1
             if not self._holders[grammar]:
@@ -104,11 +96,7 @@ class Grammars:
                     self._keep(grammar, matcher)
 
     def prepare(self, grammar: str) -> LLMatcher:
-        """A grammar's matcher at its start; compiling it may take long. For any thread.
-
-        Raises:
-            GrammarError: It does not compile.
-        """
+        """Return a grammar's matcher at its start, or raise ``GrammarError``. Slow; thread-safe."""
         with self._lock:
             matcher = self._held.get(grammar) or self._idle.get(grammar)
         if matcher is None:
@@ -129,14 +117,9 @@ class Grammars:
     def masks(
         self, specs: Sequence[Sequence[SampleSpec]]
     ) -> tuple[list[list[Mask | None]], dict[int, GrammarError]]:
-        """Allowed tokens for every sample of a step.
+        """Return the allowed tokens of the samples in each row, and errors by row.
 
-        Args:
-            specs: For each row of logits its samples.
-
-        Returns:
-            Masks ``[V]`` in the same arrangement, ``None`` where everything is allowed; and by row
-            what made its masks impossible.
+        Masks ``[V]`` are arranged like ``specs``; ``None`` allows every token.
         """
         began_ns = time.monotonic_ns()
         masks: list[list[Mask | None]] = [[None] * len(row_specs) for row_specs in specs]
@@ -154,59 +137,54 @@ class Grammars:
         return masks, refused
 
     def allowed(self, spec: SampleSpec) -> Mask:
-        """The tokens ``[V]`` that may stand at ``len(spec.history)``; never none.
+        """Return a mask ``[V]`` of the tokens that may stand at ``len(spec.history)``; never empty.
 
         Raises:
-            GrammarError: The history does not follow the grammar, or the grammar takes too much
-                work at this place.
+            GrammarError: The history violates the grammar, or the grammar is too expensive here.
         """
-        packed = self._ask(spec, LLMatcher.compute_bitmask)
+        packed = self._query(spec, LLMatcher.compute_bitmask)
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
         mask = np.zeros(self._vocab_size, dtype=np.bool_)
         mask[: len(bits)] = bits[: self._vocab_size]
         return mask
 
     def admissible(self, spec: SampleSpec, draft_tokens: Sequence[int]) -> int:
-        """How many of ``draft_tokens``, in order, may follow the history.
+        """Return how many leading ``draft_tokens`` may follow the history."""
+        return self._query(spec, lambda matcher: matcher.validate_tokens(list(draft_tokens)))
 
-        Raises:
-            GrammarError: The history does not follow the grammar.
-        """
-        return self._ask(spec, lambda matcher: matcher.validate_tokens(list(draft_tokens)))
+    def _query(self, spec: SampleSpec, question: Callable[[LLMatcher], _T]) -> _T:
+        """Apply ``question`` to a matcher that has consumed the response so far.
 
-    def _ask(self, spec: SampleSpec, question: Callable[[LLMatcher], _T]) -> _T:
-        """What a matcher that has seen the answer so far says to ``question``.
-
-        A matcher keeps its errors, and some limits count all that it ever did. So if one fails that
-        was used before, a new one has the last word: former use must not show.
+        A matcher keeps its errors, and some limits count all its work. If a reused matcher fails, a
+        new one decides, so that earlier use has no effect.
         """
         p = spec.params
         prompt = spec.prompt_tokens
-        # The key only finds a state that is likely near; whether it fits, its tokens decide.
+        # The key only finds a state that is likely close; its tokens decide.
         tail = tuple(spec.history[max(prompt - _KEY_TOKENS, 0) : prompt])
         key = (p.grammar, p.seed, spec.choice, prompt, tail)
         answer = list(spec.history[prompt:])
         kept = self._states.pop(key, None)
         if kept is not None:
             with contextlib.suppress(GrammarError):
-                return self._ask_state(key, kept, answer, question)
+                return self._query_state(key, kept, answer, question)
         new = _State(self.prepare(p.grammar).deep_copy())
-        return self._ask_state(key, new, answer, question)
+        return self._query_state(key, new, answer, question)
 
-    def _ask_state(
+    def _query_state(
         self, key: _Key, state: _State, answer: list[int], question: Callable[[LLMatcher], _T]
     ) -> _T:
         state.follow(answer)
-        said = question(state.matcher)
+        result = question(state.matcher)
         check(state.matcher)
         self._states[key] = state  # a state that failed is not kept
         while len(self._states) > _KEPT_STATES:
             self._states.popitem(last=False)
-        return said
+        return result
 
 
 def open_grammars(artifact: ModelArtifact) -> Grammars:
-    """Grammars over a model's vocabulary, which a thread begins to read."""
+    """Return grammars over a model's vocabulary, which is read in a thread."""
     c = artifact.config
     return Grammars(
         lambda: vocabulary_of(
@@ -217,7 +195,6 @@ def open_grammars(artifact: ModelArtifact) -> Grammars:
 
 
 def _common(left: list[int], right: list[int]) -> int:
-    """Length of the longest common prefix."""
     size = min(len(left), len(right))
     if left[:size] == right[:size]:
         return size
@@ -225,12 +202,9 @@ def _common(left: list[int], right: list[int]) -> int:
 
 
 class GrammarCompileQueue(Generic[_T]):
-    """Requests that wait for their grammar to be compiled, off the step loop.
+    """Requests that wait for their grammar to compile beside the step loop.
 
-    From ``add`` until ``ended`` the grammar stays compiled.
-
-    Args:
-        grammars: Where compiled grammars go.
+    A grammar stays compiled from ``add`` until ``ended``.
     """
 
     def __init__(self, grammars: GrammarStore) -> None:
@@ -250,20 +224,20 @@ class GrammarCompileQueue(Generic[_T]):
         self._waiting[request_id] = (item, self._pool.submit(self._grammars.prepare, grammar))
 
     def drop(self, request_id: str) -> bool:
-        """Forget a request; returns whether it was waiting."""
+        """Forget a request; return whether it was waiting."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             waiting[1].cancel()
         return waiting is not None
 
     def ended(self, request_id: str) -> None:
-        """A request, with a grammar or without, is over."""
+        """Release the grammar of an ended request, if it has one."""
         grammar = self._held.pop(request_id, None)
         if grammar is not None:
             self._grammars.release(grammar)
 
     def take(self) -> list[tuple[_T, BatonError | None]]:
-        """What need wait no longer, each with what went wrong."""
+        """Return the items whose grammar is done, each with its error."""
         done = [name for name, (_, future) in self._waiting.items() if future.done()]
         return [self._outcome(*self._waiting.pop(name)) for name in done]
 

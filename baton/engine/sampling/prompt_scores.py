@@ -1,7 +1,7 @@
-"""Fills prompt outputs: log-probabilities of prompt tokens, and pooled hidden rows.
+"""Prompt outputs: log-probabilities of prompt tokens, and pooled hidden rows.
 
-Each row is treated alone, by the routine that also gives the log-probabilities of sampled tokens.
-So a token has the same score, to the bit, whether it was sampled or stands in a prompt.
+Each row is computed alone, by the routine for the log-probabilities of sampled tokens. So a token
+has the same score, to the bit, whether it was sampled or is part of a prompt.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
@@ -18,33 +18,33 @@ from baton.engine.sampling.sample import Logits
 from baton.types.prompt_outputs import Floats, PromptOutputs, Scores
 
 SLICE_ROWS = 32
-"""Logits of so many rows exist at once: 6 MiB of fp32 at a vocabulary of 49k."""
+"""Number of rows whose logits exist at once: 6 MiB of fp32 at a vocabulary of 49k."""
 
 
 class NotFiniteError(ArithmeticError):
-    """A row's logits hold NaN or Inf."""
+    """Logits contain NaN or Inf."""
 
 
 class Head(Protocol):
-    """What turns a model's rows into results."""
+    """LM head of a model."""
 
     def logits(self, x_SE: torch.Tensor) -> Logits:
-        """Their logits."""
+        """Return the logits of hidden rows."""
 
     def normed(self, x_SE: torch.Tensor) -> torch.Tensor:
-        """``[S, E]`` fp32: the rows behind the final norm."""
+        """Return the rows after the final norm, ``[S, E]`` fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What one plan row gives to its prompt outputs, once the step has succeeded."""
+    """Contribution of one plan row to its prompt outputs, applied after the step."""
 
     prompt_outputs: PromptOutputs
     scores: list[Scores]
     rows_TE: Floats
 
     def hand_over(self) -> None:
-        """Let the prompt outputs take it."""
+        """Add the contribution to the prompt outputs."""
         self.prompt_outputs.take(self.scores, self.rows_TE)
 
 
@@ -55,17 +55,12 @@ def collect_rows(
     hidden_TE: torch.Tensor,
     skipped: Collection[int],
 ) -> tuple[list[Collected], set[int]]:
-    """What the prompt outputs of a plan take of this step.
+    """Compute the prompt outputs of a plan's rows, except the ``skipped`` ones.
 
-    Args:
-        model: For its logits and its final norm.
-        rows: Of the plan.
-        ends: Where each plan row's hidden rows end.
-        hidden_TE: The step's hidden rows.
-        skipped: Plan rows that are not looked at.
+    ``ends`` is the end of each plan row in ``hidden_TE``, the step's hidden rows.
 
     Returns:
-        The parts, and the plan rows whose logits are not finite.
+        The contributions, and the plan rows whose logits are not finite.
     """
     collected = []
     not_finite = set()
@@ -85,19 +80,13 @@ def collect_rows(
 def collect(
     model: Head, prompt_outputs: PromptOutputs, start: int, hidden_TE: torch.Tensor
 ) -> tuple[list[Scores], Floats]:
-    """What prompt outputs take of the rows at positions ``start ...``.
-
-    Args:
-        model: For its logits and its final norm.
-        prompt_outputs: Says what is asked for.
-        start: Position of the first row.
-        hidden_TE: The model's rows.
+    """Compute the prompt outputs of hidden rows at positions ``start ...``.
 
     Returns:
-        The scores in slices, and the rows to pool, ``[T, E]`` (none of either if not asked for).
+        Scores in slices, and rows to pool, ``[T, E]``; empty if not requested.
 
     Raises:
-        NotFiniteError: The logits hold NaN or Inf.
+        NotFiniteError: The logits contain NaN or Inf.
     """
     slices: list[Scores] = []
     if prompt_outputs.alternatives is not None:

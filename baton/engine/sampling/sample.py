@@ -1,10 +1,9 @@
-"""From logits to tokens. Every row is treated alone, so its result cannot depend on its batch.
+"""Sampling. Every row is computed alone, so its result cannot depend on its batch.
 
-The order is vLLM's: the grammar, bias and forbidden ends, penalties, temperature, ``min_p``,
-``top_k``, ``top_p``, then one sample. It is Gumbel-max: the token with the largest ``logit /
+The order is vLLM's: grammar, bias and forbidden end tokens, penalties, temperature, ``min_p``,
+``top_k``, ``top_p``, then one sample. Sampling is Gumbel-max: the token with the largest ``logit /
 temperature + noise`` wins, and the noise is a pure function of (seed, choice, position, token). So
-a token that was sampled once is sampled again wherever and whenever the same request is computed
-again.
+recomputing a request on any worker samples the same tokens.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
@@ -26,26 +25,25 @@ Mask = npt.NDArray[np.bool_]
 
 _MASK64 = (1 << 64) - 1
 _TOP_P_FIRST = 1024
-"""``top_p`` sorts this many candidates first, and the whole vocabulary only if they fall short."""
+"""Candidates that ``top_p`` sorts before it sorts the whole vocabulary."""
 _LARGEST_PENALTY = 1e30
-"""And its inverse the smallest: with those a logit stays a number, whatever the wire made of it."""
+"""Limit of a penalty, as its inverse is: within them a penalised logit stays finite."""
 
 
 def finite_rows(x_TN: torch.Tensor) -> list[bool]:
-    """For each row, whether it is free of NaN and Inf."""
+    """Return for each row whether it is free of NaN and Inf."""
     result: list[bool] = torch.isfinite(x_TN.sum(dim=-1, dtype=torch.float32)).tolist()
     return result
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Logits of S rows, the best of which may be known more precisely.
+    """Logits of S rows, of which the best may be refined.
 
     Attributes:
-        raw_SV: All of them, in the model's dtype.
-        ids_SC: The tokens that were computed again, best first; ``None`` if ``raw_SV`` is precise.
-        refined_SC: Their logits in fp32.
-        finite_rows: Tells for each row whether it is free of NaN and Inf.
+        raw_SV: All logits in the model's dtype.
+        ids_SC: Tokens with refined logits, best first; ``None`` if ``raw_SV`` is precise.
+        refined_SC: Refined logits in fp32.
     """
 
     raw_SV: torch.Tensor
@@ -54,23 +52,32 @@ class Logits:
     finite_rows: Callable[[torch.Tensor], list[bool]] = finite_rows
 
     def rows(self, indexes: Sequence[int]) -> "Logits":
-        """Some of the rows."""
+        """Return some of the rows."""
         rows = list(indexes)
         ids_SC = None if self.ids_SC is None else self.ids_SC[rows]
         refined_SC = None if self.refined_SC is None else self.refined_SC[rows]
         return Logits(self.raw_SV[rows], ids_SC, refined_SC, self.finite_rows)
 
     def finite(self) -> list[bool]:
-        """For each row, whether it is free of NaN and Inf."""
+        """Return for each row whether it is free of NaN and Inf."""
         return self.finite_rows(self.raw_SV)
 
     def best(self) -> list[int]:
-        """The token with the largest logit of each row."""
+        """Return the token with the largest logit of each row."""
         if self.ids_SC is None or self.refined_SC is None:
             result: list[int] = self.raw_SV.max(dim=-1).indices.tolist()
             return result
         best_S1 = self.refined_SC.max(dim=-1, keepdim=True).indices
         return self.ids_SC.gather(1, best_S1).flatten().tolist()
+
+    def row(self, index: int) -> torch.Tensor:
+        """Return the most precise fp32 logits ``[V]`` of one row."""
+        row_V = self.raw_SV[index].to(torch.float32, copy=True)
+        if self.ids_SC is not None and self.refined_SC is not None:
+            # other logits cannot exceed refined ones
+            row_V.clamp_(max=float(self.refined_SC[index].min()))
+            row_V[self.ids_SC[index]] = self.refined_SC[index]
+        return row_V
 
     def sample(
         self,
@@ -78,48 +85,26 @@ class Logits:
         eos_token_ids: Sequence[int],
         masks: Sequence[Sequence[Mask | None]] | None = None,
     ) -> list[list[SampledToken]]:
-        """See ``sample``."""
-        return sample(self, specs, eos_token_ids, masks)
+        """Sample one token for each spec (choice) of each row; the logits must be finite.
 
-    def row(self, index: int) -> torch.Tensor:
-        """``[V]`` fp32 logits of one row, as precise as they are known."""
-        row_V = self.raw_SV[index].to(torch.float32, copy=True)
-        if self.ids_SC is not None and self.refined_SC is not None:
-            # what was not computed again is no better than what was
-            row_V.clamp_(max=float(self.refined_SC[index].min()))
-            row_V[self.ids_SC[index]] = self.refined_SC[index]
-        return row_V
-
-
-def sample(
-    logits: Logits,
-    specs: Sequence[Sequence[SampleSpec]],
-    eos_token_ids: Sequence[int],
-    masks: Sequence[Sequence[Mask | None]] | None = None,
-) -> list[list[SampledToken]]:
-    """Sample tokens: for each row of logits one for each of its specs (its choices).
-
-    Args:
-        logits: Finite.
-        specs: One entry per row.
-        eos_token_ids: Forbidden, with the stop tokens, until ``min_tokens`` are there.
-        masks: For each spec the tokens ``[V]`` that its grammar allows, ``None`` for all.
-    """
-    best = logits.best() if any(_is_plain(s) for choices in specs for s in choices) else []
-    sampled = []
-    for index, choices in enumerate(specs):
-        if all(_is_plain(spec) for spec in choices):
-            sampled.append([SampledToken(best[index]) for _ in choices])
-            continue
-        row_V = logits.row(index)
-        allowed = masks[index] if masks is not None else [None] * len(choices)
-        pairs = zip(choices, allowed, strict=True)
-        sampled.append([_one(row_V, spec, eos_token_ids, mask_V) for spec, mask_V in pairs])
-    return sampled
+        ``eos_token_ids`` and the stop tokens are forbidden until ``min_tokens`` is reached.
+        ``masks`` are the tokens ``[V]`` that each spec's grammar allows, ``None`` for all.
+        """
+        best = self.best() if any(_is_plain(s) for choices in specs for s in choices) else []
+        sampled = []
+        for index, choices in enumerate(specs):
+            if all(_is_plain(spec) for spec in choices):
+                sampled.append([SampledToken(best[index]) for _ in choices])
+                continue
+            row_V = self.row(index)
+            allowed = masks[index] if masks is not None else [None] * len(choices)
+            pairs = zip(choices, allowed, strict=True)
+            sampled.append([_one(row_V, spec, eos_token_ids, mask_V) for spec, mask_V in pairs])
+        return sampled
 
 
 def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> Floats:
-    """Standard Gumbel noise for every token of the vocabulary.
+    """Return standard Gumbel noise for every token of the vocabulary.
 
     Philox is a counter-based generator: (seed, choice) is the key, and each position has its own
     2^192 counters, so that no two samples share noise.
@@ -135,7 +120,6 @@ def gumbel(seed: int, choice: int, position: int, vocab_size: int) -> Floats:
 
 
 def _is_plain(spec: SampleSpec) -> bool:
-    """Whether the largest raw logit is the answer."""
     p = spec.params
     return (
         p.temperature == 0.0
@@ -202,11 +186,10 @@ def _bias(scores: Floats, spec: SampleSpec, eos_token_ids: Sequence[int]) -> Non
         before = scores[inside]
         scores[inside] = -math.inf
         if p.grammar and scores.max() == -math.inf:
-            scores[inside] = before  # nothing else may follow: the grammar has the last word
+            scores[inside] = before  # the grammar allows nothing else and takes precedence
 
 
 def _ends_of_bad_words(words: Sequence[Sequence[int]], answer: Sequence[int]) -> Iterator[int]:
-    """Tokens that would complete a word of which all others are there."""
     for word in words:
         begin = len(word) - 1
         if not begin or tuple(answer[-begin:]) == tuple(word[:-1]):
@@ -214,11 +197,11 @@ def _ends_of_bad_words(words: Sequence[Sequence[int]], answer: Sequence[int]) ->
 
 
 def _penalise(scores: Floats, spec: SampleSpec) -> None:
-    """Repetition looks at prompt and answer; presence and frequency at the answer alone."""
+    """Apply repetition to prompt and response, presence and frequency to the response alone."""
     p = spec.params
     if p.repetition_penalty != 1.0:
         seen = np.unique(np.asarray(spec.history, dtype=np.int64))
-        seen = seen[np.isfinite(scores[seen])]  # what is forbidden stays so: -inf · 0 is no number
+        seen = seen[np.isfinite(scores[seen])]  # forbidden tokens stay so: -inf · 0 is NaN
         penalty = min(max(p.repetition_penalty, 1 / _LARGEST_PENALTY), _LARGEST_PENALTY)
         values = scores[seen]
         scores[seen] = np.where(values > 0, values / penalty, values * penalty)
@@ -229,11 +212,9 @@ def _penalise(scores: Floats, spec: SampleSpec) -> None:
 
 
 def candidates(scores: Floats, p: SamplingParams) -> Ids | None:
-    """Ids that ``min_p``, ``top_k`` and ``top_p`` leave, ``None`` for all.
+    """Return the ids that ``min_p``, ``top_k`` and ``top_p`` leave, ``None`` for all.
 
-    Args:
-        scores: Logits, already divided by the temperature.
-        p: The parameters.
+    ``scores`` are logits divided by the temperature.
     """
     ids: Ids | None = None
     if p.min_p > 0.0:
@@ -246,7 +227,7 @@ def candidates(scores: Floats, p: SamplingParams) -> Ids | None:
 
 
 def _largest(scores: Floats, ids: Ids | None, count: int) -> Ids:
-    """The ``count`` largest, in falling order; equal scores are ordered by id."""
+    """Return the ``count`` largest, in falling order; equal scores are ordered by id."""
     values = scores if ids is None else scores[ids]
     threshold = np.partition(values, len(values) - count)[len(values) - count]
     within = np.flatnonzero(values >= threshold)  # may hold more than count on ties
@@ -255,7 +236,7 @@ def _largest(scores: Floats, ids: Ids | None, count: int) -> Ids:
 
 
 def _nucleus(scores: Floats, ids: Ids | None, top_p: float) -> Ids:
-    """The smallest set of the most likely tokens whose probability reaches ``top_p``."""
+    """Return the smallest set of the most likely tokens whose probability reaches ``top_p``."""
     values = scores if ids is None else scores[ids]
     weights = np.exp(values - values.max())
     goal = top_p * weights.sum()

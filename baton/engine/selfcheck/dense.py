@@ -1,27 +1,20 @@
-"""The yardstick: what a hundred lines of plain torch do, with everything dense and nothing shared.
+"""Baseline for measurements: a Llama in plain torch with a dense cache.
 
 A preallocated cache of equal lengths, fused QKV and gate-up, eager kernels, SDPA, greedy. No
-scheduler, no paging, no promise about bits. It is written for speed, not as a straw man.
+scheduler, no paging, no exact numerics. It is optimised for speed.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as q_BHTD give shapes
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from baton.engine.models.rope import unpair_rows
 from baton.model.artifact import ModelConfig
 
 
 class DenseLlama:
-    """A Llama model over a dense cache ``[layer][k|v][batch, heads, tokens, dim]``.
-
-    Args:
-        config: The model's numbers.
-        weights: From ``baton.engine.loading.open.load_weights``; not changed.
-        max_batch: Rows of the cache.
-        max_tokens: Length of the cache.
-    """
+    """Llama model over a dense cache ``[layer][k|v][batch, heads, tokens, dim]``."""
 
     def __init__(
         self,
@@ -34,7 +27,7 @@ class DenseLlama:
         w = weights
         self.embed = w["embed"]
         self.head = w.get("head", w["embed"])
-        dtype = self.embed.dtype  # of the norms too: torch fuses only then
+        dtype = self.embed.dtype  # also of the norms: torch fuses only then
         self.final_norm = w["final_norm"].to(dtype)
         self.layers = []
         for i in range(c.num_layers):
@@ -59,7 +52,7 @@ class DenseLlama:
 
     @torch.inference_mode()
     def step(self, tokens_BT: torch.Tensor, start: int) -> torch.Tensor:
-        """Compute ``tokens_BT`` at positions ``start ...``; returns the next tokens ``[B, 1]``."""
+        """Compute ``tokens_BT`` at positions ``start ...``; return the next tokens ``[B, 1]``."""
         c = self.config
         batch, count = tokens_BT.shape
         end = start + count

@@ -1,4 +1,4 @@
-"""An engine that a measurement steps by hand."""
+"""Engine for measurements, stepped by the caller."""
 
 import time
 
@@ -16,11 +16,11 @@ from baton.model.artifact import ModelArtifact
 from baton.types.params import SamplingParams
 
 MAX_BATCH = 32
-WARM_TOKENS = 1000  # that a sequence may write while it is measured
+WARM_TOKENS = 1000  # limit of output tokens per measured sequence
 
 
 class EngineUnderTest:
-    """An engine with its scheduler, stepped by hand."""
+    """Engine with its scheduler, stepped by the caller."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class EngineUnderTest:
         self._count = 0
 
     def submit(self, prompt_tokens: int, max_tokens: int) -> str:
-        """Queue a prompt of random tokens that no cache knows; returns the request's id."""
+        """Queue a prompt of random, uncached tokens and return the request's id."""
         self._count += 1
         generator = torch.Generator().manual_seed(self._count)
         prompt = torch.randint(self._vocab, (prompt_tokens,), generator=generator).tolist()
@@ -55,10 +55,10 @@ class EngineUnderTest:
         return name
 
     def step(self, unbounded: bool = False) -> int:
-        """One step; returns its tokens.
+        """Run one step and return its number of tokens.
 
-        The bound on a chunk's time is for fairness; ``unbounded`` hides how long the step took, so
-        that warming up does not cost the bench its time.
+        ``unbounded`` hides the step's duration from the scheduler, which limits chunks for
+        fairness. This shortens warming up.
         """
         began_ns = time.monotonic_ns()
         plan = self.core.plan(began_ns)
@@ -68,20 +68,20 @@ class EngineUnderTest:
         return sum(len(row.tokens) for row in plan.rows)
 
     def prefill(self, tokens: int) -> None:
-        """Compute one prompt and draw one token."""
+        """Compute one prompt and sample one token."""
         self.submit(tokens, max_tokens=1)
         while self.core.batch.has_work():
             self.step()
 
     def warm(self, batch: int, context: int) -> list[str]:
-        """Bring ``batch`` sequences to decoding."""
+        """Run ``batch`` sequences until they decode."""
         names = [self.submit(context, max_tokens=WARM_TOKENS) for _ in range(batch)]
         while self.step(unbounded=True) != batch:
             pass
         return names
 
     def cancel(self, names: list[str]) -> None:
-        """Drop requests."""
+        """Cancel requests by their ids."""
         for name in names:
             self.core.scheduler.cancel(name)
         self.core.take_events()

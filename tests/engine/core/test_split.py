@@ -54,8 +54,8 @@ def test_columns_are_cut_at_multiples_of_a_vector_where_there_are_enough() -> No
 @pytest.mark.parametrize(
     ("ranks", "changes", "message"),
     [
-        (10, {}, "9 query heads, which is fewer than 10 ranks"),
-        (4, {"feed": 3}, "3 columns of the feed-forward, which is fewer than 4 ranks"),
+        (10, {}, "only 9 query heads for 10 ranks"),
+        (4, {"feed": 3}, "only 3 columns of the feed-forward for 4 ranks"),
         (4, {"hidden": 2}, "2 hidden columns"),
         (4, {"vocab": 2}, "2 rows of the LM head"),
         (8, {"heads": 8, "kv_heads": 7}, "7 KV heads"),

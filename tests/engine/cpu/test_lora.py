@@ -98,7 +98,9 @@ def test_experts_take_no_adapter(tmp_path: Path) -> None:
     artifact = resolve_model(str(tiny.save(tiny.build("qwen3_moe"), tmp_path / "base")))
     dense = replace(artifact.config, num_experts=0)
     path = write_adapter(tmp_path / "lora", dense, targets=("q_proj", "up_proj"))
-    with pytest.raises(AdapterError, match=r"mlp\.up_proj.* is not a LoRA matrix of a projection"):
+    with pytest.raises(
+        AdapterError, match=r"mlp\.up_proj.* is not a LoRA matrix of a supported projection"
+    ):
         read_adapter(path, artifact.config, 64)
 
 

@@ -336,7 +336,7 @@ def test_a_rank_goes_on_with_its_steps_while_it_reads_an_adapter(
 
 def test_a_width_that_the_model_does_not_allow_is_refused_by_name(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "tiny")
-    with pytest.raises(ModelError, match="tensor_parallel = 5: the model has 4 query heads"):
+    with pytest.raises(ModelError, match="tensor_parallel = 5: the model has only 4 query heads"):
         with replica(model, 5):
             pass
 

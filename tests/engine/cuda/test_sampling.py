@@ -11,7 +11,7 @@ from baton.types.params import SamplingParams
 
 
 def on_the_host(row: torch.Tensor, spec: SampleSpec) -> int:
-    return sampling.sample(sampling.Logits(row.view(1, -1)), [[spec]], ())[0][0].token
+    return sampling.Logits(row.view(1, -1)).sample([[spec]], ())[0][0].token
 
 
 def specs() -> list[SampleSpec]:

@@ -37,7 +37,7 @@ def the_file(folder):
 
 def test_a_shelf_that_is_closed_can_be_had_again_by_this_process_too(tmp_path):
     first = disk(tmp_path)
-    with pytest.raises(ShelfError, match="another process has it"):
+    with pytest.raises(ShelfError, match="in use by another process"):
         disk(tmp_path)
     first.close()
     disk(tmp_path).close()
@@ -245,7 +245,7 @@ async def test_a_folder_that_cannot_be_used_costs_the_tier_and_nothing_else(tmp_
     settings = EngineSettings(model="emulated", kv_blocks=12, kv_tiers=tiers)
     client = await EngineClient.start(settings, on_progress=said.append)
     assert len((await Asked(client).ask(1))[0]) == 4
-    assert any("no KV tier on disk" in line for line in said)
+    assert any("disk KV tier disabled" in line for line in said)
     assert await client.stop() == 0
 
 

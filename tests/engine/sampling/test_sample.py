@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.engine.core.plan import SampleSpec
-from baton.engine.sampling.sample import Logits, _sample_token, candidates, gumbel, sample
+from baton.engine.sampling.sample import Logits, _sample_token, candidates, gumbel
 from baton.types.params import SampledToken, SamplingParams
 
 EOS = (2,)
@@ -24,7 +24,7 @@ def draw(
 ) -> SampledToken:
     params = SamplingParams(max_tokens=9, **{"temperature": 0.0, **fields})  # type: ignore[arg-type]
     spec = SampleSpec(choice, params, history, prompt_tokens)
-    return sample(Logits(torch.tensor([logits])), [[spec]], EOS)[0][0]
+    return Logits(torch.tensor([logits])).sample([[spec]], EOS)[0][0]
 
 
 def shares(logits: list[float], draws: int = 3000, **fields: object) -> dict[int, float]:
@@ -185,8 +185,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     rows = torch.randn(8, 300, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9, seed=5)
     specs = [[SampleSpec(c, params, (1, 2, i), 2) for c in range(2)] for i in range(8)]
-    together = sample(Logits(rows), specs, EOS)
-    alone = [sample(Logits(rows[i : i + 1]), [specs[i]], EOS)[0] for i in range(8)]
+    together = Logits(rows).sample(specs, EOS)
+    alone = [Logits(rows[i : i + 1]).sample([specs[i]], EOS)[0] for i in range(8)]
     assert together == alone
 
 
@@ -195,8 +195,8 @@ def test_refined_logits_break_the_ties_of_bf16() -> None:
     logits = Logits(raw, torch.tensor([[0, 1]]), torch.tensor([[24.95, 25.05]]))
     plain = SampleSpec(0, SamplingParams(max_tokens=1, temperature=0.0), (0,), 1)
     full = SampleSpec(0, SamplingParams(max_tokens=1, temperature=0.0, logprobs=1), (0,), 1)
-    assert sample(logits, [[plain]], EOS)[0][0].token == 1
-    assert sample(logits, [[full]], EOS)[0][0].token == 1
+    assert logits.sample([[plain]], EOS)[0][0].token == 1
+    assert logits.sample([[full]], EOS)[0][0].token == 1
 
 
 def test_finite_finds_nan_and_inf_per_row() -> None:
@@ -213,7 +213,7 @@ def masked(logits: list[float], allowed: set[int], **fields: object) -> SampledT
     params = SamplingParams(max_tokens=9, **fields)  # type: ignore[arg-type]
     spec = SampleSpec(0, params, history, 1)  # type: ignore[arg-type]
     mask = np.array([token in allowed for token in range(len(logits))])
-    return sample(Logits(torch.tensor([logits])), [[spec]], EOS, [[mask]])[0][0]
+    return Logits(torch.tensor([logits])).sample([[spec]], EOS, [[mask]])[0][0]
 
 
 class TestGrammar:

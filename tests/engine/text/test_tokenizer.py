@@ -100,7 +100,7 @@ def test_text_comes_back_whole(smollm, text):
 @settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 49151), max_size=30))
 def test_decoding_equals_the_backend(smollm, ids):
-    assert smollm.decode(ids) == smollm._backend.decode(ids, skip_special_tokens=True)
+    assert smollm.decode(ids) == smollm.backend.decode(ids, skip_special_tokens=True)
 
 
 def test_special_tokens_have_no_shown_text_but_a_spelling(smollm):
@@ -111,7 +111,7 @@ def test_special_tokens_have_no_shown_text_but_a_spelling(smollm):
 
 
 def test_a_tokenizer_json_gives_the_same(smollm):
-    again = load_tokenizer(smollm._backend.to_str())
+    again = load_tokenizer(smollm.backend.to_str())
     assert again.encode("naïve 北京 12") == smollm.encode("naïve 北京 12")
     assert again.decode([19556, 2, 28]) == "Hello,"
 
@@ -207,7 +207,7 @@ class TestSentencePiece:
 
     def test_merges_by_score_with_a_space_in_front(self):
         tokenizer = load_tokenizer(sentencepiece())
-        pieces = [tokenizer._backend.id_to_token(i) for i in tokenizer.encode("hello wo")]
+        pieces = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("hello wo")]
         assert pieces == ["▁hello", "▁w", "o"]
         assert tokenizer.decode(tokenizer.encode("hello wo")) == "hello wo"
 
@@ -216,7 +216,7 @@ class TestSentencePiece:
         assert tokenizer.encode("hello", add_special_tokens=True)[0] == 1
         quiet = load_tokenizer(sentencepiece(add_bos_token=False, add_space_prefix=False))
         assert quiet.encode("hello", add_special_tokens=True) == quiet.encode("hello")
-        assert quiet._backend.id_to_token(quiet.encode("hello")[0]) == "hello"
+        assert quiet.backend.id_to_token(quiet.encode("hello")[0]) == "hello"
 
     def test_unknown_characters_fall_back_to_bytes(self):
         tokenizer = load_tokenizer(sentencepiece())

@@ -1,1 +1,1 @@
-"""Draft tokens: who proposes them, and which of them count. No torch."""
+"""Proposal and acceptance of draft tokens. No torch."""

@@ -1,4 +1,4 @@
-"""Draft tokens in the batch: the blocks they may borrow, and which of them turn out to be right."""
+"""Draft tokens in a batch: the blocks they borrow, and which of them are accepted."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from baton.types.params import SampledToken, finish_reason
 
 
 def accepted_draft_tokens(row: PlanRow, sampled: Sequence[SampledToken]) -> int:
-    """How many draft tokens of a row, from the first, are what was sampled in their place."""
+    """Return how many leading draft tokens equal the tokens sampled in their place."""
     draft_tokens = row.tokens[len(row.tokens) - row.num_draft_tokens :]
     for count, (draft_token, actual) in enumerate(zip(draft_tokens, sampled, strict=False)):
         if draft_token != actual.token:
@@ -21,10 +21,10 @@ def accepted_draft_tokens(row: PlanRow, sampled: Sequence[SampledToken]) -> int:
 def accepted_run(
     sequence: TokenSequence, row: PlanRow, sampled: list[SampledToken], eos: frozenset[int]
 ) -> list[SampledToken]:
-    """What a row with draft tokens adds to its answer: the tokens that single steps would sample.
+    """Return the tokens that a row with draft tokens adds: those that single steps would sample.
 
-    Behind each right draft token one more token counts, and nothing behind the token that ends the
-    answer. There is always at least one.
+    Each right draft token allows one more token; nothing follows a token that ends the response.
+    The result has at least one token.
     """
     run = sampled[: accepted_draft_tokens(row, sampled) + 1]
     params = sequence.request.spec.params
@@ -36,10 +36,10 @@ def accepted_run(
 
 
 class SpareBlocks:
-    """Lends blocks that nobody needs in this step to draft tokens, and takes them back after it.
+    """Lends unused blocks to draft tokens for one step.
 
-    Draft tokens therefore preempt nobody, hold nothing between two steps, and never write into a
-    block that others share.
+    Draft tokens therefore cause no preemption, hold no blocks between steps, and never write to a
+    shared block.
     """
 
     def __init__(self, pool: BlockPool, reservations: Reservations) -> None:
@@ -48,7 +48,7 @@ class SpareBlocks:
         self._borrowers: list[TokenSequence] = []
 
     def lend(self, sequence: TokenSequence, num_draft_tokens: int) -> int:
-        """Make room behind the token to be computed; returns how many draft tokens fit."""
+        """Make room behind the token to compute; return the number of draft tokens that fit."""
         first = sequence.computed + 1
         block_tokens = self._pool.block_tokens
         need = self._pool.blocks_for(first + num_draft_tokens) - len(sequence.blocks)
@@ -65,7 +65,7 @@ class SpareBlocks:
         return max(end - first, 0)
 
     def take_back(self) -> None:
-        """Release what the tokens that were accepted do not fill."""
+        """Release borrowed blocks that accepted tokens do not fill."""
         for sequence in self._borrowers:
             kept = self._pool.blocks_for(len(sequence.tokens))
             self._pool.release(sequence.blocks[kept:])

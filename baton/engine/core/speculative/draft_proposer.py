@@ -1,9 +1,9 @@
-"""Draft tokens by a draft model: a small model with the same vocabulary beside the main one.
+"""Draft tokens from a draft model: a small model with the same vocabulary beside the main one.
 
-It samples with the same parameters and the same noise as the main model will, so its draft token is
-right whenever its logits lead to the same token, at any temperature. Its KV lies in a pool of its
-own; what it lacks (a prompt that was computed here or handed over, tokens that it did not propose)
-it computes itself, in chunks. No room in its pool means no draft tokens, nothing worse.
+It samples with the same parameters and noise as the main model, so a draft token is right whenever
+its logits lead to the same token, at any temperature. It has its own KV pool. It computes missing
+KV (transferred prompts, tokens that it did not propose) itself, in chunks. If its pool is full,
+there are no draft tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,17 @@ from baton.types.params import SamplingParams, finish_reason
 
 @dataclass(slots=True)
 class _Draft:
-    """The draft model's side of one sequence."""
-
     sequence: TokenSequence
     params: SamplingParams
-    computed: list[int] = field(default_factory=list)  # tokens whose KV is in the draft's pool
-    agreed: int = 0  # of them, tokens known to be the sequence's own
+    computed: list[int] = field(default_factory=list)  # tokens with KV in the draft model's pool
+    agreed: int = 0  # leading ones that equal the sequence's tokens
     blocks: list[int] = field(default_factory=list)
     broken: bool = False
     target: int = 0  # draft tokens to propose in this step
     draft_tokens: list[int] = field(default_factory=list)
 
     def forget_rejected(self) -> None:
-        """Keep what the answer has confirmed; the rest will be overwritten."""
+        """Keep confirmed tokens; the KV of the others will be overwritten."""
         tokens = self.sequence.tokens
         while self.agreed < min(len(self.computed), len(tokens) - 1) and (
             self.computed[self.agreed] == tokens[self.agreed]
@@ -43,11 +41,11 @@ class _Draft:
         del self.computed[self.agreed :]
 
     def missing(self) -> int:
-        """Tokens of the sequence whose KV is not there, the newest one included."""
+        """Return how many tokens of the sequence lack KV, the newest one included."""
         return len(self.sequence.tokens) - len(self.computed)
 
     def row(self, count: int) -> PlanRow:
-        """Compute the next ``count`` tokens, and sample a draft token if they reach the end."""
+        """Return a row of the next ``count`` tokens that samples if it reaches the end."""
         known = [*self.sequence.tokens, *self.draft_tokens]
         start = len(self.computed)
         end = len(self.computed) + count
@@ -70,11 +68,7 @@ class _Draft:
 
 
 class DraftProposer:
-    """Lets a draft model propose tokens, for all sequences of a step together.
-
-    Args:
-        runner: The draft model over its own KV pool.
-    """
+    """Proposer with a draft model over its own KV pool, for all sequences of a step together."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.untimed = False
@@ -84,7 +78,7 @@ class DraftProposer:
         self._drafts: dict[int, _Draft] = {}
 
     def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
-        """See ``Proposer``. One forward pass per draft token, over all sequences together."""
+        """Propose draft tokens with one forward pass per token over all sequences."""
         self.untimed = False
         drafts = [self._draft(candidate) for candidate in candidates]
         ready = self._catch_up(drafts, budget_tokens)
@@ -94,17 +88,12 @@ class DraftProposer:
         return [Proposal(draft.draft_tokens) for draft in drafts]
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
-        """See ``Proposer``; what is not running any more gives its blocks back."""
+        """Release the blocks of all other sequences."""
         for sequence_id in self._drafts.keys() - sequence_ids.keys():
             self._pool.release(self._drafts.pop(sequence_id).blocks)
 
-    @property
-    def blocks_held(self) -> int:
-        """Blocks of the draft's pool that sequences hold."""
-        return self._pool.counts().in_use
-
     def check_integrity(self) -> None:
-        """Recount the draft's blocks; see ``BlockPool.check_integrity``."""
+        """Recount the draft model's blocks; see ``BlockPool.check_integrity``."""
         self._pool.check_integrity([draft.blocks for draft in self._drafts.values()])
 
     def _draft(self, candidate: Candidate) -> _Draft:
@@ -127,7 +116,7 @@ class DraftProposer:
         return draft
 
     def _catch_up(self, drafts: Sequence[_Draft], budget_tokens: int) -> list[_Draft]:
-        """Compute prompts as far as the budget goes; returns the drafts that can propose now."""
+        """Compute missing tokens within the budget; return the drafts that can propose now."""
         ready = []
         rows = []
         late = []
@@ -154,12 +143,11 @@ class DraftProposer:
                 draft.target = len(draft.draft_tokens)
 
     def _ends(self, draft: _Draft, token: int) -> bool:
-        """Whether nothing follows a draft token, if it is right."""
         generated = draft.sequence.generated + len(draft.draft_tokens)
         return bool(finish_reason(draft.params, self._eos, token, generated)[0])
 
     def _run(self, drafts: Sequence[_Draft], rows: Sequence[PlanRow]) -> list[list[int]]:
-        """Tokens sampled for each row; none when one met NaN, which then proposes no more."""
+        """Return the tokens sampled for each row; after NaN none, and those drafts stop."""
         try:
             results = self._runner.execute(StepPlan(tuple(rows)))
         except NumericsError as error:

@@ -1,14 +1,13 @@
-"""Speculation: propose the next tokens of an answer, and compute them all in one step.
+"""Speculative decoding: propose the next tokens of a response and verify them in one step.
 
     tokens of a row   [ last token | draft token 1 | draft token 2 | draft token 3 ]
     sampled           [     a      |       b       |       c       |       d       ]
-    a == draft token 1, b == draft token 2, c != draft token 3:   the answer grows by a, b, c
+    a == draft token 1, b == draft token 2, c != draft token 3:   the response grows by a, b, c
 
-What is sampled at a position is a function of the tokens before it (and of seed, choice, position).
-So right draft tokens save steps and wrong ones cost time, and in ``numerics: exact`` neither shows
-in the tokens. Whether draft tokens pay is decided per request and step, from the share of them that
-was right lately and from the measured time that one more costs everybody in the batch.
-Pure: durations come from outside.
+The sampled token is a function of the tokens before it (and of seed, choice, position). Right draft
+tokens save steps, wrong ones cost time, and with ``numerics: exact`` neither changes the tokens.
+The number of draft tokens is chosen per request and step, from the recent acceptance rate and from
+the measured time that one more draft token costs the batch. Pure: durations come from the caller.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,28 +24,28 @@ from baton.types.params import SampledToken
 
 MAX_DRAFT_TOKENS = 16
 
-_ANY_KIND = 0.6  # prior for the share of right draft tokens
-_LEARN = 0.2
-# chances let pass before the next trial
+_PRIOR_RATE = 0.6  # acceptance rate before any was measured
+_RATE_WEIGHT = 0.2
+# steps without draft tokens before the next trial
 _FIRST_WAIT = 32
 _LONGEST_WAIT = 1024
 _TRIAL_DRAFT_TOKENS = 2
-_DRAFT_TOKEN_SHARE = 0.05  # prior: a draft token costs this part of a plain step of one request
-_PLAIN_EVERY = 64  # steps with draft tokens after which a plain one is timed again
-_PROBE_EVERY = 256  # steps in which no draft token could pay, after which one is timed again
+_DRAFT_TOKEN_SHARE = 0.05  # cost of a draft token in plain steps of one request, before measured
+_PLAIN_EVERY = 64  # steps with draft tokens before a plain one is timed again
+_PROBE_EVERY = 256  # steps without worthwhile draft tokens before one is timed again
 
 
 class SpeculationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker speculates with."""
+    """Speculation settings of a worker."""
 
     mode: str = "off"  # "off" | "ngram" | "draft"
     draft: str = ""  # reference of the draft model
-    tokens: int = 4  # most draft tokens per step and sequence
+    tokens: int = 4  # limit of draft tokens per step and sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens for one sequence; proposals of one ``kind`` are equally trustworthy."""
+    """Draft tokens for one sequence; acceptance is measured per ``kind``."""
 
     tokens: Sequence[int] = ()
     kind: int = 0
@@ -54,25 +53,23 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence that may get draft tokens; ``allowed(kind)`` says how many of a kind pay."""
+    """Sequence that may get draft tokens; ``allowed(kind)`` returns how many are worthwhile."""
 
     sequence: TokenSequence
     allowed: Callable[[int], int]
 
 
 class Proposer(Protocol):
-    """Where draft tokens come from."""
+    """Source of draft tokens."""
 
     @property
     def untimed(self) -> bool:
-        """Whether the last call did work that other steps do not have; its time is not counted."""
+        """Return whether the last call did work that other steps lack; its time is not counted."""
 
     def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
-        """One proposal per candidate, possibly empty.
+        """Return one proposal, possibly empty, per sequence that decodes in this step.
 
-        Args:
-            candidates: Running sequences that decode in this step.
-            budget_tokens: Tokens that may be computed for it, beside the draft tokens.
+        ``budget_tokens`` limits the proposer's own computation.
         """
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
@@ -80,7 +77,7 @@ class Proposer(Protocol):
 
 
 class StepCost:
-    """What a draft token costs, as a share of a step without draft tokens. Fitted."""
+    """Measured cost of a draft token, as a share of a step without draft tokens."""
 
     def __init__(self) -> None:
         self._plain_ns: dict[int, RunningMean] = {}  # by decode rows
@@ -88,7 +85,7 @@ class StepCost:
         self._draft_token_ns = RunningMean(0.1)
 
     def note(self, decodes: int, draft_tokens: int, duration_ns: int) -> None:
-        """Learn from a step that computed nothing but ``decodes`` rows and their draft tokens."""
+        """Learn from a step that computed only ``decodes`` rows and their draft tokens."""
         plain_ns = self._plain_ns.get(decodes)
         if not draft_tokens:
             self._since_plain[decodes] = 0
@@ -98,12 +95,12 @@ class StepCost:
             sample_ns = max(duration_ns - plain_ns.value, 0.0) / draft_tokens
             self._draft_token_ns.add(min(sample_ns, 2 * plain_ns.value))
 
-    def wants_plain(self, decodes: int) -> bool:
-        """Whether a step without draft tokens should be timed before the next one with some."""
+    def needs_plain_step(self, decodes: int) -> bool:
+        """Return whether to time a step without draft tokens before the next one with some."""
         return self._since_plain.get(decodes, _PLAIN_EVERY) >= _PLAIN_EVERY
 
     def share(self, decodes: int) -> float:
-        """Answer tokens that ``decodes`` rows lose by the time which one draft token takes."""
+        """Return the output tokens that ``decodes`` rows lose by the time of one draft token."""
         plain_ns = self._plain_ns.get(decodes)
         if plain_ns is None or not self._draft_token_ns.measured:
             return _DRAFT_TOKEN_SHARE * decodes
@@ -112,18 +109,18 @@ class StepCost:
 
 @dataclass(slots=True)
 class _Pace:
-    """How well draft tokens did for one sequence; says how many pay now."""
+    """Acceptance rates of one sequence, and the number of draft tokens they justify."""
 
-    rates: dict[int, float] = field(default_factory=dict)  # by kind: share of right draft tokens
+    rates: dict[int, float] = field(default_factory=dict)  # acceptance rate by kind
     passed: int = 0
     wait: int = _FIRST_WAIT
     banned: bool = False
 
     def allowed(self, kind: int, cost: float, most: int) -> int:
-        """Draft tokens whose chance is worth their cost; once in a while a few, if none is."""
+        """Return the number of draft tokens that are worth their cost; sometimes a trial."""
         if self.banned or most < 1:
             return 0
-        rate = self.rates.get(kind, _ANY_KIND)
+        rate = self.rates.get(kind, _PRIOR_RATE)
         count = 0
         chance = rate
         while count < most and chance > cost:
@@ -139,22 +136,15 @@ class _Pace:
         return min(_TRIAL_DRAFT_TOKENS, most)
 
     def note(self, kind: int, draft_tokens: int, right: int) -> None:
-        """Learn from a verified proposal."""
         for index in range(min(right + 1, draft_tokens)):
-            rate = self.rates.get(kind, _ANY_KIND)
-            self.rates[kind] = rate + _LEARN * ((index < right) - rate)
+            rate = self.rates.get(kind, _PRIOR_RATE)
+            self.rates[kind] = rate + _RATE_WEIGHT * ((index < right) - rate)
         if right:
             self.wait = _FIRST_WAIT
 
 
 class Speculation:
-    """Puts draft tokens into plans and learns from what became of them.
-
-    Args:
-        proposer: Where draft tokens come from.
-        max_draft_tokens: Per sequence and step.
-        cost: What draft tokens cost.
-    """
+    """Adds draft tokens to plans and learns from their acceptance."""
 
     def __init__(
         self, proposer: Proposer, max_draft_tokens: int = 4, cost: StepCost | None = None
@@ -167,8 +157,8 @@ class Speculation:
         self._cost = cost or StepCost()
         self._paces: dict[int, _Pace] = {}
         self._hopeless = 0
-        self._untimed = False  # the time of the step under way is not counted
-        self._kinds: dict[int, int] = {}  # of the draft tokens in the step under way
+        self._untimed = False  # the current step's time is not counted
+        self._kinds: dict[int, int] = {}  # of the current step's draft tokens
 
     def extend(
         self,
@@ -178,14 +168,14 @@ class Speculation:
         lend: Callable[[TokenSequence, int], int],
         max_step_tokens: int,
     ) -> StepPlan:
-        """The plan with draft tokens behind the rows that decode.
+        """Return the plan with draft tokens added to rows that decode.
 
         Args:
-            plan: Of the scheduler.
-            running: Sequences by id.
-            admissible: Says how many of the draft tokens a sequence's grammar would let pass.
-            lend: Makes room in a sequence's blocks for draft tokens; returns how many fit.
-            max_step_tokens: Most tokens of a step, draft tokens included.
+            plan: Plan of the scheduler.
+            running: Running sequences by id.
+            admissible: Returns how many leading draft tokens a sample's grammar allows.
+            lend: Makes room for draft tokens in a sequence's blocks; returns how many fit.
+            max_step_tokens: Token limit of a step, draft tokens included.
         """
         self._kinds.clear()
         self._untimed = False
@@ -193,10 +183,10 @@ class Speculation:
         self._proposer.retain(running)
         decoding = [i for i, row in enumerate(plan.rows) if _continues(row, running)]
         room = max_step_tokens - sum(row.cost_tokens for row in plan.rows)
-        if not decoding or room < 1 or self._cost.wants_plain(len(decoding)):
+        if not decoding or room < 1 or self._cost.needs_plain_step(len(decoding)):
             return plan
         cost = self._cost.share(len(decoding))
-        if cost >= 1.0:  # even one that is surely right costs the batch more than it gains
+        if cost >= 1.0:  # even a right draft token costs the batch more than it gains
             self._hopeless += 1
             if self._hopeless % _PROBE_EVERY:
                 return plan
@@ -240,22 +230,22 @@ class Speculation:
             self._cost.note(len(plan.rows), draft_tokens, duration_ns)
 
     def ban(self, sequence_id: int) -> None:
-        """No more draft tokens for a sequence: it met NaN with some, so it goes on without."""
+        """Stop draft tokens for a sequence whose row with draft tokens had NaN."""
         self._paces.setdefault(sequence_id, _Pace()).banned = True
 
     def _candidate(self, sequence: TokenSequence, cost: float, most: int) -> Candidate:
         pace = self._paces.setdefault(sequence.sequence_id, _Pace())
-        # an answer's last token is sampled and never computed: nothing is proposed behind it
+        # a response's last token is never computed: nothing is proposed behind it
         most = min(most, sequence.request.spec.params.max_tokens - sequence.generated - 1)
         return Candidate(sequence, lambda kind: pace.allowed(kind, cost, most))
 
 
 class NgramProposer:
-    """Looks up how the answer went on the last time that its newest 1 to 4 tokens stood there.
+    """Proposer that copies what followed earlier occurrences of the newest 1 to 4 tokens.
 
-    Every token knows the place before where it stood too; the most recent ``_LOOK_BACK`` such
-    places are compared, and the longest match wins, the most recent one among equals. A match that
-    is still going on repeats itself. The kind of a proposal is the length of its match.
+    The ``_LOOK_BACK`` most recent positions with the same last token are compared. The longest
+    match wins, the most recent among equals. A match that reaches the end repeats itself. The kind
+    of a proposal is the length of its match.
     """
 
     untimed = False
@@ -264,11 +254,11 @@ class NgramProposer:
         self._indexes: dict[int, _PlaceIndex] = {}
 
     def propose(self, candidates: Sequence[Candidate], budget_tokens: int) -> list[Proposal]:
-        """See ``Proposer``; computes nothing."""
+        """Propose continuations of earlier matches; no computation."""
         return [self._one(candidate) for candidate in candidates]
 
     def retain(self, sequence_ids: Mapping[int, TokenSequence]) -> None:
-        """See ``Proposer``."""
+        """Forget all other sequences."""
         if any(i not in sequence_ids for i in self._indexes):
             self._indexes = {i: x for i, x in self._indexes.items() if i in sequence_ids}
 
@@ -289,14 +279,14 @@ _LOOK_BACK = 128
 
 
 class _PlaceIndex:
-    """For each token of a growing list, where the same token stood before; O(1) per token."""
+    """Earlier positions of each token of a growing list; O(1) per token."""
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}
         self._before: list[int] = []  # by place; -1 for none
 
     def match(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """(place behind the best earlier match of the list's end, its length or 0)."""
+        """Return (position behind the best earlier match of the end, its length or 0)."""
         for place in range(len(self._before), len(tokens)):
             self._before.append(self._latest.get(tokens[place], -1))
             self._latest[tokens[place]] = place

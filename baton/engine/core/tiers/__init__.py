@@ -1,1 +1,1 @@
-"""Where KV goes that the pool has no room for, and how it comes back: pure state machines."""
+"""KV tiers below the pool, as pure state machines: saving, restoring, eviction."""

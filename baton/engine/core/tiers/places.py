@@ -1,10 +1,10 @@
-"""What one tier holds: which hash lies at which place, and who gives way. Pure.
+"""Contents of one tier: the place of each block hash, and eviction. Pure.
 
-    free ──take──▶ filling ──filled──▶ held ──oldest, when the tier is full──▶ taken by another
+    free ──take──▶ filling ──filled──▶ held ──oldest, if the tier is full──▶ reused
       ▲               └──failed──┐       └──lose (damaged)──┐
       └──────────────────────────┴──────────────────────────┘
 
-A place that is being read stays until the last reader has let go.
+A place with readers is not evicted.
 """
 
 from collections import OrderedDict
@@ -13,20 +13,19 @@ from itertools import islice
 
 from baton.telemetry.running_mean import RunningMean
 
-_COPY_WEIGHT = 0.1  # of one block's copy in the mean of their times
+_COPY_WEIGHT = 0.1  # of one copy in the mean copy time
 
 
 class TierPlaces:
-    """The places of a tier, each for one block.
+    """Places of a tier, each for one block.
 
     Args:
-        name: As metrics and the index have it: ``memory`` or ``disk``.
-        places: How many.
-        found: What lies there already, as (hash, place): a disk outlives its worker.
+        name: Name in metrics and in the prefix index: ``memory`` or ``disk``.
+        found: Existing contents as (hash, place); files outlive their worker.
 
     Attributes:
-        block_ns: How long one block takes to come back, on average; 0 until one has.
-        lost: Hashes that gave way before the next tier had them, since the start.
+        block_ns: Mean time to restore one block; 0 before the first.
+        lost: Number of hashes evicted before the next tier had them.
     """
 
     def __init__(self, name: str, places: int, found: Iterable[tuple[bytes, int]] = ()) -> None:
@@ -35,12 +34,12 @@ class TierPlaces:
         self.block_ns = RunningMean(_COPY_WEIGHT)
         self.lost = 0
         self.has_next = False
-        self.stored: list[bytes] = []  # since the last ``take_changes``; so is the next
+        self.stored: list[bytes] = []  # since the last ``take_changes``, as is ``removed``
         self.removed: list[bytes] = []
         self._held: OrderedDict[bytes, int] = OrderedDict(found)
         self._filling: dict[bytes, int] = {}
         self._readers: dict[bytes, int] = {}
-        self._unsaved: OrderedDict[bytes, None] = OrderedDict()  # that the next tier lacks
+        self._unsaved: OrderedDict[bytes, None] = OrderedDict()  # blocks that the next tier lacks
         taken = set(self._held.values())
         self._free = [place for place in range(places - 1, -1, -1) if place not in taken]
         self.stored += self._held
@@ -53,14 +52,13 @@ class TierPlaces:
 
     @property
     def untouched(self) -> int:
-        """Places that can be taken without losing anything."""
+        """Number of places that can be taken without losing data."""
         return len(self._free) + len(self._held) - len(self._unsaved)
 
     def take(self, block_hash: bytes) -> int | None:
-        """A place to fill with a block that is not here; the oldest that nobody reads gives way.
+        """Return a place for a new block, if needed that of the oldest block without readers.
 
-        Returns:
-            None where the block is here or on its way, or all others are being read or filled.
+        Returns None if the block is present or being written, or all places are in use.
         """
         if block_hash in self._held or block_hash in self._filling:
             return None
@@ -74,64 +72,60 @@ class TierPlaces:
         return place
 
     def filled(self, block_hash: bytes, *, saved_below: bool) -> None:
-        """The block lies in the place that was taken for it."""
+        """Record that the block was written to its place."""
         self._held[block_hash] = self._filling.pop(block_hash)
         if self.has_next and not saved_below:
             self._unsaved[block_hash] = None
         self.stored.append(block_hash)
 
     def failed(self, block_hash: bytes) -> None:
-        """It could not be written there."""
+        """Free the place of a block that could not be written."""
         self._free.append(self._filling.pop(block_hash))
 
     def read(self, block_hash: bytes) -> int:
-        """Somebody reads the block, until ``let_go``; it becomes the youngest."""
+        """Add a reader until ``let_go`` and make the block the youngest; return its place."""
         self._held.move_to_end(block_hash)
         return self.hold(block_hash)
 
     def hold(self, block_hash: bytes) -> int:
-        """The same for a copy to the next tier: that makes no block younger."""
+        """Add a reader for a copy to the next tier; the block's age stays."""
         self._readers[block_hash] = self._readers.get(block_hash, 0) + 1
         return self._held[block_hash]
 
     def let_go(self, block_hash: bytes) -> None:
-        """One reader less."""
+        """Remove one reader of a block."""
         self._readers[block_hash] -= 1
         if not self._readers[block_hash]:
             del self._readers[block_hash]
 
     def lose(self, block_hash: bytes) -> None:
-        """Forget a block that nobody reads, if it is here."""
+        """Forget a block, unless it has readers."""
         if block_hash in self._held and block_hash not in self._readers:
             self._free.append(self._held.pop(block_hash))
             self._unsaved.pop(block_hash, None)
             self.removed.append(block_hash)
 
     def oldest_unsaved(self, count: int) -> list[bytes]:
-        """Blocks that the next tier lacks, the oldest first."""
+        """Return blocks that the next tier lacks, the oldest first."""
         return list(islice(self._unsaved, count))
 
     def note_saved(self, block_hash: bytes) -> None:
-        """The next tier has the block, or will not take it."""
+        """Note that the next tier holds the block or refused it."""
         self._unsaved.pop(block_hash, None)
 
     def take_changes(self) -> list[bytes]:
-        """Hashes that came or went since the last call."""
+        """Return hashes added or removed since the last call."""
         changed = self.stored + self.removed
         self.stored = []
         self.removed = []
         return changed
 
     def check_integrity(self) -> None:
-        """Recount.
-
-        Raises:
-            RuntimeError: A place is in two states or in none, or what is read is not here.
-        """
+        """Recount the places; raise ``RuntimeError`` at a wrong state."""
         places = [*self._held.values(), *self._filling.values(), *self._free]
         if sorted(places) != list(range(self.places)):
             raise RuntimeError(f"{self.name}: places overlap or leak: {sorted(places)[:64]}")
         if not self._readers.keys() <= self._held.keys():
-            raise RuntimeError(f"{self.name}: blocks are read that are not held")
+            raise RuntimeError(f"{self.name}: blocks with readers are missing")
         if not self._unsaved.keys() <= self._held.keys():
-            raise RuntimeError(f"{self.name}: blocks wait to be saved that are not held")
+            raise RuntimeError(f"{self.name}: blocks to be saved are missing")

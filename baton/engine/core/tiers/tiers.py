@@ -1,15 +1,14 @@
-"""Blocks leave the pool for slower tiers before they are evicted, and come back when asked for.
+"""Saving of blocks to slower tiers before eviction, and restoring them for prompts.
 
     pool ──save──▶ memory ──save──▶ disk          ahead of eviction, a few blocks at a time
       ▲               │               │
       └───────────────┴──── bring ────┘           when a prompt begins with them
 
-Pure: it says what is to be copied (``take_copies``) and hears what came of it (``copied``); whoever
-steps the engine has a thread that copies. No step ever waits for a copy. A block that is being
-saved is guarded, so that it is not evicted under the copy; pages that are being filled are pinned,
-and become findable one by one. Whatever goes wrong with a copy, the block is computed again. No
-prompt waits for blocks longer than computing them takes: pages that are late stay pinned until
-their copies end, and until then nothing else is brought.
+Pure: ``take_copies`` returns the copies to make and ``copied`` receives their results; a thread of
+the step loop's process makes them. No step waits for a copy. A block being saved is guarded from
+eviction; pages being filled are pinned, and become findable one by one. After a failed copy the
+block is computed. No prompt waits longer than computing its blocks takes: late pages stay pinned
+until their copies end, and until then nothing else is restored.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -22,14 +21,14 @@ from baton.engine.core.tiers.places import TierPlaces
 from baton.types.pool_counts import TierChange, TierCounts
 
 POOL = "pool"
-SAVES = 16  # blocks that are being saved at once
-BRING_NS = 2_000_000_000  # at least, for a prompt's blocks to come back
-REST_NS = 5_000_000_000  # a tier that failed to take a block is not asked for so long
-_TRIES = 32  # one in so many that look slower than computing is brought, to measure again
+SAVES = 16  # limit of concurrent saves
+BRING_NS = 2_000_000_000  # least time limit to restore a prompt's blocks
+REST_NS = 5_000_000_000  # pause after a tier failed to store a block
+_TRIES = 32  # one in this many slow restores is made anyway, to measure again
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """One block to be copied; ``source`` and ``target`` are ``POOL`` or names of tiers."""
+    """Copy of one block; ``source`` and ``target`` are ``POOL`` or names of tiers."""
 
     number: int
     block_hash: bytes
@@ -40,7 +39,7 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 class Copied(msgspec.Struct, frozen=True):
-    """What came of it: ``outcome`` is ``done``, ``damaged`` (at the source) or ``failed``."""
+    """Result of a copy: ``done``, ``damaged`` (at the source) or ``failed``."""
 
     number: int
     outcome: str
@@ -59,12 +58,12 @@ class _Tallies:
 
 @dataclass(slots=True, eq=False)
 class _Bring:
-    """Blocks of one prompt on their way into the pool; ``blocks`` are pinned, in prompt order."""
+    """Restore of one prompt's blocks; ``blocks`` are pinned, in prompt order."""
 
     key: Hashable
     blocks: list[int]
     left: int
-    tokens: dict[str, int]  # that came, by tier
+    tokens: dict[str, int]  # restored so far, by tier
     until_ns: int = 0  # 0: the first `give_up` sets it
     late: bool = False
 
@@ -72,19 +71,14 @@ class _Bring:
 @dataclass(slots=True)
 class _Running:
     copy: Copy
-    bring: _Bring | None = None  # None: it saves
+    bring: _Bring | None = None  # None for a save
 
 
 class KvTiers:
-    """The tiers below one pool.
-
-    Args:
-        pool: The blocks.
-        tiers: The fastest first.
-    """
+    """Tiers below one pool, the fastest first."""
 
     def __init__(self, pool: BlockPool, tiers: Sequence[TierPlaces]) -> None:
-        self.token_ns = 0.0  # how long a prompt token takes to compute; 0: not known yet
+        self.token_ns = 0.0  # time to compute a prompt token; 0: unknown
         self._pool = pool
         self._tiers = {tier.name: tier for tier in tiers}
         self._order = list(tiers)
@@ -99,10 +93,8 @@ class KvTiers:
         if self._order:
             pool.save_into(self._order[0])
 
-    # ---------------------------------------------------------------- saving
-
     def save(self, now_ns: int) -> None:
-        """Order copies of what would be evicted next, as far as copies are not under way."""
+        """Request copies of the blocks to be evicted next, within the limit of saves."""
         if not self._order:
             return
         first = self._order[0]
@@ -115,7 +107,7 @@ class KvTiers:
                 continue
             if (place := first.take(block_hash)) is None:
                 break
-            pool.guard(block)
+            pool.guarded.add(block)
             self._start(Copy(0, block_hash, POOL, block, first.name, place))
         for upper, lower in zip(self._order, self._order[1:], strict=False):
             horizon = min(upper.places, lower.places) // 2
@@ -129,7 +121,6 @@ class KvTiers:
                     room -= 1
 
     def _room(self, untouched: int, horizon: int, target: TierPlaces, now_ns: int) -> int:
-        """How many more blocks to save into a tier now."""
         if now_ns < self._tallies[target.name].rests_until_ns:
             return 0
         under_way = sum(
@@ -137,8 +128,6 @@ class KvTiers:
             for running in self._running.values()
         )
         return max(min(SAVES, horizon - untouched) - under_way, 0)
-
-    # ---------------------------------------------------------------- bringing back
 
     def bring(
         self,
@@ -149,18 +138,17 @@ class KvTiers:
         *,
         always: bool = False,
     ) -> bool:
-        """Begin to bring back what the pool lacks of a prompt's leading blocks.
+        """Start restoring the prompt's leading blocks that the pool lacks.
 
         Args:
-            key: Who waits for them: see ``brings``.
-            hashes: Of the prompt's full blocks.
-            promised_blocks: Of the pool, that are not to be taken.
-            tokens: Gets those that come, by tier.
-            always: Also where computing would be as fast: somebody else asks for them.
+            key: Key of the restore for ``brings``.
+            hashes: Hashes of the prompt's full blocks.
+            promised_blocks: Blocks of the pool that must stay available.
+            tokens: Receives the number of restored tokens by tier.
+            always: Restore even if computing is as fast, because a peer requested the blocks.
 
         Returns:
-            False where there is no room for them now; else they are on their way, or none of them
-            is in a tier, or it would take longer than to compute them.
+            False if the pool has no room now; True otherwise, even if there is nothing to restore.
         """
         if any(bring.late for bring in self._brings.values()):
             return True
@@ -194,7 +182,7 @@ class KvTiers:
     def _run(
         self, hashes: Sequence[bytes], *, always: bool
     ) -> list[tuple[bytes, TierPlaces | None]]:
-        """The leading blocks that need no computing; with each the tier to bring it from."""
+        """Return the leading blocks that need no computing, with the tier of each."""
         pool = self._pool
         last = 0
         run: list[tuple[bytes, TierPlaces | None]] = []
@@ -209,7 +197,7 @@ class KvTiers:
         return run[:last]
 
     def _pays(self, tier: TierPlaces) -> bool:
-        """Whether a block comes back sooner than its tokens are computed, as far as is known."""
+        """Return whether restoring a block is faster than computing it, as far as known."""
         compute_ns = self._pool.block_tokens * self.token_ns
         if not compute_ns or tier.block_ns.value <= compute_ns:
             return True
@@ -217,12 +205,12 @@ class KvTiers:
         return self._passed_over % _TRIES == 0
 
     def brings(self, key: Hashable) -> bool:
-        """Whether blocks are on their way for ``key``, and are worth waiting for."""
+        """Return whether blocks are being restored for ``key`` in time."""
         bring = self._brings.get(key)
         return bring is not None and not bring.late
 
     def give_up(self, now_ns: int) -> None:
-        """Let go on who has waited for as long as computing takes; to be called in each step."""
+        """Mark restores that take longer than computing as late; called in each step."""
         for bring in self._brings.values():
             if not bring.until_ns:
                 compute_ns = bring.left * self._pool.block_tokens * self.token_ns
@@ -233,8 +221,6 @@ class KvTiers:
                 for tier in late:
                     self._tallies[tier].late += 1
 
-    # ---------------------------------------------------------------- copying
-
     def _start(self, copy: Copy, bring: _Bring | None = None) -> None:
         self._next_number += 1
         copy = msgspec.structs.replace(copy, number=self._next_number)
@@ -242,13 +228,13 @@ class KvTiers:
         self._orders.append(copy)
 
     def take_copies(self) -> list[Copy]:
-        """Copies to be made that were not taken yet, those that somebody waits for first."""
+        """Return new copies, those into the pool first."""
         orders = self._orders
         self._orders = []
         return sorted(orders, key=lambda copy: copy.target != POOL)
 
     def copied(self, done: Copied, now_ns: int) -> None:
-        """A copy has ended; nobody writes to its target any more."""
+        """Record the result of a copy."""
         running = self._running.pop(done.number)
         copy = running.copy
         if copy.source != POOL:
@@ -275,7 +261,7 @@ class KvTiers:
                 tallies.failed += 1
                 tallies.rests_until_ns = now_ns + REST_NS
         if copy.source == POOL:
-            self._pool.unguard(copy.source_place)
+            self._pool.guarded.discard(copy.source_place)
             self._pool.note_saved(copy.source_place)
         else:
             self._tiers[copy.source].note_saved(copy.block_hash)
@@ -294,16 +280,14 @@ class KvTiers:
             del self._brings[bring.key]
             self._pool.release(bring.blocks)
 
-    # ---------------------------------------------------------------- what is said
-
     @property
     def idle(self) -> bool:
-        """Whether no copy is under way."""
+        """Return whether no copy is running."""
         return not self._running
 
     def counts(self) -> tuple[TierCounts, ...]:
-        """Each tier's load."""
-        above_lost = [self._pool.unsaved_evictions, *(tier.lost for tier in self._order)]
+        """Return the counters of each tier."""
+        lost_above = [self._pool.unsaved_evictions, *(tier.lost for tier in self._order)]
         return tuple(
             TierCounts(
                 name=tier.name,
@@ -317,16 +301,15 @@ class KvTiers:
                 late=tallies.late,
                 block_ns=tier.block_ns.value,
             )
-            for (tier, tallies), lost in zip(
-                ((tier, self._tallies[tier.name]) for tier in self._order), above_lost, strict=False
+            for tier, tallies, lost in zip(
+                self._order, self._tallies.values(), lost_above, strict=False
             )
         )
 
     def take_changes(self, pool_changed: Iterable[bytes]) -> tuple[TierChange, ...]:
-        """For each tier, what changed of the blocks that it or one above it has.
+        """Return, for each tier, the hashes that it or a tier above it gained or lost.
 
-        Args:
-            pool_changed: Hashes that the pool gained or lost since the last call.
+        ``pool_changed`` are hashes that the pool gained or lost since the last call.
         """
         touched = dict.fromkeys(pool_changed)
         changes = []
@@ -343,17 +326,13 @@ class KvTiers:
         return tuple(changes)
 
     def tables(self) -> list[list[int]]:
-        """Blocks that brings hold, for ``BlockPool.check_integrity``."""
+        """Return the blocks of all restores, for ``BlockPool.check_integrity``."""
         return [bring.blocks for bring in self._brings.values()]
 
     def check_integrity(self) -> None:
-        """Recount.
-
-        Raises:
-            RuntimeError: Places leak, or copies and what they hold do not agree.
-        """
+        """Recount places and guards; raise ``RuntimeError`` at a mismatch."""
         for tier in self._order:
             tier.check_integrity()
         saves = [r.copy.source_place for r in self._running.values() if r.copy.source == POOL]
         if sorted(saves) != sorted(self._pool.guarded):
-            raise RuntimeError(f"blocks {sorted(self._pool.guarded)} are guarded, not {saves}")
+            raise RuntimeError(f"guarded blocks {sorted(self._pool.guarded)}, saves {saves}")
