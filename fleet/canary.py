@@ -1,4 +1,4 @@
-"""A fixed prompt, asked again and again: does the engine still answer, and the same?"""
+"""A fixed prompt that a worker runs at intervals, to check that its engine works."""
 
 import asyncio
 import secrets
@@ -15,15 +15,15 @@ _TOKENS = 4
 
 
 class Canary:
-    """Goes ahead of all requests.
+    """Check of an engine by a request that precedes all others.
 
-    So an engine that does not even step for as long as a canary may take is hung, and one that
-    answers NaN to it is sick.
+    An engine that executes no step while a canary waits is hung. One that responds with NaN is
+    broken.
 
     Args:
         engine: The engine.
-        interval_s: Between two canaries, and how long one may take.
-        exact: The answer must always be that of the first time.
+        interval_s: Time between two canaries, and the limit for one.
+        exact: Whether all responses must equal the first one.
     """
 
     def __init__(self, engine: EngineHandle, interval_s: float, *, exact: bool) -> None:
@@ -32,12 +32,12 @@ class Canary:
         self._exact = exact
 
     async def run(self) -> str:
-        """Ask until something is wrong; returns what it is."""
+        """Run canaries until one fails, and return the reason."""
         expected: tuple[int, ...] | None = None
         await asyncio.sleep(min(1.0, self._interval_s))
         while True:
             step_before = self._engine.load.step
-            tokens, error = await self._ask()
+            tokens, error = await self._run_once()
             if error:
                 return f"canary: {error}"
             if tokens is None and self._engine.load.step == step_before:
@@ -48,8 +48,8 @@ class Canary:
                     return f"canary: {tokens} instead of {expected}"
             await asyncio.sleep(self._interval_s)
 
-    async def _ask(self) -> tuple[tuple[int, ...] | None, str]:
-        """Tokens of one canary (None: not in time) and the error that it ended with."""
+    async def _run_once(self) -> tuple[tuple[int, ...] | None, str]:
+        """Return the tokens of one canary (None: timed out) and its error."""
         tokens: list[int] = []
         ended = asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""`baton explain`: why a request went where it went, and why it took so long."""
+"""`baton explain`: the placement of a request, and where its time went."""
 
 import json
 from typing import Annotated, Any
@@ -21,17 +21,19 @@ def explain(
         str | None,
         typer.Argument(
             metavar="[REQUEST_ID]",
-            help="The answer's `x-request-id`. Without one, the slowest requests are listed.",
+            help="`x-request-id` of the response. Default: list the slowest requests.",
         ),
     ] = None,
     fleet: FleetOption = None,
     newest: Annotated[
-        bool, typer.Option("--newest", help="List the latest instead of the slowest.")
+        bool, typer.Option("--newest", help="List the latest requests, not the slowest.")
     ] = False,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=500)] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="The router's answer, as it is.")] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=500, help="Number of listed requests.")
+    ] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the router's response.")] = False,
 ) -> None:
-    """Say why a request was slow: its waits, its route and the price of every other one."""
+    """Explain why a request was slow: its phases, its placement and the cost of each candidate."""
     state = running_fleet(fleet)
     console = Console()
     if request_id is None:
@@ -40,7 +42,7 @@ def explain(
         shown: RenderableType = list_of(answer["requests"])
     else:
         answer = get_json(state, f"/fleet/requests/{request_id}")
-        shown = Group(*(story_of(one) for one in answer.get("parts", [answer])))
+        shown = Group(*(report_of(one) for one in answer.get("parts", [answer])))
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
@@ -48,7 +50,7 @@ def explain(
 
 
 def list_of(requests: list[dict[str, Any]]) -> RenderableType:
-    """The list of requests, a sentence for each."""
+    """Return the list of requests with one sentence each."""
     if not requests:
         return Text("no request yet")
     table = Table("took", "first token", "tokens", "request", box=None, padding=(0, 1))
@@ -56,18 +58,16 @@ def list_of(requests: list[dict[str, Any]]) -> RenderableType:
         column.no_wrap = True
     for one in requests:
         first_s = one["first_token_s"]
-        route = route_of(one)
         table.add_row(
             _s(one["elapsed_s"]),
             _s(first_s) if first_s is not None else "-",
             f"{one['prompt_tokens']} → {one['completion_tokens']}",
-            Text.assemble((one["id"], "bold"), f"  {route}\n{one['sentence']}"),
+            Text.assemble((one["id"], "bold"), f"  {_route(one)}\n{one['sentence']}"),
         )
     return table
 
 
-def route_of(one: dict[str, Any]) -> str:
-    """``prefill-0 → decode-1``, or one worker's name, or what it waits for."""
+def _route(one: dict[str, Any]) -> str:
     if one["decode"] is None:
         return "-" if one["state"] == "ended" else "waits"
     if one["prefill"] == one["decode"]:
@@ -75,8 +75,8 @@ def route_of(one: dict[str, Any]) -> str:
     return f"{one['prefill']} → {one['decode']}"
 
 
-def story_of(story: dict[str, Any]) -> RenderableType:
-    """One request, the sentence first."""
+def report_of(story: dict[str, Any]) -> RenderableType:
+    """Return the report of one request."""
     route = story["route"] or {}
     head = Text.assemble((story["id"], "bold"), f"  {story['state']}, tenant {story['tenant']}")
     why = Text(story["why"]["sentence"], style="bold yellow")
@@ -88,9 +88,9 @@ def story_of(story: dict[str, Any]) -> RenderableType:
         where += f", regret {_s(story['regret_s'])}"
         if better := story["better"]:
             where += f" (better: {better['prefill'] or better['decode']} → {better['decode']})"
-    if givers := story.get("prefix_from"):
-        named = (f"{one['worker_id']} (up to block {one['blocks']})" for one in givers)
-        where += "\nthe prompt's first blocks were asked of " + ", then ".join(named)
+    if sources := story.get("prefix_from"):
+        named = (f"{one['worker_id']} (until block {one['blocks']})" for one in sources)
+        where += "\nprompt prefix pulled from " + ", then ".join(named)
     parts: list[RenderableType] = [head, why, Text(where), Text(), _phases(story)]
     if story["longest_gaps"]:
         gaps = "; ".join(
@@ -99,8 +99,8 @@ def story_of(story: dict[str, Any]) -> RenderableType:
         )
         parts += [Text(f"longest gaps: {gaps} (usually {_s(story['usual_gap_s'])})")]
     if (times := story["worker_times_s"]) and (times["preemptions"] or times["repaired_chunks"]):
-        told = f"{times['preemptions']} preemptions, {times['repaired_chunks']} frames pulled again"
-        parts.append(Text(told))
+        repaired = f"{times['repaired_chunks']} KV chunks pulled again"
+        parts.append(Text(f"{times['preemptions']} preemptions, {repaired}"))
     parts += [Text(), _candidates(story), Text(), _timeline(story)]
     return Group(*parts)
 
@@ -110,14 +110,14 @@ def _phases(story: dict[str, Any]) -> Table:
     total_s = story["elapsed_s"] or 1.0
     for name, took_s in story["phases_s"].items():
         table.add_row(name, _s(took_s), "█" * round(_BAR * min(took_s / total_s, 1.0)))
-    table.add_row("in all", _s(story["elapsed_s"]), "")
+    table.add_row("total", _s(story["elapsed_s"]), "")
     return table
 
 
 def _candidates(story: dict[str, Any]) -> RenderableType:
     candidates = story["candidates"]
     if not candidates:
-        return Text("no candidates: it was never placed")
+        return Text("no candidates: the request was never placed")
     names = [name.removesuffix("_s") for name in Terms._fields]
     table = Table("", "candidate", "cost", *names, "to compute", box=None, padding=(0, 1))
     for one in candidates[:_SHOWN_CANDIDATES]:

@@ -75,7 +75,7 @@ def test_as_many_requests_fit_as_it_says(config: ModelConfig) -> None:
             **PLAIN,
         )
         assert asked.fits is fits
-    with pytest.raises(ModelError, match="--context 9000: the model's limit is 8192"):
+    with pytest.raises(ModelError, match="--context 9000 exceeds the model's limit, 8192"):
         plan_capacity(config, context_tokens=9000, concurrency=1, free_bytes=GIB, **PLAIN)
 
 

@@ -35,7 +35,7 @@ def test_the_lines_that_it_prints_make_a_fleet_file_that_works(tmp_path: Path) -
     assert (folder / "ca.pem").read_bytes() == before[1]
     FleetTls(config.tls_files)
     code, said = baton("certs", tmp_path / "nothing", "--renew")
-    assert code == 1 and "no CA can be read" in said
+    assert code == 1 and "cannot read the CA" in said
 
 
 def test_a_file_of_authorities_that_is_not_there_is_named(tmp_path: Path) -> None:

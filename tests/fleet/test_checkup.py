@@ -48,7 +48,7 @@ def test_a_slow_edge_is_found_by_the_others_and_by_what_is_of_any_use() -> None:
     edges = [Edge(source="n1", target=f"n{n}", bytes_per_s=8e8) for n in range(2, 5)]
     edges += [Edge(source="n2", target="n1", bytes_per_s=6e7)]
     (problem,) = judged({}, {}, edges).problems
-    assert problem.startswith("n2 to n1: 60.0 MB/s, under 80 MB/s")
+    assert problem.startswith("n2 to n1: 60.0 MB/s, below 80 MB/s")
     (problem,) = judged({}, {}, [Edge(source="a", target="b", bytes_per_s=6e5)]).problems
     assert "0.6 MB/s" in problem
     (problem,) = judged({}, {}, [Edge(source="a", target="b", problem="b:1 refused")]).problems

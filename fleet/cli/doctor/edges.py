@@ -1,7 +1,7 @@
-"""What each edge of a running fleet carries, by each transport that both its ends have.
+"""Bandwidth of each edge of a running fleet, by each transport that both workers have.
 
-Every pair takes part in a real hand-off for each transport: a probe, which no metric counts and no
-cache keeps. The figure is the decode worker's own, of its pulls.
+Each figure comes from a real hand-off, a probe that metrics and caches ignore. The decode worker
+measures it.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from kvtransfer.transports import FALLBACK, TRANSPORTS
 
 PROMPT_TOKENS = 512
 PROBE_S = 30.0
-_TOKEN_IDS = range(3, 200)  # that any vocabulary has
+_TOKEN_IDS = range(3, 200)  # in every vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeFigure:
-    """One edge by one transport; ``bytes_per_s`` 0: not measured, and ``why``."""
+    """Bandwidth of one edge by one transport; 0 if not measured, with the reason in ``why``."""
 
     prefill_id: str
     decode_id: str
@@ -45,7 +45,7 @@ class EdgeFigure:
 
 
 class _Line:
-    """A router's stream to one worker, with just what a probe needs."""
+    """A router's stream to one worker, as far as a probe needs it."""
 
     def __init__(self, record: WorkerRecord, call: Any, router_id: str, token: FleetToken) -> None:
         self.record = record
@@ -55,14 +55,14 @@ class _Line:
         self._router_id = router_id
 
     async def greet(self) -> None:
-        """Say who we are, and hear what the worker can."""
+        """Introduce this process as a router, and receive the worker's capabilities."""
         hello = pb.Hello(router_id=self._router_id, wire=own_wire())
         await self._call.write(pb.RouterFrame(hello=hello))
         frame = await self._until(lambda frame: frame.HasField("status"))
         self.capabilities = frame.status.capabilities
 
     async def probe(self, prefill: WorkerRecord, transport: str) -> EdgeFigure:
-        """One hand-off from there to here."""
+        """Measure one hand-off from a prefill worker to this worker."""
         name = f"doctor-{secrets.token_hex(8)}"
         tokens = min(PROMPT_TOKENS, self.capabilities.max_context_tokens // 2)
         submission = pb.Submission(
@@ -107,7 +107,7 @@ class _Line:
             if edge.prefill_worker_id == prefill.worker_id:
                 rate = edge.bytes_per_s
                 return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, rate)
-        why = "too little was handed over to tell"
+        why = "too few bytes were transferred to measure"
         return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, why=why)
 
     def _capability(self, request_id: str, prefill: WorkerRecord) -> bytes:
@@ -120,7 +120,7 @@ class _Line:
             while True:
                 frame = await self._call.read()
                 if not isinstance(frame, pb.WorkerFrame):
-                    raise ConnectionError(f"{self.record.worker_id} ended the stream")
+                    raise ConnectionError(f"{self.record.worker_id} closed the stream")
                 if there(frame):
                     return frame
 
@@ -128,10 +128,10 @@ class _Line:
 async def measure_edges(
     redis_url: str, fleet: str, fleet_token: str, tls: FleetTls | None = None
 ) -> list[EdgeFigure]:
-    """Every pair of a prefill and a decode worker, one after the other.
+    """Measure all pairs of a prefill and a decode worker, one after another.
 
     Raises:
-        ConnectionError: A worker, or Redis, does not answer.
+        ConnectionError: A worker or Redis does not respond.
     """
     registry = await Registry.connect(redis_url, fleet)
     try:
@@ -162,12 +162,12 @@ async def _measure(prefill: _Line, decode: _Line, transport: str) -> EdgeFigure:
     try:
         return await decode.probe(prefill.record, transport)
     except TimeoutError:
-        why = f"nothing came of it in {PROBE_S:.0f} s"
+        why = f"no result within {PROBE_S:.0f} s"
         return EdgeFigure(prefill.record.worker_id, decode.record.worker_id, transport, why=why)
 
 
 def _common(prefill: common_pb2.Capabilities, decode: common_pb2.Capabilities) -> list[str]:
-    """Transports that both have, in one place."""
+    """Return the transports that both workers have, and that lead to the same place."""
     ours = {(offer.name, offer.place) for offer in decode.transports}
     both = {offer.name for offer in prefill.transports if (offer.name, offer.place) in ours}
     return [name for name in TRANSPORTS if name in both or name == FALLBACK]
