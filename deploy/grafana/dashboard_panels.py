@@ -1,4 +1,4 @@
-"""What is asked in Grafana's dashboards: titles, units, PromQL."""
+"""Panels of the Grafana dashboards: titles, units, PromQL."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,14 @@ PRICE = "price_per_worker_hour"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot.
+    """One panel of a dashboard.
 
     Attributes:
-        unit: Grafana's name of the unit of all its queries.
-        queries: Legend and PromQL of each line; ``$fleet`` is the fleet that was chosen.
-        stacked: The lines add up.
+        title: Heading.
+        unit: Grafana's name of the unit of all queries.
+        queries: Legend and PromQL of each line; ``$fleet`` is the selected fleet.
+        stacked: Whether the lines are stacked.
+        text: Description.
     """
 
     title: str
@@ -48,7 +50,7 @@ def _gauge(metric: str, *by: str, where: str = "") -> str:
 
 
 def _or_none(query: str) -> str:
-    """0 where nothing has the metric: not every fleet has what it is about."""
+    """Return 0 without the metric, which not every fleet has."""
     return f"({query}) or vector(0)"
 
 
@@ -67,8 +69,8 @@ _PREFILL_SPEED = (
     f" / ({_rate('baton_step_seconds_sum', 'worker', where=_PREFILL_STEPS)} > 0)"
 )
 _COST_A_SECOND = f'sum(baton_workers{{fleet="$fleet", state="ready"}}) * ${PRICE} / 3600'
-_READ = _rate("baton_prompt_tokens_total")
-_WRITTEN = _rate("baton_generation_tokens_total")
+_PROMPT = _rate("baton_prompt_tokens_total")
+_OUTPUT = _rate("baton_generation_tokens_total")
 
 DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
     "overview": (
@@ -80,17 +82,17 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 (("{{role}} {{state}}", _gauge("baton_workers", "role", "state")),),
             ),
             Panel(
-                "Requests a second by status",
+                "Requests per second by status",
                 "reqps",
                 (("{{status}}", _rate("baton_requests_total", "status")),),
                 stacked=True,
             ),
             Panel("Time to first token", "s", _quantiles("baton_time_to_first_token_seconds")),
-            Panel("Gap between tokens", "s", _quantiles("baton_inter_token_seconds")),
-            Panel("Arrival to the last byte", "s", _quantiles("baton_e2e_seconds")),
-            Panel("Tokens a second", "short", (("prompt", _READ), ("written", _WRITTEN))),
+            Panel("Inter-token latency", "s", _quantiles("baton_inter_token_seconds")),
+            Panel("End-to-end latency", "s", _quantiles("baton_e2e_seconds")),
+            Panel("Tokens per second", "short", (("prompt", _PROMPT), ("output", _OUTPUT))),
             Panel(
-                "The router's queue",
+                "Router queue",
                 "short",
                 (
                     ("waiting", _gauge("baton_queue_requests")),
@@ -101,8 +103,8 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 "Requests at the workers",
                 "short",
                 (
-                    ("{{worker}} runs", _gauge("baton_running_requests", "worker")),
-                    ("{{worker}} waits", _gauge("baton_waiting_requests", "worker")),
+                    ("{{worker}} running", _gauge("baton_running_requests", "worker")),
+                    ("{{worker}} waiting", _gauge("baton_waiting_requests", "worker")),
                 ),
             ),
         ),
@@ -111,7 +113,7 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
         "Baton: latency by phase",
         (
             Panel(
-                "Where the time of a request goes, mean",
+                "Request time by phase, mean",
                 "s",
                 (
                     (
@@ -121,38 +123,40 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                     ),
                 ),
                 stacked=True,
-                text="The phases add up to arrival until the last byte out.",
+                text="The phases add up to the end-to-end latency.",
             ),
             Panel(
-                "Phases, p95",
+                "Request time by phase, p95",
                 "s",
                 (("{{phase}}", _quantile(0.95, "baton_phase_seconds", "phase")),),
             ),
-            Panel(
-                "Arrival to the second token", "s", _quantiles("baton_time_to_second_token_seconds")
-            ),
+            Panel("Time to second token", "s", _quantiles("baton_time_to_second_token_seconds")),
             Panel("Time per output token", "s", _quantiles("baton_time_per_output_token_seconds")),
             Panel(
-                "Engine steps by kind, mean",
+                "Engine step duration by kind, mean",
                 "s",
                 (("{{worker}} {{kind}}", _mean("baton_step_seconds", "worker", "kind")),),
             ),
             Panel(
-                "Prompt tokens a second of the time spent on prompts",
+                "Prompt tokens per second of prefill time",
                 "short",
                 (("{{worker}}", _PREFILL_SPEED),),
-                text="A worker's own speed, whatever it was given: a slow one stands apart.",
+                text="Speed of each worker, independent of its load.",
             ),
             Panel(
-                "Requests in an engine step, mean",
+                "Requests per engine step, mean",
                 "short",
                 (("{{worker}}", _mean("baton_batch_requests", "worker")),),
             ),
-            Panel("Cancel to the worker's end", "s", _quantiles("baton_release_seconds")),
+            Panel(
+                "Time from cancel to release at the worker",
+                "s",
+                _quantiles("baton_release_seconds"),
+            ),
         ),
     ),
     "kv": (
-        "Baton: KV cache and hand-off",
+        "Baton: KV cache and hand-offs",
         (
             Panel(
                 "KV blocks by state",
@@ -166,14 +170,14 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 stacked=True,
             ),
             Panel(
-                "Leased part of the pool",
+                "Leased share of the KV pool",
                 "percentunit",
                 (("{{worker}}", _gauge("baton_kv_usage_ratio", "worker")),),
             ),
-            _counted("Evictions a second", "baton_kv_evictions", "worker"),
-            _counted("Preemptions a second", "baton_preemptions", "worker"),
+            _counted("Evictions per second", "baton_kv_evictions", "worker"),
+            _counted("Preemptions per second", "baton_preemptions", "worker"),
             Panel(
-                "KV to and from tiers below the pool",
+                "KV moved to and from tiers",
                 "Bps",
                 (
                     (
@@ -183,7 +187,7 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 ),
             ),
             Panel(
-                "Blocks that tiers lost a second",
+                "KV blocks lost by tiers per second",
                 "short",
                 (
                     (
@@ -193,13 +197,13 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 ),
             ),
             Panel(
-                "Prompt tokens by source, at the router",
+                "Prompt tokens per second by source",
                 "short",
                 (("{{source}}", _rate(_OUR_PREFIX, "source", where=_ROUTER)),),
                 stacked=True,
             ),
             Panel(
-                "Part of prompts that was cached",
+                "Prefix cache hit rate",
                 "percentunit",
                 (
                     (
@@ -209,9 +213,9 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                     ),
                 ),
             ),
-            _counted("Hand-offs a second", "baton_transfers", "worker", "outcome"),
+            _counted("Hand-offs per second", "baton_transfers", "worker", "outcome"),
             Panel(
-                "KV bytes a second",
+                "KV transfer rate",
                 "Bps",
                 (
                     (
@@ -220,18 +224,22 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                     ),
                 ),
             ),
-            Panel("Hand-off, first chunk to commit", "s", _quantiles("baton_transfer_seconds")),
             Panel(
-                "Hand-off that a client waited for",
+                "Hand-off duration, first chunk to commit",
+                "s",
+                _quantiles("baton_transfer_seconds"),
+            ),
+            Panel(
+                "Hand-off time that delays the client",
                 "s",
                 _quantiles("baton_transfer_exposed_seconds"),
             ),
             Panel(
-                "The router's prefix index",
+                "Prefix index of the router",
                 "short",
                 (
                     ("block hashes", _gauge("baton_mirror_names")),
-                    ("holes", _rate("baton_mirror_sequence_gaps_total")),
+                    ("sequence gaps per second", _rate("baton_mirror_sequence_gaps_total")),
                 ),
             ),
         ),
@@ -246,7 +254,7 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 stacked=True,
             ),
             Panel(
-                "First token, predicted and actual, mean",
+                "TTFT predicted and actual, mean",
                 "s",
                 (
                     ("{{mode}} predicted", _mean("baton_predicted_seconds", "mode")),
@@ -254,21 +262,21 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 ),
             ),
             Panel(
-                "Error of the prediction, p95",
+                "TTFT prediction error, p95",
                 "s",
                 (("{{mode}}", _quantile(0.95, "baton_prediction_error_seconds", "mode")),),
             ),
             Panel(
-                "Regret of a request",
+                "Regret per request",
                 "s",
                 (
                     ("{{mode}} mean", _mean("baton_router_regret_seconds", "mode")),
                     ("p95", _quantile(0.95, "baton_router_regret_seconds")),
                 ),
-                text="Cost of the choice less that of the best candidate, both priced afterwards.",
+                text="Cost of the chosen placement minus that of the best, computed afterwards.",
             ),
             Panel(
-                "Regret as a part of all requests' time",
+                "Regret as a share of the end-to-end latency",
                 "percentunit",
                 (
                     (
@@ -278,39 +286,39 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                     ),
                 ),
             ),
-            _counted("Fallbacks a second", "baton_fallbacks", "reason"),
+            _counted("Fallbacks per second", "baton_fallbacks", "reason"),
         ),
     ),
     "faults": (
         "Baton: faults",
         (
-            _counted("Requests that began anew", "baton_retries", "reason"),
-            _counted("Answers that went on elsewhere", "baton_migrations", "reason"),
-            _counted("Streams to workers that broke", "baton_stream_errors", "kind"),
-            _counted("Deadlines that passed", "baton_timeouts", "phase"),
-            _counted("Clients that went away", "baton_cancellations", "phase"),
-            _counted("Clients that were too slow", "baton_client_timeouts", "kind"),
+            _counted("Requests retried per second", "baton_retries", "reason"),
+            _counted("Responses migrated per second", "baton_migrations", "reason"),
+            _counted("Worker stream errors per second", "baton_stream_errors", "kind"),
+            _counted("Deadlines exceeded per second", "baton_timeouts", "phase"),
+            _counted("Requests cancelled per second", "baton_cancellations", "phase"),
+            _counted("Client timeouts per second", "baton_client_timeouts", "kind"),
             Panel(
-                "Requests refused",
+                "Requests rejected per second",
                 "short",
                 (("{{code}}", f"{_rate('baton_rejections_total', 'code')} or vector(0)"),),
             ),
-            _counted("Requests ended because workers died of them", "baton_poison_requests"),
-            _counted("Requests that lapsed by lease", "baton_orphans", "worker"),
+            _counted("Poison requests per second", "baton_poison_requests"),
+            _counted("Request leases expired per second", "baton_orphans", "worker"),
             Panel(
-                "Chunks",
+                "Damaged KV chunks per second",
                 "short",
                 (
                     (
-                        "{{worker}} refused",
+                        "{{worker}} rejected",
                         f"{_rate('baton_chunks_refused_total', 'worker')} or vector(0)",
                     ),
                     ("{{worker}} pulled again", _rate("baton_chunks_repaired_total", "worker")),
                 ),
             ),
-            _counted("Page ranges quarantined", "baton_quarantines", "worker"),
+            _counted("Quarantines per second", "baton_quarantines", "worker"),
             Panel(
-                "Background tasks that raised",
+                "Background task failures per second",
                 "short",
                 (
                     (
@@ -320,7 +328,7 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
                 ),
             ),
             Panel(
-                "Redis answers",
+                "Redis connected",
                 "short",
                 (
                     (
@@ -335,33 +343,33 @@ DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
         "Baton: cost per 1,000 tokens",
         (
             Panel(
-                "Cost of 1,000 written tokens",
+                "Cost per 1,000 output tokens",
                 "currencyUSD",
-                (("written", f"1000 * {_COST_A_SECOND} / ({_WRITTEN} > 0)"),),
-                text=f"All ready workers at ${PRICE} an hour each, divided by what they wrote.",
+                (("output", f"1000 * {_COST_A_SECOND} / ({_OUTPUT} > 0)"),),
+                text=f"Ready workers at ${PRICE} per hour each, divided by their output tokens.",
             ),
             Panel(
-                "Cost of 1,000 tokens, read or written",
+                "Cost per 1,000 prompt and output tokens",
                 "currencyUSD",
-                (("all", f"1000 * {_COST_A_SECOND} / (({_READ} + {_WRITTEN}) > 0)"),),
+                (("all", f"1000 * {_COST_A_SECOND} / (({_PROMPT} + {_OUTPUT}) > 0)"),),
             ),
             Panel(
-                "Tokens a second for each ready worker",
+                "Output tokens per second and ready worker",
                 "short",
                 (
                     (
-                        "written",
-                        f'{_WRITTEN} / sum(baton_workers{{fleet="$fleet", state="ready"}})',
+                        "output",
+                        f'{_OUTPUT} / sum(baton_workers{{fleet="$fleet", state="ready"}})',
                     ),
                 ),
             ),
             Panel(
-                "Part of the time that engines were busy",
+                "Engine utilisation",
                 "percentunit",
                 (("{{worker}}", _rate("baton_step_seconds_sum", "worker")),),
             ),
             Panel(
-                "Written tokens a second by tenant",
+                "Output tokens per second by tenant",
                 "short",
                 (("{{tenant}}", _rate("baton_generation_tokens_total", "tenant")),),
                 stacked=True,
