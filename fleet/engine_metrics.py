@@ -9,13 +9,7 @@ from baton.types.pool_counts import TierCounts
 
 
 class EngineMetrics:
-    """Updates a worker's metrics from the events of its engine.
-
-    Args:
-        engine: The engine.
-        metrics: Metrics of the worker.
-        max_adapters: Maximum of loaded adapters; 0: no adapter metrics.
-    """
+    """Updates a worker's metrics from the events of its engine."""
 
     def __init__(self, engine: EngineHandle, metrics: Metrics, max_adapters: int) -> None:
         self._engine = engine

@@ -16,10 +16,6 @@ def free_port(host: str, allowed: str) -> int:
     The search starts at a random port, so that workers that start together seldom collide. If
     another process takes the port first, the start fails and is retried.
 
-    Args:
-        host: Address to listen on.
-        allowed: ``FIRST-LAST``, or empty.
-
     Raises:
         InternalError: All ports of the range are taken.
     """

@@ -18,12 +18,12 @@ class ProcessKey(NamedTuple):
     def of(cls, pid: int) -> "ProcessKey | None":
         """Return the key of a live process, or None."""
         found = _stat(pid)
-        return cls(pid, found.started_s) if found is not None else None
+        return cls(pid, found[1]) if found is not None else None
 
     def find(self) -> psutil.Process | None:
         """Return the process if it is still the same one and not a zombie."""
         found = _stat(self.pid)
-        if found is None or found.started_s != self.started_s or found.state in "ZX":
+        if found is None or found[1] != self.started_s or found[0] in "ZX":
             return None
         try:
             return psutil.Process(self.pid)
@@ -31,18 +31,14 @@ class ProcessKey(NamedTuple):
             return None
 
 
-class _Stat(NamedTuple):
-    state: str
-    started_s: float
-
-
-def _stat(pid: int) -> _Stat | None:
+def _stat(pid: int) -> tuple[str, float] | None:
+    """Return a process's state and start time."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # the name before it may contain any character
-    return _Stat(fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    return fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""One rank of a replica as a separate program, which shares only TCP with its leader.
+"""A rank of a replica as a separate program, which shares only TCP with its leader.
 
     leader's host                            this host
       worker's shell  ── gRPC: Link ───────▶   this program ── gRPC: Pull ◀── other workers' ranks
@@ -92,8 +92,6 @@ class RankProgram(rank_pb2_grpc.RankServicer):
         self._source: PoolSource | None = None
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    # ---------------------------------------------------------------- the leader's stream
-
     async def Link(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[rank_pb2.LeaderWord], context: Any
     ) -> AsyncIterator[rank_pb2.RankWord]:
@@ -148,8 +146,6 @@ class RankProgram(rank_pb2_grpc.RankServicer):
     def _say(self, **word: Any) -> None:
         self._words.put_nowait(rank_pb2.RankWord(**word))
 
-    # ---------------------------------------------------------------- the engine process
-
     def _start_engine(self, begin: rank_pb2.RankBegin) -> None:
         host = self._settings.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -196,8 +192,6 @@ class RankProgram(rank_pb2_grpc.RankServicer):
         code = await self._engine.wait()
         self._end(min(abs(code), 1))  # 0: the leader's engine has ended
 
-    # ---------------------------------------------------------------- the pool
-
     def _serve_pool(self, serve: rank_pb2.RankServe) -> None:
         rank = self._begin.rank if self._begin is not None else 0
         whole = geometry_of(serve.kv_group, serve.num_blocks)
@@ -243,8 +237,6 @@ class RankProgram(rank_pb2_grpc.RankServicer):
         if self._source is None:
             raise ValueError("this rank serves no pool yet")
         return self._source
-
-    # ---------------------------------------------------------------- the end
 
     def _broke(self, error: Exception) -> None:
         _LOG.error("stopping the rank: %s: %s", type(error).__name__, error)

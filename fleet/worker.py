@@ -1,6 +1,6 @@
-"""One worker: an engine process, the prefill and the decode service, and a registry record.
+"""A worker: an engine process, the prefill and the decode service, and a registry record.
 
-The role only tells routers how to use the worker. Every worker has both services, so a fleet with
+Routers alone use the role. Every worker has both services, so a fleet with
 one pool works too. This module does not need Ray; ``fleet.pools.ray_worker`` hosts a ``Worker`` in
 an actor.
 """
@@ -189,8 +189,6 @@ class Worker:
         self._parts.decode.event_sequence = publisher.sequence
         self._engine_metrics.note_cache(change)
 
-    # ---------------------------------------------------------------- shutdown
-
     async def wait(self) -> int:
         """Wait for the end of the worker, and return its exit code: 0 after ``stop``."""
         return await asyncio.shield(self._done)
@@ -237,8 +235,6 @@ class Worker:
         """Fail as a whole: broken streams show routers and decode workers that it is gone."""
         _LOG.error("stopping worker=%s: %s", self._settings.worker_id, why)
         await self._leave(code)
-
-    # ---------------------------------------------------------------- health
 
     async def _watch_engine(self) -> None:
         client = self._parts.engine.client

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.config.fleet_file import DEFAULT_MODEL
+from fleet.cli.common import fail
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -80,8 +81,7 @@ def capacity(
             draft=None if draft is None else resolve_model(draft).config,
         )
     except ModelError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {error}")
-        raise typer.Exit(1) from error
+        fail(str(error))
     if as_json:
         typer.echo(json.dumps(plan.as_json(), indent=1))
         raise typer.Exit(0 if plan.fits else 1)

@@ -5,9 +5,10 @@ import sys
 from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Protocol
+from typing import Annotated, Any, NoReturn
 
 import httpx
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -28,20 +29,13 @@ FileArgument = Annotated[
 ]
 
 
-class Reachable(Protocol):
-    """Address of a fleet's router, with an operator's key."""
+class RemoteFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet that is reached through one of its routers."""
 
-    @property
-    def url(self) -> str:
-        """URL of the router."""
-
-    @property
-    def fleet_token(self) -> str:
-        """Operator key: the fleet token, or an API key with `role: operator`."""
-
-    @property
-    def certificate(self) -> str:
-        """Certificate file of a router on this host that serves HTTPS, else empty."""
+    name: str
+    url: str
+    fleet_token: str  # an operator key, which has the same permissions
+    certificate: str = ""  # empty: verified with this host's CAs
 
 
 FleetOption = Annotated[
@@ -95,7 +89,7 @@ def running_fleet(fleet: str | None) -> FleetState:
     return state
 
 
-def get_json(state: Reachable, path: str, **parameters: str | int) -> Any:
+def get_json(state: FleetState | RemoteFleet, path: str, **parameters: str | int) -> Any:
     """Send a GET with the operator key to the router and return its JSON.
 
     Exits with an error if the router does not respond, or responds with a status other than 200.

@@ -13,13 +13,14 @@ from rich.table import Table
 from fleet.cli.common import (
     FileArgument,
     FleetOption,
+    RemoteFleet,
     emulated_note,
     fail,
     get_json,
     known_fleet,
     load_fleet_file,
 )
-from fleet.cli.reach import KeyOption, RemoteFleet, UrlOption, order, reach
+from fleet.cli.reach import KeyOption, UrlOption, order, reach
 from fleet.local import preflight
 from fleet.local import state as fleet_state
 from fleet.local.state import FleetState
@@ -58,7 +59,7 @@ def status(
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table("worker", "state", "life", "host", "running", "waiting", "KV blocks")
+    table = Table("worker", "state", "epoch", "host", "running", "waiting", "KV blocks")
     table.add_column("address", no_wrap=True)
     colours = {"ready": "green", "dead": "red"}
     for worker in workers:

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import httpx
-import msgspec
 import typer
 
 from baton.registry.orders import Answer, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from fleet.cli.common import bearer, fail, running_fleet
+from fleet.cli.common import RemoteFleet, bearer, fail, running_fleet
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
 
@@ -29,15 +28,6 @@ KeyOption = Annotated[
 ]
 
 
-class RemoteFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet that is reached through one of its routers."""
-
-    name: str
-    url: str
-    fleet_token: str  # an operator key, which has the same permissions
-    certificate: str = ""  # empty: verified with this host's CAs
-
-
 def reach(fleet: str | None, url: str | None, key: str) -> FleetState | RemoteFleet:
     """Return the selected fleet; exit with an error if there is none."""
     if url is None:
@@ -48,13 +38,7 @@ def reach(fleet: str | None, url: str | None, key: str) -> FleetState | RemoteFl
 def client_of(
     fleet: str | None, url: str | None, headers: Mapping[str, str] | None = None
 ) -> httpx.Client:
-    """Return a client of a router, with the key in OPENAI_API_KEY.
-
-    Args:
-        fleet: Name of a fleet on this machine; None: the only one.
-        url: URL of a router elsewhere, instead.
-        headers: Additional headers.
-    """
+    """Return a client of the local fleet's router or of ``url``, with the key in OPENAI_API_KEY."""
     here = running_fleet(fleet) if url is None else None
     return httpx.Client(
         base_url=here.url if here is not None else url or "",
@@ -74,12 +58,7 @@ def order(
 ) -> Any:
     """Send an admin command to the fleet's controller; exit with an error if it is rejected.
 
-    Args:
-        place: The fleet.
-        verb: Name of the command, see ``fleet/pools/orders.py``.
-        workers: Worker ids; empty: all.
-        arguments: Arguments of the command.
-        timeout_s: Limit for the response.
+    ``fleet/pools/orders.py`` lists the verbs and their arguments.
     """
     arguments = dict(arguments or {})
     if isinstance(place, RemoteFleet):

@@ -19,13 +19,7 @@ _POLL_S = 0.25
 
 
 def reconcile_running(config_file: Path, config: FleetConfig, *, dry_run: bool) -> None:
-    """Print the changes, signal the fleet's `baton up` to apply them, and wait for the result.
-
-    Args:
-        config_file: File that the fleet was started with.
-        config: Its present content.
-        dry_run: Print the changes only.
-    """
+    """Print the changes, signal the fleet's `baton up` to apply them, and wait for the result."""
     state = _running(config_file, config)
     plan = planned(state, config)
     if plan.refused:
@@ -81,7 +75,6 @@ def _running(config_file: Path, config: FleetConfig) -> FleetState:
 
 
 def _same(file: str, other: str) -> bool:
-    """Return whether two paths name one file."""
     with contextlib.suppress(OSError):
         return file == other or Path(file).samefile(other)
     return False

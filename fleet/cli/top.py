@@ -70,15 +70,7 @@ def frame(
     requests: list[dict[str, Any]],
     order: str = "slowest",
 ) -> RenderableType:
-    """Return one frame.
-
-    Args:
-        name: Name of the fleet.
-        fleet: Response of ``GET /fleet``.
-        series: Response of ``GET /fleet/series``.
-        requests: Requests in the response of ``GET /fleet/requests``.
-        order: ``slowest`` or ``newest``, shown as the heading of the requests.
-    """
+    """Return one frame, from the responses of /fleet, /fleet/series and /fleet/requests."""
     moved = fleet["transfers"]
     handed = f"{moved['count']}, {moved['bytes'] / 2**20:.1f} MiB, {moved['failures']} failed"
     head = Text.assemble((name, "bold"), f"  hand-offs: {handed}")
@@ -153,16 +145,9 @@ def _latency(samples: list[dict[str, Any]]) -> Table:
     now, best = (rates[-1], max(rates)) if rates else (0.0, 0.0)
     table.add_row("tokens/s", _sparks(rates), f"{now:.0f}", f"{best:.0f} (best)")
     queued = [float(sample["queued"]) for sample in samples]
-    table.add_row("queued", _sparks(queued), *(f"{v:.0f}" for v in (_last(queued), _most(queued))))
+    now, most = (queued[-1], max(queued)) if queued else (0.0, 0.0)
+    table.add_row("queued", _sparks(queued), f"{now:.0f}", f"{most:.0f}")
     return table
-
-
-def _last(values: list[float]) -> float:
-    return values[-1] if values else 0.0
-
-
-def _most(values: list[float]) -> float:
-    return max(values, default=0.0)
 
 
 def _ms(seconds: float | None) -> str:

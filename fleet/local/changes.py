@@ -7,6 +7,7 @@ router settings replace the router. A file that changes a fixed key is rejected 
 import hashlib
 import json
 from dataclasses import dataclass
+from operator import attrgetter
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role
@@ -18,10 +19,19 @@ _FIXED = {
     "host": "the router listens there",
     "port": "the router listens there",
     "redis": "routers on other hosts would not follow",
-    "model": "responses that migrate between workers would change",
-    "dtype": "responses that migrate between workers would change",
-    "numerics": "responses that migrate between workers would change",
-    "quantisation": "responses that migrate between workers would change",
+} | dict.fromkeys(
+    ("model", "dtype", "numerics", "quantisation"),
+    "responses that migrate between workers would change",
+)
+_FIXED_PARTS = {
+    "pools.engine": _FIXED["model"],
+    "pools.tls": "old and new workers could not connect",
+    "pools.insecure": "old and new workers could not connect",
+    "pools.token_file": "routers and workers would have different tokens; write the new token into "
+    "the present file",
+    "clients.tls": "clients know the URL",
+    "pools.routers": "their sockets are open",
+    "logs.dir": "its files are open",
 }
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 
@@ -45,9 +55,6 @@ class Changes:
     renewed: tuple[str, ...] = ()
     router: bool = False
     refused: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
 
     @property
     def lines(self) -> list[str]:
@@ -73,10 +80,7 @@ class Changes:
 def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None) -> Changes:
     """Return the changes from one configuration to another.
 
-    Args:
-        old: Running configuration.
-        new: Wanted configuration.
-        same_keys: Whether the API keys are equal, if ``old`` lacks them.
+    ``same_keys`` tells whether the API keys are equal, if ``old`` lacks them.
     """
     names = [name for name in type(new).model_fields if getattr(old, name) != getattr(new, name)]
     if same_keys is not None:
@@ -86,23 +90,11 @@ def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None
         for name in names
         if name in _FIXED
     ]
-    if old.pools.engine != new.pools.engine:
-        refused.append(f"pools.engine cannot change while the fleet runs: {_FIXED['model']}")
-    if (old.pools.tls, old.pools.insecure) != (new.pools.tls, new.pools.insecure):
-        refused.append(
-            "pools.tls cannot change while the fleet runs: old and new workers could not connect"
-        )
-    if old.pools.token_file != new.pools.token_file:
-        refused.append(
-            "pools.token_file cannot change while the fleet runs: routers and workers would have "
-            "different tokens; write the new token into the present file"
-        )
-    if old.clients.tls != new.clients.tls:
-        refused.append("clients.tls cannot change while the fleet runs: clients know the URL")
-    if old.pools.routers != new.pools.routers:
-        refused.append("pools.routers cannot change while the fleet runs: their sockets are open")
-    if old.logs.dir != new.logs.dir:
-        refused.append("logs.dir cannot change while the fleet runs: its files are open")
+    refused += [
+        f"{name} cannot change while the fleet runs: {why}"
+        for name, why in _FIXED_PARTS.items()
+        if attrgetter(name)(old) != attrgetter(name)(new)
+    ]
     if refused:
         why = " (stop and start the fleet, or start a second one)"
         return Changes(keys=tuple(names), refused=(*refused[:-1], refused[-1] + why))
@@ -120,9 +112,7 @@ def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None
 def keys_digest(config: FleetConfig, salt: str) -> str:
     """Return a digest of the API keys, which detects a change without storing them.
 
-    Args:
-        config: Configuration with the keys.
-        salt: Secret of one run of the fleet; not its token, which may change during the run.
+    The salt is secret and constant during a run of the fleet, unlike its token.
     """
     keys = {key: rule.model_dump(mode="json") for key, rule in (config.api_keys or {}).items()}
     raw = json.dumps(keys, sort_keys=True).encode()

@@ -54,13 +54,7 @@ class LeaseTakenError(RuntimeError):
 class ClusterPools:
     """Worker pools of one fleet on a cluster. All calls come from the main thread.
 
-    Args:
-        config: The fleet.
-        address: Address of the Ray cluster.
-        redis_url: Redis of the fleet's registry.
-        url: URL of this supervisor's router, stored in the lease.
-        log: File for the output of child processes.
-        take_over: Whether to take the lease from another supervisor.
+    ``take_over`` takes the lease from another supervisor; ``url`` is stored in the lease.
     """
 
     def __init__(
@@ -92,11 +86,9 @@ class ClusterPools:
         self._news: deque[str] = deque()
         self._taken_by: LeaseHolder | None = None
         self._spec: ControllerSpec | None = None
-        self._was_there = False
+        self.adopted = False  # the fleet existed before this process, or has served
         self._holds_lease = False
         self.address = ""  # of this node, as other nodes reach it
-
-    # ---- called by the supervisor ----------------------------------------------------------------
 
     def start(self, spec: ControllerSpec) -> None:
         """Take the lease, and start or adopt the controller on this node.
@@ -115,7 +107,7 @@ class ClusterPools:
         self._call(self._take_lease(), 3 * LEASE_S)
         reply = self._call(self._cluster("ensure"), CALL_LIMIT_S + 5)
         self.address = reply.address
-        self._was_there = reply.was_there
+        self.adopted = reply.was_there
         if reply.was_there:
             self._news.append("the fleet is already running: adopting its workers")
         self._call(self._begin_watch(), 5.0)
@@ -171,23 +163,12 @@ class ClusterPools:
         with contextlib.suppress(TimeoutError, RegistryUnavailableError):
             self._call(self._end_watch(), 3.0)
         if self._holds_lease and self._taken_by is None:
-            if not (leave and self._was_there):
+            if not (leave and self.adopted):
                 with contextlib.suppress(TimeoutError, RegistryUnavailableError):
                     self._call(self._orders().ask("stop", timeout_s=_STOP_LIMIT_S), 10.0)
             with contextlib.suppress(TimeoutError, RegistryUnavailableError):
                 self._call(FleetLease(self._connected(), self._me).give_up(), 3.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-    @property
-    def adopted(self) -> bool:
-        """Return whether the fleet existed before this process, or has served."""
-        return self._was_there
-
-    def note_ready(self) -> None:
-        """Note that the fleet has served: from now on a fault here does not end it."""
-        self._was_there = True
-
-    # ---- in the thread ------------------------------------------------------------------------
 
     def _run_loop(self, ready: threading.Event) -> None:
         self._loop = asyncio.new_event_loop()
@@ -293,12 +274,7 @@ class ClusterPools:
 
 
 def call_cluster(call: ClusterCall, log: Path, limit_s: float = CALL_LIMIT_S) -> ClusterReply:
-    """Make a call in a child process.
-
-    Args:
-        call: The call.
-        log: File for Ray's output.
-        limit_s: Time limit.
+    """Make a call in a child process, and write Ray's output to ``log``.
 
     Raises:
         CapacityError: The call failed.

@@ -38,10 +38,7 @@ class KnownToken(NamedTuple):
     def for_workers(self, config: FleetConfig, *, here: bool) -> "KnownToken":
         """Return the file that workers read, or the token if they cannot read the file.
 
-        Args:
-            config: The fleet.
-            here: Whether all workers are on this host. Workers elsewhere can only read
-                ``pools.token_file``, which is on every host.
+        Workers on other hosts can only read ``pools.token_file``, which is on every host.
         """
         if self.file and (here or config.pools.token_file):
             return KnownToken("", self.file)
@@ -65,10 +62,6 @@ def given_token(config: FleetConfig | None = None) -> KnownToken | None:
 
 def fleet_token(name: str, config: FleetConfig | None = None) -> KnownToken:
     """Return the token of a fleet that starts here; the first start makes and stores one.
-
-    Args:
-        name: Name of the fleet's state folder.
-        config: The fleet, which may set a token file.
 
     Raises:
         SecretError: The existing token cannot be used.

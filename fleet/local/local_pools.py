@@ -18,9 +18,7 @@ _LOOKS = 4  # without a response in a row; the supervisor ends the fleet after 3
 class LocalPools:
     """Worker pools of one fleet on a private Ray. All calls come from the main thread.
 
-    Args:
-        config: The fleet.
-        folder: Folder with a short path for Ray's files and sockets.
+    ``folder`` gets Ray's files and sockets, and needs a short path.
     """
 
     def __init__(self, config: FleetConfig, folder: Path) -> None:
@@ -137,11 +135,7 @@ class LocalPools:
             self._controller = ray_runtime.Controller.find(self._config.fleet)
 
     def stop(self, *, leave: bool) -> None:
-        """End the workers, then Ray.
-
-        Args:
-            leave: Ignored: nothing can outlive a private Ray.
-        """
+        """End the workers, then Ray; ``leave`` is ignored, as nothing can outlive a private Ray."""
         lost = bool(self.problem())
         if self._health is not None:
             self._health.close()

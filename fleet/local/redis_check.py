@@ -27,14 +27,7 @@ def redacted(url: str) -> str:
 
 
 async def check_external(url: str, fleet: str = "check") -> str:
-    """Try an external Redis with the commands that a fleet sends.
-
-    Args:
-        url: URL, see ``baton/registry/connection.py``.
-        fleet: Fleet whose key prefix is used.
-
-    Returns:
-        The server's version.
+    """Try an external Redis with the commands that a fleet sends, and return its version.
 
     Raises:
         RedisError: The server cannot be used; the message has the reason and the fix.

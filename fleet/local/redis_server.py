@@ -186,14 +186,7 @@ class EmbeddedRedis:
 
 
 class RedisKeeper:
-    """Restarts an embedded Redis that died or does not respond, without interrupting service.
-
-    Args:
-        server: The running server.
-        say: Callback that shows one line.
-        look_every_s: Time between two pings.
-        answer_within_s: Limit for the response to a ping.
-    """
+    """Restarts an embedded Redis that died or does not respond, without interrupting service."""
 
     def __init__(
         self,
@@ -213,11 +206,7 @@ class RedisKeeper:
         threading.Thread(target=self._ping, daemon=True, name="redis keeper").start()
 
     def keep(self, now_s: float) -> None:
-        """Restart the server if needed. Call often, from the thread that started it.
-
-        Args:
-            now_s: Time of a monotonic clock.
-        """
+        """Restart the server if needed. Call often, from the thread that started it."""
         alive = self._server.pid != 0
         if alive and self._unanswered < _LOOKS:
             if now_s - self._due_s > _HEALTHY_S:

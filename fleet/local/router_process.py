@@ -35,9 +35,6 @@ def own_address(*, version6: bool = False) -> str:
     """Return this host's address on the network of its default route; loopback without a network.
 
     Sends nothing: the kernel only looks up the source address.
-
-    Args:
-        version6: Return an IPv6 address.
     """
     family = socket.AF_INET6 if version6 else socket.AF_INET
     elsewhere = "2001:db8::1" if version6 else "192.0.2.1"  # documentation addresses
@@ -52,13 +49,9 @@ def own_address(*, version6: bool = False) -> str:
 
 
 def url_of(scheme: str, host: str, port: int, *, elsewhere: bool = False) -> str:
-    """Return the URL of routers that listen on ``host``.
+    """Return the URL of routers that listen on ``host``, for clients here or ``elsewhere``.
 
-    Args:
-        scheme: ``http`` or ``https``.
-        host: Address in the fleet file. A wildcard becomes loopback, or this host's address.
-        port: Port of the routers.
-        elsewhere: Whether the URL is for clients on other hosts.
+    A wildcard address becomes loopback or this host's address.
     """
     if host in _ANY_HOST:
         version6 = host == "::"  # which accepts no IPv4
@@ -128,12 +121,8 @@ class RouterFailedError(RuntimeError):
 class RouterProcesses:
     """Routers behind one port, each restarted when it dies.
 
-    All methods must be called from one thread, which must outlive the routers.
-
-    Args:
-        host: Address to listen on.
-        port: Port to listen on; 0: a free one.
-        count: Number of routers.
+    All methods must be called from one thread, which must outlive the routers. Port 0 stands for a
+    free one.
 
     Raises:
         PortTakenError: Another process has the port.
@@ -176,13 +165,9 @@ class RouterProcesses:
     def start(
         self, config_file: Path, environment: Mapping[str, str], group: Path, logs: Path
     ) -> None:
-        """Start all routers.
+        """Start all routers; the environment has the secrets.
 
-        Args:
-            config_file: The fleet file.
-            environment: Environment variables, with the secrets.
-            group: Private folder of the sockets over which the routers communicate.
-            logs: Folder of their logs.
+        ``group`` becomes a private folder of the sockets over which the routers communicate.
         """
         group.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._group = group
@@ -250,8 +235,6 @@ class RouterProcesses:
             )
         self._start_at_s[index] = now_s + 0.2 * (failures - 1)
 
-    # --- rolling restart --------------------------------------------------------------------------
-
     def roll(self) -> None:
         """Replace all routers one by one; each successor serves before its predecessor stops.
 
@@ -304,8 +287,6 @@ class RouterProcesses:
             asked.connect(str(alive_path(self._group, index)))
             return int(asked.makefile("rb").readline())
         return 0
-
-    # --- down ------------------------------------------------------------------------------------
 
     def begin_stop(self) -> None:
         """Stop accepting connections; active requests get until `finish_stop`'s limit."""

@@ -31,7 +31,7 @@ class StopSignal:
         self._event = threading.Event()
         self._change = threading.Event()
         self._raise = True
-        self._new_routers = False
+        self._new_routers = threading.Event()
 
     def install(self) -> None:
         """Install the handlers; call again after Ray has started, which replaces them.
@@ -41,7 +41,7 @@ class StopSignal:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGUSR2, self._on_new_routers)
+        signal.signal(signal.SIGUSR2, lambda number, frame: self._new_routers.set())
         signal.signal(CHANGE_SIGNAL, lambda number, frame: self._change.set())
 
     def watch_make(self) -> None:
@@ -65,24 +65,23 @@ class StopSignal:
 
     def take_new_routers(self) -> bool:
         """Return whether new routers were requested since the last call."""
-        asked = self._new_routers
-        self._new_routers = False
-        return asked
-
-    def _on_new_routers(self, number: int, frame: FrameType | None) -> None:
-        self._new_routers = True
+        return _take(self._new_routers)
 
     def take_change(self) -> bool:
         """Return whether a reread of the file was requested since the last call."""
-        asked = self._change.is_set()
-        self._change.clear()
-        return asked
+        return _take(self._change)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._event.is_set():
             self._event.set()
             if self._raise:
                 raise StopRequestedError
+
+
+def _take(event: threading.Event) -> bool:
+    is_set = event.is_set()
+    event.clear()
+    return is_set
 
 
 def _watch_make(parent: int) -> None:

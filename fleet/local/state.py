@@ -144,7 +144,7 @@ class FleetLock:
                 return cls(descriptor)
 
     def release(self) -> None:
-        """Release the lock."""
+        """Release the lock for another process."""
         os.close(self._descriptor)
 
 
@@ -216,24 +216,19 @@ def processes_of(run_folder: str) -> Iterator[psutil.Process]:
 def claim(name: str, say: Callable[[str], None]) -> FleetLock | None:
     """Lock a state folder, and clean up after a run that was killed.
 
-    Args:
-        name: Name of the folder.
-        say: Callback that shows one line.
-
     Returns:
         The lock; None if another supervisor has the folder.
     """
     lock = FleetLock.take(name)
     earlier = load(name)
-    if (
-        lock is not None and earlier is not None and earlier.running
-    ):  # an old version, without locks
+    if lock is None or earlier is None:
+        return lock
+    if earlier.running:  # a version without locks
         lock.release()
         return None
-    if lock is not None and earlier is not None:
-        left = sweep(earlier.run_folder)
-        forget(name)
-        say(f"cleaned up after a killed run ({left} leftover processes ended)")
+    left = sweep(earlier.run_folder)
+    forget(name)
+    say(f"cleaned up after a killed run ({left} leftover processes ended)")
     return lock
 
 

@@ -129,7 +129,7 @@ class Supervisor:
             on_ready()
             self._stop.starting_done()
             if isinstance(self._pools, ClusterPools):
-                self._pools.note_ready()
+                self._pools.adopted = True  # from now on a fault here does not end the fleet
             self._watch()
         except StopRequestedError:
             self._say("start aborted by a signal")
@@ -140,8 +140,6 @@ class Supervisor:
             finally:
                 if self._output is not None:
                     self._output.release()
-
-    # --- up --------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         count = self._config.pools.router_count
@@ -308,8 +306,6 @@ class Supervisor:
             if failed and not self._adopted:
                 raise FleetError(f"{name} failed {lives} times: {reason}\n{tail(self._logs, name)}")
 
-    # --- stay ------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         controller_seen_s = next_look_s = time.monotonic()
         while not self._stop.wait(_POLL_S):
@@ -407,8 +403,6 @@ class Supervisor:
     def _tell_news(self) -> None:
         for line in self._pools.news() if self._pools is not None else ():
             self._say(line)
-
-    # --- down ------------------------------------------------------------------------------------
 
     def _take_down(self) -> None:
         """Stop everything within `_STOP_LIMIT_S`, even if a part hangs."""

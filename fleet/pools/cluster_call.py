@@ -1,4 +1,4 @@
-"""One call into a Ray cluster in its own process: ``python -m fleet.pools.cluster_call``.
+"""Process for one call into a Ray cluster: ``python -m fleet.pools.cluster_call``.
 
 If the cluster's head is down for long, Ray's native code ends every process that is connected to
 it. The supervisor must survive that, so it makes calls in child processes and watches the
@@ -59,9 +59,7 @@ def carry_out(call: ClusterCall) -> ClusterReply:
         ray_runtime.attach(call.address)
         return ClusterReply(left=ray_runtime.clean(config.fleet))
     if call.verb == "examine":
-        ray_runtime.attach(
-            call.address
-        )  # before `ray` is imported, which reads its authentication mode
+        ray_runtime.attach(call.address)  # before the import of `ray`, which reads its auth mode
         from fleet.pools.checkup.examine import examine
 
         return ClusterReply(checkup=examine(config))

@@ -1,7 +1,6 @@
 """The controller's state machine: which workers to start, drain and stop. Does no I/O.
 
-A pool is a row of slots ``prefill-0, prefill-1 ...``; a slot has lives, that is incarnations of its
-worker, numbered by ``epoch``:
+A pool is a row of slots ``prefill-0, prefill-1 ...``; ``epoch`` numbers a slot's incarnations:
 
             launch                started                drain             ended
     WAITING ------> STARTING ------------> READY ------> DRAINING ------> WAITING | PARKED | gone
@@ -9,7 +8,7 @@ worker, numbered by ``epoch``:
        +----------------+--------------------+   ended (crash, start limit)
 
 Methods take an event and the time in integer nanoseconds, and return the actions to execute.
-Actions carry the epoch of their life, so a late event of an earlier life has no effect.
+Actions and events carry an epoch, so a late event of an earlier incarnation has no effect.
 """
 
 import enum
@@ -40,18 +39,18 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start a new life of a slot."""
+    """Start a new incarnation of a slot."""
 
     worker_id: str
     role: Role
     epoch: int
-    reuse: bool = False  # start it in the process of the last life
-    move: bool = False  # start it on another node than the last life
+    reuse: bool = False  # start it in the process of the last incarnation
+    move: bool = False  # start it on another node than the last incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Drain this life, then report ``drained``."""
+    """Drain this incarnation, then report ``drained``."""
 
     worker_id: str
     epoch: int
@@ -60,7 +59,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End this life's processes, then report ``ended``."""
+    """End this incarnation's processes, then report ``ended``."""
 
     worker_id: str
     epoch: int
@@ -89,7 +88,7 @@ Action = Launch | Drain | Stop | Publish | Remove
 
 @dataclass(slots=True)
 class Slot:
-    """One place of a pool."""
+    """Place of one worker in a pool."""
 
     worker_id: str
     role: Role
@@ -97,13 +96,13 @@ class Slot:
     epoch: int = 0
     since_ns: int = 0  # when the phase began
     due_ns: int = 0  # WAITING: time of the start; STARTING, DRAINING: time limit
-    backoff_ns: int = BACKOFF_FIRST_NS  # for the next crash of a short life
+    backoff_ns: int = BACKOFF_FIRST_NS  # for the next crash of a short incarnation
     reason: str = ""
     after_drain: Phase = Phase.WAITING  # where DRAINING leads to
     leaving: bool = False  # being removed from its pool
-    stopping: bool = False  # Stop was issued for this life
-    reusable: bool = False  # the last life was healthy, and its process still exists
-    moving: bool = False  # the next life must start on another node
+    stopping: bool = False  # Stop was issued for this incarnation
+    reusable: bool = False  # the last incarnation was healthy, and its process still exists
+    moving: bool = False  # the next incarnation must start on another node
     failed_starts: int = 0  # in a row
 
 
@@ -113,8 +112,8 @@ class FleetController:
     Args:
         pools: Number of replicas by role.
         now_ns: Current time. Call `tick` for the first actions.
-        healthy_after_ns: Duration after which a life counts as healthy. Its successor starts at
-            once, in the same process if it still exists, and the back-off is reset.
+        healthy_after_ns: Duration after which an incarnation counts as healthy. Its successor
+            starts at once, in the same process if it still exists, and the back-off is reset.
     """
 
     def __init__(
@@ -160,14 +159,9 @@ class FleetController:
         move: bool = False,
         revive: bool = True,
     ) -> list[Action]:
-        """Restart slots: all at once, or one after another, each drained first.
+        """Restart slots: all at once, or ``rolling``, one after another, each drained first.
 
-        Args:
-            worker_ids: Slots to restart.
-            now_ns: Current time.
-            rolling: Whether to restart one after another.
-            move: Whether each moves to another node.
-            revive: Whether to include workers that an operator has drained.
+        ``move`` moves each to another node; ``revive`` includes workers that were drained.
         """
         for name in worker_ids:
             self.slots[name].moving |= move
@@ -198,9 +192,9 @@ class FleetController:
         return actions
 
     def adopt(self, worker_id: str, epoch: int, *, ready: bool, now_ns: int) -> None:
-        """Take over a life that an earlier controller started.
+        """Take over an incarnation that an earlier controller started.
 
-        A life beyond its pool's size gets a slot too; the next `resize` drains it.
+        An incarnation beyond its pool's size gets a slot too; the next `resize` drains it.
         """
         slot = self.slots.get(worker_id)
         if slot is None:
@@ -214,7 +208,7 @@ class FleetController:
             slot.due_ns = now_ns + START_LIMIT_NS
 
     def note_epoch(self, worker_id: str, epoch: int) -> None:
-        """Record an epoch that was used, so that the next life gets a higher one."""
+        """Record an epoch that was used, so that the next incarnation gets a higher one."""
         slot = self.slots.get(worker_id)
         if slot is None:
             self._past_epochs[worker_id] = max(epoch, self._past_epochs.get(worker_id, 0))
@@ -222,18 +216,18 @@ class FleetController:
             slot.epoch = max(epoch, slot.epoch)
 
     def wants(self, worker_id: str, epoch: int) -> bool:
-        """Return whether a life that is being placed should still start."""
+        """Return whether an incarnation that is being placed should still start."""
         slot = self._current(worker_id, epoch)
         return slot is not None and slot.phase is Phase.STARTING and not slot.stopping
 
     # ---- events --------------------------------------------------------------------------------
 
     def started(self, worker_id: str, epoch: int, now_ns: int) -> list[Action]:
-        """Handle a life that accepts requests."""
+        """Handle an incarnation that accepts requests."""
         slot = self._current(worker_id, epoch)
         if slot is None:
             return []
-        if slot.stopping:  # Stop was issued before the life could receive it
+        if slot.stopping:  # Stop was issued before the incarnation could receive it
             return [Stop(worker_id, epoch)]
         if slot.phase is not Phase.STARTING:
             return []
@@ -243,22 +237,17 @@ class FleetController:
         return [self.describe(slot), *self.tick(now_ns)]
 
     def drained(self, worker_id: str, epoch: int, now_ns: int) -> list[Action]:
-        """Handle a draining life that has no requests left."""
+        """Handle a draining incarnation that has no requests left."""
         slot = self._current(worker_id, epoch)
         return self._stop_life(slot) if slot and slot.phase is Phase.DRAINING else []
 
     def ended(
         self, worker_id: str, epoch: int, reason: str, now_ns: int, *, reusable: bool = False
     ) -> list[Action]:
-        """Handle the end of a life, expected or not.
+        """Handle the end of an incarnation, expected or not.
 
-        Args:
-            worker_id: The slot.
-            epoch: The life.
-            reason: Reason of the end.
-            now_ns: Current time.
-            reusable: Whether only the engine is gone, and its process can host the next life. The
-                process must end unless a ``Launch`` with ``reuse`` is returned.
+        It is ``reusable`` if only the engine is gone, so that its process can host the next one.
+        The process must end unless a ``Launch`` with ``reuse`` is returned.
         """
         slot = self._current(worker_id, epoch)
         if slot is None or slot.phase in (Phase.WAITING, Phase.PARKED):
@@ -270,9 +259,7 @@ class FleetController:
             slot.failed_starts += slot.phase is Phase.STARTING
             slot.moving |= slot.failed_starts >= MOVED_AFTER_STARTS
             slot.reason = slot.reason if slot.stopping else reason
-            self._enter(
-                slot, Phase.WAITING, now_ns
-            )  # due now, which is correct after a healthy life
+            self._enter(slot, Phase.WAITING, now_ns)  # due at once, as after a healthy incarnation
             if uptime_ns >= self._healthy_after_ns:
                 slot.backoff_ns = BACKOFF_FIRST_NS
                 slot.reusable = reusable
@@ -284,7 +271,7 @@ class FleetController:
         return [self.describe(slot), *self.tick(now_ns)]
 
     def tick(self, now_ns: int) -> list[Action]:
-        """Handle the passage of time: start due lives, stop those beyond their time limit."""
+        """Handle the passage of time: start due incarnations, stop those beyond their limit."""
         actions: list[Action] = []
         for slot in list(self.slots.values()):
             if slot.due_ns > now_ns:

@@ -1,9 +1,9 @@
 """Detection of frozen worker processes, from outside by pings and from inside by a watchdog.
 
 A process that is stopped, or whose event loop hangs, does not exit: its streams stay open and its
-engine idles. The controller pings each life every `ASK_EVERY_S`; after `FROZEN_AFTER_S` without a
-response it ends the life and starts the next one. A process that wakes up later has been replaced:
-`StandstillGuard` ends it before it can act for its old incarnation.
+engine idles. The controller pings each worker every `ASK_EVERY_S`; after `FROZEN_AFTER_S` without a
+response it ends the worker and starts the next one. A process that wakes up later has been
+replaced: `StandstillGuard` ends it before it can act for its old incarnation.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ _SLICE_S = 0.25  # time is counted in slices: if this process freezes, its clock
 
 
 class ShellProcess(msgspec.Struct, frozen=True):
-    """Process that hosts a life."""
+    """Process that hosts an incarnation."""
 
     host: str
     key: ProcessKey
-    epoch: int = 0  # of the life; its actor may be named after an earlier one
+    epoch: int = 0  # of the incarnation; its actor may be named after an earlier one
     settings_digest: str = ""  # of the settings that it was started with
     started: bool = False
 
@@ -49,12 +49,7 @@ class ShellProcess(msgspec.Struct, frozen=True):
 
 
 class Life:
-    """The controller's view of one life: its actor, its process and its last response.
-
-    Args:
-        epoch: Epoch of the life.
-        actor: Ray handle of its `WorkerActor`.
-    """
+    """The controller's view of one incarnation: its actor, its process and its last response."""
 
     def __init__(self, epoch: int, actor: Any) -> None:
         self.epoch = epoch
@@ -63,21 +58,19 @@ class Life:
         self._silent_s = 0.0
 
     async def ask(self) -> None:
-        """Ping the life until cancelled; each response ends its silence."""
+        """Ping the incarnation until cancelled; each response ends its silence."""
         while True:
             try:
                 self._process = msgspec.msgpack.decode(
                     await self.actor.ping.remote(), type=ShellProcess
                 )
                 self._silent_s = 0.0
-            except (
-                RayError
-            ) as error:  # if the life has ended, the task that waits for it gets the error
+            except RayError as error:  # after its end, the task that waits for it gets the error
                 _LOG.debug("no response to a ping: %r", error)
             await asyncio.sleep(ASK_EVERY_S)
 
     async def freeze(self) -> None:
-        """Return once the life has not responded for `FROZEN_AFTER_S`, counted from now."""
+        """Return once the incarnation has not responded for `FROZEN_AFTER_S`, counted from now."""
         self._silent_s = 0.0
         while self._silent_s < FROZEN_AFTER_S:
             await asyncio.sleep(_SLICE_S)
@@ -101,12 +94,7 @@ async def process_of(actor: Any) -> ShellProcess | None:
 
 
 class StandstillGuard:
-    """Watchdog that ends this process after it, or its event loop, has hung for too long.
-
-    Args:
-        limit_s: Maximum time without a beat.
-        end: Callback that ends the process, called with the reason.
-    """
+    """Watchdog that ends this process after it, or its event loop, has hung for too long."""
 
     def __init__(
         self, limit_s: float = FROZEN_AFTER_S, end: Callable[[str], None] | None = None

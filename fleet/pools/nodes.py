@@ -36,11 +36,8 @@ class Node:
     Attributes:
         id: Ray's id, new with each start of the node.
         name: Host name.
-        address: IP address.
         port: Port of the raylet.
         head: Whether Ray's head runs there.
-        cpus: CPUs that the node offers to Ray.
-        free_cpus: CPUs that are not reserved.
         roles: Roles that the node is reserved for; empty: not reserved.
     """
 
@@ -55,13 +52,7 @@ class Node:
 
 
 def usable(role: Role, nodes: Sequence[Node], closed: Collection[str] = ()) -> list[Node]:
-    """Return the nodes that may get a replica of this role, by the hard rules.
-
-    Args:
-        role: Role of the replica.
-        nodes: Live nodes of the cluster.
-        closed: Addresses of closed nodes.
-    """
+    """Return the nodes that may get a replica of this role, by the hard rules."""
     workers = [node for node in nodes if not node.head and node.cpus > 0] or list(nodes)
     reserved = any(role in node.roles for node in workers)
     return [
@@ -195,11 +186,8 @@ def _all_fit(widths: Sequence[int], free: Sequence[int]) -> bool:
     """Return whether all replicas fit, each on one node.
 
     Pools have at most two widths, so this is exact: it computes, for each number of wide replicas
-    on the nodes so far, the maximum of narrow ones that fit beside them.
-
-    Args:
-        widths: Number of ranks of each replica.
-        free: Number of ranks that each node has room for.
+    on the nodes so far, the maximum of narrow ones that fit beside them. ``widths`` are the ranks
+    of each replica, ``free`` those that each node has room for.
     """
     wide = max(widths)
     narrow = min(widths)

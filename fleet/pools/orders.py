@@ -40,16 +40,7 @@ _READ_LIMIT_S = 20.0
 
 
 class OrderDesk:
-    """Executes admin commands.
-
-    Args:
-        config: The fleet.
-        machine: State machine of the controller.
-        placements: Placements of the replicas.
-        apply: Callback that executes the machine's actions.
-        now_ns: Clock.
-        log_dir: Folder of the logs on every node.
-    """
+    """Executes admin commands; ``apply`` executes the actions of the state machine."""
 
     def __init__(
         self,
@@ -148,9 +139,7 @@ class OrderDesk:
         nodes = await self._placements.nodes()
         closed = self._placements.closed
         found = next((n for n in nodes if name in (n.name, n.address, n.id)), None)
-        if found is None and not (
-            name in closed and not close
-        ):  # a node that is gone can be opened
+        if found is None and (close or name not in closed):  # a lost node can be opened
             there = ", ".join(f"{n.name} ({n.address})" for n in nodes)
             return Answer(f"no such node: {name} (nodes: {there})")
         address = found.address if found is not None else name
@@ -215,10 +204,7 @@ class OrderDesk:
 class WantedState:
     """State that operators requested beyond the fleet file, kept in Redis for the next controller.
 
-    Args:
-        registry: Registry of the fleet.
-        of: Digest of the controller's specification.
-        placements: Placements, which have the closed nodes.
+    ``of`` is the digest of the controller's specification.
     """
 
     def __init__(self, registry: Registry, of: str, placements: Placements) -> None:

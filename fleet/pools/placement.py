@@ -1,8 +1,8 @@
 """Placement of a fleet's replicas: one Ray placement group each.
 
 On a cluster `fleet.pools.nodes` chooses the node, and the group is bound to the node's address: Ray
-itself considers neither roles nor recent failures. A slot keeps its group across lives, so that
-weights and adapters are still on the node, until the node fails or an operator moves the slot.
+itself considers neither roles nor recent failures. A slot keeps its group, so that weights and
+adapters are still on the node, until the node fails or an operator moves the slot.
 """
 
 import asyncio
@@ -55,10 +55,7 @@ class Place:
 class Placements:
     """Placements of one fleet's slots.
 
-    Args:
-        config: The fleet.
-        tasks: Owner of background tasks.
-        chooses: Whether to choose nodes, which a single machine does not need.
+    It ``chooses`` nodes on a cluster, but not on a single machine.
     """
 
     def __init__(self, config: FleetConfig, tasks: BackgroundTasks, *, chooses: bool) -> None:
@@ -85,11 +82,8 @@ class Placements:
     ) -> PlacementGroup:
         """Return the slot's placement group once it is ready.
 
-        Args:
-            worker_id: The slot.
-            role: Role of the slot.
-            settled: Event that is set when the group is ready; a caller sets it to abort the wait.
-            move: Whether to use another node than before.
+        Sets ``settled`` then; a caller sets it to abort the wait. ``move`` requires another node
+        than before.
 
         Raises:
             RuntimeError: No node had room for `PLACEMENT_LIMIT_S`.
@@ -155,11 +149,7 @@ class Placements:
             self.remove(worker_id)
 
     async def adopt(self, worker_ids: Collection[str]) -> None:
-        """Adopt the groups of an earlier controller, and release those without a live worker.
-
-        Args:
-            worker_ids: Slots with a live worker.
-        """
+        """Adopt the groups of these live workers, and release an earlier controller's others."""
         left = await asyncio.to_thread(groups_of, self._config.fleet)
         nodes = []
         if left:

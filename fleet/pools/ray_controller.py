@@ -53,11 +53,7 @@ _NS = 1_000_000_000
 
 
 class ControllerActor:
-    """Executes the actions of the state machine.
-
-    Args:
-        spec: `ControllerSpec` as JSON, plain or sealed.
-    """
+    """Executes the actions of the state machine; ``spec`` is JSON, plain or sealed."""
 
     def __init__(self, spec: bytes) -> None:
         self._spec = msgspec.json.decode(unseal(spec.decode()), type=ControllerSpec)
@@ -71,8 +67,8 @@ class ControllerActor:
         pools = self._config.pools
         self._begin_with({"prefill": pools.prefill, "decode": pools.decode})
         self._lives: dict[str, Life] = {}
-        self._reused: dict[str, Any] = {}  # actors that will host their slot's next life
-        self._placing: dict[str, asyncio.Event] = {}  # set to abort the start of a life
+        self._reused: dict[str, Any] = {}  # actors that will host their slot's next incarnation
+        self._placing: dict[str, asyncio.Event] = {}  # set to abort the start of an incarnation
         self._beginning = asyncio.Lock()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -162,7 +158,7 @@ class ControllerActor:
             self._idle.set()
 
     def _follow(self, launch: Launch, work: Coroutine[Any, Any, None]) -> None:
-        """Run a life; an error here ends it, so that its slot does not wait forever."""
+        """Run an incarnation; an error here ends it, so that its slot does not wait forever."""
 
         def lost(error: Exception) -> None:
             if (life := self._lives.pop(launch.worker_id, None)) is not None:
@@ -172,10 +168,10 @@ class ControllerActor:
 
         self._tasks.vital(work, "life", lost)
 
-    # ---- one life -------------------------------------------------------------------------------
+    # ---- one incarnation ------------------------------------------------------------------------
 
     async def _live(self, launch: Launch) -> None:
-        """Run a life from its start to its end."""
+        """Run an incarnation from its start to its end."""
         worker_id = launch.worker_id
         epoch = launch.epoch
         if launch.reuse and (actor := self._reused.pop(worker_id, None)) is not None:
@@ -200,7 +196,7 @@ class ControllerActor:
     async def _watch(
         self, worker_id: str, epoch: int, actor: Any, record: Awaitable[bytes]
     ) -> None:
-        """Follow a life; ``record`` completes when it has started."""
+        """Follow an incarnation; ``record`` completes when it has started."""
         reusable = False
         life = self._lives[worker_id] = Life(epoch, actor)
         incarnation = b""
@@ -230,7 +226,7 @@ class ControllerActor:
         self._apply(actions)
 
     async def _until_it_ends(self, life: Life) -> str:
-        """Return the exit reason of a life; raise TimeoutError if it freezes."""
+        """Return the exit reason of an incarnation; raise TimeoutError if it freezes."""
         async with asyncio.timeout(None) as patience:
 
             async def lose_patience() -> None:
@@ -241,7 +237,7 @@ class ControllerActor:
                 return exit_reason(await life.actor.wait.remote())
 
     async def _watch_nodes(self) -> None:
-        """End the lives on lost nodes: Ray reports the running ones, but not those that start."""
+        """End workers on lost nodes: Ray reports the running ones, but not those that start."""
         while True:
             await asyncio.sleep(_NODES_EVERY_S)
             for worker_id in await self._placements.lost():
@@ -307,9 +303,9 @@ class ControllerActor:
     # ---- adoption -----------------------------------------------------------------------------
 
     async def _adopt(self, state: wanted.Wanted | None) -> None:
-        """Adopt the running lives, after all of them have been found.
+        """Adopt the running workers, after all of them have been found.
 
-        Lives with other settings are restarted one after another, and those beyond their pool's
+        Workers with other settings are restarted one after another, and those beyond their pool's
         size are drained, once the pool sizes that operators requested are known.
         """
         names = ray.util.list_named_actors(all_namespaces=True)
@@ -345,7 +341,7 @@ class ControllerActor:
             self._apply(again)
 
     def _differs(self, worker_id: str, role: Role, process: ShellProcess) -> bool:
-        """Return whether a life was started with other settings than the present ones."""
+        """Return whether an incarnation was started with other settings than the present ones."""
         own = settings_digest(self._settings_of(worker_id, role, 0))
         return process.settings_digest not in ("", own)
 
@@ -364,7 +360,7 @@ class ControllerActor:
     # ---- the registry ---------------------------------------------------------------------------
 
     async def _learn_epochs(self) -> None:
-        """Read the epochs of earlier lives, so that no epoch is used twice."""
+        """Read the epochs of earlier incarnations, so that no epoch is used twice."""
         with contextlib.suppress(RegistryUnavailableError):
             for records in await self._registry.records():
                 for record in records.values():

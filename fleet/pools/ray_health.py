@@ -21,12 +21,9 @@ _SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class RayHealth:
-    """Watches Ray's head and the daemons of a local Ray.
+    """Watches Ray's head, by the address of its GCS, and the daemons of a local Ray.
 
-    Args:
-        gcs_address: HOST:PORT of the head's control service (GCS).
-        daemons: Required daemons by name; Ray restarts none of them.
-        look_every_s: Time between two checks of the head.
+    The daemons must all run, as Ray restarts none of them.
     """
 
     def __init__(

@@ -30,13 +30,10 @@ _SHARED_SETTINGS = ("host", "ports", "fleet_token", "fleet_token_file", "insecur
 
 
 class RankActor:
-    """Actor that hosts one rank for one life of its leader, and ends with it.
+    """Actor that hosts one rank for one incarnation of its leader, and ends with it.
 
-    Args:
-        settings: Fields of ``RankSettings``, with a sealed or plain token; an empty ``host`` means
-            this node's address.
-        log_file: File for the output of the rank and its engine process.
-        log_format: Format of the log lines.
+    The settings are fields of ``RankSettings``, with a sealed or plain token; an empty ``host``
+    means this node's address.
     """
 
     def __init__(self, settings: Mapping[str, Any], log_file: str, log_format: LogFormat) -> None:
@@ -69,11 +66,7 @@ class RankActor:
 
 
 class RankActors:
-    """Ranks 1 and up of the replica whose leader runs in this actor.
-
-    Args:
-        settings: Settings of the leader, with sealed or plain secrets.
-    """
+    """Ranks 1 and up of the replica whose leader runs in this actor with these settings."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._worker_id: str = settings["worker_id"]

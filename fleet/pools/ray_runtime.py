@@ -38,9 +38,7 @@ def start_local(folder: Path, config: FleetConfig) -> None:
     """
     # In the environment, so that daemons and workers inherit it.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault(
-        "RAY_worker_niceness", "0"
-    )  # Ray lowers the priority of workers by default
+    os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray lowers the priority
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # otherwise Ray writes ~/.ray/auth_token
     os.environ.pop("RAY_USE_TLS", None)  # not needed on loopback

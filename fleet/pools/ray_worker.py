@@ -1,8 +1,8 @@
 """The Ray actor around one worker, whose engine is a child of this process.
 
-A worker ends with its engine. After a healthy life its actor hosts the slot's next worker in the
-same process, which saves a start of Python and the imports; else the actor ends too. Separate ranks
-are actors that this one owns, new ones for each worker.
+A worker ends with its engine. If it was healthy, its actor hosts the slot's next worker in the same
+process, which saves a start of Python and the imports; else the actor ends too. Separate ranks are
+actors that this one owns, new ones for each worker.
 """
 
 import asyncio
@@ -98,9 +98,6 @@ class WorkerActor:
 
     async def begin_next_life(self, settings: Mapping[str, Any]) -> bytes:
         """Start the slot's next worker after the last one has closed; return its record as msgpack.
-
-        Args:
-            settings: Settings of the next worker.
 
         Raises:
             TimeoutError: The last worker does not close in time.

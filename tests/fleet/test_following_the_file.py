@@ -73,7 +73,7 @@ def test_a_full_disk_at_the_end_of_a_change_ends_no_fleet(
 
     monkeypatch.setattr(fleet_state, "save", full)
     follow(supervisor)
-    assert "cannot be written: [Errno 28] No space left on device" in told[-1]
+    assert "cannot write the fleet's state: [Errno 28] No space left on device" in told[-1]
 
 
 def test_files_of_a_model_that_cannot_be_read_end_no_fleet(

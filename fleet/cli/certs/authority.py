@@ -36,11 +36,7 @@ class _Signer(NamedTuple):
 def make(folder: Path, name: str, hosts: Sequence[str], valid: timedelta) -> None:
     """Make a CA and both certificates in a new or empty folder.
 
-    Args:
-        folder: Folder to write to.
-        name: DNS name of the fleet, in the fleet's certificate.
-        hosts: Names and addresses of the routers and of Ray's nodes.
-        valid: Validity of the certificates.
+    ``name`` is the fleet's DNS name, ``hosts`` are those of the routers and of Ray's nodes.
 
     Raises:
         CertificateError: The folder has a CA already.
@@ -57,12 +53,7 @@ def make(folder: Path, name: str, hosts: Sequence[str], valid: timedelta) -> Non
 
 
 def renew(folder: Path, hosts: Sequence[str], valid: timedelta) -> None:
-    """Replace both certificates and their keys; the CA stays.
-
-    Args:
-        folder: Folder that ``make`` filled.
-        hosts: Names and addresses to add to those of the old certificates.
-        valid: Validity of the certificates.
+    """Replace both certificates and their keys, and add ``hosts``; the CA stays.
 
     Raises:
         CertificateError: The CA or a certificate is missing or cannot be read.

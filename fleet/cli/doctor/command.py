@@ -18,7 +18,7 @@ from fleet.local import preflight
 from fleet.local import state as fleet_state
 from fleet.local.cluster_pools import call_cluster
 from fleet.local.state import FleetState
-from fleet.pools.checkup.findings import Cell, Checkup
+from fleet.pools.checkup.findings import Cell
 from fleet.pools.cluster_call import ClusterCall
 from fleet.pools.nodes import CapacityError
 
@@ -107,7 +107,10 @@ def _show_cluster(config: FleetConfig, address: str) -> None:
         console.print(_table("from", shown, between))
     for problem in found.problems:
         console.print(f"[red]!![/] {escape(problem)}")
-    raise typer.Exit(_verdict(console, found))
+    if found.problems:
+        console.print(f"[red]{len(found.problems)} findings[/] on {len(found.nodes)} nodes")
+        raise typer.Exit(1)
+    console.print(f"[green]{len(found.nodes)} nodes, no findings[/]")
 
 
 def _table(first: str, nodes: list[str], rows: dict[str, dict[str, Cell]]) -> Table:
@@ -120,11 +123,3 @@ def _table(first: str, nodes: list[str], rows: dict[str, dict[str, Cell]]) -> Ta
 
 def _shown(cell: Cell) -> str:
     return f"[red]{escape(cell.text)} !![/]" if cell.problem else escape(cell.text)
-
-
-def _verdict(console: Console, found: Checkup) -> int:
-    if found.problems:
-        console.print(f"[red]{len(found.problems)} findings[/] on {len(found.nodes)} nodes")
-        return 1
-    console.print(f"[green]{len(found.nodes)} nodes, no findings[/]")
-    return 0

@@ -14,7 +14,7 @@ ALIKE = ("baton", "python", "torch", "ray", "grpcio", "wire", "sums", "model")
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One finding: its value, and the problem if there is one."""
+    """Value of one check, and the problem if there is one."""
 
     text: str
     problem: str = ""
@@ -57,7 +57,7 @@ class Checkup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def problems(self) -> list[str]:
-        """One line for each problem."""
+        """Return one line for each problem."""
         found = [
             f"{node}: {check}: {cell.problem}"
             for check, cells in self.rows.items()
@@ -77,10 +77,7 @@ def judged(
 ) -> Checkup:
     """Return the table of findings, with problems that only show in comparison added.
 
-    Args:
-        reports: Reports by node, in the order of the table.
-        clocks: Clocks by node, as far as measured.
-        edges: Measured edges.
+    It has the order of the reports.
     """
     checks = dict.fromkeys(check for report in reports.values() for check in report.cells)
     rows = {

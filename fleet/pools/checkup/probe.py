@@ -30,12 +30,7 @@ _LEAST_MEMORY_GIB = 2.0
 
 
 class NodeProbe:
-    """Checks its node, and measures the bandwidth to other nodes.
-
-    Args:
-        config_json: Configuration of the fleet as JSON.
-        address: Address of this node.
-    """
+    """Checks its node, and measures the bandwidth to other nodes."""
 
     def __init__(self, config_json: str, address: str) -> None:
         self._config = FleetConfig.model_validate_json(config_json)
@@ -85,14 +80,7 @@ class NodeProbe:
             await self._server.wait_closed()
 
     async def measure(self, name: str, target: str, address: str, port: int) -> bytes:
-        """Send bytes to another node for `_SEND_S`, and return an `Edge` as msgpack.
-
-        Args:
-            name: Name of this node.
-            target: Name of the other node.
-            address: Address of the other node.
-            port: Port of its probe.
-        """
+        """Send bytes to the probe of another node, and return an `Edge` as msgpack."""
         edge = Edge(source=name, target=target)
         try:
             rate = await _send(address, port)
