@@ -12,11 +12,9 @@ class Capacity:
     """Memory of one worker in bytes.
 
     Attributes:
-        need: Memory without the KV pool.
+        need: Everything but the KV pool.
         kv_bytes_per_token: K and V of all layers, with those of the draft model.
         kv_blocks: Blocks that the requests need.
-        kv_bytes: Size of these blocks.
-        free: Available memory.
         fitting_requests: Requests of this context that fit into ``free``.
     """
 

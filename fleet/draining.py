@@ -13,13 +13,7 @@ async def drained(
 ) -> bool:
     """Wait until the worker is idle, and ``GIVES_S`` longer if it was busy at the start.
 
-    Args:
-        busy: Returns whether requests or hand-offs are left.
-        timeout_s: Limit for the wait.
-        hurried: Event that ends the wait early.
-
-    Returns:
-        Whether the worker is idle.
+    Returns whether it is idle; the event ``hurried`` ends the wait early.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + timeout_s

@@ -66,11 +66,7 @@ def known(config: FleetConfig) -> Measured | None:
 
 
 def measure(config: FleetConfig) -> Measured:
-    """Measure this host in a child process, which takes about 5 s, and store the figures.
-
-    Raises:
-        RuntimeError: The measurement failed.
-    """
+    """Measure this host in a child process, which takes about 5 s, and store the figures."""
     engine = engine_settings(config, "decode")
     command = [sys.executable, "-P", "-m", "baton.engine.selfcheck.quick", config.model]
     command += ["--threads", str(os.cpu_count() or 1), "--dtype", engine.dtype]
@@ -91,7 +87,6 @@ def measure(config: FleetConfig) -> Measured:
 
 
 def _file(config: FleetConfig) -> Path:
-    """Return the file of the figures, named by CPU, cores, model file and engine settings."""
     path, _ = locate(config.model)
     about = path.stat()
     engine = engine_settings(config, "decode")

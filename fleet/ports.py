@@ -15,9 +15,6 @@ def free_port(host: str, allowed: str) -> int:
 
     The search starts at a random port, so that workers that start together seldom collide. If
     another process takes the port first, the start fails and is retried.
-
-    Raises:
-        InternalError: All ports of the range are taken.
     """
     if not allowed:
         return 0
@@ -41,10 +38,7 @@ def free_port(host: str, allowed: str) -> int:
 def kv_listener(host: str, allowed: str, workers: int) -> socket.socket | None:
     """Return a listening socket for KV transfers by TCP; None if the range is too small.
 
-    Args:
-        host: Address to listen on.
-        allowed: ``FIRST-LAST``, or empty.
-        workers: Number of workers and separate ranks on this host; their other ports come first.
+    ``workers`` counts workers and separate ranks on this host, whose other ports come first.
     """
     first, _, last = allowed.partition("-")
     if allowed and int(last) - int(first) + 1 < PORTS_OF_A_WORKER * workers:

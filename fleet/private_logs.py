@@ -9,9 +9,6 @@ def open_log(file: Path) -> BinaryIO:
     """Open a log for appending; a new file gets mode 0600.
 
     An existing file keeps its mode, which an operator may have changed for a log shipper.
-
-    Raises:
-        OSError: The file cannot be opened.
     """
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     return os.fdopen(descriptor, "ab")

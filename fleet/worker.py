@@ -1,8 +1,7 @@
 """A worker: an engine process, the prefill and the decode service, and a registry record.
 
-Routers alone use the role. Every worker has both services, so a fleet with
-one pool works too. This module does not need Ray; ``fleet.pools.ray_worker`` hosts a ``Worker`` in
-an actor.
+Only routers use the role. Every worker has both services, so a fleet with one pool works too. This
+module does not need Ray; ``fleet.pools.ray_worker`` hosts a ``Worker`` in an actor.
 """
 
 import asyncio
@@ -94,8 +93,6 @@ class _Publishers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """Running components of a worker."""
-
     engine: EngineHandle
     metrics: Metrics
     server: grpc.aio.Server
@@ -253,7 +250,7 @@ class Worker:
 
     async def _watch_canary(self) -> None:
         exact = self._settings.engine.numerics == "exact"
-        canary = Canary(self._parts.engine, self._settings.canary_s, exact=exact)
+        canary = Canary(engine=self._parts.engine, interval_s=self._settings.canary_s, exact=exact)
         await self._fail(await canary.run(), 1)
 
     async def _watch_quarantine(self) -> None:

@@ -41,11 +41,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     canary_s: float = CANARY_S
 
     def token(self) -> FleetToken:
-        """Return the fleet token, which this worker sends and requires.
-
-        Raises:
-            SecretError: The token's file cannot be used.
-        """
+        """Return the fleet token, which this worker sends and requires."""
         return FleetToken.of(self.fleet_token_file, self.fleet_token)
 
     def credentials(self) -> FleetTls | None:

@@ -54,9 +54,16 @@ def _or_none(query: str) -> str:
     return f"({query}) or vector(0)"
 
 
-def _counted(title: str, metric: str, *by: str, text: str = "") -> Panel:
+def _plot(
+    title: str, unit: str, legend: str, query: str, *, stacked: bool = False, text: str = ""
+) -> Panel:
+    """Return a panel with one query."""
+    return Panel(title, unit, ((legend, query),), stacked, text)
+
+
+def _counted(title: str, metric: str, *by: str) -> Panel:
     legend = " ".join(f"{{{{{label}}}}}" for label in by) or title
-    return Panel(title, "short", ((legend, _rate(f"{metric}_total", *by)),), text=text)
+    return _plot(title, "short", legend, _rate(f"{metric}_total", *by))
 
 
 _OUR_PREFIX = "baton_prefix_tokens_total"
@@ -72,308 +79,249 @@ _COST_A_SECOND = f'sum(baton_workers{{fleet="$fleet", state="ready"}}) * ${PRICE
 _PROMPT = _rate("baton_prompt_tokens_total")
 _OUTPUT = _rate("baton_generation_tokens_total")
 
+_OVERVIEW = (
+    _plot(
+        "Workers by state", "short", "{{role}} {{state}}", _gauge("baton_workers", "role", "state")
+    ),
+    _plot(
+        "Requests per second by status",
+        "reqps",
+        "{{status}}",
+        _rate("baton_requests_total", "status"),
+        stacked=True,
+    ),
+    Panel("Time to first token", "s", _quantiles("baton_time_to_first_token_seconds")),
+    Panel("Inter-token latency", "s", _quantiles("baton_inter_token_seconds")),
+    Panel("End-to-end latency", "s", _quantiles("baton_e2e_seconds")),
+    Panel("Tokens per second", "short", (("prompt", _PROMPT), ("output", _OUTPUT))),
+    Panel(
+        "Router queue",
+        "short",
+        (
+            ("waiting", _gauge("baton_queue_requests")),
+            ("limit", _gauge("baton_queue_limit_requests")),
+        ),
+    ),
+    Panel(
+        "Requests at the workers",
+        "short",
+        (
+            ("{{worker}} running", _gauge("baton_running_requests", "worker")),
+            ("{{worker}} waiting", _gauge("baton_waiting_requests", "worker")),
+        ),
+    ),
+)
+_LATENCY = (
+    _plot(
+        "Request time by phase, mean",
+        "s",
+        "{{phase}}",
+        f"{_rate('baton_phase_seconds_sum', 'phase')} / ignoring(phase) "
+        f"group_left {_rate('baton_e2e_seconds_count')}",
+        stacked=True,
+        text="The phases add up to the end-to-end latency.",
+    ),
+    _plot(
+        "Request time by phase, p95",
+        "s",
+        "{{phase}}",
+        _quantile(0.95, "baton_phase_seconds", "phase"),
+    ),
+    Panel("Time to second token", "s", _quantiles("baton_time_to_second_token_seconds")),
+    Panel("Time per output token", "s", _quantiles("baton_time_per_output_token_seconds")),
+    _plot(
+        "Engine step duration by kind, mean",
+        "s",
+        "{{worker}} {{kind}}",
+        _mean("baton_step_seconds", "worker", "kind"),
+    ),
+    _plot(
+        "Prompt tokens per second of prefill time",
+        "short",
+        "{{worker}}",
+        _PREFILL_SPEED,
+        text="Speed of each worker, independent of its load.",
+    ),
+    _plot(
+        "Requests per engine step, mean",
+        "short",
+        "{{worker}}",
+        _mean("baton_batch_requests", "worker"),
+    ),
+    Panel("Time from cancel to release at the worker", "s", _quantiles("baton_release_seconds")),
+)
+_KV = (
+    _plot(
+        "KV blocks by state",
+        "short",
+        "{{worker}} {{state}}",
+        _gauge("baton_kv_blocks", "worker", "state", where='state!="total"'),
+        stacked=True,
+    ),
+    _plot(
+        "Leased share of the KV pool",
+        "percentunit",
+        "{{worker}}",
+        _gauge("baton_kv_usage_ratio", "worker"),
+    ),
+    _counted("Evictions per second", "baton_kv_evictions", "worker"),
+    _counted("Preemptions per second", "baton_preemptions", "worker"),
+    _plot(
+        "KV moved to and from tiers",
+        "Bps",
+        "{{tier}} {{direction}}",
+        _or_none(_rate("baton_kv_tier_moved_bytes_total", "tier", "direction")),
+    ),
+    _plot(
+        "KV blocks lost by tiers per second",
+        "short",
+        "{{tier}} {{reason}}",
+        _or_none(_rate("baton_kv_tier_failures_total", "tier", "reason")),
+    ),
+    _plot(
+        "Prompt tokens per second by source",
+        "short",
+        "{{source}}",
+        _rate(_OUR_PREFIX, "source", where=_ROUTER),
+        stacked=True,
+    ),
+    _plot(
+        "Prefix cache hit rate",
+        "percentunit",
+        "cached",
+        f"{_rate(_OUR_PREFIX, where=_FOUND_LOCALLY)} / {_rate(_OUR_PREFIX, where=_ROUTER)}",
+    ),
+    _counted("Hand-offs per second", "baton_transfers", "worker", "outcome"),
+    _plot(
+        "KV transfer rate",
+        "Bps",
+        "{{worker}} {{direction}}",
+        _rate("baton_transfer_bytes_total", "worker", "direction"),
+    ),
+    Panel("Hand-off duration, first chunk to commit", "s", _quantiles("baton_transfer_seconds")),
+    Panel(
+        "Hand-off time that delays the client", "s", _quantiles("baton_transfer_exposed_seconds")
+    ),
+    Panel(
+        "Prefix index of the router",
+        "short",
+        (
+            ("block hashes", _gauge("baton_mirror_names")),
+            ("sequence gaps per second", _rate("baton_mirror_sequence_gaps_total")),
+        ),
+    ),
+)
+_ROUTER = (
+    _plot(
+        "Placements by mode", "short", "{{mode}}", _rate("baton_routes_total", "mode"), stacked=True
+    ),
+    Panel(
+        "TTFT predicted and actual, mean",
+        "s",
+        (
+            ("{{mode}} predicted", _mean("baton_predicted_seconds", "mode")),
+            ("{{mode}} actual", _mean("baton_actual_seconds", "mode")),
+        ),
+    ),
+    _plot(
+        "TTFT prediction error, p95",
+        "s",
+        "{{mode}}",
+        _quantile(0.95, "baton_prediction_error_seconds", "mode"),
+    ),
+    Panel(
+        "Regret per request",
+        "s",
+        (
+            ("{{mode}} mean", _mean("baton_router_regret_seconds", "mode")),
+            ("p95", _quantile(0.95, "baton_router_regret_seconds")),
+        ),
+        text="Cost of the chosen placement minus that of the best, computed afterwards.",
+    ),
+    _plot(
+        "Regret as a share of the end-to-end latency",
+        "percentunit",
+        "regret",
+        f"{_rate('baton_router_regret_seconds_sum')} / {_rate('baton_e2e_seconds_sum')}",
+    ),
+    _counted("Fallbacks per second", "baton_fallbacks", "reason"),
+)
+_FAULTS = (
+    _counted("Requests retried per second", "baton_retries", "reason"),
+    _counted("Responses migrated per second", "baton_migrations", "reason"),
+    _counted("Worker stream errors per second", "baton_stream_errors", "kind"),
+    _counted("Deadlines exceeded per second", "baton_timeouts", "phase"),
+    _counted("Requests cancelled per second", "baton_cancellations", "phase"),
+    _counted("Client timeouts per second", "baton_client_timeouts", "kind"),
+    _plot(
+        "Requests rejected per second",
+        "short",
+        "{{code}}",
+        f"{_rate('baton_rejections_total', 'code')} or vector(0)",
+    ),
+    _counted("Poison requests per second", "baton_poison_requests"),
+    _counted("Request leases expired per second", "baton_orphans", "worker"),
+    Panel(
+        "Damaged KV chunks per second",
+        "short",
+        (
+            (
+                "{{worker}} rejected",
+                f"{_rate('baton_chunks_refused_total', 'worker')} or vector(0)",
+            ),
+            ("{{worker}} pulled again", _rate("baton_chunks_repaired_total", "worker")),
+        ),
+    ),
+    _counted("Quarantines per second", "baton_quarantines", "worker"),
+    _plot(
+        "Background task failures per second",
+        "short",
+        "{{component}} {{task}}",
+        f"{_rate('baton_task_failures_total', 'component', 'task')} or vector(0)",
+    ),
+    _plot(
+        "Redis connected",
+        "short",
+        "{{component}} {{worker}}",
+        'min by (component, worker) (baton_registry_connected{fleet="$fleet"})',
+    ),
+)
+_COST = (
+    _plot(
+        "Cost per 1,000 output tokens",
+        "currencyUSD",
+        "output",
+        f"1000 * {_COST_A_SECOND} / ({_OUTPUT} > 0)",
+        text=f"Ready workers at ${PRICE} per hour each, divided by their output tokens.",
+    ),
+    _plot(
+        "Cost per 1,000 prompt and output tokens",
+        "currencyUSD",
+        "all",
+        f"1000 * {_COST_A_SECOND} / (({_PROMPT} + {_OUTPUT}) > 0)",
+    ),
+    _plot(
+        "Output tokens per second and ready worker",
+        "short",
+        "output",
+        f'{_OUTPUT} / sum(baton_workers{{fleet="$fleet", state="ready"}})',
+    ),
+    _plot(
+        "Engine utilisation", "percentunit", "{{worker}}", _rate("baton_step_seconds_sum", "worker")
+    ),
+    _plot(
+        "Output tokens per second by tenant",
+        "short",
+        "{{tenant}}",
+        _rate("baton_generation_tokens_total", "tenant"),
+        stacked=True,
+    ),
+)
 DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
-    "overview": (
-        "Baton: overview",
-        (
-            Panel(
-                "Workers by state",
-                "short",
-                (("{{role}} {{state}}", _gauge("baton_workers", "role", "state")),),
-            ),
-            Panel(
-                "Requests per second by status",
-                "reqps",
-                (("{{status}}", _rate("baton_requests_total", "status")),),
-                stacked=True,
-            ),
-            Panel("Time to first token", "s", _quantiles("baton_time_to_first_token_seconds")),
-            Panel("Inter-token latency", "s", _quantiles("baton_inter_token_seconds")),
-            Panel("End-to-end latency", "s", _quantiles("baton_e2e_seconds")),
-            Panel("Tokens per second", "short", (("prompt", _PROMPT), ("output", _OUTPUT))),
-            Panel(
-                "Router queue",
-                "short",
-                (
-                    ("waiting", _gauge("baton_queue_requests")),
-                    ("limit", _gauge("baton_queue_limit_requests")),
-                ),
-            ),
-            Panel(
-                "Requests at the workers",
-                "short",
-                (
-                    ("{{worker}} running", _gauge("baton_running_requests", "worker")),
-                    ("{{worker}} waiting", _gauge("baton_waiting_requests", "worker")),
-                ),
-            ),
-        ),
-    ),
-    "latency": (
-        "Baton: latency by phase",
-        (
-            Panel(
-                "Request time by phase, mean",
-                "s",
-                (
-                    (
-                        "{{phase}}",
-                        f"{_rate('baton_phase_seconds_sum', 'phase')} / ignoring(phase) "
-                        f"group_left {_rate('baton_e2e_seconds_count')}",
-                    ),
-                ),
-                stacked=True,
-                text="The phases add up to the end-to-end latency.",
-            ),
-            Panel(
-                "Request time by phase, p95",
-                "s",
-                (("{{phase}}", _quantile(0.95, "baton_phase_seconds", "phase")),),
-            ),
-            Panel("Time to second token", "s", _quantiles("baton_time_to_second_token_seconds")),
-            Panel("Time per output token", "s", _quantiles("baton_time_per_output_token_seconds")),
-            Panel(
-                "Engine step duration by kind, mean",
-                "s",
-                (("{{worker}} {{kind}}", _mean("baton_step_seconds", "worker", "kind")),),
-            ),
-            Panel(
-                "Prompt tokens per second of prefill time",
-                "short",
-                (("{{worker}}", _PREFILL_SPEED),),
-                text="Speed of each worker, independent of its load.",
-            ),
-            Panel(
-                "Requests per engine step, mean",
-                "short",
-                (("{{worker}}", _mean("baton_batch_requests", "worker")),),
-            ),
-            Panel(
-                "Time from cancel to release at the worker",
-                "s",
-                _quantiles("baton_release_seconds"),
-            ),
-        ),
-    ),
-    "kv": (
-        "Baton: KV cache and hand-offs",
-        (
-            Panel(
-                "KV blocks by state",
-                "short",
-                (
-                    (
-                        "{{worker}} {{state}}",
-                        _gauge("baton_kv_blocks", "worker", "state", where='state!="total"'),
-                    ),
-                ),
-                stacked=True,
-            ),
-            Panel(
-                "Leased share of the KV pool",
-                "percentunit",
-                (("{{worker}}", _gauge("baton_kv_usage_ratio", "worker")),),
-            ),
-            _counted("Evictions per second", "baton_kv_evictions", "worker"),
-            _counted("Preemptions per second", "baton_preemptions", "worker"),
-            Panel(
-                "KV moved to and from tiers",
-                "Bps",
-                (
-                    (
-                        "{{tier}} {{direction}}",
-                        _or_none(_rate("baton_kv_tier_moved_bytes_total", "tier", "direction")),
-                    ),
-                ),
-            ),
-            Panel(
-                "KV blocks lost by tiers per second",
-                "short",
-                (
-                    (
-                        "{{tier}} {{reason}}",
-                        _or_none(_rate("baton_kv_tier_failures_total", "tier", "reason")),
-                    ),
-                ),
-            ),
-            Panel(
-                "Prompt tokens per second by source",
-                "short",
-                (("{{source}}", _rate(_OUR_PREFIX, "source", where=_ROUTER)),),
-                stacked=True,
-            ),
-            Panel(
-                "Prefix cache hit rate",
-                "percentunit",
-                (
-                    (
-                        "cached",
-                        f"{_rate(_OUR_PREFIX, where=_FOUND_LOCALLY)}"
-                        f" / {_rate(_OUR_PREFIX, where=_ROUTER)}",
-                    ),
-                ),
-            ),
-            _counted("Hand-offs per second", "baton_transfers", "worker", "outcome"),
-            Panel(
-                "KV transfer rate",
-                "Bps",
-                (
-                    (
-                        "{{worker}} {{direction}}",
-                        _rate("baton_transfer_bytes_total", "worker", "direction"),
-                    ),
-                ),
-            ),
-            Panel(
-                "Hand-off duration, first chunk to commit",
-                "s",
-                _quantiles("baton_transfer_seconds"),
-            ),
-            Panel(
-                "Hand-off time that delays the client",
-                "s",
-                _quantiles("baton_transfer_exposed_seconds"),
-            ),
-            Panel(
-                "Prefix index of the router",
-                "short",
-                (
-                    ("block hashes", _gauge("baton_mirror_names")),
-                    ("sequence gaps per second", _rate("baton_mirror_sequence_gaps_total")),
-                ),
-            ),
-        ),
-    ),
-    "router": (
-        "Baton: router decisions and regret",
-        (
-            Panel(
-                "Placements by mode",
-                "short",
-                (("{{mode}}", _rate("baton_routes_total", "mode")),),
-                stacked=True,
-            ),
-            Panel(
-                "TTFT predicted and actual, mean",
-                "s",
-                (
-                    ("{{mode}} predicted", _mean("baton_predicted_seconds", "mode")),
-                    ("{{mode}} actual", _mean("baton_actual_seconds", "mode")),
-                ),
-            ),
-            Panel(
-                "TTFT prediction error, p95",
-                "s",
-                (("{{mode}}", _quantile(0.95, "baton_prediction_error_seconds", "mode")),),
-            ),
-            Panel(
-                "Regret per request",
-                "s",
-                (
-                    ("{{mode}} mean", _mean("baton_router_regret_seconds", "mode")),
-                    ("p95", _quantile(0.95, "baton_router_regret_seconds")),
-                ),
-                text="Cost of the chosen placement minus that of the best, computed afterwards.",
-            ),
-            Panel(
-                "Regret as a share of the end-to-end latency",
-                "percentunit",
-                (
-                    (
-                        "regret",
-                        f"{_rate('baton_router_regret_seconds_sum')}"
-                        f" / {_rate('baton_e2e_seconds_sum')}",
-                    ),
-                ),
-            ),
-            _counted("Fallbacks per second", "baton_fallbacks", "reason"),
-        ),
-    ),
-    "faults": (
-        "Baton: faults",
-        (
-            _counted("Requests retried per second", "baton_retries", "reason"),
-            _counted("Responses migrated per second", "baton_migrations", "reason"),
-            _counted("Worker stream errors per second", "baton_stream_errors", "kind"),
-            _counted("Deadlines exceeded per second", "baton_timeouts", "phase"),
-            _counted("Requests cancelled per second", "baton_cancellations", "phase"),
-            _counted("Client timeouts per second", "baton_client_timeouts", "kind"),
-            Panel(
-                "Requests rejected per second",
-                "short",
-                (("{{code}}", f"{_rate('baton_rejections_total', 'code')} or vector(0)"),),
-            ),
-            _counted("Poison requests per second", "baton_poison_requests"),
-            _counted("Request leases expired per second", "baton_orphans", "worker"),
-            Panel(
-                "Damaged KV chunks per second",
-                "short",
-                (
-                    (
-                        "{{worker}} rejected",
-                        f"{_rate('baton_chunks_refused_total', 'worker')} or vector(0)",
-                    ),
-                    ("{{worker}} pulled again", _rate("baton_chunks_repaired_total", "worker")),
-                ),
-            ),
-            _counted("Quarantines per second", "baton_quarantines", "worker"),
-            Panel(
-                "Background task failures per second",
-                "short",
-                (
-                    (
-                        "{{component}} {{task}}",
-                        f"{_rate('baton_task_failures_total', 'component', 'task')} or vector(0)",
-                    ),
-                ),
-            ),
-            Panel(
-                "Redis connected",
-                "short",
-                (
-                    (
-                        "{{component}} {{worker}}",
-                        'min by (component, worker) (baton_registry_connected{fleet="$fleet"})',
-                    ),
-                ),
-            ),
-        ),
-    ),
-    "cost": (
-        "Baton: cost per 1,000 tokens",
-        (
-            Panel(
-                "Cost per 1,000 output tokens",
-                "currencyUSD",
-                (("output", f"1000 * {_COST_A_SECOND} / ({_OUTPUT} > 0)"),),
-                text=f"Ready workers at ${PRICE} per hour each, divided by their output tokens.",
-            ),
-            Panel(
-                "Cost per 1,000 prompt and output tokens",
-                "currencyUSD",
-                (("all", f"1000 * {_COST_A_SECOND} / (({_PROMPT} + {_OUTPUT}) > 0)"),),
-            ),
-            Panel(
-                "Output tokens per second and ready worker",
-                "short",
-                (
-                    (
-                        "output",
-                        f'{_OUTPUT} / sum(baton_workers{{fleet="$fleet", state="ready"}})',
-                    ),
-                ),
-            ),
-            Panel(
-                "Engine utilisation",
-                "percentunit",
-                (("{{worker}}", _rate("baton_step_seconds_sum", "worker")),),
-            ),
-            Panel(
-                "Output tokens per second by tenant",
-                "short",
-                (("{{tenant}}", _rate("baton_generation_tokens_total", "tenant")),),
-                stacked=True,
-            ),
-        ),
-    ),
+    "overview": ("Baton: overview", _OVERVIEW),
+    "latency": ("Baton: latency by phase", _LATENCY),
+    "kv": ("Baton: KV cache and hand-offs", _KV),
+    "router": ("Baton: router decisions and regret", _ROUTER),
+    "faults": ("Baton: faults", _FAULTS),
+    "cost": ("Baton: cost per 1,000 tokens", _COST),
 }

@@ -75,54 +75,57 @@ def _route(one: dict[str, Any]) -> str:
     return f"{one['prefill']} → {one['decode']}"
 
 
-def report_of(story: dict[str, Any]) -> RenderableType:
+def report_of(report: dict[str, Any]) -> RenderableType:
     """Return the report of one request."""
-    route = story["route"] or {}
-    head = Text.assemble((story["id"], "bold"), f"  {story['state']}, tenant {story['tenant']}")
-    why = Text(story["why"]["sentence"], style="bold yellow")
+    route = report["route"] or {}
+    head = Text.assemble((report["id"], "bold"), f"  {report['state']}, tenant {report['tenant']}")
+    why = Text(report["why"]["sentence"], style="bold yellow")
     where = "was not placed"
     if route:
         where = f"{route['mode']}: {route['prefill']} → {route['decode']}"
-        where += f", {route['cached_tokens']} of {story['prompt_tokens']} prompt tokens cached"
-    if story["regret_s"] is not None:
-        where += f", regret {_s(story['regret_s'])}"
-        if better := story["better"]:
+        where += f", {route['cached_tokens']} of {report['prompt_tokens']} prompt tokens cached"
+    if report["regret_s"] is not None:
+        where += f", regret {_s(report['regret_s'])}"
+        if better := report["better"]:
             where += f" (better: {better['prefill'] or better['decode']} → {better['decode']})"
-    if sources := story.get("prefix_from"):
+    if sources := report.get("prefix_from"):
         named = (f"{one['worker_id']} (until block {one['blocks']})" for one in sources)
         where += "\nprompt prefix pulled from " + ", then ".join(named)
-    parts: list[RenderableType] = [head, why, Text(where), Text(), _phases(story)]
-    if story["longest_gaps"]:
+    parts: list[RenderableType] = [head, why, Text(where), Text(), _phases(report)]
+    if report["longest_gaps"]:
         gaps = "; ".join(
             f"{_s(gap['gap_s'])} before token {gap['before_token']}"
-            for gap in story["longest_gaps"]
+            for gap in report["longest_gaps"]
         )
-        parts += [Text(f"longest gaps: {gaps} (usually {_s(story['usual_gap_s'])})")]
-    if (times := story["worker_times_s"]) and (times["preemptions"] or times["repaired_chunks"]):
+        parts += [Text(f"longest gaps: {gaps} (usually {_s(report['usual_gap_s'])})")]
+    if (times := report["worker_times_s"]) and (times["preemptions"] or times["repaired_chunks"]):
         repaired = f"{times['repaired_chunks']} KV chunks pulled again"
         parts.append(Text(f"{times['preemptions']} preemptions, {repaired}"))
-    parts += [Text(), _candidates(story), Text(), _timeline(story)]
+    parts += [Text(), _candidates(report), Text(), _timeline(report)]
     return Group(*parts)
 
 
-def _phases(story: dict[str, Any]) -> Table:
+def _phases(report: dict[str, Any]) -> Table:
     table = Table("phase", "took", "", box=None, padding=(0, 1))
-    total_s = story["elapsed_s"] or 1.0
-    for name, took_s in story["phases_s"].items():
+    total_s = report["elapsed_s"] or 1.0
+    for name, took_s in report["phases_s"].items():
         table.add_row(name, _s(took_s), "█" * round(_BAR * min(took_s / total_s, 1.0)))
-    table.add_row("total", _s(story["elapsed_s"]), "")
+    table.add_row("total", _s(report["elapsed_s"]), "")
     return table
 
 
-def _candidates(story: dict[str, Any]) -> RenderableType:
-    candidates = story["candidates"]
+def _candidates(report: dict[str, Any]) -> RenderableType:
+    candidates = report["candidates"]
     if not candidates:
         return Text("no candidates: the request was never placed")
     names = [name.removesuffix("_s") for name in Terms._fields]
     table = Table("", "candidate", "cost", *names, "to compute", box=None, padding=(0, 1))
     for one in candidates[:_SHOWN_CANDIDATES]:
         pair = (one["prefill"], one["decode"])
-        chosen = story["chosen"] and pair == (story["chosen"]["prefill"], story["chosen"]["decode"])
+        chosen = report["chosen"] and pair == (
+            report["chosen"]["prefill"],
+            report["chosen"]["decode"],
+        )
         table.add_row(
             "→" if chosen else "",
             escape(" → ".join(filter(None, pair))),
@@ -136,9 +139,9 @@ def _candidates(story: dict[str, Any]) -> RenderableType:
     return table
 
 
-def _timeline(story: dict[str, Any]) -> Table:
+def _timeline(report: dict[str, Any]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 1))
-    for event in story["timeline"]:
+    for event in report["timeline"]:
         table.add_row(f"{event['at_s']:.3f} s", escape(event["event"]))
     return table
 

@@ -120,7 +120,6 @@ def logs(
 
 
 def _remote_logs(place: FleetState | RemoteFleet, worker: str | None, lines: int) -> None:
-    """Print the ends of the log files of all nodes, which the controller collects."""
     found = order(place, "logs", [worker] if worker else [], {"lines": lines}, timeout_s=30.0)
     if not any(found.values()):
         fail(f"no node has a log of {worker or 'any process'}")

@@ -128,7 +128,6 @@ def up(
 
 
 def _with_roles(config: FleetConfig, say: Callable[[str], None]) -> FleetConfig:
-    """Return the configuration with `roles: auto` resolved, measuring this host if needed."""
     if config.pools.roles != "auto":
         return config
     measured = None

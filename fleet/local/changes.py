@@ -122,18 +122,10 @@ def keys_digest(config: FleetConfig, salt: str) -> str:
 def _workers(config: FleetConfig) -> dict[str, str]:
     """Return worker id -> digest of everything that the worker is started with."""
     sizes: dict[Role, int] = {"prefill": config.pools.prefill, "decode": config.pools.decode}
+    nothing = dict.fromkeys(("worker_id", "redis_url", "fleet_token", "host", "log_dir"), "")
     found: dict[str, str] = {}
     for role in _ROLES:
-        settings = worker_settings(
-            config,
-            worker_id="",
-            role=role,
-            epoch=0,
-            redis_url="",
-            fleet_token="",
-            host="",
-            log_dir="",
-        )
+        settings = worker_settings(config, role=role, epoch=0, **nothing)
         started = (
             f"{settings_digest(settings)} {bundles(config, role)} {worker_environment(config)}"
         )

@@ -274,11 +274,7 @@ class ClusterPools:
 
 
 def call_cluster(call: ClusterCall, log: Path, limit_s: float = CALL_LIMIT_S) -> ClusterReply:
-    """Make a call in a child process, and write Ray's output to ``log``.
-
-    Raises:
-        CapacityError: The call failed.
-    """
+    """Make a call in a child process, and write Ray's output to ``log``."""
     with open_log(log) as stream:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "fleet.pools.cluster_call"],

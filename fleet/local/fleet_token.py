@@ -46,11 +46,7 @@ class KnownToken(NamedTuple):
 
 
 def given_token(config: FleetConfig | None = None) -> KnownToken | None:
-    """Return the token that the fleet file or the environment sets, if one does.
-
-    Raises:
-        SecretError: The token is too short, or its file cannot be read.
-    """
+    """Return the token that the fleet file or the environment sets, if one does."""
     if config is not None and config.pools.token_file:
         return _of_file(config.pools.token_file)
     if (token := os.environ.get(TOKEN_VARIABLE)) is not None:
@@ -61,11 +57,7 @@ def given_token(config: FleetConfig | None = None) -> KnownToken | None:
 
 
 def fleet_token(name: str, config: FleetConfig | None = None) -> KnownToken:
-    """Return the token of a fleet that starts here; the first start makes and stores one.
-
-    Raises:
-        SecretError: The existing token cannot be used.
-    """
+    """Return the token of a fleet that starts here; the first start makes and stores one."""
     if (given := given_token(config)) is not None:
         return given
     file = state_folder(name) / "fleet.token"

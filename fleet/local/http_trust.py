@@ -4,15 +4,10 @@ import ssl
 
 
 def trusted(certificate: str = "") -> ssl.SSLContext:
-    """Return the TLS context of a client.
+    """Return the TLS context of a client that trusts one certificate, whatever its names.
 
-    Args:
-        certificate: File of the only accepted certificate, that of a router on this host; its
-            names are not checked. Empty: this machine's CAs, or those in the file that
-            ``SSL_CERT_FILE`` names (``baton --cacert FILE``).
-
-    Raises:
-        OSError: The file cannot be read, or is not a certificate.
+    Without a certificate it trusts this machine's CAs, or those in the file that ``SSL_CERT_FILE``
+    names (``baton --cacert FILE``).
     """
     if not certificate:
         return ssl.create_default_context()

@@ -42,21 +42,13 @@ class ModelFinding(NamedTuple):
 
 
 def claim_port(host: str, port: int) -> int:
-    """Return ``port`` if it is free, or a free port for 0.
-
-    Raises:
-        PortTakenError: The port is in use.
-    """
+    """Return ``port`` if it is free, or a free port for 0."""
     with claim_socket(host, port) as held:
         return int(held.getsockname()[1])
 
 
 def claim_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on ``port``, or on a free port for 0.
-
-    Raises:
-        PortTakenError: The port is in use.
-    """
+    """Return a socket that listens on ``port``, or on a free port for 0."""
     version6 = ":" in host
     held = socket.socket(socket.AF_INET6 if version6 else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -131,8 +123,8 @@ def doctor(config: FleetConfig) -> list[Finding]:
         _finding("redis-server", lambda: str(server_binary())),
         _finding("model", lambda: describe_model(config).text),
         _finding("port", lambda: f"{claim_port(config.host, config.port)} is free"),
-        _finding("memory", _memory),
-        _finding("open files", _files),
+        _finding("memory", lambda: available_memory(_LEAST_MEMORY_GIB)),
+        _finding("open files", open_files),
         _finding("temp folder", _temp),
         *(Finding("note", False, text) for text in notes(config)),
     ]
@@ -206,14 +198,16 @@ def _speed(config: FleetConfig) -> str:
     return text
 
 
-def _memory() -> str:
+def available_memory(least_gib: float) -> str:
+    """Return the available memory as text."""
     gib = psutil.virtual_memory().available / 2**30
-    if gib < _LEAST_MEMORY_GIB:
-        raise RuntimeError(f"{gib:.1f} GiB available, at least {_LEAST_MEMORY_GIB} GiB needed")
+    if gib < least_gib:
+        raise RuntimeError(f"{gib:.1f} GiB available, at least {least_gib:g} GiB needed")
     return f"{gib:.1f} GiB available, {os.cpu_count()} cores"
 
 
-def _files() -> str:
+def open_files() -> str:
+    """Return the limit of open files as text."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _LEAST_FILES:
         raise RuntimeError(f"limit {soft}, at least {_LEAST_FILES} needed: `ulimit -n {hard}`")

@@ -72,7 +72,6 @@ async def _try_out(client: redis.asyncio.Redis, fleet: str) -> None:
 
 
 def _explained(error: Exception, target: RedisTarget) -> str:
-    """Return the reason for an error, and the fix."""
     text = str(error)
     if isinstance(error, RedisUrlError):
         return text

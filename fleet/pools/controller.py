@@ -107,13 +107,10 @@ class Slot:
 
 
 class FleetController:
-    """State machine of all slots.
+    """State machine of all slots. Call `tick` for the first actions.
 
-    Args:
-        pools: Number of replicas by role.
-        now_ns: Current time. Call `tick` for the first actions.
-        healthy_after_ns: Duration after which an incarnation counts as healthy. Its successor
-            starts at once, in the same process if it still exists, and the back-off is reset.
+    After ``healthy_after_ns`` an incarnation counts as healthy: its successor starts at once, in
+    the same process if it still exists, and the back-off is reset.
     """
 
     def __init__(

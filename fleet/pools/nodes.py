@@ -75,15 +75,9 @@ def choose(
 ) -> list[Node]:
     """Return the node of each rank of a replica, the leader's first; empty without room.
 
-    Args:
-        role: Role of the replica.
-        cpus: CPUs of one rank.
-        nodes: Live nodes of the cluster.
-        placed: Other replicas: worker id -> (addresses of its ranks, role).
-        ranks: Number of ranks.
-        apart: Whether ranks may be on several nodes.
-        closed: Addresses of closed nodes.
-        avoid: Addresses of nodes that are used only if the others have no room.
+    ``placed`` has the other replicas: worker id -> (addresses of its ranks, role). ``cpus`` are
+    those of one rank; ``apart`` allows several nodes. ``closed`` and ``avoid`` are addresses of
+    nodes; those to avoid are used only if the others have no room.
     """
 
     def order(node: Node) -> tuple[int, int, float, str]:

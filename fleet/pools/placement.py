@@ -63,7 +63,6 @@ class Placements:
         self._tasks = tasks
         self._chooses = chooses
         self._places: dict[str, Place] = {}
-        self._roles: dict[str, Role] = {}
         self._failed_s: dict[str, float] = {}  # node id -> when
         self._one_by_one = asyncio.Lock()  # each choice must see the previous reservation
         self.closed: set[str] = set()  # addresses of closed nodes
@@ -107,7 +106,7 @@ class Placements:
                     if place is None:
                         cpus = self._cpus_of_ranks(role)
                         place = Place(self._reserve(worker_id, role), cpus=cpus)
-                    self._keep(worker_id, role, place)
+                    self._places[worker_id] = place
                     work = _set_when(place.group.ready(), settled)
                     async with self._tasks.beside(work, "placement"):
                         await settled.wait()
@@ -126,7 +125,7 @@ class Placements:
         place = self._places.get(worker_id)
         if place is None or not place.cpus:
             return False
-        role = self._roles[worker_id]
+        role = role_of(worker_id)
         spread = len(place.addresses) > 1 and not self._config.pools.ranks_apart(role)
         return spread or place.cpus != self._cpus_of_ranks(role)
 
@@ -162,7 +161,7 @@ class Placements:
                 _LOG.info("releasing unused placement group of worker=%s", worker_id)
                 remove_placement_group(group)
                 continue
-            self._keep(worker_id, role_of(worker_id), Place(group, there, cpus))
+            self._places[worker_id] = Place(group, there, cpus)
 
     async def nodes(self) -> list[Node]:
         """Return the cluster's live nodes; their free CPUs exclude this fleet's reservations."""
@@ -188,7 +187,7 @@ class Placements:
                     role,
                     self._config.cpus_per_rank,
                     nodes,
-                    {w: (p.addresses, self._roles[w]) for w, p in self._places.items()},
+                    {w: (p.addresses, role_of(w)) for w, p in self._places.items()},
                     ranks=self._config.pools.width(role),
                     apart=self._config.pools.ranks_apart(role),
                     closed=self.closed,
@@ -197,7 +196,7 @@ class Placements:
                 if chosen:
                     group = self._reserve(worker_id, role, chosen)
                     place = Place(group, tuple(chosen), self._cpus_of_ranks(role))
-                    self._keep(worker_id, role, place)
+                    self._places[worker_id] = place
                     reserved = False
                     try:
                         reserved = await self._reserved(group, unwanted)
@@ -239,10 +238,6 @@ class Placements:
             name=f"{group_stem(self._config.fleet)}{worker_id}.{time.time_ns():x}",
             lifetime="detached",
         )
-
-    def _keep(self, worker_id: str, role: Role, place: Place) -> None:
-        self._places[worker_id] = place
-        self._roles[worker_id] = role
 
     def _cpus_of_ranks(self, role: Role) -> tuple[float, ...]:
         return tuple(bundle["CPU"] for bundle in bundles(self._config, role))

@@ -171,7 +171,6 @@ class ControllerActor:
     # ---- one incarnation ------------------------------------------------------------------------
 
     async def _live(self, launch: Launch) -> None:
-        """Run an incarnation from its start to its end."""
         worker_id = launch.worker_id
         epoch = launch.epoch
         if launch.reuse and (actor := self._reused.pop(worker_id, None)) is not None:
@@ -341,7 +340,6 @@ class ControllerActor:
             self._apply(again)
 
     def _differs(self, worker_id: str, role: Role, process: ShellProcess) -> bool:
-        """Return whether an incarnation was started with other settings than the present ones."""
         own = settings_digest(self._settings_of(worker_id, role, 0))
         return process.settings_digest not in ("", own)
 

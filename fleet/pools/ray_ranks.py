@@ -43,11 +43,7 @@ class RankActor:
         self._tasks = BackgroundTasks("rank's actor")
 
     async def start(self) -> str:
-        """Listen for the leader, and return the address.
-
-        Raises:
-            InternalError, SecretError: See ``fleet.rank.running``.
-        """
+        """Listen for the leader, and return the address."""
         listens: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def broke(error: Exception) -> None:
@@ -77,11 +73,7 @@ class RankActors:
         self._actors: list[Any] = []
 
     async def start(self) -> tuple[str, ...]:
-        """Start all ranks and return their addresses.
-
-        Raises:
-            RuntimeError: A rank did not start.
-        """
+        """Start all ranks and return their addresses."""
         starts = [self._start(rank) for rank in range(1, self._count + 1)]
         try:
             return tuple(await asyncio.gather(*starts))

@@ -216,11 +216,7 @@ class Controller:
         ray.kill(self._actor, no_restart=True)
 
     def keep_running(self, timeout_s: float = 30.0) -> None:
-        """Start the controller's work, also after Ray has restarted the actor.
-
-        Raises:
-            ray.exceptions.RayError: The controller is gone or did not respond in time.
-        """
+        """Start the controller's work, also after Ray has restarted the actor."""
         import ray
 
         ray.get(self._actor.run.remote(), timeout=timeout_s)

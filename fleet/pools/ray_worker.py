@@ -49,12 +49,10 @@ StartWorker = Callable[[Any], Coroutine[Any, Any, RunningWorker]]
 
 
 class WorkerActor:
-    """Actor that hosts a worker program; the controller makes it remote.
+    """Actor that hosts the ``Worker`` of a module; the controller makes it remote.
 
-    Args:
-        program: Module with ``Worker`` and ``WorkerSettings``.
-        settings: Fields of ``WorkerSettings``, with sealed or plain secrets; an empty ``host``
-            means this node's address.
+    The settings are fields of the module's ``WorkerSettings``, with sealed or plain secrets; an
+    empty ``host`` means this node's address.
     """
 
     def __init__(self, program: str, settings: Mapping[str, Any]) -> None:
@@ -97,11 +95,7 @@ class WorkerActor:
         self._started.set()
 
     async def begin_next_life(self, settings: Mapping[str, Any]) -> bytes:
-        """Start the slot's next worker after the last one has closed; return its record as msgpack.
-
-        Raises:
-            TimeoutError: The last worker does not close in time.
-        """
+        """Start the slot's next worker once the last one has closed, and return its record."""
         async with asyncio.timeout(_CLOSING_LIMIT_S):
             await self._running().closed()
         self._started.clear()
@@ -113,7 +107,6 @@ class WorkerActor:
         return await self.start()
 
     def _take(self, settings: Mapping[str, Any]) -> None:
-        """Store the settings of the worker that starts next."""
         self._ranks = RankActors(settings) if settings.get("ranks_apart") else None
         fields = unsealed(settings)
         self._settings = msgspec.convert(on_this_node(fields), self._settings_type)

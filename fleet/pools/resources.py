@@ -166,7 +166,6 @@ def _model_config(reference: str) -> ModelConfig:
 
 
 def _workers_on_a_host(config: FleetConfig) -> int:
-    """Return the maximum of workers that Ray can place on a machine like this one."""
     places = math.floor((os.cpu_count() or 1) / config.cpus_per_rank + 1e-9)
     return max(1, min(config.pools.total, places))
 

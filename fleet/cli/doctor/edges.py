@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -44,26 +44,28 @@ class EdgeFigure:
     why: str = ""
 
 
+@dataclass(slots=True)
 class _Line:
     """A router's stream to one worker, as far as a probe needs it."""
 
-    def __init__(self, record: WorkerRecord, call: Any, router_id: str, token: FleetToken) -> None:
-        self.record = record
-        self._token = token
-        self.capabilities = common_pb2.Capabilities()
-        self._call = call
-        self._router_id = router_id
+    record: WorkerRecord
+    call: Any
+    router_id: str
+    token: FleetToken
+    capabilities: common_pb2.Capabilities = field(default_factory=common_pb2.Capabilities)
 
     async def greet(self) -> None:
         """Introduce this process as a router, and receive the worker's capabilities."""
-        hello = pb.Hello(router_id=self._router_id, wire=own_wire())
-        await self._call.write(pb.RouterFrame(hello=hello))
+        hello = pb.Hello(router_id=self.router_id, wire=own_wire())
+        await self.call.write(pb.RouterFrame(hello=hello))
         frame = await self._until(lambda frame: frame.HasField("status"))
         self.capabilities = frame.status.capabilities
 
     async def probe(self, prefill: WorkerRecord, transport: str) -> EdgeFigure:
         """Measure one hand-off from a prefill worker to this worker."""
         name = f"doctor-{secrets.token_hex(8)}"
+        reader = self.record.incarnation
+        capability = sign(self.token, name, prefill.incarnation, reader, time.time())
         tokens = min(PROMPT_TOKENS, self.capabilities.max_context_tokens // 2)
         submission = pb.Submission(
             request_id=name,
@@ -78,13 +80,14 @@ class _Line:
                 incarnation=prefill.incarnation,
                 address=prefill.address,
                 transport=transport,
-                capability=self._capability(name, prefill),
+                capability=capability,
             ),
-            router_id=self._router_id,
+            router_id=self.router_id,
             lease_ms=int(PROBE_S * 1000),
             probe=True,
         )
-        await self._call.write(pb.RouterFrame(submit=submission))
+        await self.call.write(pb.RouterFrame(submit=submission))
+        figure = EdgeFigure(prefill.worker_id, self.record.worker_id, transport)
         why = ""
         ended = await self._until(
             lambda frame: (
@@ -96,29 +99,22 @@ class _Line:
             if needed.request_id == name:
                 why = needed.reason.message
                 cancel = pb.Cancel(request_id=name, attempt=1)
-                await self._call.write(pb.RouterFrame(cancel=cancel))
+                await self.call.write(pb.RouterFrame(cancel=cancel))
         for end in ended.ends:
             if end.request_id == name and end.HasField("error"):
                 why = end.error.message
         if why:
-            return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, why=why)
+            return replace(figure, why=why)
         status = (await self._until(lambda frame: frame.HasField("status"))).status
         for edge in status.edges:
             if edge.prefill_worker_id == prefill.worker_id:
-                rate = edge.bytes_per_s
-                return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, rate)
-        why = "too few bytes were transferred to measure"
-        return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, why=why)
-
-    def _capability(self, request_id: str, prefill: WorkerRecord) -> bytes:
-        holder = prefill.incarnation
-        reader = self.record.incarnation
-        return sign(self._token, request_id, holder, reader, time.time())
+                return replace(figure, bytes_per_s=edge.bytes_per_s)
+        return replace(figure, why="too few bytes were transferred to measure")
 
     async def _until(self, there: Callable[[pb.WorkerFrame], bool]) -> pb.WorkerFrame:
         async with asyncio.timeout(PROBE_S):
             while True:
-                frame = await self._call.read()
+                frame = await self.call.read()
                 if not isinstance(frame, pb.WorkerFrame):
                     raise ConnectionError(f"{self.record.worker_id} closed the stream")
                 if there(frame):
@@ -128,11 +124,7 @@ class _Line:
 async def measure_edges(
     redis_url: str, fleet: str, fleet_token: str, tls: FleetTls | None = None
 ) -> list[EdgeFigure]:
-    """Measure all pairs of a prefill and a decode worker, one after another.
-
-    Raises:
-        ConnectionError: A worker or Redis does not respond.
-    """
+    """Measure all pairs of a prefill and a decode worker, one after another."""
     registry = await Registry.connect(redis_url, fleet)
     try:
         _, records = await registry.records()

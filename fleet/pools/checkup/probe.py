@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
-import resource
 import shutil
 import sys
 import time
@@ -13,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.types.errors import BatonError
+from fleet.local.preflight import available_memory, open_files
 from fleet.pools.checkup.findings import Cell, Edge, NodeReport
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +23,6 @@ _PACKAGES = ("baton", "decode_worker", "fleet", "kvtransfer", "prefill_worker", 
 _CONNECT_S = 2.0
 _SEND_S = 0.4  # per edge
 _CHUNK = bytes(256 * 1024)
-_LEAST_FILES = 1024
 _LEAST_FREE_GIB = 1.0
 _LEAST_MEMORY_GIB = 2.0
 
@@ -52,9 +50,9 @@ class NodeProbe:
             "wire": _in_thread(_wire),
             "model": _in_thread(self._model),
             "redis": self._redis,
-            "files": _in_thread(_files),
+            "files": _in_thread(open_files),
             "disk": _in_thread(_disk),
-            "memory": _in_thread(_memory),
+            "memory": _in_thread(lambda: available_memory(_LEAST_MEMORY_GIB)),
         }
         if self._config.pools.engine.emulated is None:
             checks["sums"] = _in_thread(self._sums)
@@ -62,11 +60,7 @@ class NodeProbe:
         return msgspec.msgpack.encode(NodeReport(cells=cells))
 
     async def listen(self) -> int:
-        """Receive bytes from other nodes on a port of the fleet's range, and return the port.
-
-        Raises:
-            OSError: No port can be opened.
-        """
+        """Receive bytes from other nodes on a port of the fleet's range, and return the port."""
         from fleet.ports import free_port
 
         port = free_port(self._address, self._config.pools.ports or "")
@@ -159,13 +153,6 @@ def _wire() -> str:
     return f"{WIRE_MIN}-{WIRE_MAX}"
 
 
-def _files() -> str:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < _LEAST_FILES:
-        raise ValueError(f"limit {soft}, at least {_LEAST_FILES} needed: `ulimit -n {hard}`")
-    return str(soft)
-
-
 def _disk() -> str:
     """Return the free space of the fullest disk among those of Ray, logs and converted weights."""
     from baton.model.locate import cache_root
@@ -181,13 +168,6 @@ def _disk() -> str:
     if closed := [name for name in free if not os.access(name, os.W_OK)]:
         raise ValueError(f"{closed[0]} is not writable")
     return f"{free[folder]:.0f} GiB free"
-
-
-def _memory() -> str:
-    gib = psutil.virtual_memory().available / 2**30
-    if gib < _LEAST_MEMORY_GIB:
-        raise ValueError(f"{gib:.1f} GiB available, at least {_LEAST_MEMORY_GIB:g} GiB needed")
-    return f"{gib:.0f} GiB, {os.cpu_count()} cores"
 
 
 async def _swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
