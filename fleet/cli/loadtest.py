@@ -49,4 +49,4 @@ async def _roll(state: FleetState) -> str:
         return str(error)
     finally:
         await registry.close()
-    return "the controller did not answer" if answer is None else answer.problem
+    return "the controller did not respond" if answer is None else answer.problem

@@ -76,7 +76,7 @@ def order(
     except RegistryUnavailableError as error:
         fail(f"{error}: the controller cannot be reached")
     if answer is None:
-        fail("the controller did not answer; see `baton logs controller`")
+        fail("the controller did not respond; see `baton logs controller`")
     if answer.problem:
         fail(answer.problem)
     return answer.data
