@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import resource
 import shutil
 import socket
 import sys
@@ -14,11 +13,11 @@ import psutil
 
 from baton.config.fleet_file import FleetConfig
 from baton.config.network import is_loopback
+from fleet.host_limits import available_memory, open_files
 from fleet.local.redis_server import server_binary
 from fleet.pools.resources import engine_settings
 
 _LEAST_MEMORY_GIB = 4
-_LEAST_FILES = 1024
 BACKLOG = 2048  # connections that wait while the router restarts
 
 
@@ -196,22 +195,6 @@ def _speed(config: FleetConfig) -> str:
     if min(speed) < 1.0:
         raise RuntimeError(f"slower than expected: {text}")
     return text
-
-
-def available_memory(least_gib: float) -> str:
-    """Return the available memory as text."""
-    gib = psutil.virtual_memory().available / 2**30
-    if gib < least_gib:
-        raise RuntimeError(f"{gib:.1f} GiB available, at least {least_gib:g} GiB needed")
-    return f"{gib:.1f} GiB available, {os.cpu_count()} cores"
-
-
-def open_files() -> str:
-    """Return the limit of open files as text."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < _LEAST_FILES:
-        raise RuntimeError(f"limit {soft}, at least {_LEAST_FILES} needed: `ulimit -n {hard}`")
-    return f"limit {soft}"
 
 
 def _temp() -> str:

@@ -15,7 +15,7 @@ import msgspec
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.types.errors import BatonError
-from fleet.local.preflight import available_memory, open_files
+from fleet.host_limits import available_memory, open_files
 from fleet.pools.checkup.findings import Cell, Edge, NodeReport
 
 ROOT = Path(__file__).parents[3]
