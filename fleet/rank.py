@@ -1,13 +1,13 @@
-"""One rank of a replica that shares nothing with its leader but TCP.
+"""A rank of a replica as a separate program, which shares only TCP with its leader.
 
     leader's host                            this host
       worker's shell  ── gRPC: Link ───────▶   this program ── gRPC: Pull ◀── other workers' ranks
-      engine (rank 0) ── TCP: orders ──────▶   engine process of the rank (a child of ours)
+      engine (rank 0) ── TCP: commands ────▶   engine process of the rank (a child)
            └───────────── gloo: tensors ─────────┘     └── memory file: its pool ──┘
 
-It serves one leader, for one life: when the leader's stream ends, or the engine process does, the
-program ends. Orders and tensors go in plain text. In a fleet an actor of Ray runs it
-(``fleet.pools.ray_ranks``); by hand it is ``python -m fleet.rank``.
+It serves one leader, once: it exits when the leader's stream or the engine process ends. Commands
+and tensors are sent in plain text. In a fleet a Ray actor runs it (``fleet.pools.ray_ranks``); by
+hand it is ``python -m fleet.rank``.
 """
 
 import asyncio
@@ -55,30 +55,25 @@ from kvtransfer.transport import Loan, Room, ServingSide
 _LOG = logging.getLogger(__name__)
 
 _BEAT_S = 0.5
-_CONNECT_S = 60.0  # for the leader's engine process to come
+_CONNECT_S = 60.0  # limit for the connections of the leader's engine
 _HELLO_S = 5.0
-_LINKS = 2  # of the leader's engine: for orders, and for adapters
+_LINKS = 2  # connections of the leader's engine: for commands, and for adapters
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the program is told at its start; the engine's settings come from the leader."""
+    """Settings of the program; the engine's settings come from the leader."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: one of ``ports``
-    ports: str = ""  # FIRST-LAST that it may listen on; empty: the kernel chooses
+    ports: str = ""  # allowed range FIRST-LAST; empty: the kernel chooses
     fleet_token: str = ""
     fleet_token_file: str = ""
-    insecure: bool = False  # plain text to other hosts is meant
+    insecure: bool = False  # allow plain text to other hosts
     fault_injection: str = ""
 
 
 class RankProgram(rank_pb2_grpc.RankServicer):
-    """See the module.
-
-    Args:
-        settings: Of the program.
-        token: Of the fleet.
-    """
+    """gRPC service of one rank, which its leader connects to."""
 
     def __init__(self, settings: RankSettings, token: FleetToken) -> None:
         self._settings = settings
@@ -97,14 +92,14 @@ class RankProgram(rank_pb2_grpc.RankServicer):
         self._source: PoolSource | None = None
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    # ---------------------------------------------------------------- the leader speaks
-
     async def Link(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[rank_pb2.LeaderWord], context: Any
     ) -> AsyncIterator[rank_pb2.RankWord]:
-        """The leader's stream; a second leader is refused."""
+        """Serve the leader's stream; a second leader is rejected."""
         if self._begin is not None:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this rank has a leader")
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "this rank already has a leader"
+            )
         self._begin = rank_pb2.RankBegin()
         self._tasks.vital(self._listen(request_iterator), "listen", self._broke)
         try:
@@ -121,7 +116,7 @@ class RankProgram(rank_pb2_grpc.RankServicer):
             return rank_pb2.RankWord(beat=pb.Renew())
 
     async def _listen(self, words: AsyncIterator[rank_pb2.LeaderWord]) -> None:
-        with contextlib.suppress(grpc.aio.UsageError):  # gRPC's, of a stream that was cancelled
+        with contextlib.suppress(grpc.aio.UsageError):  # gRPC raises it for a cancelled stream
             async for word in words:
                 await self._on_word(word)
         self._end(0)
@@ -151,8 +146,6 @@ class RankProgram(rank_pb2_grpc.RankServicer):
     def _say(self, **word: Any) -> None:
         self._words.put_nowait(rank_pb2.RankWord(**word))
 
-    # ---------------------------------------------------------------- the engine process
-
     def _start_engine(self, begin: rank_pb2.RankBegin) -> None:
         host = self._settings.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -167,7 +160,7 @@ class RankProgram(rank_pb2_grpc.RankServicer):
     async def _run_engine(
         self, begin: rank_pb2.RankBegin, server: socket.socket, secret: str
     ) -> None:
-        """Wait for the leader's two connections, hand them to the engine, and wait for its end."""
+        """Pass the leader's two connections to the engine process and wait for its exit."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(server)
             async with asyncio.timeout(_CONNECT_S):
@@ -197,9 +190,7 @@ class RankProgram(rank_pb2_grpc.RankServicer):
                 },
             )
         code = await self._engine.wait()
-        self._end(min(abs(code), 1))  # 0: its leader's engine has ended
-
-    # ---------------------------------------------------------------- the pool
+        self._end(min(abs(code), 1))  # 0: the leader's engine has ended
 
     def _serve_pool(self, serve: rank_pb2.RankServe) -> None:
         rank = self._begin.rank if self._begin is not None else 0
@@ -224,7 +215,7 @@ class RankProgram(rank_pb2_grpc.RankServicer):
         return self._handoffs.find(key) if self._handoffs is not None else None
 
     def _refusal(self, request: pb.PullRequest) -> str:
-        """As at the leader: a router's word for this request, from who asked for it."""
+        """Check the capability of a pull as the leader does; return why it is rejected."""
         if not self._token.accepted or self._handoffs is None:
             return ""
         reader = request.reader_incarnation
@@ -234,23 +225,21 @@ class RankProgram(rank_pb2_grpc.RankServicer):
         )
         if not why or (why == "missing" and self._serve.unsigned_pulls):
             return ""
-        _LOG.warning("a pull of KV of %s is refused: %s", request.request_id, why)
+        _LOG.warning("rejecting a KV pull: %s request_id=%s", why, request.request_id)
         return why
 
     def source(self) -> PoolSource:
-        """What may be pulled; nothing before the leader has said so.
+        """Return the source of KV pulls.
 
         Raises:
-            ValueError: It has not.
+            ValueError: The leader has not yet started it.
         """
         if self._source is None:
             raise ValueError("this rank serves no pool yet")
         return self._source
 
-    # ---------------------------------------------------------------- the end
-
     def _broke(self, error: Exception) -> None:
-        _LOG.error("the rank fails: %s: %s", type(error).__name__, error)
+        _LOG.error("stopping the rank: %s: %s", type(error).__name__, error)
         self._end(1)
 
     def _end(self, code: int) -> None:
@@ -268,39 +257,36 @@ class RankProgram(rank_pb2_grpc.RankServicer):
 
 
 class _LatePool:
-    """``transport.FrameSource`` of a program that has no pool yet."""
+    """``transport.FrameSource`` that may start before the program has a pool."""
 
     def __init__(self, program: RankProgram) -> None:
         self._program = program
 
     def frames(self, request: pb.PullRequest, room: Room) -> AsyncIterator[int]:
-        """See ``FrameSource``."""
         return self._program.source().frames(request, room)
 
     async def lend(self, request: pb.PullRequest) -> Loan:
-        """See ``FrameSource``."""
         return await self._program.source().lend(request)
 
     def may_attach(self, request: pb.PullRequest) -> bool:
-        """See ``FrameSource``."""
         return self._program.source().may_attach(request)
 
 
 async def _leader(server: socket.socket, secret: str) -> tuple[socket.socket, socket.socket, str]:
-    """Both connections of the leader's engine, as it opened them, and where the ranks meet."""
+    """Return both connections of the leader's engine in order, and the address of gloo's store."""
     serials = count()
     found: list[tuple[int, socket.socket, str]] = []
     both = asyncio.get_running_loop().create_future()
 
     async def hello(link: socket.socket) -> tuple[int, str]:
-        serial = next(serials)  # in the order in which they were accepted
-        said = await read_hello(link)
-        if not secrets.compare_digest(said.secret.encode(), secret.encode()):
-            raise PermissionError("another secret")
-        return serial, said.store
+        serial = next(serials)  # before the first await: the order of acceptance
+        message = await read_hello(link)
+        if not secrets.compare_digest(message.secret.encode(), secret.encode()):
+            raise PermissionError("wrong secret")
+        return serial, message.store
 
-    async def keep(link: socket.socket, said: tuple[int, str]) -> None:
-        serial, store = said
+    async def keep(link: socket.socket, received: tuple[int, str]) -> None:
+        serial, store = received
         found.append((serial, link, store))
         if len(found) == _LINKS and not both.done():
             both.set_result(None)
@@ -326,17 +312,18 @@ async def _leader(server: socket.socket, secret: str) -> tuple[socket.socket, so
 
 @asynccontextmanager
 async def running(settings: RankSettings) -> AsyncIterator[tuple[str, asyncio.Future[int]]]:
-    """One rank that listens: its address, and its exit code, once its leader goes or it fails.
+    """Run one rank; yield its address, and the future of its exit code.
 
     Raises:
-        InternalError: It would speak plain text to other hosts, and nobody has said that it may; or
-            no port is free.
-        SecretError: The file that holds the token cannot be used.
+        InternalError: Plain text to other hosts is not allowed, or no port is free.
+        SecretError: The token's file cannot be used.
     """
     keep_message_memory()
     token = FleetToken.of(settings.fleet_token_file, settings.fleet_token)
     if not (settings.insecure or is_loopback(settings.host)):
-        raise InternalError(f"host = {settings.host}: a rank speaks plain text; say `insecure`")
+        raise InternalError(
+            f"host = {settings.host}: a rank sends plain text to other hosts; set `insecure: true`"
+        )
     async with AsyncExitStack() as undo:
         program = RankProgram(settings, token)
         undo.push_async_callback(program.close)
@@ -354,7 +341,7 @@ async def running(settings: RankSettings) -> AsyncIterator[tuple[str, asyncio.Fu
 
 
 async def serve(settings: RankSettings) -> int:
-    """Run one rank, say its address on standard output, and wait for its end; its exit code."""
+    """Run one rank, print its address to standard output, and return its exit code."""
     async with running(settings) as (address, ended):
         sys.stdout.write(f"{address}\n")
         sys.stdout.flush()
@@ -362,7 +349,7 @@ async def serve(settings: RankSettings) -> int:
 
 
 def main() -> None:
-    """Entry of ``python -m fleet.rank``: settings as JSON on standard input."""
+    """Run ``python -m fleet.rank`` with settings as JSON on standard input."""
     die_with_parent()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSettings)
     set_up_logs("text")

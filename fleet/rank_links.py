@@ -1,4 +1,4 @@
-"""The ranks of a worker's replica that run elsewhere: reached before its engine, ended with it."""
+"""Connections from a worker to the ranks of its replica that run as separate programs."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -23,10 +23,10 @@ async def open_links(
     note_sent: Callable[[int], None],
     undo: AsyncExitStack,
 ) -> tuple[list[RankLink], EngineSettings]:
-    """Links to the programs that are named, and the engine's settings with where its ranks listen.
+    """Connect to all separate ranks; return the links, and engine settings with their ports.
 
     Raises:
-        InternalError: One does not answer, or the settings name too few or too many.
+        InternalError: A rank does not respond, or the number of addresses is wrong.
     """
     addresses = settings.rank_addresses
     engine = settings.engine
@@ -34,8 +34,8 @@ async def open_links(
         return [], engine
     if not engine.own_pools or len(addresses) != engine.tensor_parallel - 1:
         raise InternalError(
-            f"rank_addresses names {len(addresses)} ranks: with tensor_parallel = "
-            f"{engine.tensor_parallel} and rank_memory own it must name all but the leader"
+            f"rank_addresses has {len(addresses)} entries; tensor_parallel = "
+            f"{engine.tensor_parallel} needs all but the leader's address, and rank_memory own"
         )
     channels = Channels()
     undo.push_async_callback(channels.close)
@@ -47,7 +47,7 @@ async def open_links(
     try:
         orders = [await link.begin(msgspec.json.encode(engine)) for link in links]
     except (RankGoneError, TimeoutError) as error:
-        raise InternalError(str(error) or "a rank does not answer") from error
+        raise InternalError(str(error) or "a rank does not respond") from error
     meeting_port = free_port(settings.host, settings.ports)
     return links, msgspec.structs.replace(
         engine, rank_orders=tuple(orders), rank_meeting_port=meeting_port
@@ -57,10 +57,10 @@ async def open_links(
 async def serve_links(
     links: Sequence[RankLink], ready: Ready, incarnation: bytes, unsigned_pulls: bool
 ) -> None:
-    """Have each rank serve its pool.
+    """Start serving KV from the pool of each rank.
 
     Raises:
-        InternalError: One is gone.
+        InternalError: A rank does not respond.
     """
     serve = rank_pb2.RankServe(
         num_blocks=ready.geometry.num_blocks,
@@ -73,4 +73,4 @@ async def serve_links(
         for link in links:
             await link.serve(serve)
     except (RankGoneError, TimeoutError) as error:
-        raise InternalError(str(error) or "a rank does not answer") from error
+        raise InternalError(str(error) or "a rank does not respond") from error

@@ -1,8 +1,7 @@
-"""One worker: an engine process, both services around it, and its place in the registry.
+"""A worker: an engine process, the prefill and the decode service, and a registry record.
 
-The role is only what the router uses the worker for; every worker hosts both services, so a fleet
-of one pool serves too. Ray is not needed here: ``fleet.pools.ray_worker`` puts a ``Worker`` into
-an actor.
+Only routers use the role. Every worker has both services, so a fleet with one pool works too. This
+module does not need Ray; ``fleet.pools.ray_worker`` hosts a ``Worker`` in an actor.
 """
 
 import asyncio
@@ -39,6 +38,7 @@ from baton.types.errors import UnavailableError
 from baton.wire.fleet_token import FleetToken, TokenInterceptor
 from baton.wire.grpc_options import WORKER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
+from baton.wire.tls import FleetTls
 from decode_worker.pacing import ReceivePacer
 from decode_worker.parts import WorkerParts
 from decode_worker.peers import Peers
@@ -64,33 +64,47 @@ from router.memory import collect_rarely
 _LOG = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
-"""For others to go on with what runs here, after a signal."""
+"""Time after a signal for other workers to resume the requests that run here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """Settings of a worker, and what all steps of its start use."""
+
+    settings: WorkerSettings
+    token: FleetToken
+    tls: FleetTls | None
+    tracing: Tracing
+    metrics: Metrics
+    registry: Registry
+
+
+@dataclass(frozen=True, slots=True)
+class _Publishers:
+    presence: Presence
+    pool: KvEventPublisher
+    tiers: Mapping[str, KvEventPublisher]
+
+    def start(self) -> None:
+        for one in (self.pool, *self.tiers.values()):
+            one.start()
+        self.presence.start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What a worker is made of, all of it running."""
-
     engine: EngineHandle
     metrics: Metrics
     server: grpc.aio.Server
     decode: DecodeService
     prefill: PrefillService
-    publisher: KvEventPublisher
-    tier_publishers: Mapping[str, KvEventPublisher]
-    presence: Presence
+    publishers: _Publishers
     registry: Registry
     links: Sequence[RankLink]
 
 
 class Worker:
-    """See the module. ``start`` makes one.
-
-    Args:
-        settings: Of this worker.
-        parts: What it is made of.
-        undo: Ends them.
-    """
+    """A running worker, made by ``start``."""
 
     def __init__(self, settings: WorkerSettings, parts: _Parts, undo: AsyncExitStack) -> None:
         self._settings = settings
@@ -116,116 +130,47 @@ class Worker:
 
     @classmethod
     async def start(cls, settings: WorkerSettings) -> "Worker":
-        """Load the model, serve, register.
-
-        Whatever else ends this, a cancellation too, leaves nothing behind.
+        """Load the model, start serving, and register. A failure or cancellation cleans up.
 
         Raises:
-            InternalError: The engine could not start, or the worker may not listen; the message
-                says why.
-            SecretError, CertificateError: A file of its settings cannot be used.
+            InternalError: The engine did not start, or the worker may not listen.
+            SecretError, CertificateError: The token's or a certificate's file cannot be used.
         """
         keep_message_memory()
-        token = settings.token()
-        tls = settings.credentials()
-        async with AsyncExitStack() as undo:
-            stderr = _open_log(settings)
-            if stderr is not None:
-                undo.callback(stderr.close)
-            tracing = Tracing("worker")
-            undo.callback(tracing.shutdown)
-            metrics = Metrics("worker", model=settings.served_model_name)
-            registry = Registry(settings.redis_url, settings.fleet)
-            undo.push_async_callback(registry.close)
-            links, engine_settings = await open_links(
-                settings, token, partial(_note_sent, metrics), undo
-            )
-            engine = await EngineHandle.start(
-                engine_settings, _LOG.info, stderr, _failure_counter(metrics)
-            )
-            undo.push_async_callback(engine.client.stop)
-            metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
-            _say_what_computes(settings, metrics)
-            metrics_server = await serve_metrics(
-                metrics,
-                settings.host,
-                free_port(settings.host, settings.ports),
-                tls.page_context() if tls is not None else None,
-            )
-            undo.push_async_callback(metrics_server.close)
-
-            server = grpc.aio.server(
-                interceptors=[TokenInterceptor(token)],
-                options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
-            )
-            free = free_port(settings.host, settings.ports)
-            port = listen(server, f"{settings.host}:{free}", tls)
-            identity = identity_of(settings, engine.client.ready, f"{settings.host}:{port}")
-            unsigned = settings.unsigned_pulls
-            await serve_links(links, engine.client.ready, identity.incarnation, unsigned)
-            pool = RankPools(engine.client.pools, engine.client.ready.geometry, links)
-            side = ServingSide(
-                server,
-                token,
-                identity.incarnation,
-                engine.client.pool_fd,
-                _kv_listener(settings, undo),
-            )
-            senders = servers(side, settings.transports)
-            capabilities = capabilities_of(settings, engine.client.ready, senders, pool)
-            peers = Peers(capabilities, token, tls)
-            undo.push_async_callback(peers.close)
-            decode, prefill = _services(
-                settings, engine, pool, peers, identity, capabilities, metrics, tracing, token
-            )
-            decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
-            prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server)
-            for sender in senders:
-                await sender.start(prefill.source)
-                undo.push_async_callback(sender.close)
-
-            count = _failure_counter(metrics)
-            publisher = KvEventPublisher(registry, identity.incarnation, count)
-            tier_publishers = {
-                tier: KvEventPublisher(
-                    registry, tier_incarnation(identity.incarnation, tier), count
-                )
-                for tier in settings.engine.kv_tiers.names
-            }
-            for one in (publisher, *tier_publishers.values()):
-                undo.push_async_callback(one.stop)
-            record = record_of(
-                settings, identity, engine.client.ready, links, metrics_server.address
-            )
-            presence = Presence(registry, record, count)
-            undo.push_async_callback(presence.stop)
-            undo.push_async_callback(server.stop, None)
+        async with AsyncExitStack() as stack:
+            base = _start_base(settings, stack)
+            engine, links = await _start_engine(base, stack)
+            server, address, metrics_address = await _start_servers(base, stack)
+            ready = engine.client.ready
+            identity = identity_of(settings, ready, address)
+            await serve_links(links, ready, identity.incarnation, settings.unsigned_pulls)
+            pool = RankPools(engine.client.pools, ready.geometry, links)
+            decode, prefill = await _start_services(base, engine, pool, identity, server, stack)
+            record = record_of(settings, identity, ready, links, metrics_address)
+            publishers = _make_publishers(base, identity, record, stack)
+            stack.push_async_callback(server.stop, None)
             collect_rarely()
             await server.start()
-            for one in (publisher, *tier_publishers.values()):
-                one.start()
-            presence.start()
+            publishers.start()
             parts = _Parts(
                 engine=engine,
-                metrics=metrics,
+                metrics=base.metrics,
                 server=server,
                 decode=decode,
                 prefill=prefill,
-                publisher=publisher,
-                tier_publishers=tier_publishers,
-                presence=presence,
-                registry=registry,
+                publishers=publishers,
+                registry=base.registry,
                 links=links,
             )
-            return cls(settings, parts, undo.pop_all())
+            return cls(settings, parts, stack.pop_all())
 
     @property
     def record(self) -> WorkerRecord:
-        """What routers see of it."""
-        return self._parts.presence.record
+        """The worker's record in the registry."""
+        return self._parts.publishers.presence.record
 
     def _vital(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a task for as long as the worker lives; if it breaks, the worker fails."""
+        """Run a task until the worker stops; if the task raises, the worker fails."""
 
         def broke(error: Exception) -> None:
             self._tasks.spawn(self._fail(f"{type(error).__name__}: {error}", 1), "fail")
@@ -233,34 +178,32 @@ class Worker:
         self._tasks.vital(work, name, broke)
 
     def _on_cache_changed(self, change: ev.CacheChanged) -> None:
-        publisher = self._parts.publisher
+        publisher = self._parts.publishers.pool
         publisher.publish(list(change.stored), list(change.removed))
         for below in change.tiers:
-            tier = self._parts.tier_publishers[below.tier]
+            tier = self._parts.publishers.tiers[below.tier]
             tier.publish(list(below.stored), list(below.removed))
         self._parts.decode.event_sequence = publisher.sequence
         self._engine_metrics.note_cache(change)
 
-    # ---------------------------------------------------------------- life
-
     async def wait(self) -> int:
-        """Exit code of the worker: 0 after ``stop``, otherwise something died."""
+        """Wait for the end of the worker, and return its exit code: 0 after ``stop``."""
         return await asyncio.shield(self._done)
 
     async def closed(self) -> None:
-        """Returns when nothing of the worker is left in this process."""
+        """Wait until this process has released all resources of the worker."""
         await self._closed.wait()
 
     async def drain(self, timeout_s: float = DRAIN_S, hurried: asyncio.Event | None = None) -> bool:
-        """Take nothing new, and wait until others have gone on with what is there; see ``drained``.
+        """Accept no new requests, and wait until other workers have resumed the running ones.
 
-        What is left then is ended.
+        Requests that are left after ``timeout_s`` are cancelled. Returns whether none was left.
         """
         decode = self._parts.decode
         prefill = self._parts.prefill
         decode.drain()
         prefill.draining = True
-        self._parts.presence.update("draining")
+        self._parts.publishers.presence.update("draining")
         is_empty = await drained(
             lambda: bool(decode.live_requests or prefill.open_handoffs), timeout_s, hurried
         )
@@ -270,7 +213,7 @@ class Worker:
         return is_empty
 
     async def stop(self) -> None:
-        """Leave the registry and end all processes of this worker."""
+        """Remove the worker from the registry and end all of its processes."""
         await self._leave(0)
 
     async def _leave(self, code: int) -> None:
@@ -282,42 +225,36 @@ class Worker:
         await self._parts.decode.close()
         await self._parts.prefill.close()
         await self._undo.aclose()
-        gc.unfreeze()  # see `collect_rarely`: what this life leaves behind is garbage now
+        gc.unfreeze()  # see `collect_rarely`: this worker's objects are garbage now
         self._closed.set()
 
     async def _fail(self, why: str, code: int) -> None:
-        """The worker fails as one.
-
-        Its streams break, which tells every router and every decode worker that this incarnation
-        is gone; what to do next is theirs to decide.
-        """
-        _LOG.error("%s fails: %s", self._settings.worker_id, why)
+        """Fail as a whole: broken streams show routers and decode workers that it is gone."""
+        _LOG.error("stopping worker=%s: %s", self._settings.worker_id, why)
         await self._leave(code)
-
-    # ---------------------------------------------------------------- health
 
     async def _watch_engine(self) -> None:
         client = self._parts.engine.client
         code = await client.exited
-        await self._fail(client.fatal or f"the engine process ended with code {code}", code or 1)
+        await self._fail(client.fatal or f"the engine process exited with code {code}", code or 1)
 
     def _show_registry(self) -> None:
         metrics = self._parts.metrics
         registry = self._parts.registry
         metrics.set("baton_registry_connected", registry.connected)
         metrics.count_up("baton_registry_errors", registry.errors)
-        metrics.count_up("baton_kv_snapshots", self._parts.publisher.snapshots)
+        metrics.count_up("baton_kv_snapshots", self._parts.publishers.pool.snapshots)
 
     async def _watch_rank(self, link: RankLink) -> None:
         await self._fail(await asyncio.shield(link.broken), 1)
 
     async def _watch_canary(self) -> None:
         exact = self._settings.engine.numerics == "exact"
-        canary = Canary(self._parts.engine, self._settings.canary_s, exact=exact)
+        canary = Canary(engine=self._parts.engine, interval_s=self._settings.canary_s, exact=exact)
         await self._fail(await canary.run(), 1)
 
     async def _watch_quarantine(self) -> None:
-        """Blocks whose writer cannot be proven to have stopped cost capacity: start afresh."""
+        """Fail if blocks stay in quarantine, which costs capacity until a restart."""
         watch = QuarantineWatch()
         while True:
             await asyncio.sleep(0.5)
@@ -328,34 +265,156 @@ class Worker:
                 return
 
 
+def _start_base(settings: WorkerSettings, stack: AsyncExitStack) -> _Base:
+    base = _Base(
+        settings,
+        settings.token(),
+        settings.credentials(),
+        Tracing("worker"),
+        Metrics("worker", model=settings.served_model_name),
+        Registry(settings.redis_url, settings.fleet),
+    )
+    stack.callback(base.tracing.shutdown)
+    stack.push_async_callback(base.registry.close)
+    return base
+
+
+async def _start_engine(
+    base: _Base, stack: AsyncExitStack
+) -> tuple[EngineHandle, Sequence[RankLink]]:
+    """Connect to separate ranks and start the engine process."""
+    metrics = base.metrics
+    stderr = _open_log(base.settings)
+    if stderr is not None:
+        stack.callback(stderr.close)
+    links, engine_settings = await open_links(
+        base.settings, base.token, partial(_note_sent, metrics), stack
+    )
+    engine = await EngineHandle.start(engine_settings, _LOG.info, stderr, _failure_counter(metrics))
+    stack.push_async_callback(engine.client.stop)
+    metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
+    _report_engine_kind(base.settings, metrics)
+    return engine, links
+
+
+async def _start_servers(base: _Base, stack: AsyncExitStack) -> tuple[grpc.aio.Server, str, str]:
+    """Serve metrics and open the gRPC port; return the gRPC server and both addresses."""
+    host = base.settings.host
+    ports = base.settings.ports
+    page = base.tls.page_context() if base.tls is not None else None
+    metrics_server = await serve_metrics(base.metrics, host, free_port(host, ports), page)
+    stack.push_async_callback(metrics_server.close)
+    server = grpc.aio.server(
+        interceptors=[TokenInterceptor(base.token)],
+        options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
+    )
+    port = listen(server, f"{host}:{free_port(host, ports)}", base.tls)
+    return server, f"{host}:{port}", metrics_server.address
+
+
+async def _start_services(
+    base: _Base,
+    engine: EngineHandle,
+    pool: RankPools,
+    identity: common_pb2.WorkerIdentity,
+    server: grpc.aio.Server,
+    stack: AsyncExitStack,
+) -> tuple[DecodeService, PrefillService]:
+    """Add both services to the gRPC server and start the KV transports."""
+    settings = base.settings
+    listener = _kv_listener(settings, stack)
+    client = engine.client
+    side = ServingSide(server, base.token, identity.incarnation, client.pool_fd, listener)
+    senders = servers(side, settings.transports)
+    capabilities = capabilities_of(settings, client.ready, senders, pool)
+    peers = Peers(capabilities, base.token, base.tls)
+    stack.push_async_callback(peers.close)
+    decode, prefill = _make_services(base, engine, pool, peers, identity, capabilities)
+    decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server)
+    for sender in senders:
+        await sender.start(prefill.source)
+        stack.push_async_callback(sender.close)
+    return decode, prefill
+
+
+def _make_services(
+    base: _Base,
+    engine: EngineHandle,
+    pool: RankPools,
+    peers: Peers,
+    identity: common_pb2.WorkerIdentity,
+    capabilities: common_pb2.Capabilities,
+) -> tuple[DecodeService, PrefillService]:
+    settings = base.settings
+    ready = engine.client.ready
+    pacer = ReceivePacer(settings.receive_cpu_share if settings.engine.steps_on_cpu else 0.0)
+    engine.after_step.append(pacer.after_step)
+    known = (ready.eos_token_ids, base.metrics, base.tracing)
+    parts = WorkerParts(engine, pool, peers, identity, *known, pacer)
+    decode = DecodeService(parts, capabilities, ready.threads)
+    prefill = PrefillService(
+        engine,
+        pool,
+        identity,
+        capabilities,
+        base.metrics,
+        base.tracing,
+        PrefixPuller(parts),
+        FrameTamperer.parse(settings.fault_injection),
+        token=base.token,
+        unsigned_pulls=settings.unsigned_pulls,
+    )
+    return decode, prefill
+
+
+def _make_publishers(
+    base: _Base,
+    identity: common_pb2.WorkerIdentity,
+    record: WorkerRecord,
+    stack: AsyncExitStack,
+) -> _Publishers:
+    count = _failure_counter(base.metrics)
+    incarnation = identity.incarnation
+    publisher = KvEventPublisher(base.registry, incarnation, count)
+    tiers = {
+        tier: KvEventPublisher(base.registry, tier_incarnation(incarnation, tier), count)
+        for tier in base.settings.engine.kv_tiers.names
+    }
+    for one in (publisher, *tiers.values()):
+        stack.push_async_callback(one.stop)
+    presence = Presence(base.registry, record, count)
+    stack.push_async_callback(presence.stop)
+    return _Publishers(presence, publisher, tiers)
+
+
 def _kv_listener(settings: WorkerSettings, undo: AsyncExitStack) -> socket.socket | None:
-    """For readers by TCP, who get KV in plain text: not where there is TLS."""
+    """Return the socket for KV transfers by TCP, which are plain text; None with TLS."""
     if settings.tls is not None or (settings.transports and "tcp" not in settings.transports):
         return None
     ranks = settings.engine.tensor_parallel if settings.rank_addresses else 1
-    programs = settings.engine.workers_on_host * ranks  # that listen on this host, at most
+    programs = settings.engine.workers_on_host * ranks  # on this host, at most
     listener = kv_listener(settings.host, settings.ports, programs)
     return None if listener is None else undo.enter_context(listener)
 
 
 def _note_sent(metrics: Metrics, sent_bytes: int) -> None:
-    """KV that left the pool of a rank elsewhere; of the leader's own prefill's service tells."""
+    """Count KV bytes that a separate rank sent; the prefill service counts the leader's."""
     metrics.inc("baton_transfer_bytes", sent_bytes, direction="sent")
 
 
 def _failure_counter(metrics: Metrics) -> Callable[[str], None]:
-    """For ``BackgroundTasks``."""
     return lambda task: metrics.inc("baton_task_failures", task=task)
 
 
-def _say_what_computes(settings: WorkerSettings, metrics: Metrics) -> None:
-    """Nobody who looks at this worker shall take made-up answers for a model's."""
+def _report_engine_kind(settings: WorkerSettings, metrics: Metrics) -> None:
+    """Show in metrics and log whether the engine is real or emulated."""
     model = settings.engine.emulated
     timing = model.timing if model is not None else ""
     metrics.set("baton_engine_info", 1, engine="emulated" if timing else "real", timing=timing)
     if timing:
         _LOG.warning(
-            "%s is EMULATED: no model runs here, its answers are made up; steps last as in %s (%s)",
+            "worker=%s is EMULATED: no model runs, responses are synthetic; step times: %s (%s)",
             settings.worker_id,
             timing,
             TIMINGS[timing].source,
@@ -363,7 +422,7 @@ def _say_what_computes(settings: WorkerSettings, metrics: Metrics) -> None:
 
 
 def _open_log(settings: WorkerSettings) -> IO[bytes] | None:
-    """Where the engine process writes its errors; None inherits ours."""
+    """Open the engine process's error log; None: it inherits this process's."""
     if not settings.log_dir:
         return None
     folder = Path(settings.log_dir)
@@ -371,62 +430,26 @@ def _open_log(settings: WorkerSettings) -> IO[bytes] | None:
     return open_log(folder / f"{settings.worker_id}.engine.log")
 
 
-def _services(
-    settings: WorkerSettings,
-    engine: EngineHandle,
-    pool: RankPools,
-    peers: Peers,
-    identity: common_pb2.WorkerIdentity,
-    capabilities: common_pb2.Capabilities,
-    metrics: Metrics,
-    tracing: Tracing,
-    token: FleetToken,
-) -> tuple[DecodeService, PrefillService]:
-    """Both services around one engine."""
-    ready = engine.client.ready
-    pacer = ReceivePacer(settings.receive_cpu_share if settings.engine.steps_on_cpu else 0.0)
-    engine.after_step.append(pacer.after_step)
-    known = (ready.eos_token_ids, metrics, tracing)
-    parts = WorkerParts(engine, pool, peers, identity, *known, pacer)
-    tamperer = FrameTamperer.parse(settings.fault_injection)
-    prefixes = PrefixPuller(parts)
-    return (
-        DecodeService(parts, capabilities, ready.threads),
-        PrefillService(
-            engine,
-            pool,
-            identity,
-            capabilities,
-            metrics,
-            tracing,
-            prefixes,
-            tamperer,
-            token=token,
-            unsigned_pulls=settings.unsigned_pulls,
-        ),
-    )
-
-
 async def serve(settings: WorkerSettings) -> int:
-    """Run one worker in this process, without Ray, until a signal or a death; its exit code.
+    """Run one worker in this process, without Ray, and return its exit code.
 
-    The record of the worker goes to standard output as one line of JSON when it is ready. After a
-    first signal it takes nothing new, and routers have others go on with what runs; with all of
-    that gone it ends, with exit code 0. A second signal, or ``DRAIN_S``, ends it with requests.
+    A ready worker prints its record to standard output as one line of JSON. After a first signal it
+    drains: other workers resume its requests, then it exits with code 0. A second signal, or
+    ``DRAIN_S``, ends it with requests left, and code 1.
     """
     loop = asyncio.get_running_loop()
     worker = None
-    asked_to_stop = asyncio.timeout(None)
+    stop_requested = asyncio.timeout(None)
     hurried = asyncio.Event()
 
     def stop() -> None:
-        if not asked_to_stop.expired():
-            asked_to_stop.reschedule(loop.time())
+        if not stop_requested.expired():
+            stop_requested.reschedule(loop.time())
         else:
             hurried.set()
 
     try:
-        async with asked_to_stop:
+        async with stop_requested:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop)
             worker = await Worker.start(settings)
@@ -434,7 +457,7 @@ async def serve(settings: WorkerSettings) -> int:
             sys.stdout.flush()
             return await worker.wait()
     except TimeoutError:
-        if not asked_to_stop.expired():
+        if not stop_requested.expired():
             raise
     if worker is None:
         return 0
@@ -444,7 +467,7 @@ async def serve(settings: WorkerSettings) -> int:
 
 
 def main() -> None:
-    """Entry of ``python -m fleet.worker``: settings as JSON on standard input, secrets included."""
+    """Run ``python -m fleet.worker`` with settings, secrets included, as JSON on standard input."""
     die_with_parent()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
     set_up_logs(settings.log_format)

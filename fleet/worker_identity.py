@@ -1,4 +1,4 @@
-"""What a worker says of itself: to its peers, to routers, in the registry."""
+"""Descriptions of a worker for its peers, for routers and for the registry."""
 
 import secrets
 import socket
@@ -17,7 +17,7 @@ from kvtransfer.transport import TransportServer
 
 
 def identity_of(settings: WorkerSettings, ready: Ready, address: str) -> common_pb2.WorkerIdentity:
-    """Who it is, in this life."""
+    """Return the identity of a new incarnation."""
     return common_pb2.WorkerIdentity(
         worker_id=settings.worker_id,
         incarnation=secrets.token_bytes(16),
@@ -32,12 +32,12 @@ def identity_of(settings: WorkerSettings, ready: Ready, address: str) -> common_
 def capabilities_of(
     settings: WorkerSettings, ready: Ready, senders: Sequence[TransportServer], pool: RankPools
 ) -> common_pb2.Capabilities:
-    """What its peers must know to work with it."""
+    """Return the capabilities that peers and routers need."""
     int8 = (
         settings.int8_chunks
         and settings.engine.numerics == "fast"
         and ready.geometry.dtype == ENCODES
-        and not pool.links  # ranks elsewhere send and take what is in their pools
+        and not pool.links  # remote ranks transfer their pools' bytes unchanged
     )
     return common_pb2.Capabilities(
         wire=own_wire(),
@@ -62,7 +62,7 @@ def record_of(
     links: Sequence[RankLink],
     metrics_address: str,
 ) -> WorkerRecord:
-    """What it says of itself in the registry."""
+    """Return the worker's record in the registry."""
     here = ready.ranks or (ready.pid,)
     return WorkerRecord(
         worker_id=settings.worker_id,

@@ -1,4 +1,4 @@
-"""What is asked in Grafana's dashboards: titles, units, PromQL."""
+"""Panels of the Grafana dashboards: titles, units, PromQL."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,14 @@ PRICE = "price_per_worker_hour"
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot.
+    """One panel of a dashboard.
 
     Attributes:
-        unit: Grafana's name of the unit of all its queries.
-        queries: Legend and PromQL of each line; ``$fleet`` is the fleet that was chosen.
-        stacked: The lines add up.
+        title: Heading.
+        unit: Grafana's name of the unit of all queries.
+        queries: Legend and PromQL of each line; ``$fleet`` is the selected fleet.
+        stacked: Whether the lines are stacked.
+        text: Description.
     """
 
     title: str
@@ -48,13 +50,20 @@ def _gauge(metric: str, *by: str, where: str = "") -> str:
 
 
 def _or_none(query: str) -> str:
-    """0 where nothing has the metric: not every fleet has what it is about."""
+    """Return 0 without the metric, which not every fleet has."""
     return f"({query}) or vector(0)"
 
 
-def _counted(title: str, metric: str, *by: str, text: str = "") -> Panel:
+def _plot(
+    title: str, unit: str, legend: str, query: str, *, stacked: bool = False, text: str = ""
+) -> Panel:
+    """Return a panel with one query."""
+    return Panel(title, unit, ((legend, query),), stacked, text)
+
+
+def _counted(title: str, metric: str, *by: str) -> Panel:
     legend = " ".join(f"{{{{{label}}}}}" for label in by) or title
-    return Panel(title, "short", ((legend, _rate(f"{metric}_total", *by)),), text=text)
+    return _plot(title, "short", legend, _rate(f"{metric}_total", *by))
 
 
 _OUR_PREFIX = "baton_prefix_tokens_total"
@@ -67,305 +76,252 @@ _PREFILL_SPEED = (
     f" / ({_rate('baton_step_seconds_sum', 'worker', where=_PREFILL_STEPS)} > 0)"
 )
 _COST_A_SECOND = f'sum(baton_workers{{fleet="$fleet", state="ready"}}) * ${PRICE} / 3600'
-_READ = _rate("baton_prompt_tokens_total")
-_WRITTEN = _rate("baton_generation_tokens_total")
+_PROMPT = _rate("baton_prompt_tokens_total")
+_OUTPUT = _rate("baton_generation_tokens_total")
 
+_OVERVIEW = (
+    _plot(
+        "Workers by state", "short", "{{role}} {{state}}", _gauge("baton_workers", "role", "state")
+    ),
+    _plot(
+        "Requests per second by status",
+        "reqps",
+        "{{status}}",
+        _rate("baton_requests_total", "status"),
+        stacked=True,
+    ),
+    Panel("Time to first token", "s", _quantiles("baton_time_to_first_token_seconds")),
+    Panel("Inter-token latency", "s", _quantiles("baton_inter_token_seconds")),
+    Panel("End-to-end latency", "s", _quantiles("baton_e2e_seconds")),
+    Panel("Tokens per second", "short", (("prompt", _PROMPT), ("output", _OUTPUT))),
+    Panel(
+        "Router queue",
+        "short",
+        (
+            ("waiting", _gauge("baton_queue_requests")),
+            ("limit", _gauge("baton_queue_limit_requests")),
+        ),
+    ),
+    Panel(
+        "Requests at the workers",
+        "short",
+        (
+            ("{{worker}} running", _gauge("baton_running_requests", "worker")),
+            ("{{worker}} waiting", _gauge("baton_waiting_requests", "worker")),
+        ),
+    ),
+)
+_LATENCY = (
+    _plot(
+        "Request time by phase, mean",
+        "s",
+        "{{phase}}",
+        f"{_rate('baton_phase_seconds_sum', 'phase')} / ignoring(phase) "
+        f"group_left {_rate('baton_e2e_seconds_count')}",
+        stacked=True,
+        text="The phases add up to the end-to-end latency.",
+    ),
+    _plot(
+        "Request time by phase, p95",
+        "s",
+        "{{phase}}",
+        _quantile(0.95, "baton_phase_seconds", "phase"),
+    ),
+    Panel("Time to second token", "s", _quantiles("baton_time_to_second_token_seconds")),
+    Panel("Time per output token", "s", _quantiles("baton_time_per_output_token_seconds")),
+    _plot(
+        "Engine step duration by kind, mean",
+        "s",
+        "{{worker}} {{kind}}",
+        _mean("baton_step_seconds", "worker", "kind"),
+    ),
+    _plot(
+        "Prompt tokens per second of prefill time",
+        "short",
+        "{{worker}}",
+        _PREFILL_SPEED,
+        text="Speed of each worker, independent of its load.",
+    ),
+    _plot(
+        "Requests per engine step, mean",
+        "short",
+        "{{worker}}",
+        _mean("baton_batch_requests", "worker"),
+    ),
+    Panel("Time from cancel to release at the worker", "s", _quantiles("baton_release_seconds")),
+)
+_KV = (
+    _plot(
+        "KV blocks by state",
+        "short",
+        "{{worker}} {{state}}",
+        _gauge("baton_kv_blocks", "worker", "state", where='state!="total"'),
+        stacked=True,
+    ),
+    _plot(
+        "Leased share of the KV pool",
+        "percentunit",
+        "{{worker}}",
+        _gauge("baton_kv_usage_ratio", "worker"),
+    ),
+    _counted("Evictions per second", "baton_kv_evictions", "worker"),
+    _counted("Preemptions per second", "baton_preemptions", "worker"),
+    _plot(
+        "KV moved to and from tiers",
+        "Bps",
+        "{{tier}} {{direction}}",
+        _or_none(_rate("baton_kv_tier_moved_bytes_total", "tier", "direction")),
+    ),
+    _plot(
+        "KV blocks lost by tiers per second",
+        "short",
+        "{{tier}} {{reason}}",
+        _or_none(_rate("baton_kv_tier_failures_total", "tier", "reason")),
+    ),
+    _plot(
+        "Prompt tokens per second by source",
+        "short",
+        "{{source}}",
+        _rate(_OUR_PREFIX, "source", where=_ROUTER),
+        stacked=True,
+    ),
+    _plot(
+        "Prefix cache hit rate",
+        "percentunit",
+        "cached",
+        f"{_rate(_OUR_PREFIX, where=_FOUND_LOCALLY)} / {_rate(_OUR_PREFIX, where=_ROUTER)}",
+    ),
+    _counted("Hand-offs per second", "baton_transfers", "worker", "outcome"),
+    _plot(
+        "KV transfer rate",
+        "Bps",
+        "{{worker}} {{direction}}",
+        _rate("baton_transfer_bytes_total", "worker", "direction"),
+    ),
+    Panel("Hand-off duration, first chunk to commit", "s", _quantiles("baton_transfer_seconds")),
+    Panel(
+        "Hand-off time that delays the client", "s", _quantiles("baton_transfer_exposed_seconds")
+    ),
+    Panel(
+        "Prefix index of the router",
+        "short",
+        (
+            ("block hashes", _gauge("baton_prefix_index_hashes")),
+            ("sequence gaps per second", _rate("baton_prefix_index_sequence_gaps_total")),
+        ),
+    ),
+)
+_ROUTER = (
+    _plot(
+        "Placements by mode", "short", "{{mode}}", _rate("baton_routes_total", "mode"), stacked=True
+    ),
+    Panel(
+        "TTFT predicted and actual, mean",
+        "s",
+        (
+            ("{{mode}} predicted", _mean("baton_predicted_seconds", "mode")),
+            ("{{mode}} actual", _mean("baton_actual_seconds", "mode")),
+        ),
+    ),
+    _plot(
+        "TTFT prediction error, p95",
+        "s",
+        "{{mode}}",
+        _quantile(0.95, "baton_prediction_error_seconds", "mode"),
+    ),
+    Panel(
+        "Regret per request",
+        "s",
+        (
+            ("{{mode}} mean", _mean("baton_router_regret_seconds", "mode")),
+            ("p95", _quantile(0.95, "baton_router_regret_seconds")),
+        ),
+        text="Cost of the chosen placement minus that of the best, computed afterwards.",
+    ),
+    _plot(
+        "Regret as a share of the end-to-end latency",
+        "percentunit",
+        "regret",
+        f"{_rate('baton_router_regret_seconds_sum')} / {_rate('baton_e2e_seconds_sum')}",
+    ),
+    _counted("Fallbacks per second", "baton_fallbacks", "reason"),
+)
+_FAULTS = (
+    _counted("Requests retried per second", "baton_retries", "reason"),
+    _counted("Responses migrated per second", "baton_migrations", "reason"),
+    _counted("Worker stream errors per second", "baton_stream_errors", "kind"),
+    _counted("Deadlines exceeded per second", "baton_timeouts", "phase"),
+    _counted("Requests cancelled per second", "baton_cancellations", "phase"),
+    _counted("Client timeouts per second", "baton_client_timeouts", "kind"),
+    _plot(
+        "Requests rejected per second",
+        "short",
+        "{{code}}",
+        f"{_rate('baton_rejections_total', 'code')} or vector(0)",
+    ),
+    _counted("Poison requests per second", "baton_poison_requests"),
+    _counted("Request leases expired per second", "baton_orphans", "worker"),
+    Panel(
+        "Damaged KV chunks per second",
+        "short",
+        (
+            (
+                "{{worker}} rejected",
+                f"{_rate('baton_chunks_refused_total', 'worker')} or vector(0)",
+            ),
+            ("{{worker}} pulled again", _rate("baton_chunks_repaired_total", "worker")),
+        ),
+    ),
+    _counted("Quarantines per second", "baton_quarantines", "worker"),
+    _plot(
+        "Background task failures per second",
+        "short",
+        "{{component}} {{task}}",
+        f"{_rate('baton_task_failures_total', 'component', 'task')} or vector(0)",
+    ),
+    _plot(
+        "Redis connected",
+        "short",
+        "{{component}} {{worker}}",
+        'min by (component, worker) (baton_registry_connected{fleet="$fleet"})',
+    ),
+)
+_COST = (
+    _plot(
+        "Cost per 1,000 output tokens",
+        "currencyUSD",
+        "output",
+        f"1000 * {_COST_A_SECOND} / ({_OUTPUT} > 0)",
+        text=f"Ready workers at ${PRICE} per hour each, divided by their output tokens.",
+    ),
+    _plot(
+        "Cost per 1,000 prompt and output tokens",
+        "currencyUSD",
+        "all",
+        f"1000 * {_COST_A_SECOND} / (({_PROMPT} + {_OUTPUT}) > 0)",
+    ),
+    _plot(
+        "Output tokens per second and ready worker",
+        "short",
+        "output",
+        f'{_OUTPUT} / sum(baton_workers{{fleet="$fleet", state="ready"}})',
+    ),
+    _plot(
+        "Engine utilisation", "percentunit", "{{worker}}", _rate("baton_step_seconds_sum", "worker")
+    ),
+    _plot(
+        "Output tokens per second by tenant",
+        "short",
+        "{{tenant}}",
+        _rate("baton_generation_tokens_total", "tenant"),
+        stacked=True,
+    ),
+)
 DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
-    "overview": (
-        "Baton: overview",
-        (
-            Panel(
-                "Workers by state",
-                "short",
-                (("{{role}} {{state}}", _gauge("baton_workers", "role", "state")),),
-            ),
-            Panel(
-                "Requests a second by status",
-                "reqps",
-                (("{{status}}", _rate("baton_requests_total", "status")),),
-                stacked=True,
-            ),
-            Panel("Time to first token", "s", _quantiles("baton_time_to_first_token_seconds")),
-            Panel("Gap between tokens", "s", _quantiles("baton_inter_token_seconds")),
-            Panel("Arrival to the last byte", "s", _quantiles("baton_e2e_seconds")),
-            Panel("Tokens a second", "short", (("prompt", _READ), ("written", _WRITTEN))),
-            Panel(
-                "The router's queue",
-                "short",
-                (
-                    ("waiting", _gauge("baton_queue_requests")),
-                    ("limit", _gauge("baton_queue_limit_requests")),
-                ),
-            ),
-            Panel(
-                "Requests at the workers",
-                "short",
-                (
-                    ("{{worker}} runs", _gauge("baton_running_requests", "worker")),
-                    ("{{worker}} waits", _gauge("baton_waiting_requests", "worker")),
-                ),
-            ),
-        ),
-    ),
-    "latency": (
-        "Baton: latency by phase",
-        (
-            Panel(
-                "Where the time of a request goes, mean",
-                "s",
-                (
-                    (
-                        "{{phase}}",
-                        f"{_rate('baton_phase_seconds_sum', 'phase')} / ignoring(phase) "
-                        f"group_left {_rate('baton_e2e_seconds_count')}",
-                    ),
-                ),
-                stacked=True,
-                text="The phases add up to arrival until the last byte out.",
-            ),
-            Panel(
-                "Phases, p95",
-                "s",
-                (("{{phase}}", _quantile(0.95, "baton_phase_seconds", "phase")),),
-            ),
-            Panel(
-                "Arrival to the second token", "s", _quantiles("baton_time_to_second_token_seconds")
-            ),
-            Panel("Time per output token", "s", _quantiles("baton_time_per_output_token_seconds")),
-            Panel(
-                "Engine steps by kind, mean",
-                "s",
-                (("{{worker}} {{kind}}", _mean("baton_step_seconds", "worker", "kind")),),
-            ),
-            Panel(
-                "Prompt tokens a second of the time spent on prompts",
-                "short",
-                (("{{worker}}", _PREFILL_SPEED),),
-                text="A worker's own speed, whatever it was given: a slow one stands apart.",
-            ),
-            Panel(
-                "Requests in an engine step, mean",
-                "short",
-                (("{{worker}}", _mean("baton_batch_requests", "worker")),),
-            ),
-            Panel("Cancel to the worker's end", "s", _quantiles("baton_release_seconds")),
-        ),
-    ),
-    "kv": (
-        "Baton: KV cache and hand-off",
-        (
-            Panel(
-                "KV blocks by state",
-                "short",
-                (
-                    (
-                        "{{worker}} {{state}}",
-                        _gauge("baton_kv_blocks", "worker", "state", where='state!="total"'),
-                    ),
-                ),
-                stacked=True,
-            ),
-            Panel(
-                "Leased part of the pool",
-                "percentunit",
-                (("{{worker}}", _gauge("baton_kv_usage_ratio", "worker")),),
-            ),
-            _counted("Evictions a second", "baton_kv_evictions", "worker"),
-            _counted("Preemptions a second", "baton_preemptions", "worker"),
-            Panel(
-                "KV to and from tiers below the pool",
-                "Bps",
-                (
-                    (
-                        "{{tier}} {{direction}}",
-                        _or_none(_rate("baton_kv_tier_moved_bytes_total", "tier", "direction")),
-                    ),
-                ),
-            ),
-            Panel(
-                "Blocks that tiers lost a second",
-                "short",
-                (
-                    (
-                        "{{tier}} {{reason}}",
-                        _or_none(_rate("baton_kv_tier_failures_total", "tier", "reason")),
-                    ),
-                ),
-            ),
-            Panel(
-                "Prompt tokens by source, at the router",
-                "short",
-                (("{{source}}", _rate(_OUR_PREFIX, "source", where=_ROUTER)),),
-                stacked=True,
-            ),
-            Panel(
-                "Part of prompts that was cached",
-                "percentunit",
-                (
-                    (
-                        "cached",
-                        f"{_rate(_OUR_PREFIX, where=_FOUND_LOCALLY)}"
-                        f" / {_rate(_OUR_PREFIX, where=_ROUTER)}",
-                    ),
-                ),
-            ),
-            _counted("Hand-offs a second", "baton_transfers", "worker", "outcome"),
-            Panel(
-                "KV bytes a second",
-                "Bps",
-                (
-                    (
-                        "{{worker}} {{direction}}",
-                        _rate("baton_transfer_bytes_total", "worker", "direction"),
-                    ),
-                ),
-            ),
-            Panel("Hand-off, first chunk to commit", "s", _quantiles("baton_transfer_seconds")),
-            Panel(
-                "Hand-off that a client waited for",
-                "s",
-                _quantiles("baton_transfer_exposed_seconds"),
-            ),
-            Panel(
-                "The router's prefix index",
-                "short",
-                (
-                    ("block hashes", _gauge("baton_prefix_index_hashes")),
-                    ("gaps", _rate("baton_prefix_index_sequence_gaps_total")),
-                ),
-            ),
-        ),
-    ),
-    "router": (
-        "Baton: router decisions and regret",
-        (
-            Panel(
-                "Placements by mode",
-                "short",
-                (("{{mode}}", _rate("baton_routes_total", "mode")),),
-                stacked=True,
-            ),
-            Panel(
-                "First token, predicted and actual, mean",
-                "s",
-                (
-                    ("{{mode}} predicted", _mean("baton_predicted_seconds", "mode")),
-                    ("{{mode}} actual", _mean("baton_actual_seconds", "mode")),
-                ),
-            ),
-            Panel(
-                "Error of the prediction, p95",
-                "s",
-                (("{{mode}}", _quantile(0.95, "baton_prediction_error_seconds", "mode")),),
-            ),
-            Panel(
-                "Regret of a request",
-                "s",
-                (
-                    ("{{mode}} mean", _mean("baton_router_regret_seconds", "mode")),
-                    ("p95", _quantile(0.95, "baton_router_regret_seconds")),
-                ),
-                text="Cost of the choice less that of the best candidate, both priced afterwards.",
-            ),
-            Panel(
-                "Regret as a part of all requests' time",
-                "percentunit",
-                (
-                    (
-                        "regret",
-                        f"{_rate('baton_router_regret_seconds_sum')}"
-                        f" / {_rate('baton_e2e_seconds_sum')}",
-                    ),
-                ),
-            ),
-            _counted("Fallbacks a second", "baton_fallbacks", "reason"),
-        ),
-    ),
-    "faults": (
-        "Baton: faults",
-        (
-            _counted("Requests that began anew", "baton_retries", "reason"),
-            _counted("Answers that went on elsewhere", "baton_migrations", "reason"),
-            _counted("Streams to workers that broke", "baton_stream_errors", "kind"),
-            _counted("Deadlines that passed", "baton_timeouts", "phase"),
-            _counted("Clients that went away", "baton_cancellations", "phase"),
-            _counted("Clients that were too slow", "baton_client_timeouts", "kind"),
-            Panel(
-                "Requests refused",
-                "short",
-                (("{{code}}", f"{_rate('baton_rejections_total', 'code')} or vector(0)"),),
-            ),
-            _counted("Requests ended because workers died of them", "baton_poison_requests"),
-            _counted("Requests that lapsed by lease", "baton_orphans", "worker"),
-            Panel(
-                "Chunks",
-                "short",
-                (
-                    (
-                        "{{worker}} refused",
-                        f"{_rate('baton_chunks_refused_total', 'worker')} or vector(0)",
-                    ),
-                    ("{{worker}} pulled again", _rate("baton_chunks_repaired_total", "worker")),
-                ),
-            ),
-            _counted("Page ranges quarantined", "baton_quarantines", "worker"),
-            Panel(
-                "Background tasks that raised",
-                "short",
-                (
-                    (
-                        "{{component}} {{task}}",
-                        f"{_rate('baton_task_failures_total', 'component', 'task')} or vector(0)",
-                    ),
-                ),
-            ),
-            Panel(
-                "Redis answers",
-                "short",
-                (
-                    (
-                        "{{component}} {{worker}}",
-                        'min by (component, worker) (baton_registry_connected{fleet="$fleet"})',
-                    ),
-                ),
-            ),
-        ),
-    ),
-    "cost": (
-        "Baton: cost per 1,000 tokens",
-        (
-            Panel(
-                "Cost of 1,000 written tokens",
-                "currencyUSD",
-                (("written", f"1000 * {_COST_A_SECOND} / ({_WRITTEN} > 0)"),),
-                text=f"All ready workers at ${PRICE} an hour each, divided by what they wrote.",
-            ),
-            Panel(
-                "Cost of 1,000 tokens, read or written",
-                "currencyUSD",
-                (("all", f"1000 * {_COST_A_SECOND} / (({_READ} + {_WRITTEN}) > 0)"),),
-            ),
-            Panel(
-                "Tokens a second for each ready worker",
-                "short",
-                (
-                    (
-                        "written",
-                        f'{_WRITTEN} / sum(baton_workers{{fleet="$fleet", state="ready"}})',
-                    ),
-                ),
-            ),
-            Panel(
-                "Part of the time that engines were busy",
-                "percentunit",
-                (("{{worker}}", _rate("baton_step_seconds_sum", "worker")),),
-            ),
-            Panel(
-                "Written tokens a second by tenant",
-                "short",
-                (("{{tenant}}", _rate("baton_generation_tokens_total", "tenant")),),
-                stacked=True,
-            ),
-        ),
-    ),
+    "overview": ("Baton: overview", _OVERVIEW),
+    "latency": ("Baton: latency by phase", _LATENCY),
+    "kv": ("Baton: KV cache and hand-offs", _KV),
+    "router": ("Baton: router decisions and regret", _ROUTER),
+    "faults": ("Baton: faults", _FAULTS),
+    "cost": ("Baton: cost per 1,000 tokens", _COST),
 }

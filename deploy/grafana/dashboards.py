@@ -1,7 +1,7 @@
-"""Grafana's dashboards, made of a table of queries: `python -m deploy.grafana.dashboards`.
+"""Generator of the Grafana dashboards: `python -m deploy.grafana.dashboards`.
 
-The JSON files in ``deploy/grafana/`` are written from here, so that they differ only in what they
-ask; a test compares them, and runs every query against a real Prometheus.
+Writes the JSON files in ``deploy/grafana/`` from a table of panels. A test compares the files, and
+runs every query against a real Prometheus.
 """
 
 import json
@@ -18,7 +18,7 @@ _PANEL_HEIGHT = 8
 
 
 def dashboard(name: str) -> dict[str, Any]:
-    """One dashboard as Grafana imports it."""
+    """Return one dashboard in Grafana's import format."""
     title, panels = DASHBOARDS[name]
     return {
         "uid": f"baton-{name}",
@@ -49,7 +49,7 @@ def _variables(name: str) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": PRICE,
-                "label": "price of a worker, an hour",
+                "label": "price per worker and hour",
                 "type": "textbox",
                 "query": DEFAULT_PRICE,
                 "current": {"text": DEFAULT_PRICE, "value": DEFAULT_PRICE},
@@ -93,12 +93,12 @@ def _panel(place: int, panel: Panel) -> dict[str, Any]:
 
 
 def text_of(name: str) -> str:
-    """A dashboard's file."""
+    """Return the content of a dashboard's JSON file."""
     return json.dumps(dashboard(name), indent=1) + "\n"
 
 
 def main() -> None:
-    """Write all files."""
+    """Write the JSON files of all dashboards."""
     for name in DASHBOARDS:
         (FOLDER / f"{name}.json").write_text(text_of(name), encoding="utf-8")
 

@@ -1,1 +1,1 @@
-"""The ``baton`` command."""
+"""Commands of the ``baton`` program."""

@@ -1,4 +1,4 @@
-"""`baton batch`: a file of requests, answered when there is room, over the router's own API."""
+"""`baton batch`: a file of requests, run with low priority over the router's batch API."""
 
 import json
 import time
@@ -16,20 +16,20 @@ _POLL_S = 1.0
 
 
 def batch(
-    file: Annotated[
-        str, typer.Argument(help="A file of requests, or the id of a batch to wait for.")
-    ],
+    file: Annotated[str, typer.Argument(help="File of requests, or id of a batch to wait for.")],
     fleet: FleetOption = None,
     url: Annotated[
-        str | None, typer.Option(help="A router elsewhere, e.g. http://host:8000.")
+        str | None, typer.Option(help="URL of a router elsewhere, such as http://host:8000.")
     ] = None,
-    window: Annotated[str, typer.Option(help="What is not done by then is given up.")] = "24h",
-    wait: Annotated[bool, typer.Option(help="Wait for the answers and fetch them.")] = True,
+    window: Annotated[
+        str, typer.Option(help="Time limit; requests that are not done by then are abandoned.")
+    ] = "24h",
+    wait: Annotated[bool, typer.Option(help="Wait for the batch and download its results.")] = True,
 ) -> None:
-    """Run the requests of a file, one a line as for OpenAI's batches, behind all others.
+    """Run a file of requests in OpenAI's batch format, one per line, with low priority.
 
-    The answers lie beside it: FILE.output.jsonl, and FILE.errors.jsonl if any line failed, which is
-    exit code 1. An API key is taken from OPENAI_API_KEY. Ctrl-C stops the waiting, not the batch.
+    Results are written to FILE.output.jsonl, and to FILE.errors.jsonl if any request failed (exit
+    code 1). The API key is read from OPENAI_API_KEY. Ctrl-C stops the waiting, not the batch.
     """
     with client_of(fleet, url) as client:
         try:
@@ -44,14 +44,16 @@ def _run(client: httpx.Client, file: str, window: str, *, wait: bool) -> None:
         record = _json(client.get(f"/v1/batches/{file}"))
     else:
         record = _begin(client, path, window)
-        typer.secho(f"{record['id']} has begun", err=True)
+        typer.secho(f"started {record['id']}", err=True)
     if not wait:
         typer.echo(record["id"])
         return
     try:
         record = _ended(client, record)
     except KeyboardInterrupt:
-        typer.secho(f"\nit goes on; `baton batch {record['id']}` waits for it", err=True)
+        typer.secho(
+            f"\nthe batch continues; wait for it with `baton batch {record['id']}`", err=True
+        )
         raise typer.Exit(130) from None
     _fetch(client, record, path)
     for fault in (record["errors"] or {}).get("data", []):
@@ -61,18 +63,20 @@ def _run(client: httpx.Client, file: str, window: str, *, wait: bool) -> None:
 
 
 def _begin(client: httpx.Client, path: Path, window: str) -> dict[str, Any]:
-    """Send the file and make a batch of it, for the call that its first line names."""
+    """Upload the file and create a batch for the endpoint that its first line names."""
     try:
         with path.open("rb") as lines:
             first = json.loads(lines.readline().removeprefix(b"\xef\xbb\xbf"))
             lines.seek(0)
             sent = _json(
-                client.post("/v1/files", files={"file": (path.name, lines)}, data=_FOR_BATCHES)
+                client.post(
+                    "/v1/files", files={"file": (path.name, lines)}, data={"purpose": "batch"}
+                )
             )
     except OSError as error:
-        fail(f"{path}: cannot be read: {error.strerror}")
+        fail(f"cannot read {path}: {error.strerror}")
     except ValueError as error:
-        fail(f"{path}: its first line is not JSON: {error}")
+        fail(f"{path}: the first line is not JSON: {error}")
     body = {
         "input_file_id": sent["id"],
         "endpoint": first.get("url") if isinstance(first, dict) else None,
@@ -81,11 +85,8 @@ def _begin(client: httpx.Client, path: Path, window: str) -> dict[str, Any]:
     return _json(client.post("/v1/batches", json=body))
 
 
-_FOR_BATCHES = {"purpose": "batch"}
-
-
 def _ended(client: httpx.Client, record: dict[str, Any]) -> dict[str, Any]:
-    """The record once it has ended; until then a line says how far it is."""
+    """Wait for the end of a batch while showing its progress, and return its record."""
     while record["status"] not in _ENDED:
         time.sleep(_POLL_S)
         record = _json(client.get(f"/v1/batches/{record['id']}"))
@@ -96,7 +97,7 @@ def _ended(client: httpx.Client, record: dict[str, Any]) -> dict[str, Any]:
 
 def _progress(record: dict[str, Any]) -> str:
     counts = record["request_counts"]
-    done = f"{counts['completed']} of {counts['total']} answered, {counts['failed']} failed"
+    done = f"{counts['completed']} of {counts['total']} done, {counts['failed']} failed"
     return f"{record['status']}: {done}    "
 
 
@@ -119,7 +120,7 @@ def _fetch(client: httpx.Client, record: dict[str, Any], path: Path) -> None:
 
 
 def _json(answer: httpx.Response) -> dict[str, Any]:
-    """The answer's object; the command fails with the router's message where there is none."""
+    """Return the object in a response, or exit with the router's error message."""
     try:
         found = answer.json()
         if answer.is_success and isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""`baton capacity`: its options and its table."""
+"""`baton capacity`: options and table."""
 
 import json
 from typing import Annotated, Literal
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.config.fleet_file import DEFAULT_MODEL
+from fleet.cli.common import fail
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -15,35 +16,48 @@ _MIB = 1 << 20
 
 def capacity(
     model: Annotated[
-        str, typer.Argument(help="Model reference, as `model:` in a fleet file.")
+        str, typer.Argument(help="Model reference, like `model:` in a fleet file.")
     ] = DEFAULT_MODEL,
     context: Annotated[
         int | None,
-        typer.Option(min=1, help="Prompt and answer of each request, in tokens. Default: all."),
+        typer.Option(
+            min=1,
+            help="Prompt and response of each request, in tokens. Default: the model's limit.",
+        ),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 1,
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="As in a fleet file.")] = "bf16",
+    concurrency: Annotated[int, typer.Option(min=1, help="Number of concurrent requests.")] = 1,
+    dtype: Annotated[
+        Literal["bf16", "fp32"], typer.Option(help="Data type, `dtype` in a fleet file.")
+    ] = "bf16",
     weights: Annotated[
-        Literal["none", "int8", "int4"], typer.Option(help="`quantisation.weights`.")
+        Literal["none", "int8", "int4"],
+        typer.Option(help="Weights, `quantisation.weights` in a fleet file."),
     ] = "none",
-    kv: Annotated[Literal["none", "int8", "fp8"], typer.Option(help="`quantisation.kv`.")] = "none",
+    kv: Annotated[
+        Literal["none", "int8", "fp8"],
+        typer.Option(help="KV cache, `quantisation.kv` in a fleet file."),
+    ] = "none",
     numerics: Annotated[
-        Literal["exact", "fast"], typer.Option(help="As in a fleet file.")
+        Literal["exact", "fast"], typer.Option(help="Numerics mode, `numerics` in a fleet file.")
     ] = "exact",
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="Ranks of the worker, all on one machine.")
+        int, typer.Option(min=1, help="Number of ranks, all on one machine.")
     ] = 1,
     draft: Annotated[
-        str | None, typer.Option(help="Reference of the draft model, as in `speculation`.")
+        str | None,
+        typer.Option(help="Reference of the draft model, like `draft` in `speculation`."),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(min=0.1, help="GiB to fit into. Default: what is free here.")
+        float | None,
+        typer.Option(min=0.1, help="Memory limit in GiB. Default: free memory of this machine."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")
+    ] = False,
 ) -> None:
-    """Say how much memory one worker needs, and what fits, without starting anything.
+    """Compute the memory that one worker needs, and whether it fits. Starts nothing.
 
-    The exit code is 1 when it does not fit.
+    Exit code 1 if it does not fit.
 
     Example: `baton capacity --context 4096 --concurrency 16 --weights int8 --kv int8`.
     """
@@ -67,13 +81,12 @@ def capacity(
             draft=None if draft is None else resolve_model(draft).config,
         )
     except ModelError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error[/] {error}")
-        raise typer.Exit(1) from error
+        fail(str(error))
     if as_json:
         typer.echo(json.dumps(plan.as_json(), indent=1))
         raise typer.Exit(0 if plan.fits else 1)
     table = Table(title="one worker", show_header=False)
-    table.add_column("what")
+    table.add_column("part")
     table.add_column("MiB", justify="right")
     need = plan.need
     ranks = f" of {tensor_parallel} ranks" if tensor_parallel > 1 else ""
@@ -82,21 +95,21 @@ def capacity(
         ("weights: layers", need.layers),
         ("weights: embedding", need.embedding),
         ("weights: head", need.head),
-        ("workspace of a step", need.workspace),
+        ("workspace of one step", need.workspace),
         *([("draft model", need.draft)] if draft else []),
-        (f"KV: {plan.kv_blocks} blocks, {plan.kv_bytes_per_token} bytes a token", plan.kv_bytes),
+        (f"KV: {plan.kv_blocks} blocks, {plan.kv_bytes_per_token} bytes per token", plan.kv_bytes),
     ):
         table.add_row(what, f"{size / _MIB:,.0f}")
     table.add_section()
-    table.add_row("all", f"{plan.total / _MIB:,.0f}")
+    table.add_row("total", f"{plan.total / _MIB:,.0f}")
     table.add_row("while loading", f"{(need.total + need.loading) / _MIB:,.0f}")
-    table.add_row("free" if memory is None else "given", f"{free / _MIB:,.0f}")
+    table.add_row("free" if memory is None else "limit", f"{free / _MIB:,.0f}")
     console = Console()
     console.print(table)
     verdict = "fit" if plan.fits else "do [bold red]not[/] fit"
     console.print(
-        f"{concurrency} requests of {plan.context_tokens} tokens {verdict}; "
-        f"{plan.fitting_requests} would"
+        f"{concurrency} requests of {plan.context_tokens} tokens {verdict}; the maximum is "
+        f"{plan.fitting_requests}"
     )
     if not plan.fits:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`baton chat`: a terminal conversation over the router's own HTTP API."""
+"""`baton chat`: a conversation in the terminal, over the router's HTTP API."""
 
 import json
 from typing import Annotated, Any
@@ -11,22 +11,26 @@ from fleet.cli.reach import client_of
 
 
 def chat(
-    prompt: Annotated[str | None, typer.Argument(help="Ask this once instead of talking.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="One question instead of a conversation.")
+    ] = None,
     fleet: FleetOption = None,
     url: Annotated[
-        str | None, typer.Option(help="A router elsewhere, e.g. http://host:8000.")
+        str | None, typer.Option(help="URL of a router elsewhere, such as http://host:8000.")
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="auto, disaggregated or colocated (header x-baton-mode).")
+        str, typer.Option(help="Value of x-baton-mode: auto, disaggregated or colocated.")
     ] = "auto",
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum output tokens per response.", min=1)
+    ] = 256,
     temperature: Annotated[
-        float, typer.Option(help="0 always gives the likeliest answer.", min=0, max=2)
+        float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0, max=2)
     ] = 0.0,
 ) -> None:
-    """Talk to the model; shows after each answer which workers gave it.
+    """Chat with the model. Each response is followed by the workers that served it.
 
-    An API key is taken from OPENAI_API_KEY.
+    The API key is read from OPENAI_API_KEY.
     """
     with client_of(fleet, url, {"x-baton-mode": mode}) as client:
         try:
@@ -36,16 +40,7 @@ def chat(
 
 
 def _talk(client: httpx.Client, prompt: str | None, sampling: dict[str, float]) -> None:
-    """Ask once, or until the end of input.
-
-    Args:
-        client: To the router.
-        prompt: One question, or None to read questions from the terminal.
-        sampling: Further fields of the request, such as ``max_tokens``.
-
-    Raises:
-        httpx.HTTPError: The router cannot be reached.
-    """
+    """Send one prompt, or every line of the terminal until the end of input."""
     messages: list[dict[str, str]] = []
     for question in [prompt] if prompt is not None else _questions():
         messages.append({"role": "user", "content": question})
@@ -74,8 +69,7 @@ def _assistant_message(answer: str) -> dict[str, str]:
 def _ask(
     client: httpx.Client, messages: list[dict[str, str]], sampling: dict[str, float]
 ) -> str | None:
-    """Stream one answer to the terminal; None when it failed."""
-    # The fleet serves one model; the router says under which name.
+    """Stream one response to the terminal and return its text; None if it failed."""
     model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
     body = {"model": model, "messages": messages, "stream": True, **sampling}
     parts: list[str] = []

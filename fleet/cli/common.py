@@ -1,13 +1,14 @@
-"""What commands share: the fleet file, the fleets of this machine, and how a command fails."""
+"""Helpers of all commands: the fleet file, this machine's fleets, errors."""
 
 import os
 import sys
 from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Protocol
+from typing import Annotated, Any, NoReturn
 
 import httpx
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -28,29 +29,23 @@ FileArgument = Annotated[
 ]
 
 
-class Reachable(Protocol):
-    """A fleet's router, and a key that is an operator's there."""
+class RemoteFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet that is reached through one of its routers."""
 
-    @property
-    def url(self) -> str:
-        """Of the router."""
-
-    @property
-    def fleet_token(self) -> str:
-        """The key."""
-
-    @property
-    def certificate(self) -> str:
-        """Of the router, if it is on this host and speaks HTTPS."""
+    name: str
+    url: str
+    fleet_token: str  # an operator key, which has the same permissions
+    certificate: str = ""  # empty: verified with this host's CAs
 
 
 FleetOption = Annotated[
-    str | None, typer.Option("--fleet", help="Which fleet, when several run on this machine.")
+    str | None,
+    typer.Option("--fleet", help="Name of the fleet; needed when several run on this machine."),
 ]
 
 
 def load_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetConfig]:
-    """The same as `read_fleet_file`; the command fails where the file is wrong."""
+    """Read the fleet file like `read_fleet_file`, and exit with its error if it is invalid."""
     try:
         return read_fleet_file(file, port)
     except ConfigError as error:
@@ -58,10 +53,10 @@ def load_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetCon
 
 
 def read_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetConfig]:
-    """The fleet file and what it says, with the port from the option or BATON_PORT.
+    """Return the fleet file's path and configuration, with the port from --port or BATON_PORT.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: The file is missing or invalid.
     """
     path = file or Path(os.environ.get("BATON_CONFIG") or DEFAULT_FILE)
     overrides: dict[str, object] = {}
@@ -75,29 +70,29 @@ def read_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetCon
 
 
 def known_fleet(fleet: str | None) -> FleetState | None:
-    """The fleet that is meant, running or not."""
+    """Return the selected fleet's state, running or not; None if there is none."""
     states = fleet_state.load_all()
     if fleet is not None:
         return next((state for state in states if state.name == fleet), None)
     running = [state for state in states if state.running]
     if len(running) > 1:
         names = ", ".join(state.name for state in running)
-        fail(f"several fleets are running ({names}): choose one with --fleet NAME")
+        fail(f"several fleets are running ({names}): select one with --fleet NAME")
     return next(iter(running or states), None)
 
 
 def running_fleet(fleet: str | None) -> FleetState:
-    """The fleet that is meant; the command fails where it is not running."""
+    """Return the selected fleet's state; exit with an error if it is not running."""
     state = known_fleet(fleet)
     if state is None or not state.running:
-        fail("no fleet is running here: `baton up` starts one", NOT_RUNNING)
+        fail("no fleet is running on this machine: start one with `baton up`", NOT_RUNNING)
     return state
 
 
-def get_json(state: Reachable, path: str, **parameters: str | int) -> Any:
-    """What the fleet's router answers to a GET with the fleet's own token, an operator's.
+def get_json(state: FleetState | RemoteFleet, path: str, **parameters: str | int) -> Any:
+    """Send a GET with the operator key to the router and return its JSON.
 
-    The command fails where the router does not answer, or with another status than 200.
+    Exits with an error if the router does not respond, or responds with a status other than 200.
     """
     try:
         answer = httpx.get(
@@ -116,23 +111,23 @@ def get_json(state: Reachable, path: str, **parameters: str | int) -> Any:
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header that shows a key; none for an empty one."""
+    """Return the authorization header for a key; empty without a key."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def emulated_note(timing: str) -> str:
-    """What is said wherever an emulated fleet is shown."""
-    return f"EMULATED: no model runs, answers are made up; steps last as in {timing}"
+    """Return the notice that is shown wherever an emulated fleet appears."""
+    return f"EMULATED: no model runs, responses are synthetic; step times follow {timing}"
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """Show an error and end with this exit code."""
+    """Print an error and exit with this code."""
     show_error(message)
     raise typer.Exit(code)
 
 
 def show_error(message: str) -> None:
-    """One line on standard error, with the time."""
+    """Print one line with the time to standard error."""
     stamp = datetime.now(UTC).astimezone().strftime("%H:%M:%S")
     Console(stderr=True, highlight=False, soft_wrap=True).print(
         f"[bold red]error[/] [dim]{stamp}[/] {escape(message)}"

@@ -1,4 +1,4 @@
-"""`baton explain`: why a request went where it went, and why it took so long."""
+"""`baton explain`: the placement of a request, and where its time went."""
 
 import json
 from typing import Annotated, Any
@@ -21,17 +21,19 @@ def explain(
         str | None,
         typer.Argument(
             metavar="[REQUEST_ID]",
-            help="The answer's `x-request-id`. Without one, the slowest requests are listed.",
+            help="`x-request-id` of the response. Default: list the slowest requests.",
         ),
     ] = None,
     fleet: FleetOption = None,
     newest: Annotated[
-        bool, typer.Option("--newest", help="List the latest instead of the slowest.")
+        bool, typer.Option("--newest", help="List the latest requests, not the slowest.")
     ] = False,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=500)] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="The router's answer, as it is.")] = False,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=500, help="Number of listed requests.")
+    ] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the router's response.")] = False,
 ) -> None:
-    """Say why a request was slow: its waits, its route and the price of every other one."""
+    """Explain why a request was slow: its phases, its placement and the cost of each candidate."""
     state = running_fleet(fleet)
     console = Console()
     if request_id is None:
@@ -40,7 +42,7 @@ def explain(
         shown: RenderableType = list_of(answer["requests"])
     else:
         answer = get_json(state, f"/fleet/requests/{request_id}")
-        shown = Group(*(story_of(one) for one in answer.get("parts", [answer])))
+        shown = Group(*(report_of(one) for one in answer.get("parts", [answer])))
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
     else:
@@ -48,7 +50,7 @@ def explain(
 
 
 def list_of(requests: list[dict[str, Any]]) -> RenderableType:
-    """The list of requests, a sentence for each."""
+    """Return the list of requests with one sentence each."""
     if not requests:
         return Text("no request yet")
     table = Table("took", "first token", "tokens", "request", box=None, padding=(0, 1))
@@ -56,18 +58,16 @@ def list_of(requests: list[dict[str, Any]]) -> RenderableType:
         column.no_wrap = True
     for one in requests:
         first_s = one["first_token_s"]
-        route = route_of(one)
         table.add_row(
             _s(one["elapsed_s"]),
             _s(first_s) if first_s is not None else "-",
             f"{one['prompt_tokens']} → {one['completion_tokens']}",
-            Text.assemble((one["id"], "bold"), f"  {route}\n{one['sentence']}"),
+            Text.assemble((one["id"], "bold"), f"  {_route(one)}\n{one['sentence']}"),
         )
     return table
 
 
-def route_of(one: dict[str, Any]) -> str:
-    """``prefill-0 → decode-1``, or one worker's name, or what it waits for."""
+def _route(one: dict[str, Any]) -> str:
     if one["decode"] is None:
         return "-" if one["state"] == "ended" else "waits"
     if one["prefill"] == one["decode"]:
@@ -75,54 +75,57 @@ def route_of(one: dict[str, Any]) -> str:
     return f"{one['prefill']} → {one['decode']}"
 
 
-def story_of(story: dict[str, Any]) -> RenderableType:
-    """One request, the sentence first."""
-    route = story["route"] or {}
-    head = Text.assemble((story["id"], "bold"), f"  {story['state']}, tenant {story['tenant']}")
-    why = Text(story["why"]["sentence"], style="bold yellow")
+def report_of(report: dict[str, Any]) -> RenderableType:
+    """Return the report of one request."""
+    route = report["route"] or {}
+    head = Text.assemble((report["id"], "bold"), f"  {report['state']}, tenant {report['tenant']}")
+    why = Text(report["why"]["sentence"], style="bold yellow")
     where = "was not placed"
     if route:
         where = f"{route['mode']}: {route['prefill']} → {route['decode']}"
-        where += f", {route['cached_tokens']} of {story['prompt_tokens']} prompt tokens cached"
-    if story["regret_s"] is not None:
-        where += f", regret {_s(story['regret_s'])}"
-        if better := story["better"]:
+        where += f", {route['cached_tokens']} of {report['prompt_tokens']} prompt tokens cached"
+    if report["regret_s"] is not None:
+        where += f", regret {_s(report['regret_s'])}"
+        if better := report["better"]:
             where += f" (better: {better['prefill'] or better['decode']} → {better['decode']})"
-    if givers := story.get("prefix_from"):
-        named = (f"{one['worker_id']} (up to block {one['blocks']})" for one in givers)
-        where += "\nthe prompt's first blocks were asked of " + ", then ".join(named)
-    parts: list[RenderableType] = [head, why, Text(where), Text(), _phases(story)]
-    if story["longest_gaps"]:
+    if sources := report.get("prefix_from"):
+        named = (f"{one['worker_id']} (until block {one['blocks']})" for one in sources)
+        where += "\nprompt prefix pulled from " + ", then ".join(named)
+    parts: list[RenderableType] = [head, why, Text(where), Text(), _phases(report)]
+    if report["longest_gaps"]:
         gaps = "; ".join(
             f"{_s(gap['gap_s'])} before token {gap['before_token']}"
-            for gap in story["longest_gaps"]
+            for gap in report["longest_gaps"]
         )
-        parts += [Text(f"longest gaps: {gaps} (usually {_s(story['usual_gap_s'])})")]
-    if (times := story["worker_times_s"]) and (times["preemptions"] or times["repaired_chunks"]):
-        told = f"{times['preemptions']} preemptions, {times['repaired_chunks']} frames pulled again"
-        parts.append(Text(told))
-    parts += [Text(), _candidates(story), Text(), _timeline(story)]
+        parts += [Text(f"longest gaps: {gaps} (usually {_s(report['usual_gap_s'])})")]
+    if (times := report["worker_times_s"]) and (times["preemptions"] or times["repaired_chunks"]):
+        repaired = f"{times['repaired_chunks']} KV chunks pulled again"
+        parts.append(Text(f"{times['preemptions']} preemptions, {repaired}"))
+    parts += [Text(), _candidates(report), Text(), _timeline(report)]
     return Group(*parts)
 
 
-def _phases(story: dict[str, Any]) -> Table:
+def _phases(report: dict[str, Any]) -> Table:
     table = Table("phase", "took", "", box=None, padding=(0, 1))
-    total_s = story["elapsed_s"] or 1.0
-    for name, took_s in story["phases_s"].items():
+    total_s = report["elapsed_s"] or 1.0
+    for name, took_s in report["phases_s"].items():
         table.add_row(name, _s(took_s), "█" * round(_BAR * min(took_s / total_s, 1.0)))
-    table.add_row("in all", _s(story["elapsed_s"]), "")
+    table.add_row("total", _s(report["elapsed_s"]), "")
     return table
 
 
-def _candidates(story: dict[str, Any]) -> RenderableType:
-    candidates = story["candidates"]
+def _candidates(report: dict[str, Any]) -> RenderableType:
+    candidates = report["candidates"]
     if not candidates:
-        return Text("no candidates: it was never placed")
+        return Text("no candidates: the request was never placed")
     names = [name.removesuffix("_s") for name in Terms._fields]
     table = Table("", "candidate", "cost", *names, "to compute", box=None, padding=(0, 1))
     for one in candidates[:_SHOWN_CANDIDATES]:
         pair = (one["prefill"], one["decode"])
-        chosen = story["chosen"] and pair == (story["chosen"]["prefill"], story["chosen"]["decode"])
+        chosen = report["chosen"] and pair == (
+            report["chosen"]["prefill"],
+            report["chosen"]["decode"],
+        )
         table.add_row(
             "→" if chosen else "",
             escape(" → ".join(filter(None, pair))),
@@ -136,9 +139,9 @@ def _candidates(story: dict[str, Any]) -> RenderableType:
     return table
 
 
-def _timeline(story: dict[str, Any]) -> Table:
+def _timeline(report: dict[str, Any]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 1))
-    for event in story["timeline"]:
+    for event in report["timeline"]:
         table.add_row(f"{event['at_s']:.3f} s", escape(event["event"]))
     return table
 

@@ -1,4 +1,4 @@
-"""Commands that only look: `baton status`, `logs` and `config check`."""
+"""Read-only commands: `baton status`, `baton logs` and `baton config check`."""
 
 import json
 import subprocess
@@ -13,13 +13,14 @@ from rich.table import Table
 from fleet.cli.common import (
     FileArgument,
     FleetOption,
+    RemoteFleet,
     emulated_note,
     fail,
     get_json,
     known_fleet,
     load_fleet_file,
 )
-from fleet.cli.reach import KeyOption, RemoteFleet, UrlOption, order, reach
+from fleet.cli.reach import KeyOption, UrlOption, order, reach
 from fleet.local import preflight
 from fleet.local import state as fleet_state
 from fleet.local.state import FleetState
@@ -29,11 +30,11 @@ def status(
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="The router's /fleet, as it is.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the response of /fleet.")] = False,
 ) -> None:
-    """Show the workers: state, blocks, load, and what was handed over.
+    """Show the workers: state, load, KV blocks, and the hand-offs.
 
-    Exit code 0 when every worker is ready, 1 when some are not, 3 when nothing runs.
+    Exit code 0 if all workers are ready, 1 if some are not, 3 if no fleet is running.
     """
     state = reach(fleet, url, api_key)
     answer = get_json(state, "/fleet")
@@ -47,7 +48,7 @@ def status(
             console.print(f"[bold yellow]{emulated_note(timing)}[/]")
         console.print(_worker_table(workers))
         for worker in workers:
-            if reason := worker.get("reason"):  # older routers do not say
+            if reason := worker.get("reason"):  # absent in older routers' responses
                 console.print(escape(f"{worker['id']}: {reason}"))
         moved = answer["transfers"]
         console.print(
@@ -58,7 +59,7 @@ def status(
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table("worker", "state", "life", "host", "running", "waiting", "KV blocks")
+    table = Table("worker", "state", "epoch", "host", "running", "waiting", "KV blocks")
     table.add_column("address", no_wrap=True)
     colours = {"ready": "green", "dead": "red"}
     for worker in workers:
@@ -77,7 +78,7 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def _processes(worker: dict[str, Any]) -> str:
-    """``host:pid``; of ranks on several hosts a line for each, the leader's first."""
+    """Return ``host:pid``; of ranks on several hosts one line each, the leader's first."""
     hosts = worker.get("rank_hosts", [])
     if len(set(hosts)) < 2:
         return f"{worker['host']}:{worker['pid']}"
@@ -86,17 +87,20 @@ def _processes(worker: dict[str, Any]) -> str:
 
 def logs(
     worker: Annotated[
-        str | None, typer.Argument(help="prefill-0, decode-0, router, controller, redis; or all.")
+        str | None,
+        typer.Argument(help="prefill-0, decode-0, router, controller or redis. Default: all."),
     ] = None,
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they grow.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="How many of each, at most.")] = 50,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines as they are written.")
+    ] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Maximum lines per file.")] = 50,
 ) -> None:
-    """Show what the processes of a fleet wrote, on every node; also of one that has ended here.
+    """Show the logs of a fleet's processes on all nodes, also after the fleet has stopped.
 
-    ``--follow`` shows this machine's files.
+    --follow shows the files of this machine only.
     """
     state = known_fleet(fleet) if url is None else None
     if url is not None or (state is not None and state.running and state.on_cluster and not follow):
@@ -110,23 +114,22 @@ def logs(
     files = sorted(folder.glob(f"{worker}*.log" if worker else "*.log"))
     if not files:
         names = ", ".join(sorted(path.stem for path in folder.glob("*.log"))) or "none yet"
-        fail(f"no log of {worker or 'anything'} in {folder} (there are: {names})")
+        fail(f"no log of {worker or 'any process'} in {folder} (found: {names})")
     command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
 def _remote_logs(place: FleetState | RemoteFleet, worker: str | None, lines: int) -> None:
-    """The ends of the files of every node, as its controller gets them."""
     found = order(place, "logs", [worker] if worker else [], {"lines": lines}, timeout_s=30.0)
     if not any(found.values()):
-        fail(f"no node has a log of {worker or 'anything'}")
+        fail(f"no node has a log of {worker or 'any process'}")
     for node, files in found.items():
         for name, text in files.items():
             typer.echo(f"==> {node}: {name} <==\n{text}\n")
 
 
 def config_check(file: FileArgument = None) -> None:
-    """Check a fleet file, its model included. Each problem comes with its line."""
+    """Check a fleet file and its model. Each error names its line."""
     config_file, config = load_fleet_file(file, None)
     try:
         model = preflight.describe_model(config)

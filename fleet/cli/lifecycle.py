@@ -1,4 +1,4 @@
-"""`baton up` and `baton down`: a fleet on this machine, from start to end."""
+"""`baton up` and `baton down`: start and stop a fleet on this machine."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ _KILLED_LIMIT_S = 2.0
 _REFUSALS = (
     *(FleetError, CapacityError, RedisError, PortTakenError, LeaseTakenError, ValueError),
     RegistryUnavailableError,
-    OSError,  # a full disk, a folder of another user: it names the file
+    OSError,  # such as a full disk; the message names the file
 )
 
 
@@ -49,45 +49,43 @@ def up(
     file: FileArgument = None,
     address: Annotated[
         str | None,
-        typer.Option(help="An existing Ray cluster (`auto` or HOST:PORT) instead of a local Ray."),
+        typer.Option(help="Existing Ray cluster (`auto` or HOST:PORT). Default: a private Ray."),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port of the router, instead of the file's. Also BATON_PORT.")
+        int | None, typer.Option(help="Port of the router. Default: BATON_PORT, else the file's.")
     ] = None,
     take_over: Annotated[
         bool,
-        typer.Option("--take-over", help="Run the fleet although another `baton up` does."),
+        typer.Option("--take-over", help="Take the fleet over from another `baton up`."),
     ] = False,
     leave: Annotated[
         bool,
         typer.Option(
             "--leave",
-            help="With --address: a stop leaves controller and workers for the next `up` to adopt; "
-            "`baton down FILE --address` ends them.",
+            help="With --address: keep controller and workers running after a stop, for the next "
+            "`up` to adopt; `baton down FILE --address` ends them.",
         ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Only say what would change in the fleet that runs here, or with --address which "
-            "node would take what.",
+            help="Show what would change in the running fleet, or with --address the nodes of the "
+            "workers, and exit.",
         ),
     ] = False,
     reconcile: Annotated[
         bool,
-        typer.Option(
-            "--reconcile", help="Make the fleet that runs here what its file says now, and return."
-        ),
+        typer.Option("--reconcile", help="Apply a changed file to the running fleet, and exit."),
     ] = False,
 ) -> None:
-    """Start a fleet and stay in the foreground; Ctrl-C stops all of it.
+    """Start a fleet and run it in the foreground; Ctrl-C stops it.
 
-    Starts Redis, Ray, the workers and a router on this machine, shows what it waits for, and
-    prints one line with the URL when a request can be sent.
+    Starts Redis, Ray, the workers and a router on this machine, shows the progress, and prints the
+    URL when the fleet is ready.
 
-    A file that has changed is taken over by `baton up FILE --reconcile` while the fleet serves: it
-    adds, drains and renews workers, as many as needed; with --dry-run it says which.
+    `baton up FILE --reconcile` applies a changed file while the fleet serves: it adds, drains and
+    restarts workers as needed. With --dry-run it only lists them.
 
     Examples: `baton up`, `baton up deploy/local-2x2.yaml`, `BATON_PORT=9000 baton up`.
     """
@@ -99,7 +97,10 @@ def up(
         console.print(f"[dim]{time.monotonic() - began_s:6.1f} s[/]  {escape(line)}")
 
     if address is not None and config.pools.roles == "auto":
-        fail("pools.roles = auto is for a fleet on one host: say prefill and decode")
+        fail(
+            "pools.roles = auto works on one host only, not with --address: set pools.prefill and "
+            "pools.decode"
+        )
     if reconcile or (dry_run and address is None):
         reconcile_running(config_file, settled(config, known(config)), dry_run=dry_run)
         return
@@ -107,7 +108,7 @@ def up(
         _show_plan(config, address)
         return
     config = _with_roles(config, say)
-    file_again = config_file.absolute()  # now: the supervisor changes the current folder
+    file_again = config_file.absolute()  # before the supervisor changes the current folder
     supervisor = Supervisor(
         config,
         config_file,
@@ -127,17 +128,16 @@ def up(
 
 
 def _with_roles(config: FleetConfig, say: Callable[[str], None]) -> FleetConfig:
-    """The configuration with its workers, by what was measured on this host, or is now."""
     if config.pools.roles != "auto":
         return config
     measured = None
     if config.pools.engine.emulated is None and (measured := known(config)) is None:
-        say("roles: auto: measuring this host, once for this model (some 5 s)")
+        say("roles: auto: measuring this host, once per model (about 5 s)")
         try:
             measured = measure(config)
         except RuntimeError as error:
             say(f"note: {error}")
-    say(f"roles: {measured or 'a prefill and a decode worker: nothing was measured'}")
+    say(f"roles: {measured or 'a prefill and a decode worker (not measured)'}")
     return settled(config, measured)
 
 
@@ -178,13 +178,15 @@ def down(
     file: FileArgument = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Of a Ray cluster: also what this machine knows nothing of is ended."),
+        typer.Option(
+            help="Ray cluster in which the file's fleet is ended, wherever it was started."
+        ),
     ] = None,
 ) -> None:
-    """Stop a fleet that runs elsewhere, and clean up what a killed one left behind.
+    """Stop a running fleet, and clean up after one that was killed.
 
-    Without a file and without BATON_CONFIG: every fleet of this user on this machine. With
-    ``--address``, the file's fleet in that cluster: its controller, workers and places.
+    Without a file and without BATON_CONFIG: all fleets of this user on this machine. With
+    --address: the file's fleet in that cluster, with its controller, workers and placement groups.
     """
     if address is not None:
         _clean_cluster(load_fleet_file(file, None)[1], address)
@@ -202,14 +204,14 @@ def down(
 
 def _clean_cluster(config: FleetConfig, address: str) -> None:
     for state in fleet_state.load_all():
-        if state.fleet == config.fleet:  # or it would start again what is ended
+        if state.fleet == config.fleet:  # else its supervisor restarts what is ended here
             _bring_down(state)
     call = ClusterCall(verb="clean", address=address, config_json=config.to_json())
     try:
         left = call_cluster(call, Path(os.devnull)).left
     except CapacityError as error:
         fail(str(error))
-    typer.echo(f"{config.fleet}: nothing is left in the cluster ({left} leftovers ended)")
+    typer.echo(f"{config.fleet}: removed from the cluster ({left} leftovers ended)")
 
 
 def _bring_down(state: FleetState) -> bool:

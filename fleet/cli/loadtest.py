@@ -1,4 +1,4 @@
-"""What `baton loadtest` is told of the fleet on this machine."""
+"""The local fleet as `baton loadtest` uses it."""
 
 import asyncio
 
@@ -13,12 +13,12 @@ from loadtest.commands.options import LocalFleet
 
 
 def give_local_fleet(ctx: typer.Context) -> None:
-    """Load any OpenAI-compatible server and see what its users would see."""
+    """Load-test any OpenAI-compatible server and report its users' latency."""
     ctx.obj = local_fleet
 
 
 def local_fleet() -> LocalFleet | None:
-    """The running fleet of this machine, if there is exactly one."""
+    """Return the running fleet of this machine, if there is exactly one."""
     state = known_fleet(None)
     if state is None or not state.running:
         return None
@@ -32,7 +32,7 @@ def local_fleet() -> LocalFleet | None:
 
 
 def _redis_pid(state: FleetState) -> int | None:
-    """The fleet's own Redis, now; None where it uses another's."""
+    """Return the process id of the embedded Redis; None if the fleet uses an external one."""
     supervisor = state.supervisor.find()
     try:
         children = supervisor.children() if supervisor is not None else []
@@ -49,4 +49,4 @@ async def _roll(state: FleetState) -> str:
         return str(error)
     finally:
         await registry.close()
-    return "the controller did not answer" if answer is None else answer.problem
+    return "the controller did not respond" if answer is None else answer.problem

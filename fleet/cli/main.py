@@ -1,4 +1,4 @@
-"""The `baton` command. Each function in the list is one command; its docstring is its help."""
+"""The `baton` command. Each listed function is one command; its docstring is the help text."""
 
 import importlib.metadata
 import os
@@ -25,9 +25,9 @@ from loadtest.lab.cli import lab
 from loadtest.simulator.cli import simulate
 
 app = typer.Typer(
-    help="Baton serves a large language model from a fleet: prefill workers read prompts, decode "
-    "workers write answers, and the KV cache is the baton.\n\nStart with `baton up`, then `baton "
-    "chat`. `baton doctor` says what is missing on this machine.",
+    help="Baton serves a large language model from a fleet: prefill workers compute prompts and "
+    "hand the KV cache to decode workers, which generate the responses.\n\nStart with `baton up`, "
+    "then `baton chat`. `baton doctor` checks this machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,7 +39,7 @@ for command in (
 ):
     app.command()(command)
 
-config_app = typer.Typer(help="Look at fleet files.", no_args_is_help=True)
+config_app = typer.Typer(help="Check fleet files.", no_args_is_help=True)
 config_app.command("check")(config_check)
 app.add_typer(config_app, name="config")
 app.add_typer(loadtest_app, name="loadtest", callback=give_local_fleet)
@@ -48,20 +48,18 @@ app.add_typer(loadtest_app, name="loadtest", callback=give_local_fleet)
 @app.callback(invoke_without_command=True)
 def root(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and end.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
     cacert: Annotated[
         Path | None,
-        typer.Option(
-            envvar="BATON_CACERT", help="PEM: believe routers whose certificate this one signed."
-        ),
+        typer.Option(envvar="BATON_CACERT", help="CA bundle (PEM) for verifying routers."),
     ] = None,
 ) -> None:
-    """Options that stand before a command."""
+    """Apply the options that precede a command."""
     if cacert is not None:
         if not cacert.is_file():
-            fail(f"--cacert {cacert}: there is no such file")
+            fail(f"--cacert {cacert}: no such file")
         os.environ["SSL_CERT_FILE"] = str(cacert.resolve())
-    ctx.obj = local_fleet  # for commands that ask a fleet where no URL is named
+    ctx.obj = local_fleet  # for commands that are given no URL
     if version:
         typer.echo(f"baton {importlib.metadata.version('baton-serve')}")
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""Commands to the controller of a running fleet: `drain`, `restart`, `scale` and `nodes`."""
+"""Admin commands for a running fleet: `baton drain`, `restart`, `scale` and `nodes`."""
 
 import signal
 from typing import Annotated
@@ -16,22 +16,22 @@ _MOVE_LIMIT_S = 15.0
 
 
 def drain(
-    worker: Annotated[str | None, typer.Argument(help="Such as decode-0.")] = None,
+    worker: Annotated[str | None, typer.Argument(help="Worker id, such as decode-0.")] = None,
     node: Annotated[
-        str | None, typer.Option(help="Name or address of a node that shall take no workers.")
+        str | None, typer.Option(help="Name or address of a node to close for workers.")
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Open the node again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Reopen the node.")] = False,
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
 ) -> None:
-    """Take one worker out of traffic and stop it once its requests have ended, or empty a node.
+    """Stop one worker once its requests have ended, or move all workers off a node.
 
-    `baton restart WORKER` brings a worker back. The workers of a node move to others, one after
-    another; `baton drain --node NODE --undo` lets it have some again.
+    `baton restart WORKER` starts a drained worker again. A node's workers move to other nodes one
+    after another; `baton drain --node NODE --undo` reopens the node.
     """
     if (worker is None) == (node is None) or (undo and node is None):
-        fail("say which: `baton drain WORKER`, or `baton drain --node NODE [--undo]`")
+        fail("use either `baton drain WORKER` or `baton drain --node NODE [--undo]`")
     place = reach(fleet, url, api_key)
     if worker is not None:
         order(place, "drain", [worker])
@@ -39,28 +39,26 @@ def drain(
         return
     verb = "open" if undo else "close"
     moving = order(place, verb, arguments={"node": str(node)}, timeout_s=_MOVE_LIMIT_S)
-    what = f"moving {', '.join(moving)}" if moving else "no worker has to move"
-    typer.echo(f"{node}: open again" if undo else f"{node}: closed; {what} (`baton nodes`)")
+    what = f"moving {', '.join(moving)}" if moving else "it has no workers"
+    typer.echo(f"{node}: reopened" if undo else f"{node}: closed; {what} (`baton nodes`)")
 
 
 def restart(
     worker: Annotated[
-        str | None, typer.Argument(help="Such as decode-0, or routers; all workers if absent.")
+        str | None, typer.Argument(help="Worker id, or `routers`. Default: all workers.")
     ] = None,
     fleet: FleetOption = None,
     rolling: Annotated[
-        bool, typer.Option("--rolling", help="One after another, each drained first.")
+        bool, typer.Option("--rolling", help="Restart one after another, each drained first.")
     ] = False,
-    move: Annotated[
-        bool, typer.Option("--move", help="Each gives up its node for another one.")
-    ] = False,
+    move: Annotated[bool, typer.Option("--move", help="Move each worker to another node.")] = False,
     url: UrlOption = None,
     api_key: KeyOption = "",
 ) -> None:
-    """Give workers a new life: at once, or one after another without losing a request.
+    """Restart workers at once, or with --rolling one after another without losing a request.
 
-    Routers (`baton restart routers`, on their host) always go one after another: the next life
-    serves before the last one leaves, which finishes its answers. No connection is refused.
+    Routers (`baton restart routers`, on their host) are always replaced one after another: the
+    successor serves before the old router stops accepting, and the old one finishes its responses.
     """
     if worker in ("router", "routers"):
         _restart_routers(running_fleet(fleet))
@@ -74,7 +72,7 @@ def restart(
 def _restart_routers(state: FleetState) -> None:
     supervisor = state.supervisor.find()
     if supervisor is None:
-        fail(f"{state.name} does not run")
+        fail(f"{state.name} is not running")
     supervisor.send_signal(signal.SIGUSR2)
     typer.echo("routers: restarting one by one")
 
@@ -85,25 +83,25 @@ def scale(
     url: UrlOption = None,
     api_key: KeyOption = "",
 ) -> None:
-    """Change the sizes of the pools; those that leave are drained first.
+    """Change the number of workers in the pools; surplus workers are drained first.
 
-    Example: `baton scale prefill=3 decode=5`. It holds until the fleet is stopped, or started with
-    another file.
+    Example: `baton scale prefill=3 decode=5`. The sizes apply until the fleet is stopped, or
+    started with another file.
     """
     arguments: dict[str, int | str | bool] = {}
     for size in sizes:
         role, _, count = size.partition("=")
         if role not in ("prefill", "decode") or not count.isdigit():
-            fail(f"{size}: say prefill=N or decode=N")
+            fail(f"{size}: use prefill=N or decode=N")
         arguments[role] = int(count)
     order(reach(fleet, url, api_key), "scale", arguments=arguments, timeout_s=_MOVE_LIMIT_S)
-    typer.echo(f"{', '.join(sizes)}: on its way (`baton status`)")
+    typer.echo(f"{', '.join(sizes)}: scaling (`baton status`)")
 
 
 def nodes(fleet: FleetOption = None, url: UrlOption = None, api_key: KeyOption = "") -> None:
-    """Show the nodes of the cluster, and which workers are where."""
+    """Show the nodes of the cluster and their workers."""
     found = order(reach(fleet, url, api_key), "nodes", timeout_s=_MOVE_LIMIT_S)
-    table = Table("node", "address", "is", "CPUs", "free", "workers")
+    table = Table("node", "address", "state", "CPUs", "free", "workers")
     for node in found:
         marks = ["head"] * node["head"] + ["closed"] * node["closed"]
         marks += [f"for {role}" for role in node["roles"]]

@@ -1,4 +1,4 @@
-"""How commands reach a fleet: the one on this machine, or any by its router's URL and a key."""
+"""Access to a fleet: the one on this machine, or any by its router's URL and a key."""
 
 import asyncio
 import os
@@ -6,40 +6,30 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import httpx
-import msgspec
 import typer
 
 from baton.registry.orders import Answer, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from fleet.cli.common import bearer, fail, running_fleet
+from fleet.cli.common import RemoteFleet, bearer, fail, running_fleet
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
 
 UrlOption = Annotated[
     str | None,
-    typer.Option("--url", envvar="BATON_URL", help="Router of a fleet elsewhere. Also BATON_URL."),
+    typer.Option("--url", envvar="BATON_URL", help="URL of a router elsewhere. Also BATON_URL."),
 ]
 KeyOption = Annotated[
     str,
     typer.Option(
         "--api-key",
         envvar="BATON_API_KEY",
-        help="An operator's, for --url; better as BATON_API_KEY, which no `ps` shows.",
+        help="Operator key for --url; as BATON_API_KEY it does not appear in `ps`.",
     ),
 ]
 
 
-class RemoteFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet that is reached by one of its routers."""
-
-    name: str
-    url: str
-    fleet_token: str  # an operator's key, which opens the same
-    certificate: str = ""  # is believed if this host's authorities signed it
-
-
 def reach(fleet: str | None, url: str | None, key: str) -> FleetState | RemoteFleet:
-    """The fleet that is meant; the command fails where there is none."""
+    """Return the selected fleet; exit with an error if there is none."""
     if url is None:
         return running_fleet(fleet)
     return RemoteFleet(name=fleet or "fleet", url=url.rstrip("/"), fleet_token=key)
@@ -48,13 +38,7 @@ def reach(fleet: str | None, url: str | None, key: str) -> FleetState | RemoteFl
 def client_of(
     fleet: str | None, url: str | None, headers: Mapping[str, str] | None = None
 ) -> httpx.Client:
-    """A client of the router that is meant, with the key in OPENAI_API_KEY.
-
-    Args:
-        fleet: Of this machine; None where there is one.
-        url: Of a router elsewhere, instead.
-        headers: More of them.
-    """
+    """Return a client of the local fleet's router or of ``url``, with the key in OPENAI_API_KEY."""
     here = running_fleet(fleet) if url is None else None
     return httpx.Client(
         base_url=here.url if here is not None else url or "",
@@ -72,14 +56,9 @@ def order(
     arguments: Mapping[str, int | str | bool] | None = None,
     timeout_s: float = 5.0,
 ) -> Any:
-    """Ask the fleet's controller for something; the command fails where it says no.
+    """Send an admin command to the fleet's controller; exit with an error if it is rejected.
 
-    Args:
-        place: The fleet.
-        verb: See ``fleet/pools/orders.py``.
-        workers: Which; empty for all.
-        arguments: What else the verb needs.
-        timeout_s: How long it may take.
+    ``fleet/pools/orders.py`` lists the verbs and their arguments.
     """
     arguments = dict(arguments or {})
     if isinstance(place, RemoteFleet):
@@ -95,9 +74,9 @@ def order(
     try:
         answer = asyncio.run(ask())
     except RegistryUnavailableError as error:
-        fail(f"{error}: the controller cannot be reached now")
+        fail(f"{error}: the controller cannot be reached")
     if answer is None:
-        fail("the controller did not answer; see `baton logs controller`")
+        fail("the controller did not respond; see `baton logs controller`")
     if answer.problem:
         fail(answer.problem)
     return answer.data

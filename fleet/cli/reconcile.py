@@ -1,4 +1,4 @@
-"""`baton up --reconcile`: a fleet that runs here becomes what its file says now."""
+"""`baton up --reconcile`: apply a changed fleet file to the fleet that runs here."""
 
 import contextlib
 import os
@@ -19,19 +19,13 @@ _POLL_S = 0.25
 
 
 def reconcile_running(config_file: Path, config: FleetConfig, *, dry_run: bool) -> None:
-    """Show what has to change, and have the fleet's own `baton up` do it, or fail as it does.
-
-    Args:
-        config_file: The one that the fleet was started with.
-        config: What it says now.
-        dry_run: Only show it.
-    """
+    """Print the changes, signal the fleet's `baton up` to apply them, and wait for the result."""
     state = _running(config_file, config)
     plan = planned(state, config)
     if plan.refused:
         fail("; ".join(plan.refused))
     unfinished = state.change_problem if not plan.keys else ""
-    for line in (f"to be tried again: {unfinished}",) if unfinished else plan.lines:
+    for line in (f"retrying: {unfinished}",) if unfinished else plan.lines:
         typer.echo(line)
     supervisor = state.supervisor.find()
     if dry_run or not (plan.keys or unfinished) or supervisor is None:
@@ -41,20 +35,22 @@ def reconcile_running(config_file: Path, config: FleetConfig, *, dry_run: bool) 
     while time.monotonic() < deadline:
         now = fleet_state.load(state.name)
         if now is None or not now.running:
-            fail("the fleet ended; see its output")
+            fail("the fleet exited; see the output of its `baton up`")
         if now.changes_done > state.changes_done:
             if now.change_problem:
                 fail(now.change_problem)
-            typer.echo("the fleet is as its file says")
+            typer.echo("the fleet matches its file")
             return
         time.sleep(_POLL_S)
-    fail(f"the fleet is not there after {START_LIMIT_S:g} s: see `baton status`, `baton logs`")
+    fail(
+        f"the change is not complete after {START_LIMIT_S:g} s: see `baton status` and `baton logs`"
+    )
 
 
 def planned(state: FleetState, config: FleetConfig) -> Changes:
-    """What a fleet that runs lacks of a configuration."""
+    """Return the changes that make a running fleet match a configuration."""
     running = FleetConfig.model_validate_json(state.config_json)
-    config = config.model_copy(update={"port": running.port})  # an option or BATON_PORT, then
+    config = config.model_copy(update={"port": running.port})  # may come from --port or BATON_PORT
     same_keys = keys_digest(config, state.run_folder) == state.keys_digest
     return changes(running, config, same_keys=same_keys)
 
@@ -65,18 +61,20 @@ def _running(config_file: Path, config: FleetConfig) -> FleetState:
     found = next((state for state in there if _same(state.config_file, file)), None)
     named = next((state for state in there if state.fleet == config.fleet), None)
     if found is None and named is not None:
-        fail(f"fleet {config.fleet} runs from {named.config_file}, not from {file}: change that")
+        fail(
+            f"fleet {config.fleet} runs from {named.config_file}, not from {file}: edit and pass "
+            "that file"
+        )
     if found is None:
         fail(
-            f"no fleet runs here from {file}: `baton up` starts it, and adopts what runs in a "
-            "cluster (with --address, --dry-run says where its workers would go)",
+            f"no fleet runs here from {file}: start it with `baton up`, which also adopts workers "
+            "that run in a cluster (--address with --dry-run shows their nodes)",
             NOT_RUNNING,
         )
     return found
 
 
 def _same(file: str, other: str) -> bool:
-    """Return whether two paths name one file."""
     with contextlib.suppress(OSError):
         return file == other or Path(file).samefile(other)
     return False

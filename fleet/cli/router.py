@@ -1,4 +1,4 @@
-"""`baton router`: a further router of a fleet that runs, on this host."""
+"""`baton router`: more routers of a running fleet, on this host."""
 
 import os
 import sys
@@ -25,22 +25,22 @@ _STOP_LIMIT_S = 8.0
 def router(
     file: FileArgument = None,
     host: Annotated[
-        str | None, typer.Option(help="Where to listen, instead of the file's.")
+        str | None, typer.Option(help="Address to listen on. Default: `host` of the file.")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port, instead of the file's. Also BATON_PORT.")
+        int | None, typer.Option(help="Port. Default: BATON_PORT, else `port` of the file.")
     ] = None,
 ) -> None:
-    """Run more routers of a fleet, in the foreground, on any host that reaches its Redis.
+    """Run more routers of a fleet in the foreground, on any host that reaches its Redis.
 
-    As many as the file's `pools.routers` says, behind one port. Routers share nothing but Redis and
-    the workers: run them on as many hosts as you like, behind a load balancer that asks
-    /health/ready. Each needs the fleet's file and token: BATON_FLEET_TOKEN_FILE names a file that
-    holds it (`baton up` keeps its own in ~/.local/state/baton/FLEET/fleet.token).
+    `pools.routers` of the file is their number; they share one port. Routers share only Redis and
+    the workers: run them on any number of hosts, behind a load balancer that probes /health/ready.
+    Each needs the fleet's file and its token, in the file that BATON_FLEET_TOKEN_FILE names
+    (`baton up` keeps its own in ~/.local/state/baton/FLEET/fleet.token).
     """
     path, config = load_fleet_file(file, port)
     if config.redis == EMBEDDED:
-        fail(f"{path}: redis = embedded belongs to one machine: a fleet with more has a URL there")
+        fail(f"{path}: redis = embedded serves one machine only: set `redis:` to a server's URL")
     if host is not None and (problem := config.clients.plain_text_problem(host)):
         fail(f"--host {host}: {problem}")
     try:
@@ -49,9 +49,9 @@ def router(
         fail(str(error))
     if token is None:
         fail(
-            f"the fleet's token is needed: {FILE_VARIABLE}=FILE, {TOKEN_VARIABLE} or `pools: "
-            "{token_file: …}`, the same as that of `baton up`; without it no worker takes a "
-            "request from this router"
+            "no fleet token: workers would reject this router's requests. Set "
+            f"{FILE_VARIABLE}=FILE, {TOKEN_VARIABLE} or `pools: {{token_file: …}}` to the token of "
+            "`baton up`"
         )
     environment = {
         **token.environment,
@@ -68,7 +68,7 @@ def router(
 
 
 def _keep_several(path: Path, config: FleetConfig, environment: Mapping[str, str]) -> None:
-    """Until a signal ends it. SIGUSR2 replaces them one by one."""
+    """Run routers until a signal ends this process. SIGUSR2 replaces them one by one."""
     signals = StopSignal()
     logs = fleet_state.log_folder(config, config.fleet)
     try:
@@ -79,7 +79,7 @@ def _keep_several(path: Path, config: FleetConfig, environment: Mapping[str, str
         signals.install()
         signals.starting_done()
         routers.start(path, environment, Path(folder), logs)
-        typer.echo(f"{routers.count} routers at port {routers.port}, logs in {logs}")
+        typer.echo(f"{routers.count} routers on port {routers.port}, logs in {logs}")
         try:
             while not signals.wait(_POLL_S):
                 if signals.take_new_routers():

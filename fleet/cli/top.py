@@ -1,4 +1,4 @@
-"""`baton top`: the fleet in a terminal, once a second; the live page shows the same."""
+"""`baton top`: live view of the fleet in a terminal, with the figures of the live page."""
 
 import time
 from typing import Annotated, Any
@@ -24,16 +24,18 @@ _SHOWN_REQUESTS = 8
 
 def top(
     fleet: FleetOption = None,
-    every_s: Annotated[float, typer.Option("--every", help="Seconds.", min=0.2, max=60)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="One frame, then end.")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", help="Seconds between updates.", min=0.2, max=60)
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     newest: Annotated[
         bool, typer.Option("--newest", help="List the latest requests, not the slowest.")
     ] = False,
 ) -> None:
-    """Watch workers, blocks, hand-offs, latency and the slowest requests. Ctrl-C ends it.
+    """Watch workers, KV blocks, hand-offs, latency and the slowest requests. Ctrl-C exits.
 
-    tok/s is the rate at which a worker computes prompts, step its decode step, moved its hand-offs
-    of the last ten seconds.
+    Columns: tok/s is prompt tokens computed per second, step the duration of a decode step, moved
+    the hand-offs of the last ten seconds.
     """
     state = running_fleet(fleet)
     console = Console()
@@ -68,19 +70,11 @@ def frame(
     requests: list[dict[str, Any]],
     order: str = "slowest",
 ) -> RenderableType:
-    """One picture of the fleet.
-
-    Args:
-        name: Of the fleet.
-        fleet: The answer of ``GET /fleet``.
-        series: Of ``GET /fleet/series``.
-        requests: Of ``GET /fleet/requests``.
-        order: In which the requests are.
-    """
+    """Return one frame, from the responses of /fleet, /fleet/series and /fleet/requests."""
     moved = fleet["transfers"]
     handed = f"{moved['count']}, {moved['bytes'] / 2**20:.1f} MiB, {moved['failures']} failed"
     head = Text.assemble((name, "bold"), f"  hand-offs: {handed}")
-    if timing := fleet.get("emulated"):  # a router of an earlier version does not say
+    if timing := fleet.get("emulated"):  # absent in older routers' responses
         head.append(f"\n{emulated_note(timing)}", style="bold yellow")
     return Group(
         head,
@@ -125,7 +119,7 @@ def _workers(
 
 
 def _block_bar(blocks: dict[str, int]) -> Text:
-    """Leased, cached, quarantined and free in proportion; what there is at all is seen."""
+    """Return a bar of leased, cached, quarantined and free blocks, one cell at least for each."""
     bar = Text()
     total = max(blocks["total"], 1)
     for state, colour in _BLOCKS[:-1]:
@@ -151,16 +145,9 @@ def _latency(samples: list[dict[str, Any]]) -> Table:
     now, best = (rates[-1], max(rates)) if rates else (0.0, 0.0)
     table.add_row("tokens/s", _sparks(rates), f"{now:.0f}", f"{best:.0f} (best)")
     queued = [float(sample["queued"]) for sample in samples]
-    table.add_row("queued", _sparks(queued), *(f"{v:.0f}" for v in (_last(queued), _most(queued))))
+    now, most = (queued[-1], max(queued)) if queued else (0.0, 0.0)
+    table.add_row("queued", _sparks(queued), f"{now:.0f}", f"{most:.0f}")
     return table
-
-
-def _last(values: list[float]) -> float:
-    return values[-1] if values else 0.0
-
-
-def _most(values: list[float]) -> float:
-    return max(values, default=0.0)
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,42 +1,52 @@
-"""What a changed fleet file means for a fleet that runs: a plan, made of two configurations.
+"""Plan for applying a changed fleet file to a running fleet, computed from two configurations.
 
-Sizes add and remove workers; settings of workers renew them one by one; what only routers read
-gives the fleet's router a successor. What cannot change while answers run is refused as a whole.
+New pool sizes add and remove workers. New worker settings restart the workers one by one. New
+router settings replace the router. A file that changes a fixed key is rejected as a whole.
 """
 
 import hashlib
 import json
 from dataclasses import dataclass
+from operator import attrgetter
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role
 from fleet.pools.resources import bundles, settings_digest, worker_environment, worker_settings
 
-# Why each of them needs a stop and a start.
+# Keys that need a stop and a start, and the reason.
 _FIXED = {
-    "fleet": "another name is another fleet",
-    "host": "the router's socket is open",
-    "port": "the router's socket is open",
-    "redis": "workers and routers elsewhere would not follow",
-    "model": "answers that move between workers would change",
-    "dtype": "answers that move between workers would change",
-    "numerics": "answers that move between workers would change",
-    "quantisation": "answers that move between workers would change",
+    "fleet": "another name means another fleet",
+    "host": "the router listens there",
+    "port": "the router listens there",
+    "redis": "routers on other hosts would not follow",
+} | dict.fromkeys(
+    ("model", "dtype", "numerics", "quantisation"),
+    "responses that migrate between workers would change",
+)
+_FIXED_PARTS = {
+    "pools.engine": _FIXED["model"],
+    "pools.tls": "old and new workers could not connect",
+    "pools.insecure": "old and new workers could not connect",
+    "pools.token_file": "routers and workers would have different tokens; write the new token into "
+    "the present file",
+    "clients.tls": "clients know the URL",
+    "pools.routers": "their sockets are open",
+    "logs.dir": "its files are open",
 }
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What has to be done to a fleet.
+    """Changes to a running fleet.
 
     Attributes:
-        keys: Of the file, those that differ.
-        added: Workers that begin.
-        removed: Workers that are drained and end.
-        renewed: Workers that begin a new life, one after another.
-        router: Whether the router gets a successor.
-        refused: Why the file cannot be taken; then nothing of it is.
+        keys: Keys of the file that differ.
+        added: Workers to start.
+        removed: Workers to drain and stop.
+        renewed: Workers to restart, one after another.
+        router: Whether the router is replaced.
+        refused: Reasons for rejecting the file; empty if it can be applied.
     """
 
     keys: tuple[str, ...] = ()
@@ -46,61 +56,47 @@ class Changes:
     router: bool = False
     refused: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
-
     @property
     def lines(self) -> list[str]:
-        """The plan, for people."""
+        """Return the plan as text, one line per step."""
         if self.refused:
             return list(self.refused)
         if not self.keys:
             return ["nothing has changed"]
-        said = [f"changed: {', '.join(self.keys)}"]
+        lines = [f"changed: {', '.join(self.keys)}"]
         parts = {
-            "starts": self.added,
-            "drains and ends": self.removed,
-            "renews, one after another": self.renewed,
+            "start": self.added,
+            "drain and stop": self.removed,
+            "restart one by one": self.renewed,
         }
-        said += [f"{verb}: {', '.join(names)}" for verb, names in parts.items() if names]
+        lines += [f"{verb}: {', '.join(names)}" for verb, names in parts.items() if names]
         if self.router:
-            said.append("the router gets a successor; its answers end where they began")
-        if len(said) == 1:
-            said.append("no process has to change")
-        return said
+            lines.append("replace the router; the old one finishes its responses")
+        if len(lines) == 1:
+            lines.append("no process is affected")
+        return lines
 
 
 def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None) -> Changes:
-    """What makes a fleet of ``old`` one of ``new``.
+    """Return the changes from one configuration to another.
 
-    Args:
-        old: As it runs.
-        new: As it shall be.
-        same_keys: Whether the API keys are the same, where ``old`` does not have them.
+    ``same_keys`` tells whether the API keys are equal, if ``old`` lacks them.
     """
     names = [name for name in type(new).model_fields if getattr(old, name) != getattr(new, name)]
     if same_keys is not None:
         names = [name for name in names if name != "api_keys"] + ["api_keys"] * (not same_keys)
     refused = [
-        f"{name} cannot change while it runs: {_FIXED[name]}" for name in names if name in _FIXED
+        f"{name} cannot change while the fleet runs: {_FIXED[name]}"
+        for name in names
+        if name in _FIXED
     ]
-    if old.pools.engine != new.pools.engine:
-        refused.append(f"pools.engine cannot change while it runs: {_FIXED['model']}")
-    if (old.pools.tls, old.pools.insecure) != (new.pools.tls, new.pools.insecure):
-        refused.append("pools.tls cannot change while it runs: old and new would not speak")
-    if old.pools.token_file != new.pools.token_file:
-        refused.append(
-            "pools.token_file cannot change while it runs: routers and workers would differ in "
-            "their token; put the new token into the file that is named now"
-        )
-    if old.clients.tls != new.clients.tls:
-        refused.append("clients.tls cannot change while it runs: clients know the URL")
-    if old.pools.routers != new.pools.routers:
-        refused.append("pools.routers cannot change while it runs: the routers' sockets are open")
-    if old.logs.dir != new.logs.dir:
-        refused.append("logs.dir cannot change while it runs: the files are open")
+    refused += [
+        f"{name} cannot change while the fleet runs: {why}"
+        for name, why in _FIXED_PARTS.items()
+        if attrgetter(name)(old) != attrgetter(name)(new)
+    ]
     if refused:
-        why = " (a stop and a start does it, or a second fleet beside this one)"
+        why = " (stop and start the fleet, or start a second one)"
         return Changes(keys=tuple(names), refused=(*refused[:-1], refused[-1] + why))
     before = _workers(old)
     after = _workers(new)
@@ -114,11 +110,9 @@ def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None
 
 
 def keys_digest(config: FleetConfig, salt: str) -> str:
-    """Tells a file's API keys from others, without being them.
+    """Return a digest of the API keys, which detects a change without storing them.
 
-    Args:
-        config: Has the keys.
-        salt: Of one run of a fleet; its token will not do, which may change while it runs.
+    The salt is secret and constant during a run of the fleet, unlike its token.
     """
     keys = {key: rule.model_dump(mode="json") for key, rule in (config.api_keys or {}).items()}
     raw = json.dumps(keys, sort_keys=True).encode()
@@ -126,20 +120,12 @@ def keys_digest(config: FleetConfig, salt: str) -> str:
 
 
 def _workers(config: FleetConfig) -> dict[str, str]:
-    """Worker id -> what it is started with, as a digest."""
+    """Return worker id -> digest of everything that the worker is started with."""
     sizes: dict[Role, int] = {"prefill": config.pools.prefill, "decode": config.pools.decode}
+    nothing = dict.fromkeys(("worker_id", "redis_url", "fleet_token", "host", "log_dir"), "")
     found: dict[str, str] = {}
     for role in _ROLES:
-        settings = worker_settings(
-            config,
-            worker_id="",
-            role=role,
-            epoch=0,
-            redis_url="",
-            fleet_token="",
-            host="",
-            log_dir="",
-        )
+        settings = worker_settings(config, role=role, epoch=0, **nothing)
         started = (
             f"{settings_digest(settings)} {bundles(config, role)} {worker_environment(config)}"
         )

@@ -1,12 +1,12 @@
-"""The pools of a fleet on an existing Ray cluster, which this process never depends on.
+"""Worker pools on an existing Ray cluster, without depending on the cluster.
 
-    main thread ── ClusterPools ── a thread with a loop:
+    main thread ── ClusterPools ── thread with an event loop:
                                      lease: renewed every 2 s, in Redis
                                      controller: pinged every 2 s, through Redis
-                                     where it is silent: `fleet.pools.cluster_call`, a child
+                                     if silent: restarted by a child, `fleet.pools.cluster_call`
 
-Ray's head, or the controller, may be away as long as they like: workers and routers serve on, it is
-said, and what is missing is started again as soon as that is possible.
+While Ray's head or the controller is down, workers and routers keep serving. The outage is
+reported, and the controller is restarted as soon as possible.
 """
 
 import asyncio
@@ -41,26 +41,20 @@ _T = TypeVar("_T")
 
 CALL_LIMIT_S = 90.0
 _PING_LIMIT_S = 3.0
-_SILENT_S = 6.0  # then the controller is looked for, by way of Ray
-_PAUSE_S = (5.0, 30.0)  # between two such looks: the first, the longest
+_SILENT_S = 6.0  # then the controller is looked up through Ray
+_PAUSE_S = (5.0, 30.0)  # between two attempts: the first pause, the longest
 _STOP_LIMIT_S = 8.0
 _LEASE_LOOK_S = 0.5
 
 
 class LeaseTakenError(RuntimeError):
-    """Another `baton up` runs this fleet; the message names it."""
+    """Another `baton up`, named in the message, runs this fleet."""
 
 
 class ClusterPools:
-    """See the module. All calls come from the main thread.
+    """Worker pools of one fleet on a cluster. All calls come from the main thread.
 
-    Args:
-        config: The fleet.
-        address: Of the Ray cluster.
-        redis_url: Of the fleet's registry.
-        url: Of this supervisor's router, for who asks who runs the fleet.
-        log: File for what the children print.
-        take_over: Run the fleet although another one does.
+    ``take_over`` takes the lease from another supervisor; ``url`` is stored in the lease.
     """
 
     def __init__(
@@ -92,18 +86,16 @@ class ClusterPools:
         self._news: deque[str] = deque()
         self._taken_by: LeaseHolder | None = None
         self._spec: ControllerSpec | None = None
-        self._was_there = False
+        self.adopted = False  # the fleet existed before this process, or has served
         self._holds_lease = False
-        self.address = ""  # of this node, as the others reach it
-
-    # ---- what the supervisor asks ---------------------------------------------------------------
+        self.address = ""  # of this node, as other nodes reach it
 
     def start(self, spec: ControllerSpec) -> None:
-        """Take the lease, and have a controller run on this node.
+        """Take the lease, and start or adopt the controller on this node.
 
         Raises:
-            LeaseTakenError: Another supervisor runs the fleet, and lives.
-            CapacityError: The cluster is not there, or cannot hold the fleet.
+            LeaseTakenError: Another live supervisor runs the fleet.
+            CapacityError: The cluster cannot be reached or cannot hold the fleet.
         """
         self._spec = spec
         ready = threading.Event()
@@ -115,16 +107,16 @@ class ClusterPools:
         self._call(self._take_lease(), 3 * LEASE_S)
         reply = self._call(self._cluster("ensure"), CALL_LIMIT_S + 5)
         self.address = reply.address
-        self._was_there = reply.was_there
+        self.adopted = reply.was_there
         if reply.was_there:
-            self._news.append("the fleet was there: its workers are adopted as they are")
+            self._news.append("the fleet is already running: adopting its workers")
         self._call(self._begin_watch(), 5.0)
 
     def change(self, config: FleetConfig, spec: ControllerSpec) -> None:
-        """Go on with another configuration; workers follow one by one.
+        """Apply another configuration; workers restart one by one.
 
         Raises:
-            CapacityError: It does not fit, or the cluster is away; nothing has changed.
+            CapacityError: The fleet does not fit, or the cluster is unreachable; nothing changed.
         """
         before = self._config, self._spec
         self._config = config
@@ -136,58 +128,47 @@ class ClusterPools:
             raise CapacityError(str(error)) from error
 
     def slots(self) -> list[dict[str, Any]]:
-        """worker_id, phase, epoch, reason, node of each slot; nothing while nobody answers."""
+        """Return worker_id, phase, epoch, reason and node of each slot that is known."""
         with contextlib.suppress(RegistryUnavailableError, TimeoutError):
             answer = self._call(self._orders().ask("slots", timeout_s=_PING_LIMIT_S), 10.0)
             return answer.data if answer is not None else []
         return []
 
     def problem(self) -> str:
-        """Why this process cannot go on with the fleet; empty if it can."""
+        """Return why this process must stop supervising; empty if it need not."""
         if self._taken_by is not None:
-            return f"the fleet was taken over by {self._taken_by}; its workers serve on"
+            return f"the fleet was taken over by {self._taken_by}; its workers keep serving"
         return ""
 
     def news(self) -> list[str]:
-        """What is to be told since the last call."""
-        told = []
+        """Return the messages since the last call."""
+        lines = []
         while self._news:
-            told.append(self._news.popleft())
-        return told
+            lines.append(self._news.popleft())
+        return lines
 
     def answers(self) -> bool:
-        """True: a controller that is silent is looked for here, however long that takes."""
+        """Always true: this class restarts a silent controller itself, without a time limit."""
         return True
 
     def stop(self, *, leave: bool) -> None:
-        """End the fleet, unless somebody else has taken it.
+        """End the fleet, unless another supervisor has taken it over.
 
         Args:
-            leave: Let workers and controller serve on, for the next `up` to adopt, where they
-                were there before this one or have served with it.
+            leave: Keep workers and controller running for the next `up`, if they existed before
+                this process or have served under it.
         """
         if self._loop is None:
             return
         with contextlib.suppress(TimeoutError, RegistryUnavailableError):
             self._call(self._end_watch(), 3.0)
         if self._holds_lease and self._taken_by is None:
-            if not (leave and self._was_there):
+            if not (leave and self.adopted):
                 with contextlib.suppress(TimeoutError, RegistryUnavailableError):
                     self._call(self._orders().ask("stop", timeout_s=_STOP_LIMIT_S), 10.0)
             with contextlib.suppress(TimeoutError, RegistryUnavailableError):
                 self._call(FleetLease(self._connected(), self._me).give_up(), 3.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-    @property
-    def adopted(self) -> bool:
-        """Return whether the fleet existed before this process."""
-        return self._was_there
-
-    def note_ready(self) -> None:
-        """The fleet has served: a fault of this process does not end it from now on."""
-        self._was_there = True
-
-    # ---- in the thread ------------------------------------------------------------------------
 
     def _run_loop(self, ready: threading.Event) -> None:
         self._loop = asyncio.new_event_loop()
@@ -198,17 +179,17 @@ class ClusterPools:
 
     def _call(self, work: Coroutine[Any, Any, _T], limit_s: float) -> _T:
         if self._loop is None:
-            raise RuntimeError("the cluster's thread does not run")
+            raise RuntimeError("the cluster thread is not running")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(limit_s)
-        except BaseException:  # a signal, too, must not leave it at work
+        except BaseException:  # also on a signal: do not leave it running
             future.cancel()
             raise
 
     def _connected(self) -> Registry:
         if self._registry is None:
-            raise RuntimeError("the cluster's thread does not run")
+            raise RuntimeError("the cluster thread is not running")
         return self._registry
 
     def _orders(self) -> Orders:
@@ -222,22 +203,22 @@ class ClusterPools:
         await self._tasks.close()
 
     async def _take_lease(self) -> None:
-        """Take it from nobody, or from one that is dead, or by force."""
+        """Take the lease if it is free, if its holder is dead, or by force."""
         lease = FleetLease(self._connected(), self._me)
         other = await lease.take(by_force=self._take_over)
         seen_ms = await lease.left_ms()
         while other is not None:
-            here = other.host == self._me.host and ProcessKey.of(other.pid) is None
+            dead_here = other.host == self._me.host and ProcessKey.of(other.pid) is None
             left_ms = await lease.left_ms()
-            if left_ms > seen_ms:  # its holder has just renewed it
+            if left_ms > seen_ms:  # its holder has renewed it since
                 raise LeaseTakenError(
-                    f"fleet {self._config.fleet} is run by {other}: stop it there, or take it "
-                    "over with --take-over; its workers serve on"
+                    f"fleet {self._config.fleet} is run by {other}: stop it there, or use "
+                    "--take-over, which keeps its workers running"
                 )
             seen_ms = left_ms
-            if not here:
+            if not dead_here:
                 await asyncio.sleep(_LEASE_LOOK_S)
-            other = await lease.take(by_force=here)
+            other = await lease.take(by_force=dead_here)
         self._holds_lease = True
 
     async def _keep_lease(self) -> None:
@@ -248,7 +229,7 @@ class ClusterPools:
                 self._taken_by = await lease.renew()
 
     async def _watch_controller(self) -> None:
-        """Ping it; when it is silent, look for it by way of Ray until it answers again."""
+        """Ping the controller; while it is silent, look it up through Ray and restart it."""
         seen_s = time.monotonic()
         pause_s = _PAUSE_S[0]
         silent = False
@@ -257,11 +238,11 @@ class ClusterPools:
             try:
                 answer = await self._orders().ask("ping", timeout_s=_PING_LIMIT_S)
             except RegistryUnavailableError:
-                seen_s = time.monotonic()  # nothing is known: Redis is away, not the controller
+                seen_s = time.monotonic()  # Redis is down; the controller may be well
                 continue
             if answer is not None:
                 if silent:
-                    self._news.append("the controller is back")
+                    self._news.append("the controller responds again")
                 seen_s = time.monotonic()
                 pause_s = _PAUSE_S[0]
                 silent = False
@@ -271,14 +252,14 @@ class ClusterPools:
             if not silent:
                 silent = True
                 self._news.append(
-                    "warning: the controller does not answer; workers and routers serve on, dead "
-                    "workers wait for it; looking for it"
+                    "warning: the controller does not respond; workers and routers keep serving, "
+                    "but dead workers are not restarted; restarting the controller"
                 )
             try:
                 await self._cluster("ensure")
                 seen_s = time.monotonic()
             except (CapacityError, TimeoutError) as error:
-                self._news.append(f"warning: {error}; trying again")
+                self._news.append(f"warning: {error}; retrying")
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S[1])
 
@@ -293,24 +274,15 @@ class ClusterPools:
 
 
 def call_cluster(call: ClusterCall, log: Path, limit_s: float = CALL_LIMIT_S) -> ClusterReply:
-    """Make a call as a child process.
-
-    Args:
-        call: What to do.
-        log: File for what Ray prints.
-        limit_s: How long it may take.
-
-    Raises:
-        CapacityError: The call failed; the message says why.
-    """
+    """Make a call in a child process, and write Ray's output to ``log``."""
     with open_log(log) as stream:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "fleet.pools.cluster_call"],
-            cwd="/",  # Ray's workers import from it, and the user's folder may hold a config.py
+            cwd="/",  # Ray's workers import from it, and the user's folder may shadow modules
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stream,
-            start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
+            start_new_session=True,  # Ctrl-C in a terminal must reach only the supervisor
             preexec_fn=die_with_parent(),
         )
     try:
@@ -319,7 +291,7 @@ def call_cluster(call: ClusterCall, log: Path, limit_s: float = CALL_LIMIT_S) ->
         child.kill()
         child.communicate()
         raise CapacityError(
-            f"Ray at {call.address} did not do `{call.verb}` within {limit_s:g} s; see {log}"
+            f"Ray at {call.address}: `{call.verb}` timed out after {limit_s:g} s; see {log}"
         ) from None
     if child.returncode not in (0, REFUSED):
         raise CapacityError(f"Ray at {call.address}: `{call.verb}` failed; see {log}")

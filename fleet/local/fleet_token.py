@@ -1,12 +1,12 @@
-"""The fleet's token: what routers and workers show each other. Stable, so that routers agree.
+"""The fleet token, with which routers and workers authenticate to each other.
 
     pools: {token_file: …}   in the fleet file: a file on every host
     BATON_FLEET_TOKEN        the token itself
-    BATON_FLEET_TOKEN_FILE   a file that holds it, such as a Kubernetes secret
+    BATON_FLEET_TOKEN_FILE   a file with the token, such as a Kubernetes secret
     otherwise                ~/.local/state/baton/FLEET/fleet.token, made by the first `baton up`
 
-A file may hold two, one a line, while one follows the other: the first is shown, both are accepted,
-and it is read again when it changes. A token is never put on a command line or into a log.
+During a rotation a file may have two tokens, one per line: the first is sent, both are accepted.
+The file is reread when it changes. A token never appears on a command line or in a log.
 """
 
 import os
@@ -14,35 +14,31 @@ import secrets
 from typing import NamedTuple
 
 from baton.config.fleet_file import FleetConfig
-from baton.config.secrets import SecretError, read_tokens, tokens_in
+from baton.config.secrets import read_tokens, tokens_in
 from fleet.local.state import state_folder, write_whole
 
-TOKEN_VARIABLE = "BATON_FLEET_TOKEN"  # noqa: S105 - its name, not it
+TOKEN_VARIABLE = "BATON_FLEET_TOKEN"  # noqa: S105 - a name, not a token
 FILE_VARIABLE = "BATON_FLEET_TOKEN_FILE"
-TokenError = SecretError
 
 
 class KnownToken(NamedTuple):
-    """The token that is shown now, and the file that it is from; "" for the environment."""
+    """Current fleet token and its file; the file is "" for a token from the environment."""
 
     token: str
     file: str
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a router on this host, over what this process has."""
+        """Return this process's environment with the token, for a router on this host."""
         kept = {n: v for n, v in os.environ.items() if n not in (TOKEN_VARIABLE, FILE_VARIABLE)}
         if self.file:
             return {**kept, FILE_VARIABLE: self.file}
         return {**kept, TOKEN_VARIABLE: self.token}
 
     def for_workers(self, config: FleetConfig, *, here: bool) -> "KnownToken":
-        """What workers are told: a file to read by themselves, or the token.
+        """Return the file that workers read, or the token if they cannot read the file.
 
-        Args:
-            config: The fleet.
-            here: Whether all of it is on this host; a file that only this one has is of no use
-                to workers elsewhere, who are told the token.
+        Workers on other hosts can only read ``pools.token_file``, which is on every host.
         """
         if self.file and (here or config.pools.token_file):
             return KnownToken("", self.file)
@@ -50,30 +46,18 @@ class KnownToken(NamedTuple):
 
 
 def given_token(config: FleetConfig | None = None) -> KnownToken | None:
-    """The token of the fleet file, of the environment or of the file that it names, if one is.
-
-    Raises:
-        SecretError: It is too short, or its file cannot be read.
-    """
+    """Return the token that the fleet file or the environment sets, if one does."""
     if config is not None and config.pools.token_file:
         return _of_file(config.pools.token_file)
     if (token := os.environ.get(TOKEN_VARIABLE)) is not None:
         return KnownToken(tokens_in(token, TOKEN_VARIABLE)[0], "")
     if (named := os.environ.get(FILE_VARIABLE)) is not None:
-        return _of_file(os.path.abspath(named))  # noqa: PTH100 - a link is followed at each read
+        return _of_file(os.path.abspath(named))  # noqa: PTH100 - resolve links at each read
     return None
 
 
 def fleet_token(name: str, config: FleetConfig | None = None) -> KnownToken:
-    """The token of a fleet that is started here; the first start makes one and keeps it.
-
-    Args:
-        name: Of the fleet's state folder.
-        config: The fleet, which may name a file.
-
-    Raises:
-        SecretError: The one that is there cannot be used.
-    """
+    """Return the token of a fleet that starts here; the first start makes and stores one."""
     if (given := given_token(config)) is not None:
         return given
     file = state_folder(name) / "fleet.token"

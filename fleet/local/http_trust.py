@@ -1,18 +1,13 @@
-"""Whom commands believe that speak to a router by HTTPS."""
+"""TLS settings of commands that connect to a router by HTTPS."""
 
 import ssl
 
 
 def trusted(certificate: str = "") -> ssl.SSLContext:
-    """What a client accepts.
+    """Return the TLS context of a client that trusts one certificate, whatever its names.
 
-    Args:
-        certificate: Of a router on this host: exactly this one, by whatever name. Without, those
-            that this machine's authorities signed, or the ones in the file that ``SSL_CERT_FILE``
-            names (``baton --cacert FILE``).
-
-    Raises:
-        OSError: The file cannot be read, or is no certificate.
+    Without a certificate it trusts this machine's CAs, or those in the file that ``SSL_CERT_FILE``
+    names (``baton --cacert FILE``).
     """
     if not certificate:
         return ssl.create_default_context()

@@ -1,4 +1,4 @@
-"""The pools of a fleet on a private Ray of this process, which ends with it."""
+"""Worker pools on a private Ray, which ends with this process."""
 
 import contextlib
 from pathlib import Path
@@ -12,15 +12,13 @@ from fleet.pools.resources import ControllerSpec
 
 _STOP_LIMIT_S = 5.0
 _ANSWER_LIMIT_S = 2.0
-_LOOKS = 4  # in a row without an answer; the supervisor ends a fleet after 30 s without one
+_LOOKS = 4  # without a response in a row; the supervisor ends the fleet after 30 s
 
 
 class LocalPools:
-    """See the module. All calls come from the main thread.
+    """Worker pools of one fleet on a private Ray. All calls come from the main thread.
 
-    Args:
-        config: The fleet.
-        folder: Of Ray's files and sockets; short.
+    ``folder`` gets Ray's files and sockets, and needs a short path.
     """
 
     def __init__(self, config: FleetConfig, folder: Path) -> None:
@@ -32,23 +30,23 @@ class LocalPools:
         self._spec: ControllerSpec | None = None
         self._silent_looks = 0  # in a row
         self._news: list[str] = []
-        self.adopted = False  # a private Ray has nothing from before
+        self.adopted = False  # a private Ray always starts empty
         self.address = "127.0.0.1"
 
     def start(self, spec: ControllerSpec) -> None:
         """Start Ray and the controller.
 
         Raises:
-            CapacityError: One of them does not start.
+            CapacityError: Ray or the controller failed to start.
         """
         from fleet.pools import ray_runtime
 
         self._started = True
         spec = msgspec.structs.replace(spec, host=self.address)
         try:
-            # The first import of `ray`, which reads then how it shall authenticate itself.
+            # The first import of `ray`, which then reads its authentication mode.
             ray_runtime.start_local(self._folder, self._config)
-        except Exception as error:  # Ray raises just that
+        except Exception as error:  # Ray raises no narrower type
             raise _no_start("Ray", error) from error
         from ray.exceptions import RayError
 
@@ -60,11 +58,11 @@ class LocalPools:
             raise _no_start("the controller", error) from error
 
     def change(self, config: FleetConfig, spec: ControllerSpec) -> None:
-        """Go on with another configuration; workers follow one by one.
+        """Apply another configuration; workers restart one by one.
 
         Raises:
-            CapacityError: It does not fit, and nothing has changed; or the controller does not
-                answer.
+            CapacityError: The fleet does not fit, and nothing changed; or the controller does not
+                respond.
         """
         from ray.exceptions import RayError
 
@@ -78,8 +76,8 @@ class LocalPools:
             ray_runtime.Controller.ensure(config.fleet, spec)
         except RayError as error:
             raise CapacityError(
-                f"the controller does not begin with the new settings: {error}; see "
-                "`baton logs controller`, then try again"
+                f"the controller did not start with the new settings: {error}; see "
+                "`baton logs controller`, then retry"
             ) from error
         else:
             self._spec = spec
@@ -88,7 +86,7 @@ class LocalPools:
             self._controller = found or self._controller
 
     def slots(self) -> list[dict[str, Any]]:
-        """worker_id, phase, epoch, reason of each slot; nothing while nobody answers."""
+        """Return worker_id, phase, epoch, reason and node of each slot that is known."""
         from ray.exceptions import RayError
 
         with contextlib.suppress(RayError):
@@ -97,20 +95,20 @@ class LocalPools:
         return []
 
     def problem(self) -> str:
-        """What ended Ray for good; empty if nothing did."""
+        """Return the reason if Ray is lost; empty otherwise."""
         return self._health.problem() if self._health is not None else ""
 
     def news(self) -> list[str]:
-        """What is to be told since the last call."""
-        told = self._news
+        """Return the messages since the last call."""
+        lines = self._news
         self._news = []
-        return told
+        return lines
 
     def answers(self) -> bool:
-        """Whether the controller does.
+        """Return whether the controller responds, and repair one that does not.
 
-        One that Ray has restarted is set going again. One that is frozen, or caught somewhere, is
-        replaced by one that adopts its workers, which serve on meanwhile.
+        A controller that Ray has restarted resumes its work. One that hangs is replaced by a
+        successor that adopts the workers, which serve meanwhile.
         """
         from ray.exceptions import RayError
 
@@ -119,9 +117,11 @@ class LocalPools:
             self._silent_looks = 0
             return True
         self._silent_looks += 1
-        # Without Ray's head the calls below would wait for a minute, and end this process.
+        # Without Ray's head the calls below block for a minute, then end this process.
         if self._silent_looks % _LOOKS == 0 and self._health is not None and self._health.answers:
-            self._news.append("the controller does not answer; starting another, which adopts all")
+            self._news.append(
+                "the controller does not respond; starting another, which adopts the workers"
+            )
             with contextlib.suppress(RayError):
                 self._replace_controller()
                 return True
@@ -135,16 +135,12 @@ class LocalPools:
             self._controller = ray_runtime.Controller.find(self._config.fleet)
 
     def stop(self, *, leave: bool) -> None:
-        """End the workers, then Ray.
-
-        Args:
-            leave: What is asked of pools on a cluster; nothing outlives this Ray.
-        """
+        """End the workers, then Ray; ``leave`` is ignored, as nothing can outlive a private Ray."""
         lost = bool(self.problem())
         if self._health is not None:
             self._health.close()
         if not self._started or lost:
-            return  # what would go through a lost Ray would wait for it: a sweep ends them all
+            return  # calls to a lost Ray would block; a sweep ends the processes
         import ray
 
         if self._controller is not None:
@@ -157,6 +153,6 @@ def _no_start(what: str, error: Exception) -> Exception:
     from fleet.pools.nodes import CapacityError
 
     return CapacityError(
-        f"{what} does not start: {error}; see `baton logs controller` and `baton logs ray`, then "
-        "try again; `baton doctor` shows what this host lacks"
+        f"{what} failed to start: {error}; see `baton logs controller`, `baton logs ray` and "
+        "`baton doctor`, then retry"
     )

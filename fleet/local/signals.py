@@ -1,8 +1,8 @@
-"""How a foreground fleet learns that it should stop, also when the signal goes to ``make`` only.
+"""Signals of a foreground fleet, including those that reach only its parent ``make``.
 
-GNU make 4.3 passes a SIGTERM on to its child but keeps a SIGINT that was sent to it alone: it puts
-the signal's default action back and waits for the child. That shows in the ``SigCgt`` line of
-``/proc/<make>/status``, and is what `_watch_make` looks for. It also notices that make is gone.
+GNU make 4.3 forwards a SIGTERM to its child, but not a SIGINT that was sent to make alone: it
+restores the signal's default action and waits for the child. `_watch_make` detects that in the
+``SigCgt`` line of ``/proc/<make>/status``. It also detects that make is gone.
 """
 
 import os
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-CHANGE_SIGNAL = signal.SIGUSR1  # to `baton up`: read the fleet file again
+CHANGE_SIGNAL = signal.SIGUSR1  # tells `baton up` to reread the fleet file
 _POLL_S = 0.2
 
 
@@ -21,30 +21,27 @@ class StopRequestedError(BaseException):
 
 
 class StopSignal:
-    """SIGINT, SIGTERM, SIGHUP, or make's end, as one event; SIGUSR1, as another.
+    """Signals as flags: SIGINT, SIGTERM, SIGHUP or make's end stop the fleet.
 
-    Until `starting_done` a signal raises `StopRequestedError` in the main thread, so that nothing
-    waits for a start that is no longer wanted. After `stopping` signals are ignored.
-
-    SIGUSR2 asks for new routers (`baton restart routers`), and is kept until `take_new_routers`.
+    Until `starting_done` they also raise `StopRequestedError` in the main thread, which aborts the
+    start. SIGUSR1 requests that the fleet file is reread, SIGUSR2 that routers are replaced.
     """
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._change = threading.Event()
         self._raise = True
-        self._new_routers = False
+        self._new_routers = threading.Event()
 
     def install(self) -> None:
-        """Take the signals. Ray replaces the handlers: call again after it has started.
+        """Install the handlers; call again after Ray has started, which replaces them.
 
-        A SIGHUP that this process has inherited as ignored stays so: `nohup baton up` outlives its
-        terminal.
+        A SIGHUP that was ignored stays ignored, so that `nohup baton up` outlives its terminal.
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGUSR2, self._on_new_routers)
+        signal.signal(signal.SIGUSR2, lambda number, frame: self._new_routers.set())
         signal.signal(CHANGE_SIGNAL, lambda number, frame: self._change.set())
 
     def watch_make(self) -> None:
@@ -54,38 +51,37 @@ class StopSignal:
             threading.Thread(target=_watch_make, args=(parent,), daemon=True).start()
 
     def starting_done(self) -> None:
-        """From now on a signal only sets the event."""
+        """End the phase in which a signal raises `StopRequestedError`."""
         self._raise = False
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait; whether a stop was asked for."""
+        """Wait for a stop request, and return whether there was one."""
         return self._event.wait(timeout_s)
 
     @property
     def is_set(self) -> bool:
-        """Whether a stop was asked for."""
+        """Return whether a stop was requested."""
         return self._event.is_set()
 
     def take_new_routers(self) -> bool:
-        """Whether new routers were asked for since the last call."""
-        asked = self._new_routers
-        self._new_routers = False
-        return asked
-
-    def _on_new_routers(self, number: int, frame: FrameType | None) -> None:
-        self._new_routers = True
+        """Return whether new routers were requested since the last call."""
+        return _take(self._new_routers)
 
     def take_change(self) -> bool:
-        """Whether somebody said, since the last call, that the file has changed."""
-        asked = self._change.is_set()
-        self._change.clear()
-        return asked
+        """Return whether a reread of the file was requested since the last call."""
+        return _take(self._change)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._event.is_set():
             self._event.set()
             if self._raise:
                 raise StopRequestedError
+
+
+def _take(event: threading.Event) -> bool:
+    is_set = event.is_set()
+    event.clear()
+    return is_set
 
 
 def _watch_make(parent: int) -> None:

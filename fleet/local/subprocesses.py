@@ -1,4 +1,4 @@
-"""Children that never outlive their parent, and how processes are ended."""
+"""Child processes that cannot outlive their parent, and the end of processes."""
 
 import contextlib
 import ctypes
@@ -13,10 +13,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
-    """A ``preexec_fn`` that has the kernel send ``signal_number`` when the parent *thread* ends.
+    """Return a ``preexec_fn`` that ends the child when the parent *thread* ends.
 
-    The library is loaded here, before the fork; after it only one system call is made. A parent
-    that died between the fork and that call is noticed by the changed parent pid.
+    The library is loaded before the fork; after it the child makes one system call only. If the
+    parent died in between, the changed parent pid shows it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getpid()
@@ -30,7 +30,7 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> Callable[[], None]:
 
 
 def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
-    """SIGTERM, wait up to ``grace_s``, SIGKILL what is left, wait for it to be gone."""
+    """Send SIGTERM, after ``grace_s`` SIGKILL, and wait until the processes are gone."""
     waiting = list(processes)
     for process in waiting:
         with contextlib.suppress(psutil.Error):

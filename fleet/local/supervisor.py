@@ -1,14 +1,14 @@
-"""`baton up`: starts a fleet in the foreground, watches over it, and takes all of it down again.
+"""`baton up`: starts a fleet in the foreground, supervises it and stops it.
 
     supervisor ── Redis (embedded)
                ├─ Ray daemons ── controller, workers ── engines
                └─ routers
 
 The kernel ends every child with its parent, and every child has the run folder's name in its
-environment, so that nothing is left however the supervisor ends.
+environment, so nothing is left behind however the supervisor ends.
 
-With `--address` Ray is another's: controller and workers live in that cluster, and outlive a
-supervisor that is lost, for the next one to adopt (`fleet.local.cluster_pools`).
+With `--address`, controller and workers run in an existing Ray cluster. They outlive a lost
+supervisor, and the next one adopts them (`fleet.local.cluster_pools`).
 """
 
 import contextlib
@@ -33,55 +33,42 @@ from fleet.local.log_files import OwnOutput, rotate, tail
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_check import check_external, redacted
 from fleet.local.redis_server import EmbeddedRedis, RedisKeeper
-from fleet.local.router_process import (
-    RouterFailedError,
-    RouterProcesses,
-    log_name,
-    url_of,
-)
+from fleet.local.router_process import RouterFailedError, RouterProcesses, log_name, url_of
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import FleetState
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
 
-Say = Callable[[str], None]
-
 START_LIMIT_S = 600.0
-_STOP_LIMIT_S = 14.0  # whatever happens, nothing is left after it
+_STOP_LIMIT_S = 14.0  # then everything left is killed
 _ROUTER_STOP_S = 3.5
 _POLL_S = 0.25
 _CONTROLLER_POLL_S = 2.0
 _CONTROLLER_LOST_S = 30.0
-_GIVE_UP_LIVES = 3  # a worker that never came up in so many of them will not
-_ANSWER_LIMIT_S = 3.0  # of a router that is starting: its socket takes connections before it does
+_GIVE_UP_LIVES = 3  # failed starts of a worker after which the fleet's start fails
+_ANSWER_LIMIT_S = 3.0  # a starting router's socket accepts connections before it responds
 
 
 class FleetError(RuntimeError):
-    """The fleet cannot start or cannot go on; the message says why and what to do."""
+    """The fleet cannot start or continue; the message has the reason and the fix."""
 
 
 class RayLostError(FleetError):
-    """Ray's daemons are gone. Its native code crashes at an orderly exit: use ``os._exit``."""
+    """Ray's daemons are gone. Exit with ``os._exit``: Ray's native code crashes otherwise."""
 
 
 class Supervisor:
-    """One fleet in the foreground.
+    """A fleet in the foreground, on the Ray cluster at ``address`` or else on a private Ray.
 
-    Args:
-        config: What to run.
-        config_file: Its file, for the router.
-        say: Shows one line of progress.
-        address: An existing Ray cluster, or None for a private local one.
-        take_over: Run the fleet although another supervisor does; its workers are adopted.
-        leave: A stop ends this process and its router; workers on a cluster serve on.
-        reread: Reads the file again, when somebody says that it has changed.
+    ``take_over`` takes the fleet, with its workers, from another supervisor; ``leave`` keeps
+    workers on a cluster running after a stop; ``reread`` reads a changed file.
     """
 
     def __init__(
         self,
         config: FleetConfig,
         config_file: Path,
-        say: Say,
+        say: Callable[[str], None],
         address: str | None = None,
         *,
         take_over: bool = False,
@@ -89,20 +76,20 @@ class Supervisor:
         reread: Callable[[], FleetConfig] | None = None,
     ) -> None:
         self._config = config
-        self._config_file = Path(os.path.abspath(config_file))  # noqa: PTH100 - mounts move links
+        self._config_file = Path(os.path.abspath(config_file))  # noqa: PTH100 - keep links: mounts replace their targets
         self._say = say
         self._address = address
         self._take_over = take_over
         self._leave = leave
         self._reread = reread
-        self._changing: Changes | None = None  # that workers are still at
+        self._changing: Changes | None = None  # in progress
         self._changes_done = 0
-        self._rolling = False  # the routers, as its last step
-        self._routers_behind = False  # they could not follow the last change
+        self._rolling = False  # routers are being replaced, the last step of a change
+        self._routers_behind = False  # they failed to follow the last change
         self._stop = StopSignal()
         self._token = KnownToken("", "")
         self._name = config.fleet  # of its state folder
-        self._lock: fleet_state.FleetLock | None = None  # of that folder; it ends with this process
+        self._lock: fleet_state.FleetLock | None = None  # of the state folder
         self._logs = Path()
         self._redis: RedisKeeper | None = None
         self._routers: RouterProcesses | None = None
@@ -111,23 +98,23 @@ class Supervisor:
         self._run_folder = Path()
         self._redis_url = ""
         self._port = 0
-        self.chats = True  # whether the model takes conversations; known once its files were read
+        self.chats = True  # whether the model has a chat template; set by the start
 
     @property
     def url(self) -> str:
-        """Where clients on this machine go."""
+        """Router's URL for clients on this machine."""
         return url_of(self._config.clients.scheme, self._config.host, self._port)
 
     @property
     def announced_url(self) -> str:
-        """Where clients elsewhere go, if they can: the same on loopback only."""
+        """Router's URL for clients elsewhere; a loopback URL if it listens on loopback only."""
         return url_of(self._config.clients.scheme, self._config.host, self._port, elsewhere=True)
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        """Start, call ``on_ready``, stay until told to stop, and clean up.
+        """Start the fleet, call ``on_ready``, supervise until a stop request, and clean up.
 
         Raises:
-            FleetError: It could not start or go on. All that had started is down again.
+            FleetError: The fleet could not start or continue; all of it has been stopped.
         """
         self._stop.install()
         self._stop.watch_make()
@@ -136,10 +123,10 @@ class Supervisor:
             on_ready()
             self._stop.starting_done()
             if isinstance(self._pools, ClusterPools):
-                self._pools.note_ready()
+                self._pools.adopted = True  # from now on a fault here does not end the fleet
             self._watch()
         except StopRequestedError:
-            self._say("told to stop while starting")
+            self._say("start aborted by a signal")
         finally:
             self._stop.starting_done()
             try:
@@ -147,8 +134,6 @@ class Supervisor:
             finally:
                 if self._output is not None:
                     self._output.release()
-
-    # --- up --------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         count = self._config.pools.router_count
@@ -169,26 +154,25 @@ class Supervisor:
         self._save_state()
         self._start_workers()
         sums = fleet_state.state_folder(self._name) / "transfers.json"
-        sums.unlink(missing_ok=True)  # of an earlier fleet; a router that restarts finds its own
+        sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
         self._start_routers(self._routers)
         self._wait_until_ready(self._routers)
 
     def _choose_name(self) -> None:
-        """Take the fleet's state folder, after cleaning up what a killed run left behind."""
         fleet = self._config.fleet
         shared = self._config.redis != EMBEDDED or self._address is not None
-        # Nothing is shared by two that are not, so a copy may run beside another.
+        # Without shared Redis or Ray, a second fleet of the same file may run.
         for name in (fleet,) if shared else (fleet, f"{fleet}-{self._port}"):
             self._name = name
             self._lock = fleet_state.claim(name, self._say)
             if self._lock is not None:
                 return
         other = fleet_state.load(self._name)
-        who = f"pid {other.supervisor.pid}, {other.url}" if other is not None else "it starts"
+        owner = f"pid {other.supervisor.pid}, {other.url}" if other is not None else "starting"
         raise FleetError(
-            f"fleet {fleet} is already running ({who})"
-            + (" and would share its Redis or Ray" if shared else "")
-            + ": `baton down`, or give this one another name with `fleet:`"
+            f"fleet {fleet} is already running ({owner})"
+            + (", and this one would share its Redis or Ray" if shared else "")
+            + ": stop it with `baton down`, or set another name with `fleet:`"
         )
 
     def _save_state(self, problem: str = "") -> None:
@@ -231,7 +215,9 @@ class Supervisor:
         self._say(f"redis is up on port {own.port}")
 
     def _start_workers(self) -> None:
-        self._say("starting Ray" if self._address is None else f"asking Ray at {self._address}")
+        self._say(
+            "starting Ray" if self._address is None else f"connecting to Ray at {self._address}"
+        )
         self._output = OwnOutput(self._logs / "ray.log")
         if self._address is None:
             self._pools = LocalPools(self._config, self._run_folder / "r")
@@ -249,13 +235,13 @@ class Supervisor:
         self._tell_news()
 
     def _spec(self, config: FleetConfig) -> ControllerSpec:
-        told = self._token.for_workers(config, here=self._address is None)
+        token = self._token.for_workers(config, here=self._address is None)
         return ControllerSpec(
             config_json=config.to_json(),
             redis_url=self._redis_url,
-            fleet_token=told.token,
-            fleet_token_file=told.file,
-            host="",  # its pools know
+            fleet_token=token.token,
+            fleet_token_file=token.file,
+            host="",  # set by the pools
             log_dir=str(self._logs),
         )
 
@@ -271,7 +257,7 @@ class Supervisor:
     def _wait_until_ready(self, routers: RouterProcesses) -> None:
         deadline = time.monotonic() + START_LIMIT_S
         shown: dict[str, str] = {}
-        first: dict[str, int] = {}  # the lives that were there when this began to look
+        first: dict[str, int] = {}  # worker id -> first epoch seen
         tls = trusted(self._config.clients.certificate)
         with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False, verify=tls) as client:
             while time.monotonic() < deadline:
@@ -280,7 +266,7 @@ class Supervisor:
                 for index, code in enumerate(routers.exit_codes):
                     if code is not None:
                         raise FleetError(
-                            f"the router ended with exit code {code}:\n"
+                            f"the router exited with code {code}:\n"
                             f"{tail(self._logs, log_name(index))}"
                         )
                 with contextlib.suppress(httpx.TransportError):
@@ -289,12 +275,12 @@ class Supervisor:
                         return
                 time.sleep(_POLL_S)
         raise FleetError(
-            f"not ready after {START_LIMIT_S:.0f} s; see the logs in {self._logs} (`baton logs`)"
+            f"the fleet is not ready after {START_LIMIT_S:.0f} s; see `baton logs` ({self._logs})"
         )
 
     @property
     def _adopted(self) -> bool:
-        """Return whether the fleet has served: a worker that cannot start must not end it now."""
+        """Return whether the fleet has served: then a failing worker must not end it."""
         return self._pools is not None and self._pools.adopted
 
     def _slots(self) -> list[dict[str, Any]]:
@@ -313,8 +299,6 @@ class Supervisor:
             if failed and not self._adopted:
                 raise FleetError(f"{name} failed {lives} times: {reason}\n{tail(self._logs, name)}")
 
-    # --- stay ------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         controller_seen_s = next_look_s = time.monotonic()
         while not self._stop.wait(_POLL_S):
@@ -322,7 +306,7 @@ class Supervisor:
                 self._redis.keep(time.monotonic())
             self._keep_routers()
             self._check_ray()
-            self._keep_up_with_the_file()
+            self._follow_changes()
             if time.monotonic() >= next_look_s:
                 if self._pools is not None and self._pools.answers():
                     controller_seen_s = time.monotonic()
@@ -330,8 +314,8 @@ class Supervisor:
                 rotate(self._logs)
             if time.monotonic() - controller_seen_s > _CONTROLLER_LOST_S:
                 raise FleetError(
-                    f"Ray or the controller has not answered for {_CONTROLLER_LOST_S:.0f} s; "
-                    f"see {self._logs / 'controller.log'}"
+                    f"Ray or the controller has not responded for {_CONTROLLER_LOST_S:.0f} s; see "
+                    f"{self._logs / 'controller.log'}"
                 )
 
     def _keep_routers(self) -> None:
@@ -344,22 +328,18 @@ class Supervisor:
         except RouterFailedError as error:
             raise FleetError(f"{error}:\n{tail(self._logs, error.log)}") from error
 
-    def _keep_up_with_the_file(self) -> None:
-        """Begin a change that was asked for; end one whose workers are there."""
+    def _follow_changes(self) -> None:
+        """Start a requested change; finish one whose workers are ready."""
         if self._stop.take_change():
             try:
                 self._changing = self._begin_change(self._changing)
-            except (
-                ValueError,
-                RuntimeError,
-                OSError,
-            ) as error:  # it serves: it must not end by this
-                self._end_change(f"the file is not taken, the fleet goes on as it was: {error}")
+            except (ValueError, RuntimeError, OSError) as error:  # a bad file must not end a fleet
+                self._end_change(f"the file was rejected, the fleet is unchanged: {error}")
         elif self._changing is not None and self._all_in_place():
-            self._give_routers_successors(self._changing)
+            self._replace_routers(self._changing)
 
-    def _give_routers_successors(self, plan: Changes) -> None:
-        """The last step of a change, taken again until it is done."""
+    def _replace_routers(self, plan: Changes) -> None:
+        """Execute the last step of a change; called until it is done."""
         routers = self._routers
         problem = ""
         if plan.router and routers is not None:
@@ -372,18 +352,18 @@ class Supervisor:
             self._routers_behind = bool(routers.roll_failed)
             if failed := routers.roll_failed:
                 problem = (
-                    f"{failed}; the routers serve on as they were:\n{tail(self._logs, 'router')}"
+                    f"{failed}; the present routers keep serving:\n{tail(self._logs, 'router')}"
                 )
         self._changing = None
         self._end_change(problem)
 
     def _all_in_place(self) -> bool:
-        slots = self._slots()  # parked ones are drained by an operator
+        slots = self._slots()  # parked ones were drained by an operator
         return bool(slots) and all(slot["phase"] in ("ready", "parked") for slot in slots)
 
     def _begin_change(self, earlier: Changes | None) -> Changes:
         if self._reread is None or self._pools is None:
-            raise ValueError("nobody said how to read it again")
+            raise ValueError("this supervisor cannot reread its file")
         new = self._reread()
         plan = changes(self._config, new)
         if plan.refused:
@@ -394,17 +374,17 @@ class Supervisor:
         if plan.keys:
             self._pools.change(new, self._spec(new))
         self._config = new
-        self._rolling = False  # routers that were replaced before have read an older file
+        self._rolling = False  # routers replaced so far have read an older file
         late = self._routers_behind or (earlier is not None and earlier.router)
         return replace(plan, router=plan.router or late)
 
     def _end_change(self, problem: str = "") -> None:
-        self._say(problem or "the fleet is as its file says")
+        self._say(problem or "the fleet matches its file")
         self._changes_done += 1
         try:
             self._save_state(problem)
         except OSError as error:
-            self._say(f"warning: the fleet's state cannot be written: {error}; it serves on")
+            self._say(f"warning: cannot write the fleet's state: {error}; it keeps serving")
 
     def _check_ray(self) -> None:
         if self._pools is None:
@@ -417,10 +397,8 @@ class Supervisor:
         for line in self._pools.news() if self._pools is not None else ():
             self._say(line)
 
-    # --- down ------------------------------------------------------------------------------------
-
     def _take_down(self) -> None:
-        """End everything, within `_STOP_LIMIT_S` even if parts of it hang."""
+        """Stop everything within `_STOP_LIMIT_S`, even if a part hangs."""
         if self._run_folder == Path():
             if self._routers is not None:
                 self._routers.begin_stop()
@@ -429,15 +407,15 @@ class Supervisor:
         alarm = threading.Timer(_STOP_LIMIT_S, self._end_by_force)
         alarm.daemon = True
         alarm.start()
-        with contextlib.ExitStack() as whatever_fails:  # the rest goes on
-            whatever_fails.callback(self._say, "stopped")
-            whatever_fails.callback(alarm.cancel)
-            whatever_fails.callback(fleet_state.forget, self._name)
-            whatever_fails.callback(fleet_state.sweep, str(self._run_folder))
+        with contextlib.ExitStack() as stack:  # runs every callback, whichever fails
+            stack.callback(self._say, "stopped")
+            stack.callback(alarm.cancel)
+            stack.callback(fleet_state.forget, self._name)
+            stack.callback(fleet_state.sweep, str(self._run_folder))
             if self._redis is not None:
-                whatever_fails.callback(self._redis.stop)
-            whatever_fails.callback(self._stop_workers)
-            if self._routers is not None:  # first: what they answer, they answer with workers
+                stack.callback(self._redis.stop)
+            stack.callback(self._stop_workers)
+            if self._routers is not None:  # first: their requests need the workers
                 self._routers.begin_stop()
                 self._routers.finish_stop(_ROUTER_STOP_S)
 
@@ -446,7 +424,7 @@ class Supervisor:
             self._pools.stop(leave=self._leave or not self._stop.is_set)
 
     def _end_by_force(self) -> None:
-        self._say("the stop takes too long: ending what is left")
+        self._say("stopping takes too long: killing the remaining processes")
         fleet_state.sweep(str(self._run_folder))
         fleet_state.forget(self._name)
         os._exit(1)

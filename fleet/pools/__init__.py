@@ -1,1 +1,1 @@
-"""Pools of workers under Ray: the controller that keeps them at size, and what it asks of Ray."""
+"""Worker pools under Ray, and the controller that keeps them at their sizes."""

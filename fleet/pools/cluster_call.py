@@ -1,9 +1,9 @@
-"""One call into a Ray cluster, as a process of its own: ``python -m fleet.pools.cluster_call``.
+"""Process for one call into a Ray cluster: ``python -m fleet.pools.cluster_call``.
 
-A process that is connected to Ray is ended by Ray's native code when the cluster's head is away
-for long. So whoever must live on (the supervisor, and the router below it) asks a child like this
-one, and watches the controller through Redis. The call comes as JSON on standard input, secrets
-included; its reply is the last line of standard output.
+If the cluster's head is down for long, Ray's native code ends every process that is connected to
+it. The supervisor must survive that, so it makes calls in child processes and watches the
+controller through Redis. The call is JSON on standard input, with secrets; the reply is the last
+line of standard output.
 """
 
 import os
@@ -18,39 +18,39 @@ from fleet.pools.checkup.findings import Checkup
 from fleet.pools.nodes import CapacityError, plan
 from fleet.pools.resources import ControllerSpec
 
-REFUSED = 2  # exit code: the reply has a problem that another try would not solve
+REFUSED = 2  # exit code: the reply has a problem
 
 
 class ClusterCall(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do there.
+    """A call into a cluster.
 
-    ``ensure`` has a controller run on this node; ``clean`` ends the fleet, also what has no
-    controller; ``plan`` says where an empty cluster would take the replicas; ``examine`` looks at
-    every node.
+    ``ensure`` starts or adopts the controller on this node; ``clean`` ends the fleet, with or
+    without a controller; ``plan`` places the replicas on an empty cluster; ``examine`` checks every
+    node.
     """
 
     verb: Literal["ensure", "clean", "plan", "examine"]
     address: str
     config_json: str
-    spec: ControllerSpec | None = None  # of `ensure`; its host is found out here
+    spec: ControllerSpec | None = None  # of `ensure`; its host is set here
 
 
 class ClusterReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of it."""
+    """Reply to a call."""
 
     problem: str = ""
-    was_there: bool = False  # of `ensure`: the fleet, before the call
+    was_there: bool = False  # of `ensure`: whether the fleet existed before
     address: str = ""  # of this node, as others reach it
-    left: int = 0  # of `clean`: what no controller ended
-    places: dict[str, str] = {}  # of `plan`: worker id -> its nodes, empty where there is no room
+    left: int = 0  # of `clean`: leftovers that no controller ended
+    places: dict[str, str] = {}  # of `plan`: worker id -> its nodes; empty without room
     checkup: Checkup | None = None  # of `examine`
 
 
 def carry_out(call: ClusterCall) -> ClusterReply:
-    """Do it, connected to the cluster until this process ends.
+    """Execute a call; this process stays connected to the cluster until it ends.
 
     Raises:
-        CapacityError: There is no such cluster, or the fleet does not fit.
+        CapacityError: The cluster cannot be reached, or the fleet does not fit.
     """
     from fleet.pools import ray_runtime
 
@@ -59,7 +59,7 @@ def carry_out(call: ClusterCall) -> ClusterReply:
         ray_runtime.attach(call.address)
         return ClusterReply(left=ray_runtime.clean(config.fleet))
     if call.verb == "examine":
-        ray_runtime.attach(call.address)  # before `ray` is imported: it reads its token's mode then
+        ray_runtime.attach(call.address)  # before the import of `ray`, which reads its auth mode
         from fleet.pools.checkup.examine import examine
 
         return ClusterReply(checkup=examine(config))
@@ -83,9 +83,9 @@ def carry_out(call: ClusterCall) -> ClusterReply:
 
 
 def main() -> None:
-    """Entry: one call, one reply."""
+    """Read one call, execute it and write the reply."""
     die_with_parent()
-    replies = os.dup(1)  # what Ray prints goes to standard error
+    replies = os.dup(1)  # Ray's output goes to standard error
     os.dup2(2, 1)
     call: Any = msgspec.json.decode(sys.stdin.buffer.read(), type=ClusterCall)
     code = 0
@@ -96,7 +96,7 @@ def main() -> None:
         code = REFUSED
     os.write(replies, msgspec.json.encode(reply) + b"\n")
     sys.stderr.flush()
-    os._exit(code)  # an orderly goodbye to a head that has just gone would take a minute
+    os._exit(code)  # a regular exit takes a minute if the head has just died
 
 
 if __name__ == "__main__":

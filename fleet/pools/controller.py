@@ -1,14 +1,14 @@
-"""The controller's decisions: which life of which slot to start, drain, stop. Does no I/O.
+"""The controller's state machine: which workers to start, drain and stop. Does no I/O.
 
-A pool is a row of slots ``prefill-0, prefill-1 ...``; a slot has lives, numbered by ``epoch``:
+A pool is a row of slots ``prefill-0, prefill-1 ...``; ``epoch`` numbers a slot's incarnations:
 
             launch                started                drain             ended
     WAITING ------> STARTING ------------> READY ------> DRAINING ------> WAITING | PARKED | gone
        ^   back-off     |                    |
        +----------------+--------------------+   ended (crash, start limit)
 
-Events come in through methods, with the time in integer nanoseconds; each returns the actions to
-take. Actions about a life carry its epoch, so that an answer about an earlier one changes nothing.
+Methods take an event and the time in integer nanoseconds, and return the actions to execute.
+Actions and events carry an epoch, so a late event of an earlier incarnation has no effect.
 """
 
 import enum
@@ -23,34 +23,34 @@ BACKOFF_LIMIT_NS = 30 * SECOND_NS
 HEALTHY_AFTER_NS = 30 * SECOND_NS
 START_LIMIT_NS = 300 * SECOND_NS
 DRAIN_LIMIT_NS = 30 * SECOND_NS
-MOVED_AFTER_STARTS = 2  # that failed: the node may be why, its disk full, say
+MOVED_AFTER_STARTS = 2  # failed ones: the node may be the reason, such as a full disk
 _NEVER_NS = 1 << 62
 
 
 class Phase(enum.Enum):
-    """What a slot is doing."""
+    """Phase of a slot."""
 
     WAITING = "waiting"  # no process; one will be started at `due_ns`
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-    PARKED = "parked"  # drained by an operator; stays empty until restarted
+    PARKED = "parked"  # drained by an operator; no process until a restart
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start a new life of a slot."""
+    """Start a new incarnation of a slot."""
 
     worker_id: str
     role: Role
     epoch: int
-    reuse: bool = False  # of the process that the last life ran in
-    move: bool = False  # to another place than the last life's
+    reuse: bool = False  # start it in the process of the last incarnation
+    move: bool = False  # start it on another node than the last incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Move this life's requests away, then report ``drained``."""
+    """Drain this incarnation, then report ``drained``."""
 
     worker_id: str
     epoch: int
@@ -59,7 +59,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End this life's processes, then report ``ended``."""
+    """End this incarnation's processes, then report ``ended``."""
 
     worker_id: str
     epoch: int
@@ -67,7 +67,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Tell the registry about a slot."""
+    """Write a slot's state to the registry."""
 
     worker_id: str
     role: Role
@@ -78,7 +78,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """The slot no longer exists: free its placement."""
+    """Release the placement of a removed slot."""
 
     worker_id: str
 
@@ -88,32 +88,29 @@ Action = Launch | Drain | Stop | Publish | Remove
 
 @dataclass(slots=True)
 class Slot:
-    """One place of a pool."""
+    """Place of one worker in a pool."""
 
     worker_id: str
     role: Role
     phase: Phase = Phase.WAITING
     epoch: int = 0
     since_ns: int = 0  # when the phase began
-    due_ns: int = 0  # WAITING: start then; STARTING, DRAINING: give up then
-    backoff_ns: int = BACKOFF_FIRST_NS  # for the next crash of a short life
+    due_ns: int = 0  # WAITING: time of the start; STARTING, DRAINING: time limit
+    backoff_ns: int = BACKOFF_FIRST_NS  # for the next crash of a short incarnation
     reason: str = ""
     after_drain: Phase = Phase.WAITING  # where DRAINING leads to
-    leaving: bool = False  # removed from its pool
-    stopping: bool = False  # Stop was sent for this life
-    reusable: bool = False  # the last life was healthy, and its process is still there
-    moving: bool = False  # the next life shall have another place
-    failed_starts: int = 0  # of lives in a row that were never ready
+    leaving: bool = False  # being removed from its pool
+    stopping: bool = False  # Stop was issued for this incarnation
+    reusable: bool = False  # the last incarnation was healthy, and its process still exists
+    moving: bool = False  # the next incarnation must start on another node
+    failed_starts: int = 0  # in a row
 
 
 class FleetController:
-    """The state of all slots.
+    """State machine of all slots. Call `tick` for the first actions.
 
-    Args:
-        pools: Replicas wanted by role.
-        now_ns: The time. Call `tick` for the first actions.
-        healthy_after_ns: A life so long is followed at once, in the same process where that is
-            still there, and resets the back-off.
+    After ``healthy_after_ns`` an incarnation counts as healthy: its successor starts at once, in
+    the same process if it still exists, and the back-off is reset.
     """
 
     def __init__(
@@ -127,10 +124,10 @@ class FleetController:
         self._past_epochs: dict[str, int] = {}
         self._fill(now_ns)
 
-    # ---- what operators ask ---------------------------------------------------------------------
+    # ---- admin commands --------------------------------------------------------------------------
 
     def resize(self, role: Role, replicas: int, now_ns: int) -> list[Action]:
-        """Change a pool's size; the highest numbers leave first."""
+        """Change a pool's size; the highest numbers are removed first."""
         self._wanted[role] = replicas
         actions: list[Action] = []
         for slot in [slot for slot in self.slots.values() if slot.role == role]:
@@ -145,7 +142,7 @@ class FleetController:
         return actions + self.tick(now_ns)
 
     def drain(self, worker_id: str, now_ns: int) -> list[Action]:
-        """Take one worker out of traffic, and its processes down, until it is restarted."""
+        """Drain and stop one worker until it is restarted."""
         slot = self.slots[worker_id]
         self._rolling = [name for name in self._rolling if name != worker_id]
         return self._begin_drain(slot, "drained by an operator", Phase.PARKED, now_ns)
@@ -159,14 +156,9 @@ class FleetController:
         move: bool = False,
         revive: bool = True,
     ) -> list[Action]:
-        """Give each slot a new life: all at once, or one after another, each drained first.
+        """Restart slots: all at once, or ``rolling``, one after another, each drained first.
 
-        Args:
-            worker_ids: Of the slots.
-            now_ns: The time.
-            rolling: One after another.
-            move: Each gives up its place for another one.
-            revive: Workers that an operator has drained begin a life too.
+        ``move`` moves each to another node; ``revive`` includes workers that were drained.
         """
         for name in worker_ids:
             self.slots[name].moving |= move
@@ -184,7 +176,7 @@ class FleetController:
         return actions + self.tick(now_ns)
 
     def stop(self, now_ns: int) -> list[Action]:
-        """End everything; nothing is started again."""
+        """Stop all slots for good."""
         self.stopped = True
         self._rolling.clear()
         actions: list[Action] = []
@@ -197,9 +189,9 @@ class FleetController:
         return actions
 
     def adopt(self, worker_id: str, epoch: int, *, ready: bool, now_ns: int) -> None:
-        """A life that an earlier controller started is still there.
+        """Take over an incarnation that an earlier controller started.
 
-        One beyond its pool's size gets a slot too: the next `resize` drains it.
+        An incarnation beyond its pool's size gets a slot too; the next `resize` drains it.
         """
         slot = self.slots.get(worker_id)
         if slot is None:
@@ -213,7 +205,7 @@ class FleetController:
             slot.due_ns = now_ns + START_LIMIT_NS
 
     def note_epoch(self, worker_id: str, epoch: int) -> None:
-        """A life of that number is known to have been: the next one is counted from there."""
+        """Record an epoch that was used, so that the next incarnation gets a higher one."""
         slot = self.slots.get(worker_id)
         if slot is None:
             self._past_epochs[worker_id] = max(epoch, self._past_epochs.get(worker_id, 0))
@@ -221,18 +213,18 @@ class FleetController:
             slot.epoch = max(epoch, slot.epoch)
 
     def wants(self, worker_id: str, epoch: int) -> bool:
-        """Whether a life that is being placed is still to be started."""
+        """Return whether an incarnation that is being placed should still start."""
         slot = self._current(worker_id, epoch)
         return slot is not None and slot.phase is Phase.STARTING and not slot.stopping
 
-    # ---- what happens ---------------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------
 
     def started(self, worker_id: str, epoch: int, now_ns: int) -> list[Action]:
-        """A life has loaded its model and takes requests."""
+        """Handle an incarnation that accepts requests."""
         slot = self._current(worker_id, epoch)
         if slot is None:
             return []
-        if slot.stopping:  # the word to stop came before there was anybody to hear it
+        if slot.stopping:  # Stop was issued before the incarnation could receive it
             return [Stop(worker_id, epoch)]
         if slot.phase is not Phase.STARTING:
             return []
@@ -242,36 +234,30 @@ class FleetController:
         return [self.describe(slot), *self.tick(now_ns)]
 
     def drained(self, worker_id: str, epoch: int, now_ns: int) -> list[Action]:
-        """A draining life holds no request any more."""
+        """Handle a draining incarnation that has no requests left."""
         slot = self._current(worker_id, epoch)
         return self._stop_life(slot) if slot and slot.phase is Phase.DRAINING else []
 
     def ended(
         self, worker_id: str, epoch: int, reason: str, now_ns: int, *, reusable: bool = False
     ) -> list[Action]:
-        """A life is gone, wanted or not.
+        """Handle the end of an incarnation, expected or not.
 
-        Args:
-            worker_id: Of the slot.
-            epoch: The life.
-            reason: Why it ended.
-            now_ns: The time.
-            reusable: Its engine alone is gone; the process around it can begin another life. It
-                does if a ``Launch`` with ``reuse`` comes back; else it must end.
+        It is ``reusable`` if only the engine is gone, so that its process can host the next one.
+        The process must end unless a ``Launch`` with ``reuse`` is returned.
         """
         slot = self._current(worker_id, epoch)
         if slot is None or slot.phase in (Phase.WAITING, Phase.PARKED):
             return []
-        asked_for = slot.phase is Phase.DRAINING or (slot.stopping and self.stopped)
-        if asked_for:
+        if slot.phase is Phase.DRAINING or (slot.stopping and self.stopped):
             self._enter(slot, slot.after_drain, now_ns)
         else:
-            lived_ns = now_ns - slot.since_ns if slot.phase is Phase.READY else 0
+            uptime_ns = now_ns - slot.since_ns if slot.phase is Phase.READY else 0
             slot.failed_starts += slot.phase is Phase.STARTING
             slot.moving |= slot.failed_starts >= MOVED_AFTER_STARTS
             slot.reason = slot.reason if slot.stopping else reason
-            self._enter(slot, Phase.WAITING, now_ns)  # due now, which is right for a healthy one
-            if lived_ns >= self._healthy_after_ns:
+            self._enter(slot, Phase.WAITING, now_ns)  # due at once, as after a healthy incarnation
+            if uptime_ns >= self._healthy_after_ns:
                 slot.backoff_ns = BACKOFF_FIRST_NS
                 slot.reusable = reusable
             else:
@@ -282,7 +268,7 @@ class FleetController:
         return [self.describe(slot), *self.tick(now_ns)]
 
     def tick(self, now_ns: int) -> list[Action]:
-        """Let time pass: start what is due, give up on what takes too long."""
+        """Handle the passage of time: start due incarnations, stop those beyond their limit."""
         actions: list[Action] = []
         for slot in list(self.slots.values()):
             if slot.due_ns > now_ns:
@@ -298,7 +284,7 @@ class FleetController:
 
     @property
     def drained_workers(self) -> tuple[str, ...]:
-        """The workers that an operator has drained, or is draining."""
+        """Return the workers that an operator has drained or is draining."""
         if self.stopped:
             return ()
         down = (Phase.PARKED, Phase.DRAINING)
@@ -310,29 +296,29 @@ class FleetController:
 
     @property
     def wanted(self) -> dict[Role, int]:
-        """The pools' sizes, as last asked for."""
+        """Return the pool sizes that were last requested."""
         return dict(self._wanted)
 
     @property
     def next_due_ns(self) -> int:
-        """When `tick` has something to do next, if nothing happens before."""
+        """Return the time of the next `tick` with something to do."""
         timed = (Phase.WAITING, Phase.STARTING, Phase.DRAINING)
         due = [slot.due_ns for slot in self.slots.values() if slot.phase in timed]
         return min(due, default=_NEVER_NS)
 
     @property
     def ready(self) -> bool:
-        """Whether every slot that should run does."""
+        """Return whether every slot that should run is ready."""
         in_use = [slot for slot in self.slots.values() if slot.phase is not Phase.PARKED]
         return all(slot.phase is Phase.READY for slot in in_use)
 
     @property
     def idle(self) -> bool:
-        """Whether no slot has a process."""
+        """Return whether no slot has a process."""
         return all(slot.phase in (Phase.WAITING, Phase.PARKED) for slot in self.slots.values())
 
     def describe(self, slot: Slot) -> Publish:
-        """What the registry should say of a slot."""
+        """Return the action that writes a slot's state to the registry."""
         states: dict[Phase, WorkerState] = {
             Phase.WAITING: "dead" if slot.epoch else "starting",
             Phase.STARTING: "starting",
@@ -403,14 +389,14 @@ class FleetController:
         return self._begin_drain(slot, "restarted by an operator", Phase.WAITING, now_ns)
 
     def _retire(self, slot: Slot) -> list[Action]:
-        """Take a slot off its pool. Should it come back, its lives are counted on."""
+        """Remove a slot from its pool, and keep its epoch in case the slot returns."""
         del self.slots[slot.worker_id]
         self._past_epochs[slot.worker_id] = slot.epoch
         gone = Publish(slot.worker_id, slot.role, "dead", slot.epoch, slot.reason)
         return [gone, Remove(slot.worker_id)]
 
     def _roll(self, now_ns: int) -> list[Action]:
-        """Take the next slot of a rolling restart once every other one stands."""
+        """Restart the next slot of a rolling restart once all others are ready."""
         while self._rolling and self.ready and not self.stopped:
             slot = self.slots.get(self._rolling.pop(0))
             if slot is not None:

@@ -1,9 +1,9 @@
-"""Whether a worker's shell still runs: asked from outside, and watched from inside.
+"""Detection of frozen worker processes, from outside by pings and from inside by a watchdog.
 
-A shell that was stopped, or whose event loop is caught somewhere, dies of nothing: its streams stay
-open and its engine idles. So the controller asks each life every `ASK_EVERY_S`, and after
-`FROZEN_AFTER_S` without an answer ends it and begins the next one. A process that wakes up after so
-long has been replaced: `StandstillGuard` ends it before it can speak for its old incarnation.
+A process that is stopped, or whose event loop hangs, does not exit: its streams stay open and its
+engine idles. The controller pings each worker every `ASK_EVERY_S`; after `FROZEN_AFTER_S` without a
+response it ends the worker and starts the next one. A process that wakes up later has been
+replaced: `StandstillGuard` ends it before it can act for its old incarnation.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ _LOG = logging.getLogger("fleet.pools.liveness")
 
 ASK_EVERY_S = 2.0
 FROZEN_AFTER_S = 8.0
-_SLICE_S = 0.25  # time counts in slices, so that what stood still was not this process
+_SLICE_S = 0.25  # time is counted in slices: if this process freezes, its clock stops too
 
 
 class ShellProcess(msgspec.Struct, frozen=True):
-    """Which process a life runs in."""
+    """Process that hosts an incarnation."""
 
     host: str
     key: ProcessKey
-    epoch: int = 0  # of the life; its actor may have been named after an earlier one
-    settings_digest: str = ""  # what it was started with
+    epoch: int = 0  # of the incarnation; its actor may be named after an earlier one
+    settings_digest: str = ""  # of the settings that it was started with
     started: bool = False
 
     @classmethod
     def own(cls, epoch: int, settings_digest: str = "", *, started: bool = False) -> "ShellProcess":
-        """This one."""
+        """Return the present process."""
         key = ProcessKey.of(os.getpid())
         if key is None:
             raise RuntimeError("cannot read /proc")
@@ -49,12 +49,7 @@ class ShellProcess(msgspec.Struct, frozen=True):
 
 
 class Life:
-    """What the controller holds of one life: its actor, its process, and when it last answered.
-
-    Args:
-        epoch: Its number.
-        actor: A `WorkerActor`, as Ray has it.
-    """
+    """The controller's view of one incarnation: its actor, its process and its last response."""
 
     def __init__(self, epoch: int, actor: Any) -> None:
         self.epoch = epoch
@@ -63,26 +58,26 @@ class Life:
         self._silent_s = 0.0
 
     async def ask(self) -> None:
-        """Ask until it is gone; each answer ends a silence."""
+        """Ping the incarnation until cancelled; each response ends its silence."""
         while True:
             try:
                 self._process = msgspec.msgpack.decode(
                     await self.actor.ping.remote(), type=ShellProcess
                 )
                 self._silent_s = 0.0
-            except RayError as error:  # whoever waits for its end hears of it, if it is the end
-                _LOG.debug("no answer: %r", error)
+            except RayError as error:  # after its end, the task that waits for it gets the error
+                _LOG.debug("no response to a ping: %r", error)
             await asyncio.sleep(ASK_EVERY_S)
 
     async def freeze(self) -> None:
-        """Return once it has said nothing for `FROZEN_AFTER_S`, counted from now."""
+        """Return once the incarnation has not responded for `FROZEN_AFTER_S`, counted from now."""
         self._silent_s = 0.0
         while self._silent_s < FROZEN_AFTER_S:
             await asyncio.sleep(_SLICE_S)
             self._silent_s += _SLICE_S
 
     def end(self) -> None:
-        """End its processes for certain: Ray cannot end one that is stopped."""
+        """Kill its processes; Ray alone cannot end a stopped one."""
         process = self._process
         if process is not None and process.host == socket.gethostname():
             end_at_once(process.key)
@@ -91,11 +86,7 @@ class Life:
 
 
 async def process_of(actor: Any) -> ShellProcess | None:
-    """What an actor says of its process; None of one that says nothing: it is frozen or gone.
-
-    Args:
-        actor: A `WorkerActor`, as Ray has it.
-    """
+    """Return the process of a `WorkerActor`; None if it does not respond."""
     with contextlib.suppress(RayError, TimeoutError):
         async with asyncio.timeout(ASK_EVERY_S):
             return msgspec.msgpack.decode(await actor.ping.remote(), type=ShellProcess)
@@ -103,12 +94,7 @@ async def process_of(actor: Any) -> ShellProcess | None:
 
 
 class StandstillGuard:
-    """Ends this process when it, or its event loop, stood still for too long.
-
-    Args:
-        limit_s: For how long.
-        end: Called with the reason; the process's end.
-    """
+    """Watchdog that ends this process after it, or its event loop, has hung for too long."""
 
     def __init__(
         self, limit_s: float = FROZEN_AFTER_S, end: Callable[[str], None] | None = None
@@ -118,7 +104,7 @@ class StandstillGuard:
         self._beat_s = time.monotonic()
 
     async def run(self) -> None:
-        """Beat, and have a thread listen to it: that one also runs when the loop does not."""
+        """Beat in the event loop, and watch the beat in a thread, which runs if the loop hangs."""
         self._beat_s = time.monotonic()
         stop = threading.Event()
         threading.Thread(target=self._listen, args=(stop,), daemon=True, name="standstill").start()
@@ -131,10 +117,10 @@ class StandstillGuard:
             stop.set()
 
     def look(self) -> None:
-        """End the process if the last beat is too long ago."""
+        """End the process if the last beat is too old."""
         still_s = time.monotonic() - self._beat_s
         if still_s > self._limit_s:
-            self._end(f"stood still for {still_s:.1f} s: this life has been replaced")
+            self._end(f"hung for {still_s:.1f} s: this worker has been replaced")
 
     def _listen(self, stop: threading.Event) -> None:
         while not stop.wait(_SLICE_S):

@@ -1,16 +1,16 @@
-"""Which nodes a replica goes to, and whether a fleet fits a cluster. Does no I/O.
+"""Choice of nodes for replicas, and the check whether a fleet fits a cluster. Does no I/O.
 
 The rules, hard ones first:
 
-1. A node that was closed takes nothing (``baton drain --node``).
-2. Where nodes offer the custom resource ``baton_prefill`` or ``baton_decode``, that role goes to
-   them alone. ``ray start --resources='{"baton_decode": 1}'`` says so of a node.
-3. Ray's head takes nothing, unless it is the only node.
-4. A node that has just failed comes last.
-5. Replicas of a role are spread over nodes, then replicas of any role.
-6. All ranks of a replica go to one node. Only where none has room for all, and the fleet file says
-   ``nodes: several``, they go to as few as there can be: each of them can end the replica, and
-   every layer's gathers wait for the slowest link.
+1. A closed node gets no replica (``baton drain --node``).
+2. If nodes offer the custom resource ``baton_prefill`` or ``baton_decode``, only they get that
+   role: ``ray start --resources='{"baton_decode": 1}'`` reserves a node.
+3. Ray's head gets no replica unless it is the only node.
+4. A node that has failed recently is used last.
+5. Replicas of a role are spread over nodes, then replicas of all roles.
+6. All ranks of a replica go to one node. If none has room for all, and the fleet file has
+   ``nodes: several``, they go to as few nodes as possible: the loss of any ends the replica, and
+   every layer waits for the slowest link.
 """
 
 import math
@@ -26,7 +26,7 @@ _ROUNDING = 1e-9  # fractions such as 0.1 do not add up exactly
 
 
 class CapacityError(RuntimeError):
-    """The cluster cannot hold the fleet; the message has the numbers."""
+    """The cluster is unusable or cannot hold the fleet; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,11 @@ class Node:
     """A node of a Ray cluster.
 
     Attributes:
-        id: Ray's, new with each start of it.
-        name: Its host name.
-        address: Its IP address.
-        port: Of its raylet.
+        id: Ray's id, new with each start of the node.
+        name: Host name.
+        port: Port of the raylet.
         head: Whether Ray's head runs there.
-        cpus: What it offers Ray.
-        free_cpus: What of that is not given away.
-        roles: Those that it was reserved for; empty: not for any.
+        roles: Roles that the node is reserved for; empty: not reserved.
     """
 
     id: str
@@ -55,13 +52,7 @@ class Node:
 
 
 def usable(role: Role, nodes: Sequence[Node], closed: Collection[str] = ()) -> list[Node]:
-    """The nodes that may take a replica of this role, by the hard rules.
-
-    Args:
-        role: Of the replica.
-        nodes: Of the cluster, those that live.
-        closed: Addresses of nodes that take nothing.
-    """
+    """Return the nodes that may get a replica of this role, by the hard rules."""
     workers = [node for node in nodes if not node.head and node.cpus > 0] or list(nodes)
     reserved = any(role in node.roles for node in workers)
     return [
@@ -82,17 +73,11 @@ def choose(
     closed: Collection[str] = (),
     avoid: Collection[str] = (),
 ) -> list[Node]:
-    """The node of each rank of a replica, the leader's first; empty while there is no room.
+    """Return the node of each rank of a replica, the leader's first; empty without room.
 
-    Args:
-        role: Of the replica.
-        cpus: What one rank takes.
-        nodes: Of the cluster, those that live.
-        placed: The other replicas: worker id -> (addresses of its ranks, role).
-        ranks: How many.
-        apart: Whether they may be on several nodes.
-        closed: Addresses of nodes that take nothing.
-        avoid: Addresses of nodes that are taken only if the others have no room.
+    ``placed`` has the other replicas: worker id -> (addresses of its ranks, role). ``cpus`` are
+    those of one rank; ``apart`` allows several nodes. ``closed`` and ``avoid`` are addresses of
+    nodes; those to avoid are used only if the others have no room.
     """
 
     def order(node: Node) -> tuple[int, int, float, str]:
@@ -114,13 +99,13 @@ def choose(
 def plan(
     config: FleetConfig, nodes: Sequence[Node], closed: Collection[str] = ()
 ) -> dict[str, list[Node]]:
-    """Where an empty cluster's nodes would take each replica: worker id -> node of each rank."""
+    """Place all replicas on an empty cluster: return worker id -> node of each rank."""
     free = {node.address: node.cpus for node in nodes}
     placed: dict[str, tuple[Collection[str], Role]] = {}
     result: dict[str, list[Node]] = {}
     for role, replicas in _sizes(config).items():
         for index in range(replicas):
-            now = [_with_free(node, free[node.address]) for node in nodes]
+            now = [replace(node, free_cpus=free[node.address]) for node in nodes]
             chosen = choose(
                 role,
                 config.cpus_per_rank,
@@ -139,7 +124,7 @@ def plan(
 
 
 def check_nodes(config: FleetConfig, nodes: Sequence[Node], closed: Collection[str] = ()) -> None:
-    """Refuse a fleet that would wait for ever for a place in this cluster.
+    """Check that a fleet fits the cluster; Ray would wait forever for room.
 
     Raises:
         CapacityError: A replica fits on no usable node, or not all replicas fit together.
@@ -147,12 +132,12 @@ def check_nodes(config: FleetConfig, nodes: Sequence[Node], closed: Collection[s
     for role, replicas in _sizes(config).items():
         if replicas and not usable(role, nodes, closed):
             raise CapacityError(
-                f"no node may take {role} workers: {_told(nodes, closed)}; open one with "
-                "`baton drain --node NAME --undo`, or add one"
+                f"no node is available to {role} workers: {_described(nodes, closed)}; reopen one "
+                "with `baton drain --node NAME --undo`, or add one"
             )
     anywhere = {n.id: n for role in _ROLES for n in usable(role, nodes, closed)}
     check_capacity(config, [node.cpus for node in anywhere.values()])
-    for role in _ROLES:  # of a cluster with reserved nodes each part must do for its role
+    for role in _ROLES:  # reserved nodes must suffice for their role
         alone = config.pools.model_copy(update={r: 0 for r in _ROLES if r != role})
         if getattr(alone, role):
             part = config.model_copy(update={"pools": alone})
@@ -160,11 +145,7 @@ def check_nodes(config: FleetConfig, nodes: Sequence[Node], closed: Collection[s
 
 
 def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
-    """Refuse what Ray would wait for forever.
-
-    Args:
-        config: The fleet.
-        node_cpus: CPUs of each node of the cluster.
+    """Check that a fleet fits on nodes with these numbers of CPUs.
 
     Raises:
         CapacityError: A replica fits on no node, or not all replicas fit together.
@@ -173,19 +154,19 @@ def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
     largest = max(node_cpus, default=0.0)
     if asked > largest:
         raise CapacityError(
-            f"cpus_per_rank = {asked:g} fits on no node: the largest has {largest:g} CPUs; "
+            f"cpus_per_rank = {asked:g} exceeds the largest node, which has {largest:g} CPUs; "
             "lower cpus_per_rank or add a larger node"
         )
     free = [math.floor(cpus / asked + _ROUNDING) for cpus in node_cpus]
     places = sum(free)
     widths = sorted(config.pools.ranks, reverse=True)
-    if config.pools.tensor_parallel.nodes == "several":  # each rank by itself
+    if config.pools.tensor_parallel.nodes == "several":  # ranks are placed separately
         widths = [1] * sum(widths)
     if widths[0] > max(free):
         raise CapacityError(
-            f"pools.tensor_parallel = {widths[0]} ranks of {asked:g} CPUs fit on no node: the "
-            f"largest has {largest:g} CPUs, and a replica stays on one node; lower "
-            "pools.tensor_parallel or cpus_per_rank, or say `nodes: several` there"
+            f"pools.tensor_parallel = {widths[0]} ranks of {asked:g} CPUs exceed the largest node, "
+            f"which has {largest:g} CPUs: lower pools.tensor_parallel or cpus_per_rank, or set "
+            "`nodes: several` in pools.tensor_parallel"
         )
     if not _all_fit(widths, free):
         raise CapacityError(
@@ -196,14 +177,11 @@ def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
 
 
 def _all_fit(widths: Sequence[int], free: Sequence[int]) -> bool:
-    """Whether each replica can have a node with so many places for itself.
+    """Return whether all replicas fit, each on one node.
 
-    Pools have two widths at most, so this is exact: for each number of wide replicas that the
-    nodes so far may hold, the most narrow ones that fit beside them.
-
-    Args:
-        widths: Places that each replica takes, all on one node.
-        free: Places of each node.
+    Pools have at most two widths, so this is exact: it computes, for each number of wide replicas
+    on the nodes so far, the maximum of narrow ones that fit beside them. ``widths`` are the ranks
+    of each replica, ``free`` those that each node has room for.
     """
     wide = max(widths)
     narrow = min(widths)
@@ -223,13 +201,9 @@ def _sizes(config: FleetConfig) -> dict[Role, int]:
     return {"prefill": config.pools.prefill, "decode": config.pools.decode}
 
 
-def _with_free(node: Node, free_cpus: float) -> Node:
-    return replace(node, free_cpus=free_cpus)
-
-
-def _told(nodes: Sequence[Node], closed: Collection[str]) -> str:
-    said = []
+def _described(nodes: Sequence[Node], closed: Collection[str]) -> str:
+    texts = []
     for node in nodes:
         marks = ["head"] * node.head + ["closed"] * (node.address in closed) + sorted(node.roles)
-        said.append(f"{node.name}" + (f" ({', '.join(marks)})" if marks else ""))
-    return "the nodes are " + ", ".join(said) if said else "there are no nodes"
+        texts.append(f"{node.name}" + (f" ({', '.join(marks)})" if marks else ""))
+    return "the nodes are " + ", ".join(texts) if texts else "there are no nodes"

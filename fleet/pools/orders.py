@@ -1,23 +1,24 @@
-"""What operators may ask of a running fleet's controller: one function for each verb.
+"""Admin commands that a running fleet's controller executes.
 
-    ping                                 whether anybody is there
-    slots                                the slots: worker_id, phase, epoch, reason, node
-    nodes                                the cluster's nodes, and who lives there
-    logs      worker_ids, lines          the ends of the log files of every node
-    drain     worker_ids                 out of traffic, and down, until restarted
-    restart   worker_ids, move           a new life at once; ``move``: on another node. Without
-                                         ids: all workers but those that were drained
-    roll      worker_ids, move           the same one after another, each drained first
-    scale     prefill, decode            other sizes of the pools
-    close     node                       nothing is placed there; who lives there moves
-    open      node                       the reverse
+    ping                                 check that the controller responds
+    slots                                worker_id, phase, epoch, reason and node of each slot
+    nodes                                the cluster's nodes and their workers
+    logs      worker_ids, lines          last lines of the log files of every node
+    drain     worker_ids                 drain and stop until restarted
+    restart   worker_ids, move           restart at once; ``move``: on another node. Without ids:
+                                         all workers except drained ones
+    roll      worker_ids, move           restart one after another, each drained first
+    scale     prefill, decode            change the pool sizes
+    close     node                       place nothing there and move its workers
+    open      node                       undo ``close``
 
-``stop`` ends the fleet; the controller does that itself (`fleet.pools.ray_controller`).
+``stop`` ends the fleet; the controller itself executes it (`fleet.pools.ray_controller`).
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,42 +35,24 @@ from fleet.pools.controller import Action, FleetController
 from fleet.pools.nodes import CapacityError, Node, check_nodes
 from fleet.pools.placement import Placements
 
-Apply = Callable[[list[Action]], None]
 MAX_LINES = 2000
 _MAX_FILE_BYTES = 64 * 2**10
 _READ_LIMIT_S = 20.0
 
 
+@dataclass(frozen=True, slots=True)
 class OrderDesk:
-    """Carries out orders.
+    """Executes admin commands; ``apply`` executes the actions of the state machine."""
 
-    Args:
-        config: The fleet.
-        machine: The controller's decisions.
-        placements: Where its replicas are.
-        apply: Does what the machine decides.
-        now_ns: The clock.
-        log_dir: Of every node of the fleet.
-    """
+    config: FleetConfig
+    machine: FleetController
+    placements: Placements
+    apply: Callable[[list[Action]], None]
+    now_ns: Callable[[], int]
+    log_dir: str
 
-    def __init__(
-        self,
-        config: FleetConfig,
-        machine: FleetController,
-        placements: Placements,
-        apply: Apply,
-        now_ns: Callable[[], int],
-        log_dir: str,
-    ) -> None:
-        self._config = config
-        self._machine = machine
-        self._placements = placements
-        self._apply = apply
-        self._now_ns = now_ns
-        self._log_dir = log_dir
-
-    async def obey(self, order: Order) -> Answer:
-        """Do what an order says; its answer says why not."""
+    async def execute(self, order: Order) -> Answer:
+        """Execute a command; the answer has the problem if it is rejected."""
         if order.verb == "ping":
             return Answer()
         if order.verb == "slots":
@@ -84,109 +67,109 @@ class OrderDesk:
             return await self._close(str(order.arguments.get("node", "")), order.verb == "close")
         return self._about_workers(order)
 
-    def obey_wishes(self, wishes: wanted.Wanted) -> None:
-        """Have the pools as operators asked for, who may have asked an earlier controller."""
-        for worker_id in set(wishes.drained) & set(self._machine.slots):
-            self._apply(self._machine.drain(worker_id, self._now_ns()))
-        sizes = sizes_in(wishes.pools) if wishes.pools else self._machine.wanted
+    def apply_wanted(self, state: wanted.Wanted) -> None:
+        """Apply the state that operators requested, possibly from an earlier controller."""
+        for worker_id in set(state.drained) & set(self.machine.slots):
+            self.apply(self.machine.drain(worker_id, self.now_ns()))
+        sizes = sizes_in(state.pools) if state.pools else self.machine.wanted
         for role, size in sizes.items():
-            self._apply(self._machine.resize(role, size, self._now_ns()))
+            self.apply(self.machine.resize(role, size, self.now_ns()))
 
     def slots(self) -> list[dict[str, Any]]:
-        """The slots as plain data."""
+        """Return the slots as plain data."""
         return [
             {
                 "worker_id": slot.worker_id,
                 "phase": slot.phase.value,
                 "epoch": slot.epoch,
                 "reason": slot.reason,
-                "node": self._placements.address_of(slot.worker_id),
+                "node": self.placements.address_of(slot.worker_id),
             }
-            for slot in self._machine.slots.values()
+            for slot in self.machine.slots.values()
         ]
 
     def _about_workers(self, order: Order) -> Answer:
-        names = list(order.worker_ids) or list(self._machine.slots)
-        unknown = [name for name in names if name not in self._machine.slots]
+        names = list(order.worker_ids) or list(self.machine.slots)
+        unknown = [name for name in names if name not in self.machine.slots]
         if unknown:
-            there = list(self._machine.slots)
-            return Answer(f"no such worker: {', '.join(unknown)} (there are {there})")
-        now_ns = self._now_ns()
+            there = list(self.machine.slots)
+            return Answer(f"no such worker: {', '.join(unknown)} (workers: {', '.join(there)})")
+        now_ns = self.now_ns()
         move = bool(order.arguments.get("move"))
         if order.verb == "drain":
             if not order.worker_ids:
-                return Answer(f"drain: name the workers, of {names}; without any, the fleet ends")
+                return Answer(f"drain needs worker ids (workers: {', '.join(names)})")
             for name in names:
-                self._apply(self._machine.drain(name, now_ns))
+                self.apply(self.machine.drain(name, now_ns))
         elif order.verb in ("restart", "roll"):
             rolling = order.verb == "roll"
-            named = bool(order.worker_ids)  # of all workers, those that were drained stay so
-            actions = self._machine.restart(names, now_ns, rolling=rolling, move=move, revive=named)
-            self._apply(actions)
+            named = bool(order.worker_ids)  # without ids, drained workers stay down
+            actions = self.machine.restart(names, now_ns, rolling=rolling, move=move, revive=named)
+            self.apply(actions)
         else:
             return Answer(f"unknown command {order.verb}")
         return Answer()
 
     async def _scale(self, arguments: Mapping[str, Any]) -> Answer:
-        wanted: dict[str, int] = {str(r): n for r, n in self._machine.wanted.items()}
+        wanted: dict[str, int] = {str(r): n for r, n in self.machine.wanted.items()}
         for role, size in arguments.items():
             if role not in ("prefill", "decode") or not isinstance(size, int) or size < 0:
-                return Answer(f"cannot scale {role} to {size}: say prefill=N or decode=N")
+                return Answer(f"cannot scale {role} to {size}: use prefill=N or decode=N")
             wanted[role] = size
         if not any(wanted.values()):
-            return Answer("a fleet needs at least one worker; `baton down` ends it")
-        pools = self._config.pools.model_copy(update=wanted)
-        config = self._config.model_copy(update={"pools": pools})
+            return Answer("a fleet needs at least one worker; stop it with `baton down`")
+        pools = self.config.pools.model_copy(update=wanted)
+        config = self.config.model_copy(update={"pools": pools})
         try:
-            check_nodes(config, await self._placements.nodes(), self._placements.closed)
+            check_nodes(config, await self.placements.nodes(), self.placements.closed)
         except CapacityError as error:
             return Answer(str(error))
         for role, size in wanted.items():
-            self._apply(self._machine.resize(cast(Role, role), size, self._now_ns()))
+            self.apply(self.machine.resize(cast(Role, role), size, self.now_ns()))
         return Answer()
 
     async def _close(self, name: str, close: bool) -> Answer:
-        nodes = await self._placements.nodes()
-        closed = self._placements.closed
+        nodes = await self.placements.nodes()
+        closed = self.placements.closed
         found = next((n for n in nodes if name in (n.name, n.address, n.id)), None)
-        if found is None and not (name in closed and not close):  # one that is gone may be opened
+        if found is None and (close or name not in closed):  # a lost node can be opened
             there = ", ".join(f"{n.name} ({n.address})" for n in nodes)
-            return Answer(f"no such node: {name} (there are {there})")
+            return Answer(f"no such node: {name} (nodes: {there})")
         address = found.address if found is not None else name
         if not close:
             closed.discard(address)
             return Answer()
-        pools = self._config.pools.model_copy(
-            update={str(r): n for r, n in self._machine.wanted.items()}
+        pools = self.config.pools.model_copy(
+            update={str(r): n for r, n in self.machine.wanted.items()}
         )
         try:
-            check_nodes(self._config.model_copy(update={"pools": pools}), nodes, {*closed, address})
+            check_nodes(self.config.model_copy(update={"pools": pools}), nodes, {*closed, address})
         except CapacityError as error:
             return Answer(f"without {name} the fleet does not fit: {error}")
         closed.add(address)
-        moving = [w for w in self._machine.slots if address in self._placements.addresses_of(w)]
+        moving = [w for w in self.machine.slots if address in self.placements.addresses_of(w)]
         if moving:
-            actions = self._machine.restart(
-                moving, self._now_ns(), rolling=True, move=True, revive=False
+            actions = self.machine.restart(
+                moving, self.now_ns(), rolling=True, move=True, revive=False
             )
-            self._apply(actions)
+            self.apply(actions)
         return Answer(data=moving)
 
     async def _nodes(self) -> list[dict[str, Any]]:
-        nodes = await self._placements.nodes()
+        nodes = await self.placements.nodes()
         return [
             {
                 "name": node.name,
                 "address": node.address,
                 "head": node.head,
-                "closed": node.address in self._placements.closed,
+                "closed": node.address in self.placements.closed,
                 "roles": sorted(node.roles),
                 "cpus": node.cpus,
                 "free_cpus": node.free_cpus,
                 "workers": [
                     worker_id
-                    for worker_id in self._machine.slots
-                    if node.address in self._placements.addresses_of(worker_id)
+                    for worker_id in self.machine.slots
+                    if node.address in self.placements.addresses_of(worker_id)
                 ],
             }
             for node in nodes
@@ -196,8 +179,8 @@ class OrderDesk:
         lines = int(order.arguments.get("lines", 50))
         name = order.worker_ids[0] if order.worker_ids else ""
         if not 0 < lines <= MAX_LINES or not all(c.isalnum() or c == "-" for c in name):
-            return Answer(f"logs: at most {MAX_LINES} lines of a worker such as decode-0")
-        nodes = await self._placements.nodes()
+            return Answer(f"logs needs a process such as decode-0 and 1 to {MAX_LINES} lines")
+        nodes = await self.placements.nodes()
         texts = await asyncio.gather(*(self._read(node, name, lines) for node in nodes))
         return Answer(data={n.name: text for n, text in zip(nodes, texts, strict=True)})
 
@@ -206,60 +189,53 @@ class OrderDesk:
         reader = ray.remote(read_logs).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_READ_LIMIT_S):
-                found: dict[str, str] = await reader.remote(self._log_dir, name, lines)
+                found: dict[str, str] = await reader.remote(self.log_dir, name, lines)
                 return found
-        return {"": f"{node.name} did not answer within {_READ_LIMIT_S:g} s"}
+        return {"": f"{node.name} did not respond within {_READ_LIMIT_S:g} s"}
 
 
-class Wishes:
-    """What operators asked of a fleet beyond its file, kept in Redis for the next controller.
+@dataclass(slots=True)
+class WantedState:
+    """State that operators requested beyond the fleet file, kept in Redis for the next controller.
 
-    Args:
-        registry: Of the fleet.
-        of: Digest of what its controller was started with.
-        placements: Know the closed nodes.
+    ``of`` is the digest of the controller's specification.
     """
 
-    def __init__(self, registry: Registry, of: str, placements: Placements) -> None:
-        self._registry = registry
-        self._of = of
-        self._placements = placements
-        self.known = False  # whether they have been read
+    registry: Registry
+    of: str
+    placements: Placements
+    known: bool = False  # whether it has been read
 
     async def read(self) -> wanted.Wanted | None:
-        """The wishes, of which the closed nodes count from now on; None while Redis is away."""
+        """Read the state and close its nodes; return None if Redis is down."""
         try:
-            found = await wanted.read(self._registry, self._of)
+            found = await wanted.read(self.registry, self.of)
         except RegistryUnavailableError:
             return None
-        self._placements.closed |= set(found.closed_nodes)
+        self.placements.closed |= set(found.closed_nodes)
         self.known = True
         return found
 
     async def note(self, machine: FleetController) -> None:
-        """Write them; again now and then: a Redis that starts again is empty, a week is short.
-
-        Raises:
-            RegistryUnavailableError: Redis does not answer.
-        """
+        """Write the state. Called regularly: a restarted Redis is empty, and the key expires."""
         if not self.known or machine.stopped:
             return
-        wishes = wanted.Wanted(
-            of=self._of,
+        state = wanted.Wanted(
+            of=self.of,
             pools={str(role): size for role, size in machine.wanted.items()},
-            closed_nodes=tuple(sorted(self._placements.closed)),
+            closed_nodes=tuple(sorted(self.placements.closed)),
             drained=machine.drained_workers,
         )
-        await wanted.write(self._registry, wishes)
+        await wanted.write(self.registry, state)
 
 
 def sizes_in(pools: Mapping[str, int]) -> dict[Role, int]:
-    """Replicas by role; none of a role that is not named."""
+    """Return the number of replicas by role; 0 for a missing role."""
     return {"prefill": pools.get("prefill", 0), "decode": pools.get("decode", 0)}
 
 
 def read_logs(folder: str, name: str, lines: int) -> dict[str, str]:
-    """File name -> its last lines, of the logs of a folder that begin with ``name``."""
+    """Return file name -> last lines, of the logs in a folder whose names start with ``name``."""
     texts = {}
     for file in sorted(Path(folder).glob(f"{name}*.log")):
         with contextlib.suppress(OSError), file.open("rb") as stream:

@@ -1,9 +1,8 @@
-"""The places of a fleet's replicas: one Ray placement group for each, on a node that we choose.
+"""Placement of a fleet's replicas: one Ray placement group each.
 
-On a cluster the node is chosen by `fleet.pools.nodes`, and the group is bound to that node by its
-address; Ray's own choice knows neither roles nor what has just failed. A group stays with its slot
-from life to life, so that weights and adapters are where they were, until its node does not answer
-or an operator wants it elsewhere.
+On a cluster `fleet.pools.nodes` chooses the node, and the group is bound to the node's address: Ray
+itself considers neither roles nor recent failures. A slot keeps its group, so that weights and
+adapters are still on the node, until the node fails or an operator moves the slot.
 """
 
 import asyncio
@@ -32,34 +31,31 @@ from fleet.pools.resources import bundles
 _LOG = logging.getLogger("fleet.pools.placement")
 
 PLACEMENT_LIMIT_S = 60.0
-AVOID_S = 60.0  # a node that failed is taken last for so long
-_RESERVE_LIMIT_S = 8.0  # for one group on the node that was chosen
-_ANSWER_LIMIT_S = 1.0  # of a node's raylet, when somebody connects
+AVOID_S = 60.0  # time for which a failed node is used last
+_RESERVE_LIMIT_S = 8.0  # for one group on its chosen nodes
+_ANSWER_LIMIT_S = 1.0  # for a connection to a node's raylet
 _POLL_S = 0.1
-_NODE_SHARE = 0.001  # of the resource that each Ray node has for itself
+_NODE_SHARE = 0.001  # of the resource that identifies a Ray node
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one slot's lives run."""
+    """Placement of one slot."""
 
     group: PlacementGroup
-    nodes: tuple[Node, ...] = ()  # of each rank, the leader's first; empty where Ray chose
-    cpus: tuple[float, ...] = ()  # of each rank, as it was reserved; empty: not known
+    nodes: tuple[Node, ...] = ()  # of each rank, the leader's first; empty if Ray chose
+    cpus: tuple[float, ...] = ()  # reserved for each rank; empty: unknown
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of its nodes, each once, the leader's first."""
+        """Return the addresses of its nodes, each once, the leader's first."""
         return tuple(dict.fromkeys(node.address for node in self.nodes))
 
 
 class Placements:
-    """The places of one fleet.
+    """Placements of one fleet's slots.
 
-    Args:
-        config: The fleet.
-        tasks: Where what runs beside belongs to.
-        chooses: Whether nodes are chosen here: not on one machine, which has just one.
+    It ``chooses`` nodes on a cluster, but not on a single machine.
     """
 
     def __init__(self, config: FleetConfig, tasks: BackgroundTasks, *, chooses: bool) -> None:
@@ -67,33 +63,26 @@ class Placements:
         self._tasks = tasks
         self._chooses = chooses
         self._places: dict[str, Place] = {}
-        self._roles: dict[str, Role] = {}
         self._failed_s: dict[str, float] = {}  # node id -> when
-        self._one_by_one = asyncio.Lock()  # what one takes, the next one must see
-        self.closed: set[str] = set()  # addresses of nodes that take nothing
+        self._one_by_one = asyncio.Lock()  # each choice must see the previous reservation
+        self.closed: set[str] = set()  # addresses of closed nodes
 
     def address_of(self, worker_id: str) -> str:
-        """Of the node that a slot's lives run on; empty if it has none, or Ray chose it.
-
-        Of ranks on several nodes it is the leader's.
-        """
+        """Return the address of a slot's leader; empty without a placement, or if Ray chose it."""
         return next(iter(self.addresses_of(worker_id)), "")
 
     def addresses_of(self, worker_id: str) -> tuple[str, ...]:
-        """Of all nodes that a slot's ranks are on."""
+        """Return the addresses of all nodes of a slot's ranks."""
         place = self._places.get(worker_id)
         return place.addresses if place is not None else ()
 
     async def place(
         self, worker_id: str, role: Role, settled: asyncio.Event, *, move: bool = False
     ) -> PlacementGroup:
-        """The slot's group, once it is ready or ``settled`` is set: by it, or by who wants no more.
+        """Return the slot's placement group once it is ready.
 
-        Args:
-            worker_id: The slot.
-            role: Its role.
-            settled: See above.
-            move: Take another node than so far.
+        Sets ``settled`` then; a caller sets it to abort the wait. ``move`` requires another node
+        than before.
 
         Raises:
             RuntimeError: No node had room for `PLACEMENT_LIMIT_S`.
@@ -117,52 +106,49 @@ class Placements:
                     if place is None:
                         cpus = self._cpus_of_ranks(role)
                         place = Place(self._reserve(worker_id, role), cpus=cpus)
-                    self._keep(worker_id, role, place)
+                    self._places[worker_id] = place
                     work = _set_when(place.group.ready(), settled)
                     async with self._tasks.beside(work, "placement"):
                         await settled.wait()
         except TimeoutError as error:
             config = self._config
-            who = "the nodes together had not" if config.pools.ranks_apart(role) else "no node had"
+            apart = config.pools.ranks_apart(role)
             raise RuntimeError(
-                f"{who} {config.cpus_per_rank:g} free CPUs (cpus_per_rank) for each of "
-                f"{config.pools.width(role)} ranks for {PLACEMENT_LIMIT_S:g} s"
+                f"{'all nodes together have no' if apart else 'no node has'} room for "
+                f"{config.pools.width(role)} ranks of "
+                f"{config.cpus_per_rank:g} CPUs (cpus_per_rank) for {PLACEMENT_LIMIT_S:g} s"
             ) from error
         return place.group
 
     def outgrown(self, worker_id: str) -> bool:
-        """Whether a slot's place was reserved for another size than it has now."""
+        """Return whether a slot's group was reserved for another size than the present one."""
         place = self._places.get(worker_id)
         if place is None or not place.cpus:
             return False
-        role = self._roles[worker_id]
+        role = role_of(worker_id)
         spread = len(place.addresses) > 1 and not self._config.pools.ranks_apart(role)
         return spread or place.cpus != self._cpus_of_ranks(role)
 
     async def lost(self) -> set[str]:
-        """The slots with a node that Ray has given up: what is started there waits for ever."""
+        """Return the slots with a lost node, on which a start would wait forever."""
         if not self._chooses or not self._places:
             return set()
         alive = {node.id for node in await self.nodes()}
         return {w for w, p in self._places.items() if {n.id for n in p.nodes} - alive}
 
     def remove(self, worker_id: str) -> None:
-        """Give a slot's place back."""
+        """Release a slot's placement group."""
         place = self._places.pop(worker_id, None)
         if place is not None:
             remove_placement_group(place.group)
 
     def remove_all(self) -> None:
-        """Give all places back."""
+        """Release all placement groups."""
         for worker_id in list(self._places):
             self.remove(worker_id)
 
     async def adopt(self, worker_ids: Collection[str]) -> None:
-        """Take over the groups that an earlier controller left; those of nobody go.
-
-        Args:
-            worker_ids: The slots whose lives are still there.
-        """
+        """Adopt the groups of these live workers, and release an earlier controller's others."""
         left = await asyncio.to_thread(groups_of, self._config.fleet)
         nodes = []
         if left:
@@ -172,13 +158,13 @@ class Placements:
             there = tuple(by_id[node_id] for node_id in node_ids if node_id in by_id)
             lost = not there or len(there) < len(node_ids)
             if worker_id not in worker_ids or (self._chooses and lost):
-                _LOG.info("%s: its place is given back, nobody lives there", worker_id)
+                _LOG.info("releasing unused placement group of worker=%s", worker_id)
                 remove_placement_group(group)
                 continue
-            self._keep(worker_id, role_of(worker_id), Place(group, there, cpus))
+            self._places[worker_id] = Place(group, there, cpus)
 
     async def nodes(self) -> list[Node]:
-        """The cluster's nodes that live. Free CPUs are without what this fleet has been given."""
+        """Return the cluster's live nodes; their free CPUs exclude this fleet's reservations."""
         found = await asyncio.to_thread(cluster_nodes)
         taken: dict[str, float] = {}
         for place in self._places.values():
@@ -192,7 +178,7 @@ class Placements:
     async def _on_chosen_node(
         self, worker_id: str, role: Role, unwanted: asyncio.Event, avoid: set[str]
     ) -> Place:
-        """A group on the best nodes, or on the next ones if one of these fails."""
+        """Reserve a group on the best nodes, or on the next ones if that fails."""
         while True:
             async with self._one_by_one:
                 nodes = await self.nodes()
@@ -201,7 +187,7 @@ class Placements:
                     role,
                     self._config.cpus_per_rank,
                     nodes,
-                    {w: (p.addresses, self._roles[w]) for w, p in self._places.items()},
+                    {w: (p.addresses, role_of(w)) for w, p in self._places.items()},
                     ranks=self._config.pools.width(role),
                     apart=self._config.pools.ranks_apart(role),
                     closed=self.closed,
@@ -210,7 +196,7 @@ class Placements:
                 if chosen:
                     group = self._reserve(worker_id, role, chosen)
                     place = Place(group, tuple(chosen), self._cpus_of_ranks(role))
-                    self._keep(worker_id, role, place)
+                    self._places[worker_id] = place
                     reserved = False
                     try:
                         reserved = await self._reserved(group, unwanted)
@@ -219,7 +205,7 @@ class Placements:
                             self.remove(worker_id)
                     if reserved:
                         named = " + ".join(f"{node.name} ({node.address})" for node in chosen)
-                        _LOG.info("%s goes to %s", worker_id, named)
+                        _LOG.info("placing worker=%s on %s", worker_id, named)
                         return place
                     avoid.update(place.addresses)
             if unwanted.is_set():
@@ -227,7 +213,7 @@ class Placements:
             await asyncio.sleep(_POLL_S if chosen else 1.0)
 
     async def _reserved(self, group: PlacementGroup, unwanted: asyncio.Event) -> bool:
-        """Whether Ray could reserve a group in time."""
+        """Wait until Ray has reserved a group; return False on a timeout."""
         with contextlib.suppress(TimeoutError, RayError):
             async with asyncio.timeout(_RESERVE_LIMIT_S):
                 while not unwanted.is_set():
@@ -244,18 +230,14 @@ class Placements:
                 {**bundle, f"node:{node.address}": _NODE_SHARE}
                 for bundle, node in zip(asked, nodes, strict=True)
             ]
-        # The name has a time in it: Ray frees that of a removed group when it likes.
+        # The name includes the time, as Ray frees names of removed groups with a delay.
         return placement_group(
             asked,
-            # Unless they are placed each by itself, ranks are processes of one host.
+            # Unless they are placed separately, ranks are processes of one host.
             strategy="PACK" if self._config.pools.ranks_apart(role) else "STRICT_PACK",
             name=f"{group_stem(self._config.fleet)}{worker_id}.{time.time_ns():x}",
             lifetime="detached",
         )
-
-    def _keep(self, worker_id: str, role: Role, place: Place) -> None:
-        self._places[worker_id] = place
-        self._roles[worker_id] = role
 
     def _cpus_of_ranks(self, role: Role) -> tuple[float, ...]:
         return tuple(bundle["CPU"] for bundle in bundles(self._config, role))
@@ -265,9 +247,9 @@ class Placements:
         return {node_id for node_id, at_s in self._failed_s.items() if at_s > since_s}
 
     async def _silent(self, place: Place) -> set[str]:
-        """Addresses of its nodes that Ray does not count on, or whose raylets do not listen.
+        """Return its nodes that Ray has given up, or whose raylets do not listen, as addresses.
 
-        Ray hears of a death later.
+        Ray notices a dead node later than a failed connection does.
         """
         alive = {node.id for node in await self.nodes()}
         silent = [
@@ -276,18 +258,18 @@ class Placements:
             if not (node.id in alive and await listens(node.address, node.port))
         ]
         for node in silent:
-            _LOG.warning("the node at %s does not answer", node.address)
+            _LOG.warning("avoiding node=%s: it does not respond", node.address)
             self._failed_s[node.id] = time.monotonic()
         return {node.address for node in silent}
 
 
 def role_of(worker_id: str) -> Role:
-    """The role in a worker's id."""
+    """Return the role in a worker's id."""
     return "prefill" if worker_id.startswith("prefill") else "decode"
 
 
 async def listens(address: str, port: int) -> bool:
-    """Whether a TCP port can be connected to, now."""
+    """Return whether a TCP port accepts connections."""
     try:
         async with asyncio.timeout(_ANSWER_LIMIT_S):
             _, writer = await asyncio.open_connection(address, port)
@@ -300,7 +282,7 @@ async def listens(address: str, port: int) -> bool:
 
 
 def cluster_nodes() -> list[Node]:
-    """The nodes of the cluster that this process is connected to, those that live."""
+    """Return the live nodes of the cluster that this process is connected to."""
     free = ray._private.state.available_resources_per_node()  # noqa: SLF001 - a developer API
     nodes = []
     for entry in ray.nodes():
@@ -326,14 +308,14 @@ def cluster_nodes() -> list[Node]:
 
 
 def group_stem(fleet: str) -> str:
-    """What the names of a fleet's groups begin with."""
+    """Return the prefix of the names of a fleet's groups."""
     return f"baton-{fleet}-"
 
 
 def groups_of(
     fleet: str,
 ) -> dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[float, ...]]]:
-    """Of a fleet's groups that Ray knows: worker id -> group, node ids of ranks, their CPUs."""
+    """Return worker id -> (group, node ids of its ranks, CPUs of its ranks)."""
     found: dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[float, ...]]] = {}
     stem = group_stem(fleet)
     entries: list[dict[str, Any]] = sorted(
@@ -346,7 +328,7 @@ def groups_of(
         if not ours or entry["state"] == "REMOVED":
             continue
         group = PlacementGroup(ray.PlacementGroupID.from_hex(entry["placement_group_id"]))
-        if worker_id in found:  # the older one: a controller has one of each, and removes first
+        if worker_id in found:  # two groups of a slot: release the older one
             remove_placement_group(found[worker_id][0])
         by_bundle: dict[int, str] = entry.get("bundles_to_node_id", {})
         node_ids = tuple(node for _, node in sorted(by_bundle.items()) if node)
@@ -359,5 +341,5 @@ def groups_of(
 async def _set_when(ready: Awaitable[Any], event: asyncio.Event) -> None:
     try:
         await ready
-    finally:  # if it failed, to start the actor will fail too, and say why
+    finally:  # if this failed, the start of the actor fails with the reason
         event.set()

@@ -1,7 +1,7 @@
-"""The detached Ray actor that keeps the pools at size: the shell around `FleetController`.
+"""The controller: a detached Ray actor around `FleetController`, the state machine.
 
-It owns no request and no data. When it dies Ray restarts it; it then adopts the worker lives that
-are still there, which served on meanwhile.
+It owns no request and no data. When it dies, Ray restarts it, and it adopts the workers, which keep
+serving meanwhile.
 """
 
 import asyncio
@@ -24,17 +24,9 @@ from baton.registry.orders import Answer, Order, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
-from fleet.pools.controller import (
-    Action,
-    Drain,
-    FleetController,
-    Launch,
-    Publish,
-    Remove,
-    Stop,
-)
+from fleet.pools.controller import Action, Drain, FleetController, Launch, Publish, Remove, Stop
 from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, process_of
-from fleet.pools.orders import OrderDesk, Wishes, sizes_in
+from fleet.pools.orders import OrderDesk, WantedState, sizes_in
 from fleet.pools.placement import Placements, role_of
 from fleet.pools.ray_process import log_to
 from fleet.pools.ray_worker import WorkerActor
@@ -61,11 +53,7 @@ _NS = 1_000_000_000
 
 
 class ControllerActor:
-    """Carries out what the state machine decides.
-
-    Args:
-        spec: A `ControllerSpec` as JSON, or sealed.
-    """
+    """Executes the actions of the state machine; ``spec`` is JSON, plain or sealed."""
 
     def __init__(self, spec: bytes) -> None:
         self._spec = msgspec.json.decode(unseal(spec.decode()), type=ControllerSpec)
@@ -74,46 +62,46 @@ class ControllerActor:
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
         self._orders = Orders(self._registry)
         self._tasks = BackgroundTasks("controller")
-        # Workers that bind their node's own address are on a cluster.
+        # Without a host, workers bind their node's own address: they are on a cluster.
         self._placements = Placements(self._config, self._tasks, chooses=not self._spec.host)
         pools = self._config.pools
         self._begin_with({"prefill": pools.prefill, "decode": pools.decode})
         self._lives: dict[str, Life] = {}
-        self._reused: dict[str, Any] = {}  # actors that wait for their slot's next life
-        self._placing: dict[str, asyncio.Event] = {}  # set when a life is not wanted any more
+        self._reused: dict[str, Any] = {}  # actors that will host their slot's next incarnation
+        self._placing: dict[str, asyncio.Event] = {}  # set to abort the start of an incarnation
         self._beginning = asyncio.Lock()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._running = False
-        self._wishes = Wishes(self._registry, self._spec.digest, self._placements)
+        self._wanted_state = WantedState(self._registry, self._spec.digest, self._placements)
 
-    # ---- what the supervisor asks ---------------------------------------------------------------
+    # ---- called by the supervisor -------------------------------------------------------------
 
     async def run(self) -> None:
-        """Begin, or go on after a restart of this actor. Returns at once; may be called again."""
+        """Start, also after a restart of this actor. Repeated calls have no effect."""
         async with self._beginning:
             if self._running:
                 return
-            wishes = await self._wishes.read()
-            if wishes is not None and wishes.pools:
-                self._begin_with(sizes_in(wishes.pools))
+            state = await self._wanted_state.read()
+            if state is not None and state.pools:
+                self._begin_with(sizes_in(state.pools))
             await self._learn_epochs()
-            await self._adopt(wishes)
+            await self._adopt(state)
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
             self._tasks.keep(self._watch_nodes, "nodes")
             self._running = True
 
     async def identity(self) -> tuple[str, str]:
-        """The id of its node, and what it was started with, as a digest."""
+        """Return the id of the node, and the digest of the specification."""
         return ray.get_runtime_context().get_node_id(), self._spec.digest
 
     async def status(self) -> list[dict[str, Any]]:
-        """The slots: worker_id, phase, epoch, reason, node."""
+        """Return worker_id, phase, epoch, reason and node of each slot."""
         return self._desk.slots()
 
     async def stop(self, limit_s: float = 6.0) -> bool:
-        """End all workers and free their placements; whether all of them ended by themselves."""
+        """Stop all workers and release their placements; return whether all stopped in time."""
         self._apply(self._machine.stop(time.monotonic_ns()))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
@@ -126,7 +114,7 @@ class ControllerActor:
         return self._machine.idle
 
     async def close(self) -> None:
-        """Let go of everything without ending a worker: another controller may adopt them."""
+        """Close this controller, but leave the workers running for another one to adopt."""
         await self._tasks.close()
         await self._registry.close()
 
@@ -156,7 +144,7 @@ class ControllerActor:
                     self._tasks.spawn(self._stop(action), "stop")
                 case Publish():
                     _LOG.info(
-                        "%s life %d: %s %s",
+                        "worker=%s epoch=%d is %s %s",
                         action.worker_id,
                         action.epoch,
                         action.state,
@@ -170,20 +158,19 @@ class ControllerActor:
             self._idle.set()
 
     def _follow(self, launch: Launch, work: Coroutine[Any, Any, None]) -> None:
-        """Run a life; a fault of our own ends it too, so that no slot waits for it for ever."""
+        """Run an incarnation; an error here ends it, so that its slot does not wait forever."""
 
         def lost(error: Exception) -> None:
             if (life := self._lives.pop(launch.worker_id, None)) is not None:
                 life.end()
-            reason = f"the controller lost sight of it: {error!r}"
+            reason = f"the controller failed to follow it: {error!r}"
             self._apply(self._machine.ended(launch.worker_id, launch.epoch, reason, _now_ns()))
 
         self._tasks.vital(work, "life", lost)
 
-    # ---- one life -------------------------------------------------------------------------------
+    # ---- one incarnation ------------------------------------------------------------------------
 
     async def _live(self, launch: Launch) -> None:
-        """From the start of a life to its end."""
         worker_id = launch.worker_id
         epoch = launch.epoch
         if launch.reuse and (actor := self._reused.pop(worker_id, None)) is not None:
@@ -208,7 +195,7 @@ class ControllerActor:
     async def _watch(
         self, worker_id: str, epoch: int, actor: Any, record: Awaitable[bytes]
     ) -> None:
-        """Follow a life, whose ``record`` comes when it has started."""
+        """Follow an incarnation; ``record`` completes when it has started."""
         reusable = False
         life = self._lives[worker_id] = Life(epoch, actor)
         incarnation = b""
@@ -222,10 +209,10 @@ class ControllerActor:
         except RayTaskError as error:
             reason = f"failed: {error.cause!r}"
         except RayActorError:
-            reason = "its process is gone"
+            reason = "its process died"
         except TimeoutError:
-            reason = f"frozen: it did not answer for {FROZEN_AFTER_S:g} s"
-        except RayError as error:  # its node died, it cannot be scheduled any more, ...
+            reason = f"frozen: no response for {FROZEN_AFTER_S:g} s"
+        except RayError as error:  # its node died, it cannot be scheduled, ...
             reason = f"lost: {error!r}"
         self._lives.pop(worker_id, None)
         actions = self._machine.ended(worker_id, epoch, reason, _now_ns(), reusable=reusable)
@@ -238,7 +225,7 @@ class ControllerActor:
         self._apply(actions)
 
     async def _until_it_ends(self, life: Life) -> str:
-        """Why it ended, or that it froze."""
+        """Return the exit reason of an incarnation; raise TimeoutError if it freezes."""
         async with asyncio.timeout(None) as patience:
 
             async def lose_patience() -> None:
@@ -249,19 +236,16 @@ class ControllerActor:
                 return exit_reason(await life.actor.wait.remote())
 
     async def _watch_nodes(self) -> None:
-        """End the lives of nodes that Ray has given up: one that starts there would wait for ever.
-
-        Ray tells of those that had started; of a pending one it says nothing.
-        """
+        """End workers on lost nodes: Ray reports the running ones, but not those that start."""
         while True:
             await asyncio.sleep(_NODES_EVERY_S)
             for worker_id in await self._placements.lost():
                 if (life := self._lives.get(worker_id)) is not None:
-                    _LOG.info("%s life %d: its node is lost", worker_id, life.epoch)
+                    _LOG.info("ending worker=%s epoch=%d: its node is lost", worker_id, life.epoch)
                     life.end()
 
     def _settings(self, launch: Launch) -> dict[str, Any]:
-        """As they go through Ray."""
+        """Return a worker's settings, with sealed secrets if they go through a shared Ray."""
         settings = self._settings_of(launch.worker_id, launch.role, launch.epoch)
         if self._spec.sealed:
             settings |= {name: seal(settings[name]) for name in SECRET_FIELDS}
@@ -285,7 +269,7 @@ class ControllerActor:
         options = ray.remote(WorkerActor).options(
             name=actor_name(config.fleet, launch.worker_id, launch.epoch),
             namespace=NAMESPACE,
-            lifetime="detached",  # so that a life outlasts a restart of this controller
+            lifetime="detached",  # to outlive a restart of this controller
             num_cpus=config.cpus_per_rank,
             max_restarts=0,
             max_task_retries=0,
@@ -312,19 +296,16 @@ class ControllerActor:
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_STOP_LIMIT_S):
                 await life.actor.stop.remote()
-                return  # `wait` returns now, and `_watch` goes on
+                return  # now `wait` returns in `_watch`
         life.end()
 
-    # ---- what an earlier controller left --------------------------------------------------------
+    # ---- adoption -----------------------------------------------------------------------------
 
-    async def _adopt(self, wishes: wanted.Wanted | None) -> None:
-        """Follow the lives that are there; none is followed before all are known.
+    async def _adopt(self, state: wanted.Wanted | None) -> None:
+        """Adopt the running workers, after all of them have been found.
 
-        Those that were started with other settings are renewed one after another, and those
-        beyond their pool's size are drained.
-
-        Args:
-            wishes: Of operators; None: not known yet, so that no life is beyond its pool's size.
+        Workers with other settings are restarted one after another, and those beyond their pool's
+        size are drained, once the pool sizes that operators requested are known.
         """
         names = ray.util.list_named_actors(all_namespaces=True)
         actors: dict[str, Any] = {}
@@ -333,15 +314,15 @@ class ControllerActor:
             name = actor_name(self._config.fleet, worker_id, epoch)
             try:
                 actors[worker_id] = ray.get_actor(name, namespace=NAMESPACE)
-            except ValueError:  # it ended since it was listed
+            except ValueError:  # it ended after it was listed
                 self._machine.note_epoch(worker_id, epoch)
         processes = await asyncio.gather(*map(process_of, actors.values()))
         await self._placements.adopt(actors.keys())
         changed = []
         for (worker_id, actor), process in zip(actors.items(), processes, strict=True):
-            # Of one that says nothing only its name is known; its `Life` finds out the rest.
+            # An actor that does not respond is adopted by its name; its `Life` finds out the rest.
             epoch = max(named[worker_id], process.epoch if process is not None else 0)
-            _LOG.info("%s life %d: adopted", worker_id, epoch)
+            _LOG.info("adopting worker=%s epoch=%d", worker_id, epoch)
             started = process is not None and process.started
             self._machine.adopt(worker_id, epoch, ready=started, now_ns=_now_ns())
             role = role_of(worker_id)
@@ -350,54 +331,53 @@ class ControllerActor:
             differs = process is not None and self._differs(worker_id, role, process)
             if differs or self._placements.outgrown(worker_id):
                 changed.append(worker_id)
-        if wishes is not None:
-            self._desk.obey_wishes(wishes)
+        if state is not None:
+            self._desk.apply_wanted(state)
         changed = [name for name in changed if name in self._machine.slots]
         if changed:
-            _LOG.info("started with other settings, to be renewed: %s", ", ".join(changed))
+            _LOG.info("restarting workers with old settings: %s", ", ".join(changed))
             again = self._machine.restart(changed, _now_ns(), rolling=True, revive=False)
             self._apply(again)
 
     def _differs(self, worker_id: str, role: Role, process: ShellProcess) -> bool:
-        """Whether a life was started with other settings than it would be now."""
         own = settings_digest(self._settings_of(worker_id, role, 0))
         return process.settings_digest not in ("", own)
 
     def _begin_with(self, pools: dict[Role, int]) -> None:
-        """Make the machine, and the desk for what is asked of it."""
+        """Create the state machine and the desk for admin commands."""
         self._machine = FleetController(pools, _now_ns(), self._spec.healthy_after_ns)
         self._desk = OrderDesk(
             self._config, self._machine, self._placements, self._apply, _now_ns, self._spec.log_dir
         )
 
-    async def _learn_wishes_late(self) -> None:
-        """Of a controller that began while Redis was away."""
-        if not self._wishes.known and (asked := await self._wishes.read()) is not None:
-            self._desk.obey_wishes(asked)
+    async def _read_wanted_late(self) -> None:
+        """Read the requested state, if Redis was down when this controller started."""
+        if not self._wanted_state.known and (state := await self._wanted_state.read()) is not None:
+            self._desk.apply_wanted(state)
 
     # ---- the registry ---------------------------------------------------------------------------
 
     async def _learn_epochs(self) -> None:
-        """Lives that ended with an earlier controller count: no epoch is given twice."""
+        """Read the epochs of earlier incarnations, so that no epoch is used twice."""
         with contextlib.suppress(RegistryUnavailableError):
             for records in await self._registry.records():
                 for record in records.values():
                     self._machine.note_epoch(record.worker_id, record.epoch)
 
     async def _refresh(self) -> None:
-        """Write all slots again before their records expire, and what operators asked for."""
-        await self._learn_wishes_late()
+        """Rewrite all slots' records before they expire, and the state that operators requested."""
+        await self._read_wanted_late()
         news = [self._machine.describe(slot) for slot in self._machine.slots.values()]
         with contextlib.suppress(RegistryUnavailableError):
             await self._registry.write_slots([self._record(item) for item in news])
-            await self._wishes.note(self._machine)
+            await self._wanted_state.note(self._machine)
 
     async def _publish(self, news: Publish) -> None:
         with contextlib.suppress(RegistryUnavailableError):
             await self._registry.write_slot(self._record(news))
 
     def _record(self, news: Publish) -> WorkerRecord:
-        threads = self._config.threads_per_rank  # of `auto` the worker itself tells
+        threads = self._config.threads_per_rank  # with `auto` the worker itself reports them
         return WorkerRecord(
             worker_id=news.worker_id,
             role=news.role,
@@ -408,7 +388,7 @@ class ControllerActor:
         )
 
     async def _answer_operators(self) -> None:
-        """Orders come through Redis, from any process; a slow one does not hold up the next."""
+        """Execute admin commands from Redis; a slow command does not delay the next one."""
         while True:
             try:
                 order = await self._orders.take()
@@ -417,19 +397,19 @@ class ControllerActor:
             if order is None:
                 await asyncio.sleep(_STEP_S)
             else:
-                self._tasks.spawn(self._obey(order), "order")
+                self._tasks.spawn(self._execute(order), "order")
 
-    async def _obey(self, order: Order) -> None:
+    async def _execute(self, order: Order) -> None:
         try:
-            await self._learn_wishes_late()
+            await self._read_wanted_late()
             if order.verb == "stop":
                 answer = Answer(data=await self.stop())
             else:
-                answer = await self._desk.obey(order)
+                answer = await self._desk.execute(order)
         except (RayError, RuntimeError, ValueError, TypeError) as error:
             answer = Answer(f"{order.verb} failed: {error}")
         with contextlib.suppress(RegistryUnavailableError):
-            await self._wishes.note(self._machine)
+            await self._wanted_state.note(self._machine)
         with contextlib.suppress(RegistryUnavailableError):
             await self._orders.answer(order, answer)
         if order.verb == "stop":

@@ -1,8 +1,8 @@
-"""Whether Ray's daemons still run, found out without Ray.
+"""Health checks of Ray's daemons that do not use Ray.
 
-Its own calls wait for a minute for a head that is gone, then end the process that made them; and
-the controller, an actor, goes on to answer without one. So the daemons that this process started
-are looked at in /proc, and the head, wherever it is, is asked over gRPC from a thread.
+Ray's own calls wait a minute for a head that is gone, then end the calling process; the controller,
+an actor, responds even without a head. So local daemons are checked in /proc, and the head by gRPC
+from a thread.
 """
 
 import threading
@@ -15,18 +15,15 @@ from fleet.process_key import ProcessKey
 
 LOOK_EVERY_S = 4.0
 _ANSWER_WITHIN_S = 3.0
-_LOOKS = 5  # in a row without an answer; a head on another machine may come back
+_LOOKS = 5  # without a response in a row
 _METHOD = "/grpc.health.v1.Health/Check"
 _SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class RayHealth:
-    """Watches Ray's head, and the daemons of a local Ray.
+    """Watches Ray's head, by the address of its GCS, and the daemons of a local Ray.
 
-    Args:
-        gcs_address: HOST:PORT of the head's control service (GCS).
-        daemons: By name, those that must run: Ray restarts none of them.
-        look_every_s: Between two questions to the head.
+    The daemons must all run, as Ray restarts none of them.
     """
 
     def __init__(
@@ -40,42 +37,38 @@ class RayHealth:
         self._look_every_s = look_every_s
         self._unanswered = 0
         self._stop = threading.Event()
-        threading.Thread(target=self._ask, daemon=True, name="ray health").start()
+        threading.Thread(target=self._watch, daemon=True, name="ray health").start()
 
     def problem(self) -> str:
-        """What is wrong for good; empty if nothing is."""
+        """Return the reason if Ray is lost; empty otherwise."""
         for name, key in self._daemons.items():
             if key.find() is None:
                 return f"Ray's {name} (pid {key.pid}) died"
         if self._unanswered >= _LOOKS:
-            return f"Ray's head at {self._address} has not answered {_LOOKS} times in a row"
+            return f"Ray's head at {self._address} did not respond to {_LOOKS} checks in a row"
         return ""
 
     @property
     def answers(self) -> bool:
-        """Return whether the head answered the last question."""
+        """Return whether the head responded to the last check."""
         return self._unanswered == 0
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop checking the head."""
         self._stop.set()
 
-    def _ask(self) -> None:
+    def _watch(self) -> None:
         while not self._stop.is_set():
             began_s = time.monotonic()
-            self._unanswered = 0 if self._answers() else self._unanswered + 1
+            self._unanswered = 0 if self._responds() else self._unanswered + 1
             self._stop.wait(max(0.0, began_s + self._look_every_s - time.monotonic()))
 
-    def _answers(self) -> bool:
-        """Any answer is one, a refusal too."""
+    def _responds(self) -> bool:
+        """Return whether the head responds at all; a rejection counts."""
         with grpc.insecure_channel(self._address) as channel:
             try:
-                channel.unary_unary(_METHOD, _no_request)(None, timeout=_ANSWER_WITHIN_S)
+                # The empty message asks for the health of the whole server.
+                channel.unary_unary(_METHOD, bytes)(b"", timeout=_ANSWER_WITHIN_S)
             except grpc.RpcError as error:
                 return error.code() not in _SILENCE
         return True
-
-
-def _no_request(_: None) -> bytes:
-    """An empty message: all services, of whoever is asked."""
-    return b""

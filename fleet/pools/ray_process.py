@@ -1,4 +1,4 @@
-"""What every process of ours that Ray starts does first: its log file, its node's address."""
+"""Setup of Baton's processes under Ray: log file and node address."""
 
 import faulthandler
 import os
@@ -10,11 +10,11 @@ from typing import Any
 from baton.telemetry.logs import LogFormat, set_up_logs
 from fleet.private_logs import open_log
 
-_LOG_LIMIT_BYTES = 16 * 2**20  # looked at when a life begins; one older file is kept
+_LOG_LIMIT_BYTES = 16 * 2**20  # checked when a worker starts; one older file is kept
 
 
 def on_this_node(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings whose empty ``host`` is this node's address."""
+    """Return settings in which an empty ``host`` is replaced by this node's address."""
     if settings["host"]:
         return dict(settings)
     import ray
@@ -23,7 +23,7 @@ def on_this_node(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def log_to(file: Path, layout: LogFormat = "text") -> None:
-    """Send this process' output, its children's, and crash dumps to one file."""
+    """Redirect output and crash dumps of this process and its children to one file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and file.stat().st_size > _LOG_LIMIT_BYTES:
         file.replace(file.with_suffix(".log.1"))

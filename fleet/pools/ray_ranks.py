@@ -1,10 +1,10 @@
-"""The ranks of a replica that Ray places each by itself: an actor for each, in its own bundle.
+"""Ranks of a replica that are placed separately: one actor per rank, in its own bundle.
 
     placement group   bundle 0: WorkerActor, the leader      bundle 1: RankActor      bundle 2: ...
                                 └──────── owns ──────────────────┴─────────────────────┘
 
-Ray ends what an actor owns when that ends, and all of a group with it. Without Ray a rank ends
-itself, as soon as its leader's stream breaks (``fleet.rank``). No rank outlives its leader's life.
+Ray ends the actors that another one owns with it, and all actors of a placement group with the
+group. A rank also exits by itself when its leader's stream breaks (``fleet.rank``).
 """
 
 import asyncio
@@ -25,18 +25,15 @@ from fleet.pools.ray_process import log_to, on_this_node
 from fleet.pools.sealing import unseal
 from fleet.rank import RankSettings, running
 
-_START_LIMIT_S = 60.0  # for a process of Ray's, on the node of a bundle
-_SAME = ("host", "ports", "fleet_token", "fleet_token_file", "insecure")
+_START_LIMIT_S = 60.0  # for Ray to start a process on the bundle's node
+_SHARED_SETTINGS = ("host", "ports", "fleet_token", "fleet_token_file", "insecure")
 
 
 class RankActor:
-    """One rank, for one life of its leader; its process ends with it.
+    """Actor that hosts one rank for one incarnation of its leader, and ends with it.
 
-    Args:
-        settings: Fields of ``RankSettings``, the token sealed or not; an empty ``host`` means this
-            node's address.
-        log_file: For what it and its engine process print.
-        log_format: Of its own lines.
+    The settings are fields of ``RankSettings``, with a sealed or plain token; an empty ``host``
+    means this node's address.
     """
 
     def __init__(self, settings: Mapping[str, Any], log_file: str, log_format: LogFormat) -> None:
@@ -46,11 +43,7 @@ class RankActor:
         self._tasks = BackgroundTasks("rank's actor")
 
     async def start(self) -> str:
-        """Listen for the leader; at which address.
-
-        Raises:
-            InternalError, SecretError: See ``fleet.rank.running``.
-        """
+        """Listen for the leader, and return the address."""
         listens: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def broke(error: Exception) -> None:
@@ -69,26 +62,18 @@ class RankActor:
 
 
 class RankActors:
-    """Ranks 1 and up of the replica whose leader runs in this actor.
-
-    Args:
-        settings: Of the leader's life, as they came through Ray.
-    """
+    """Ranks 1 and up of the replica whose leader runs in this actor with these settings."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._worker_id: str = settings["worker_id"]
         self._log_dir = Path(settings["log_dir"])
         self._log_format: LogFormat = settings["log_format"]
-        self._settings = {name: settings[name] for name in _SAME}
+        self._settings = {name: settings[name] for name in _SHARED_SETTINGS}
         self._count: int = settings["engine"]["tensor_parallel"] - 1
         self._actors: list[Any] = []
 
     async def start(self) -> tuple[str, ...]:
-        """Start them all; their addresses.
-
-        Raises:
-            RuntimeError: One did not start.
-        """
+        """Start all ranks and return their addresses."""
         starts = [self._start(rank) for rank in range(1, self._count + 1)]
         try:
             return tuple(await asyncio.gather(*starts))
@@ -100,8 +85,8 @@ class RankActors:
         actor = (
             ray.remote(RankActor)
             .options(
-                # The bundle's CPUs are the rank's, whoever counts them: an actor that asked for
-                # them would wait for one of the last life that is frozen.
+                # The bundle's CPUs belong to the rank anyway; an actor that requested them would
+                # wait for a frozen predecessor to release them.
                 num_cpus=0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -120,15 +105,15 @@ class RankActors:
             async with asyncio.timeout(_START_LIMIT_S):
                 address: str = await actor.start.remote()
         except TimeoutError as error:
-            why = f"nothing was heard of it for {_START_LIMIT_S:g} s"
-            raise RuntimeError(f"rank {rank} was not started: {why}") from error
+            why = f"no response for {_START_LIMIT_S:g} s"
+            raise RuntimeError(f"rank {rank} did not start: {why}") from error
         except RayError as error:
             why = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
-            raise RuntimeError(f"rank {rank} was not started: {why}") from error
+            raise RuntimeError(f"rank {rank} did not start: {why}") from error
         return address
 
     def end(self) -> None:
-        """End their processes, those that have not ended with their leader."""
+        """Kill the ranks that have not ended with their leader."""
         for actor in self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(actor)

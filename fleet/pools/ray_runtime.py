@@ -1,4 +1,4 @@
-"""Ray for one fleet: a private local one that leaves nothing behind, or an existing cluster."""
+"""Ray for one fleet: a private local one, or an existing cluster."""
 
 import contextlib
 import os
@@ -24,25 +24,25 @@ from fleet.pools.resources import (
 from fleet.pools.sealing import seal
 from fleet.process_key import ProcessKey
 
-_DAEMONS = ("gcs_server", "raylet")  # without one of them a local Ray is lost
+_DAEMONS = ("gcs_server", "raylet")  # a local Ray needs both
 _NAME_FREE_LIMIT_S = 10.0
-_START_LIMIT_S = 75.0  # of the controller's process, on a busy machine
-_CLUSTERS_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # Ray's name; "0": loopback, on Linux too
-_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; nothing of ours goes through it
+_START_LIMIT_S = 75.0  # for the controller's process on a busy machine
+_CLUSTERS_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": loopback only, on Linux too
+_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum; Baton does not use it
 
 
 def start_local(folder: Path, config: FleetConfig) -> None:
-    """Start a private Ray below ``folder`` (short: socket paths end at 107 characters).
+    """Start a private Ray in ``folder``, which needs a short path, and end it with this process.
 
-    Its daemons die with this process. Call from the main thread.
+    Must be called from the main thread.
     """
     # In the environment, so that daemons and workers inherit it.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_worker_niceness", "0")  # workers serve; Ray's batch jobs stand back
+    os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray lowers the priority
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # otherwise Ray writes ~/.ray/auth_token
-    os.environ.pop("RAY_USE_TLS", None)  # that is for clusters: this one stays on loopback
-    os.environ[_CLUSTERS_VARIABLE] = "0"  # otherwise its daemons listen on all addresses
+    os.environ.pop("RAY_USE_TLS", None)  # not needed on loopback
+    os.environ[_CLUSTERS_VARIABLE] = "0"  # otherwise the daemons listen on all addresses
     import ray
 
     ray.init(
@@ -58,13 +58,13 @@ def start_local(folder: Path, config: FleetConfig) -> None:
 
 
 def connect(address: str, config: FleetConfig) -> str:
-    """Connect to an existing cluster and see whether the fleet fits.
+    """Connect to an existing cluster and check that it can run the fleet.
 
     Returns:
         The host that workers bind: loopback on one machine, ``""`` (each node's own) otherwise.
 
     Raises:
-        CapacityError: It does not fit, or nodes could not reach what this machine starts.
+        CapacityError: The fleet does not fit, or its settings do not work on several nodes.
     """
     attach(address)
     import ray
@@ -77,20 +77,20 @@ def connect(address: str, config: FleetConfig) -> str:
         return "127.0.0.1"
     if config.redis == EMBEDDED:
         raise CapacityError(
-            "redis = embedded listens on this machine only, and the cluster has other nodes: set "
+            "redis = embedded serves one machine only, but the cluster has several nodes: set "
             "`redis:` to the URL of a server that every node reaches"
         )
     if config.pools.tls is None and not config.pools.insecure:
         raise CapacityError(
-            "the workers of several nodes would send prompts, KV and the fleet's token in plain "
-            "text: name certificates, `pools: {tls: {certificate: FILE, key: FILE, ca: FILE}}` "
-            "(`baton certs DIR` makes them for trials), or say `pools: {insecure: true}`"
+            "workers on several nodes would send prompts, KV and the fleet token in plain text. "
+            "Set `pools: {tls: {certificate: FILE, key: FILE, ca: FILE}}` (`baton certs DIR` makes "
+            "them for trials), or allow it with `pools: {insecure: true}`"
         )
     if os.environ.get("RAY_AUTH_MODE") not in ("token", "disabled"):
         raise CapacityError(
-            "this Ray cluster takes commands from anybody who reaches it, as root or whoever runs "
-            "it: give it a token (`ray get-auth-token --generate`, the file ~/.ray/auth_token on "
-            "every node, then start Ray anew), or say RAY_AUTH_MODE=disabled to go on without"
+            "this Ray cluster has no authentication: anyone who can reach it can run code on its "
+            "nodes. Give it a token (`ray get-auth-token --generate`, copy ~/.ray/auth_token to "
+            "every node, restart Ray), or set RAY_AUTH_MODE=disabled to accept that"
         )
     return ""
 
@@ -99,22 +99,22 @@ def attach(address: str) -> None:
     """Connect to an existing cluster.
 
     Raises:
-        CapacityError: There is none, or it does not let us in.
+        CapacityError: There is no cluster, or it rejects this process.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if given or (Path.home() / ".ray" / "auth_token").exists():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray itself does so for `auto` alone
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray itself does so only for `auto`
     import ray
 
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise CapacityError(f"no Ray cluster at {address}: {error}") from error
+        raise CapacityError(f"cannot connect to Ray at {address}: {error}") from error
 
 
 def health() -> RayHealth:
-    """Begin to watch the local Ray that this process started."""
+    """Start watching the local Ray that this process started."""
     import ray
 
     found = {c.name(): ProcessKey.of(c.pid) for c in psutil.Process().children()}
@@ -123,23 +123,22 @@ def health() -> RayHealth:
 
 
 def packed(spec: ControllerSpec) -> bytes:
-    """A specification as the controller gets it: the file too may hold a password."""
+    """Encode a specification for the controller, sealed if needed: it may have passwords."""
     text = msgspec.json.encode(spec).decode()
     return (seal(text) if spec.sealed else text).encode()
 
 
 class Controller:
-    """A handle to the fleet's controller actor. All calls block."""
+    """Handle of the fleet's controller actor. All calls block."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
     @classmethod
     def start(cls, fleet: str, spec: ControllerSpec) -> "Controller":
-        """Start the detached controller on this node.
+        """Start the detached controller on this node, which adopts existing workers.
 
-        It adopts the workers that an earlier one left. Bound to this node, where the supervisor
-        is, it never takes the fleet's care along when a worker's node is lost.
+        It is bound to the supervisor's node, so that the loss of a worker's node cannot end it.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -160,7 +159,7 @@ class Controller:
             try:
                 actor = options.remote(packed(spec))
                 break
-            except ValueError:  # the name of one that was just ended is still taken
+            except ValueError:  # the name of an ended controller is not yet free
                 if time.monotonic() > until_s:
                     raise
                 time.sleep(0.2)
@@ -170,7 +169,7 @@ class Controller:
 
     @classmethod
     def find(cls, fleet: str) -> "Controller | None":
-        """The fleet's controller, if there is one in the cluster."""
+        """Return the fleet's controller, if the cluster has one."""
         import ray
 
         with contextlib.suppress(ValueError):
@@ -179,13 +178,13 @@ class Controller:
 
     @classmethod
     def ensure(cls, fleet: str, spec: ControllerSpec) -> bool:
-        """Have a controller of this specification run here, and leave the workers as they are.
+        """Make a controller with this specification run on this node, and keep the workers.
 
-        One that was started with something else, or runs elsewhere, or does not answer, is
-        replaced by one that adopts what it left.
+        A controller that has another specification, runs elsewhere or does not respond is replaced
+        by one that adopts its workers.
 
         Returns:
-            Whether the fleet was there: a controller, or workers without one.
+            Whether the fleet existed: a controller, or workers without one.
         """
         import ray
 
@@ -201,7 +200,7 @@ class Controller:
         return there
 
     def is_at_home_with(self, spec: ControllerSpec, timeout_s: float = 5.0) -> bool:
-        """Whether it answers, runs on this node, and was started with this."""
+        """Return whether it responds, runs on this node and has this specification."""
         import ray
 
         try:
@@ -211,47 +210,43 @@ class Controller:
         return bool(here == ray.get_runtime_context().get_node_id() and digest == spec.digest)
 
     def dismiss(self) -> None:
-        """End it, and none of its workers."""
+        """End the controller, but not its workers."""
         import ray
 
         ray.kill(self._actor, no_restart=True)
 
     def keep_running(self, timeout_s: float = 30.0) -> None:
-        """Make sure that it works; after Ray restarted the actor this sets it going again.
-
-        Raises:
-            ray.exceptions.RayError: It is gone, or did not answer in time.
-        """
+        """Start the controller's work, also after Ray has restarted the actor."""
         import ray
 
         ray.get(self._actor.run.remote(), timeout=timeout_s)
 
     def status(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
-        """The slots: worker_id, phase, epoch, reason, node."""
+        """Return worker_id, phase, epoch, reason and node of each slot."""
         import ray
 
         slots: list[dict[str, Any]] = ray.get(self._actor.status.remote(), timeout=timeout_s)
         return slots
 
     def stop(self, limit_s: float = 6.0) -> bool:
-        """End all workers, then the controller; whether the workers ended by themselves."""
+        """Stop all workers, then the controller; return whether all workers stopped in time."""
         import ray
 
         ended = False
         try:
             ended = ray.get(self._actor.stop.remote(limit_s), timeout=limit_s + 2.0)
         except ray.exceptions.RayError:
-            ended = False  # its workers die with a local Ray, and are swept up otherwise
+            ended = False  # its workers end with a local Ray, or in a later sweep
         finally:
             self.dismiss()
         return ended
 
 
 def clean(fleet: str) -> int:
-    """End what a fleet has in the cluster, with its controller's help or without.
+    """End a fleet's controller, workers and placement groups in the cluster.
 
     Returns:
-        How many workers and places its controller did not end.
+        Number of workers and groups that the controller did not end.
     """
     import ray
     from ray.util.placement_group import remove_placement_group

@@ -1,8 +1,8 @@
-"""The Ray actor around one worker. The engine is a child of this process.
+"""The Ray actor around one worker, whose engine is a child of this process.
 
-A worker ends with its engine. If it had lived long, its actor begins the slot's next life in the
-same process, which spares a start of Python and the imports; else the actor ends too. Ranks that
-are placed by themselves are actors that this one owns, new ones for each life.
+A worker ends with its engine. If it was healthy, its actor hosts the slot's next worker in the same
+process, which saves a start of Python and the imports; else the actor ends too. Separate ranks are
+actors that this one owns, new ones for each worker.
 """
 
 import asyncio
@@ -22,39 +22,37 @@ from fleet.pools.ray_ranks import RankActors
 from fleet.pools.resources import settings_digest
 from fleet.pools.sealing import unsealed
 
-_CLOSING_LIMIT_S = 3.0  # for what is left of a life, before the next one begins
+_CLOSING_LIMIT_S = 3.0  # for the end of one worker before the next one starts
 
 
 class RunningWorker(Protocol):
-    """What a worker must offer once it serves."""
+    """Interface of a started worker."""
 
     @property
     def record(self) -> WorkerRecord:
-        """As routers see it."""
+        """Registry record of the worker."""
 
     async def wait(self) -> int:
-        """The exit code, once the engine died or a stop was asked for."""
+        """Wait for the engine's death or a stop, and return the exit code."""
 
     async def closed(self) -> None:
-        """Returns when nothing of it is left in this process."""
+        """Wait until this process has released all resources of the worker."""
 
     async def drain(self, timeout_s: float) -> bool:
-        """Move all requests away; whether none was left."""
+        """Wait until other workers have resumed all requests; return whether none is left."""
 
     async def stop(self) -> None:
-        """End, and leave the registry."""
+        """Stop the worker and remove it from the registry."""
 
 
 StartWorker = Callable[[Any], Coroutine[Any, Any, RunningWorker]]
 
 
 class WorkerActor:
-    """Wraps a worker program; made remote by the controller.
+    """Actor that hosts the ``Worker`` of a module; the controller makes it remote.
 
-    Args:
-        program: Module that has ``Worker`` and ``WorkerSettings``.
-        settings: Fields of ``WorkerSettings``, secrets sealed or not; an empty ``host`` means this
-            node's address.
+    The settings are fields of the module's ``WorkerSettings``, with sealed or plain secrets; an
+    empty ``host`` means this node's address.
     """
 
     def __init__(self, program: str, settings: Mapping[str, Any]) -> None:
@@ -72,10 +70,10 @@ class WorkerActor:
         self._guard: asyncio.Task[None] | None = None
 
     async def start(self) -> bytes:
-        """Start the worker, unless that has begun; its record, as msgpack, once it is ready.
+        """Start the worker unless it is starting; return its record as msgpack once it is ready.
 
         Raises:
-            RuntimeError: ``stop`` was called before it was ready.
+            RuntimeError: ``stop`` was called before the worker was ready.
         """
         if self._starting is None:
             self._starting = self._tasks.vital(self._begin(), "start", self._note_failure)
@@ -97,26 +95,18 @@ class WorkerActor:
         self._started.set()
 
     async def begin_next_life(self, settings: Mapping[str, Any]) -> bytes:
-        """Start the slot's next worker once the last one has ended; its record, as msgpack.
-
-        Args:
-            settings: Of the next life.
-
-        Raises:
-            TimeoutError: What is left of the last life does not end.
-        """
+        """Start the slot's next worker once the last one has closed, and return its record."""
         async with asyncio.timeout(_CLOSING_LIMIT_S):
             await self._running().closed()
         self._started.clear()
         self._starting = None
         self._worker = None
-        gc.collect()  # whatever still points to the last life's KV pool keeps its memory
+        gc.collect()  # remaining references would keep the last KV pool's memory
         self._end_ranks()
         self._take(settings)
         return await self.start()
 
     def _take(self, settings: Mapping[str, Any]) -> None:
-        """Have these settings for the life that begins."""
         self._ranks = RankActors(settings) if settings.get("ranks_apart") else None
         fields = unsealed(settings)
         self._settings = msgspec.convert(on_this_node(fields), self._settings_type)
@@ -130,28 +120,28 @@ class WorkerActor:
             self._ranks.end()
 
     async def ping(self) -> bytes:
-        """This process and which life it is in, as msgpack: who answers is not frozen."""
+        """Return this process and its epoch as msgpack; a frozen process does not respond."""
         started = self._started.is_set()
         own = ShellProcess.own(self._settings.epoch, self._digest, started=started)
         return msgspec.msgpack.encode(own)
 
     async def record(self) -> bytes:
-        """As ``start``, for a controller that found this actor.
+        """Start the worker if needed and return its record, for a controller that adopts it.
 
-        The one that made it may have died before its word to start was sent.
+        The controller that made the actor may have died before it called ``start``.
         """
         return await self.start()
 
     async def wait(self) -> int:
-        """The worker's exit code."""
+        """Wait for the worker's exit code."""
         return await self._running().wait()
 
     async def drain(self, timeout_s: float) -> None:
-        """Move its requests away."""
+        """Wait until other workers have resumed its requests."""
         await self._running().drain(timeout_s)
 
     async def stop(self) -> None:
-        """End the worker, ready or not; this process is ended by the controller."""
+        """Stop the worker, ready or not; the controller ends this process."""
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
             await asyncio.wait((self._starting,))

@@ -1,4 +1,4 @@
-"""What a pool asks of Ray: bundles, environments, settings. `ray_controller` carries it out."""
+"""Bundles, environments and settings that `ray_controller` passes to Ray."""
 
 import hashlib
 import math
@@ -24,46 +24,45 @@ WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a controller needs to know; survives its restarts as the actor's argument."""
+    """Arguments of a controller, which Ray keeps across its restarts."""
 
     config_json: str
     redis_url: str
     fleet_token: str
-    fleet_token_file: str = ""  # instead of it: on every node, read again when it changes
-    host: str  # that workers bind; "" is each node's own address
+    fleet_token_file: str = ""  # instead of the token: on every node, reread when it changes
+    host: str  # address that workers bind; "": each node's own
     log_dir: str
-    sealed: bool = False  # secrets go through Ray, which others may read: ``fleet.pools.sealing``
+    sealed: bool = False  # encrypt secrets on their way through Ray: ``fleet.pools.sealing``
     program: str = WORKER_PROGRAM
     healthy_after_ns: int = HEALTHY_AFTER_NS
 
     @property
     def digest(self) -> str:
-        """Tells what was started with these from what was started with others."""
+        """Return a digest, which differs if any field does."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
 
 
 def bundles(config: FleetConfig, role: Role) -> list[dict[str, float]]:
-    """The placement group of one replica: one bundle per rank, the leader's first.
+    """Return the bundles of one replica's placement group: one per rank, the leader's first.
 
-    All are on one node, where the other ranks are children of the leader's engine process; or each
-    rank has an actor in its own bundle (``fleet.pools.ray_ranks``).
+    On one node the other ranks are children of the leader's engine process. On several nodes each
+    rank is an actor in its own bundle (``fleet.pools.ray_ranks``).
     """
     return [{"CPU": config.cpus_per_rank} for _ in range(config.pools.width(role))]
 
 
 def local_cpus(config: FleetConfig, cores: int) -> int:
-    """``num_cpus`` of a local Ray: a group larger than that would never become ready."""
+    """Return ``num_cpus`` of a local Ray, large enough for all placement groups."""
     return max(cores, math.ceil(config.cpus_total))
 
 
 def worker_environment(config: FleetConfig) -> dict[str, str]:
-    """Environment of a worker's process, in place before torch is imported.
+    """Return the environment of a worker's process, set before torch is imported.
 
-    Spinning threads of two workers on two cores made an 18 ms step take 950 ms; waiting threads
-    that sleep do not. gRPC's handlers of `fork` are off: a process that we start is another program
-    at once, and where calls were open they ended some of these by SIGSEGV before it was.
+    Threads must not spin: with two workers on two cores a step takes 950 ms instead of 18 ms.
+    gRPC's `fork` handlers are off: they can crash a child with SIGSEGV between fork and exec.
     """
-    auto = config.threads_per_rank == "auto"  # the engine's process is told by its shell
+    auto = config.threads_per_rank == "auto"  # then the worker sets its engine's threads
     threads = "1" if auto else str(config.threads_per_rank)
     return {
         "OMP_NUM_THREADS": threads,
@@ -86,7 +85,7 @@ def worker_settings(
     log_dir: str,
     fleet_token_file: str = "",
 ) -> dict[str, Any]:
-    """The fields of ``fleet.worker.WorkerSettings`` for one life of a slot."""
+    """Return the fields of ``fleet.worker.WorkerSettings`` for one incarnation."""
     return {
         "worker_id": worker_id,
         "role": role,
@@ -111,7 +110,7 @@ def worker_settings(
 
 
 def engine_settings(config: FleetConfig, role: Role, worker_id: str = "") -> EngineSettings:
-    """How the engines of a pool are built; with a worker's name, that one's."""
+    """Return the engine settings of a pool, or of one worker if its id is given."""
     return EngineSettings(
         model=config.model,
         dtype=config.dtype,
@@ -148,7 +147,7 @@ def _kv_tiers(config: FleetConfig, worker_id: str) -> KvTierSettings:
 
 
 def _emulated(config: FleetConfig) -> EmulatedModel | None:
-    """What emulated engines must know of the model; its files are read here, once for all."""
+    """Return the model's properties for emulated engines, which do not read its files."""
     timing = config.pools.engine.emulated
     if timing is None:
         return None
@@ -167,16 +166,15 @@ def _model_config(reference: str) -> ModelConfig:
 
 
 def _workers_on_a_host(config: FleetConfig) -> int:
-    """The most workers that Ray can place on a machine like this one."""
     places = math.floor((os.cpu_count() or 1) / config.cpus_per_rank + 1e-9)
     return max(1, min(config.pools.total, places))
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
-    """Tells settings of a worker from others.
+    """Return a digest of a worker's settings.
 
-    Which life they are for does not count, nor how many more there are on its host: a fleet that
-    grows leaves those alone that it has.
+    It ignores the epoch and the number of workers on the host, so that a growing fleet does not
+    restart the workers that it has.
     """
     same = {name: value for name, value in settings.items() if name != "epoch"}
     if isinstance(engine := same.get("engine"), dict):
@@ -186,17 +184,17 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
 
 
 def actor_name(fleet: str, worker_id: str, epoch: int) -> str:
-    """Name of the Ray actor of one life; unique, so an old life is never taken for a new one."""
+    """Return the name of an incarnation's Ray actor, unique by its epoch."""
     return f"baton-{fleet}-{worker_id}-{epoch}"
 
 
 def controller_name(fleet: str) -> str:
-    """Name of the fleet's detached controller."""
+    """Return the name of the fleet's detached controller."""
     return f"baton-controller-{fleet}"
 
 
 def lives_among(names: Sequence[Mapping[str, str]], fleet: str) -> dict[str, int]:
-    """Worker id -> epoch of the lives among Ray's named actors (the latest, if there are two)."""
+    """Return worker id -> latest epoch of the workers among Ray's named actors."""
     epochs: dict[str, int] = {}
     stem = f"baton-{fleet}-"
     for entry in names:
@@ -209,7 +207,7 @@ def lives_among(names: Sequence[Mapping[str, str]], fleet: str) -> dict[str, int
 
 
 def exit_reason(code: int) -> str:
-    """An exit code in words."""
+    """Return an exit code as text."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -1,7 +1,7 @@
-"""Secrets on their way through Ray, which keeps the arguments of actors, in Redis if it is told to.
+"""Encryption of secrets on their way through Ray, which stores the arguments of actors.
 
-They are sealed with Ray's own token, which every node of the cluster has and which opens all of it
-anyhow. Whoever only reads Ray's store, or what it sends, sees none of them.
+The key is derived from Ray's own token, which every node has and which gives full access to the
+cluster anyway. A reader of Ray's store or traffic alone cannot decrypt the secrets.
 """
 
 import base64
@@ -18,20 +18,20 @@ _MARK = "sealed:"
 
 
 def seal(text: str) -> str:
-    """A text that only who has Ray's token can read; as it is where Ray has none."""
+    """Encrypt a text with Ray's token; return it unchanged if Ray has no token."""
     token = ray_token()
     if not (text and token):
         return text
-    from cryptography.fernet import Fernet  # takes its time to import, and loopback needs it not
+    from cryptography.fernet import Fernet  # slow to import, and not needed on loopback
 
     return _MARK + Fernet(_key(token)).encrypt(text.encode()).decode()
 
 
 def unseal(text: str) -> str:
-    """What was sealed; a text that was not, as it is.
+    """Decrypt a sealed text; return any other text unchanged.
 
     Raises:
-        SecretError: This node's Ray token is another one.
+        SecretError: This node has another Ray token.
     """
     if not text.startswith(_MARK):
         return text
@@ -41,20 +41,20 @@ def unseal(text: str) -> str:
         return Fernet(_key(ray_token())).decrypt(text.removeprefix(_MARK).encode()).decode()
     except InvalidToken as error:
         raise SecretError(
-            "the settings of a worker were sealed with another Ray token than this node has: the "
-            "file ~/.ray/auth_token, or RAY_AUTH_TOKEN_PATH, must be the same on all nodes"
+            "cannot decrypt a worker's settings: this node has another Ray token; "
+            "~/.ray/auth_token, or RAY_AUTH_TOKEN_PATH, must have the same one on all nodes"
         ) from error
 
 
 def unsealed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a worker with their secrets in the open."""
+    """Return a worker's settings with decrypted secrets."""
     return {
         name: unseal(value) if name in SECRET_FIELDS else value for name, value in settings.items()
     }
 
 
 def ray_token() -> str:
-    """Ray's token, from where Ray takes it; empty where there is none."""
+    """Return Ray's token from where Ray reads it; empty if there is none."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         return ""
     if token := os.environ.get("RAY_AUTH_TOKEN"):

@@ -75,7 +75,7 @@ def test_as_many_requests_fit_as_it_says(config: ModelConfig) -> None:
             **PLAIN,
         )
         assert asked.fits is fits
-    with pytest.raises(ModelError, match="--context 9000: the model's limit is 8192"):
+    with pytest.raises(ModelError, match="--context 9000 exceeds the model's limit, 8192"):
         plan_capacity(config, context_tokens=9000, concurrency=1, free_bytes=GIB, **PLAIN)
 
 
@@ -151,7 +151,7 @@ def test_ranks_share_the_weights_and_a_draft_has_weights_and_a_pool_of_its_own(
     assert drafted.kv_bytes == 2 * alone.kv_bytes
     assert drafted.need.draft == alone.need.weights + alone.need.workspace
     assert drafted.need.process == alone.need.process  # its products have the same shapes
-    with pytest.raises(ModelError, match="int4 weights are not split"):
+    with pytest.raises(ModelError, match="int4 weights cannot be split"):
         plan(tensor_parallel=2, weights="int4")
     with pytest.raises(ModelError, match="tensor_parallel = 10"):
         plan(tensor_parallel=10)

@@ -95,7 +95,9 @@ def test_what_cannot_change_is_refused_by_name_and_nothing_else_is_done(
     more: dict[str, object], key: str
 ) -> None:
     found = after(**{"max_queued_requests": 7, **more})
-    assert found.refused and found.refused[0].startswith(f"{key} cannot change while it runs")
+    assert found.refused and found.refused[0].startswith(
+        f"{key} cannot change while the fleet runs"
+    )
     assert not (found.added or found.removed or found.renewed or found.router)
     assert found.lines == list(found.refused)
 

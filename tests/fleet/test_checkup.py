@@ -30,7 +30,7 @@ def test_the_one_that_differs_is_named_and_not_the_others() -> None:
     reports = {name: report(baton="0.1.0 (aa)") for name in ("head", "n1", "n2")}
     reports["n1"] = report(baton="0.1.0 (bb)")
     (problem,) = judged(reports, {}, []).problems
-    assert problem == "n1: baton: 0.1.0 (bb) is not what 2 others have: 0.1.0 (aa)"
+    assert problem == "n1: baton: 0.1.0 (bb) differs from 2 other nodes: 0.1.0 (aa)"
 
 
 def test_what_may_differ_is_no_finding() -> None:
@@ -48,7 +48,7 @@ def test_a_slow_edge_is_found_by_the_others_and_by_what_is_of_any_use() -> None:
     edges = [Edge(source="n1", target=f"n{n}", bytes_per_s=8e8) for n in range(2, 5)]
     edges += [Edge(source="n2", target="n1", bytes_per_s=6e7)]
     (problem,) = judged({}, {}, edges).problems
-    assert problem.startswith("n2 to n1: 60.0 MB/s, under 80 MB/s")
+    assert problem.startswith("n2 to n1: 60.0 MB/s, below 80 MB/s")
     (problem,) = judged({}, {}, [Edge(source="a", target="b", bytes_per_s=6e5)]).problems
     assert "0.6 MB/s" in problem
     (problem,) = judged({}, {}, [Edge(source="a", target="b", problem="b:1 refused")]).problems
@@ -69,7 +69,7 @@ async def test_a_probe_reports_its_node_and_measures_what_comes_through() -> Non
         held.bind(("127.0.0.1", 0))
         closed = held.getsockname()[1]
         raw = await probe.measure("n1", "n2", "127.0.0.1", closed)
-    assert "cannot be reached" in msgspec.msgpack.decode(raw, type=Edge).problem
+    assert "cannot connect to" in msgspec.msgpack.decode(raw, type=Edge).problem
     assert await probe.reaches("127.0.0.1", port) == ""
     await asyncio.sleep(0.1)  # for who took that to see its end
     await probe.close()

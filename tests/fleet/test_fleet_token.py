@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from baton.config.fleet_file import FleetConfig
-from fleet.local.fleet_token import TokenError, fleet_token, given_token
+from baton.config.secrets import SecretError
+from fleet.local.fleet_token import fleet_token, given_token
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +51,10 @@ def test_the_fleet_file_goes_before_the_environment(tmp_path: Path, monkeypatch)
 
 def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("BATON_FLEET_TOKEN", "short")
-    with pytest.raises(TokenError, match="has 5 characters, at least 16 are needed") as refused:
+    with pytest.raises(SecretError, match="has 5 characters, 16 are the least") as refused:
         given_token()
     assert "short" not in str(refused.value)
     monkeypatch.delenv("BATON_FLEET_TOKEN")
     monkeypatch.setenv("BATON_FLEET_TOKEN_FILE", str(tmp_path / "nothing"))
-    with pytest.raises(TokenError, match="cannot be read"):
+    with pytest.raises(SecretError, match="cannot be read"):
         fleet_token("a")

@@ -62,7 +62,7 @@ def supervisor(home: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 def follow(supervisor: Supervisor, rounds: int = 3) -> None:
     supervisor._stop._change.set()
     for _ in range(rounds):
-        supervisor._keep_up_with_the_file()
+        supervisor._follow_changes()
 
 
 def test_a_full_disk_at_the_end_of_a_change_ends_no_fleet(
@@ -73,7 +73,7 @@ def test_a_full_disk_at_the_end_of_a_change_ends_no_fleet(
 
     monkeypatch.setattr(fleet_state, "save", full)
     follow(supervisor)
-    assert "cannot be written: [Errno 28] No space left on device" in told[-1]
+    assert "cannot write the fleet's state: [Errno 28] No space left on device" in told[-1]
 
 
 def test_files_of_a_model_that_cannot_be_read_end_no_fleet(
@@ -84,7 +84,7 @@ def test_files_of_a_model_that_cannot_be_read_end_no_fleet(
 
     monkeypatch.setattr("fleet.local.supervisor.describe_model", unreadable)
     follow(supervisor)
-    assert "the fleet goes on as it was: [Errno 13] Permission denied: '/models/m.gguf'" in told[-1]
+    assert "the fleet is unchanged: [Errno 13] Permission denied: '/models/m.gguf'" in told[-1]
 
 
 def test_a_controller_that_is_late_with_a_change_ends_no_fleet(
@@ -100,7 +100,7 @@ def test_a_controller_that_is_late_with_a_change_ends_no_fleet(
     monkeypatch.setattr(ray_runtime.Controller, "find", lambda _: followed)
     pools = LocalPools(OLD, Path())
     spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
-    with pytest.raises(CapacityError, match="does not begin with the new settings: 75 s"):
+    with pytest.raises(CapacityError, match="did not start with the new settings: 75 s"):
         pools.change(NEW, spec)
     assert pools._controller is followed, "the one that runs is watched"
 
@@ -126,7 +126,7 @@ def test_routers_that_could_not_follow_are_replaced_by_the_next_try(
 def test_a_change_that_was_not_finished_is_no_nothing_has_changed(
     home: Path, supervisor: Supervisor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    supervisor._save_state("the router: its next life does not serve")
+    supervisor._save_state("the successor of the router does not serve")
     with subprocess.Popen([sys.executable, "-c", FOLLOWS], stdout=subprocess.PIPE) as own:
         try:
             assert own.stdout is not None
@@ -140,8 +140,8 @@ def test_a_change_that_was_not_finished_is_no_nothing_has_changed(
         finally:
             own.kill()
     assert capsys.readouterr().out.splitlines() == [
-        "to be tried again: the router: its next life does not serve",
-        "the fleet is as its file says",
+        "retrying: the successor of the router does not serve",
+        "the fleet matches its file",
     ]
 
 

@@ -49,7 +49,7 @@ def test_two_that_would_share_a_redis_are_one_and_a_message(home: Path) -> None:
     redis = "redis://127.0.0.1:1/0"
     first, second = supervisor(home, 1, redis=redis), supervisor(home, 2, redis=redis)
     first._choose_name()
-    with pytest.raises(FleetError, match=r"already running \(it starts\).*name with `fleet:`"):
+    with pytest.raises(FleetError, match=r"already running \(starting\).*name with `fleet:`"):
         second._choose_name()
 
 

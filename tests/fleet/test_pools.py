@@ -31,7 +31,9 @@ def test_a_fleet_that_does_not_fit_is_refused_by_name_and_number() -> None:
         CapacityError, match=r"need 3 ranks of 1 CPUs, .* room for 2 .* pools\.pref"
     ):
         check_capacity(fleet(2, 1, 1.0), [2.0])
-    with pytest.raises(CapacityError, match="cpus_per_rank = 4 fits on no node: the largest has 2"):
+    with pytest.raises(
+        CapacityError, match="cpus_per_rank = 4 exceeds the largest node, which has 2"
+    ):
         check_capacity(fleet(1, 0, 4), [2.0, 2.0])
     with pytest.raises(CapacityError, match="room for 2"):  # 8 CPUs in all, but in the wrong places
         check_capacity(fleet(2, 1, 3), [4.0, 4.0])
@@ -43,7 +45,9 @@ def test_a_replica_of_several_ranks_stays_on_one_node() -> None:
     assert bundles(config, "prefill") == [{"CPU": 0.5}]
     assert bundles(config, "decode") == [{"CPU": 0.5}] * 3
     check_capacity(config, [2.0, 1.5])
-    with pytest.raises(CapacityError, match=r"pools\.tensor_parallel = 3 ranks .* on no node"):
+    with pytest.raises(
+        CapacityError, match=r"pools\.tensor_parallel = 3 ranks .* exceed the largest node"
+    ):
         check_capacity(config, [1.0] * 4)
     with pytest.raises(CapacityError, match=r"need 7 ranks of 0.5 CPUs, .* room for 7"):
         check_capacity(config, [2.5, 1.0])

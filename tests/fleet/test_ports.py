@@ -25,7 +25,9 @@ def test_the_one_that_is_free_is_found_and_a_full_range_is_an_error() -> None:
         other = first + 1 if first == port else first
         assert free_port("127.0.0.9", f"{first}-{first + 1}") == other
         with socket.create_server(("127.0.0.9", other)):
-            with pytest.raises(InternalError, match=rf"pools\.ports = {first}-\d+: all are taken"):
+            with pytest.raises(
+                InternalError, match=rf"pools\.ports = {first}-\d+: all ports are taken"
+            ):
                 free_port("127.0.0.9", f"{first}-{first + 1}")
 
 

@@ -181,7 +181,7 @@ async def test_a_drain_while_the_life_is_placed_ends_the_placing(
     controller.placed.clear()
     await controller.run()
     await until(lambda: "prefill-0" in controller._placing)
-    await controller._desk.obey(Order("token", "drain", ("prefill-0",)))
+    await controller._desk.execute(Order("token", "drain", ("prefill-0",)))
     await until(lambda: phase(controller) is Phase.PARKED)
     controller.placed.set()
     await until(lambda: phase(controller, "decode-0") is Phase.READY)
@@ -256,8 +256,8 @@ async def test_a_drain_that_names_nobody_is_not_one_of_all(
     adopting(controller, monkeypatch)
     await controller.run()
     await until(lambda: phase(controller, "decode-0") is phase(controller) is Phase.READY)
-    answer = await controller._desk.obey(Order("token", "drain", ()))
-    assert answer.problem.startswith("drain: name the workers, of ['prefill-0', 'decode-0']")
+    answer = await controller._desk.execute(Order("token", "drain", ()))
+    assert answer.problem.startswith("drain needs worker ids (workers: prefill-0, decode-0)")
     assert phase(controller, "decode-0") is phase(controller) is Phase.READY
 
 
@@ -269,7 +269,7 @@ async def test_what_operators_asked_for_is_written_again_into_a_redis_that_lost_
     adopting(controller, monkeypatch)
     await controller.run()
     await until(lambda: phase(controller, "decode-0") is Phase.READY)
-    await controller._obey(Order("token", "drain", ("decode-0",)))
+    await controller._execute(Order("token", "drain", ("decode-0",)))
     registry = Registry(redis_server.url, "test")
     await registry.send(("FLUSHALL",))
 
@@ -377,4 +377,4 @@ async def test_a_process_that_stood_still_ends_itself() -> None:
         assert why == []
         time.sleep(1.0)  # noqa: ASYNC251
         assert why, "the thread sees it while the loop is caught"
-        assert "stood still" in why[0]
+        assert "hung for" in why[0]

@@ -123,14 +123,14 @@ def test_a_fleet_follows_its_file_while_it_answers(fleet: Fleet) -> None:
     )
     shown = fleet.baton("--dry-run")
     assert shown.returncode == 0, shown.stderr
-    assert "starts: decode-2\n" in shown.stdout
-    assert "renews, one after another: prefill-0, decode-0, decode-1\n" in shown.stdout
-    assert "the router gets a successor" in shown.stdout
+    assert "start: decode-2\n" in shown.stdout
+    assert "restart one by one: prefill-0, decode-0, decode-1\n" in shown.stdout
+    assert "replace the router" in shown.stdout
     assert fleet.epochs() == before, "a dry run changes nothing"
 
     done = fleet.baton("--reconcile")
     assert done.returncode == 0, done.stderr + fleet.served.output.read_text()
-    assert "the fleet is as its file says" in done.stdout
+    assert "the fleet matches its file" in done.stdout
     now = fleet.epochs()
     assert sorted(now) == ["decode-0", "decode-1", "decode-2", "prefill-0"]
     assert all(now[name] > before[name] for name in before)
@@ -149,13 +149,13 @@ def test_a_file_that_cannot_be_followed_changes_nothing(fleet: Fleet) -> None:
     fleet.change(("max_context_tokens: 2048", "max_context_tokens: 2048\ndtype: fp32"))
     refused = fleet.baton("--reconcile")
     assert refused.returncode == 1
-    assert "dtype cannot change while it runs" in " ".join(refused.stderr.split())
+    assert "dtype cannot change while the fleet runs" in " ".join(refused.stderr.split())
 
     # What only the fleet's own supervisor sees: more than its Ray has CPUs for.
     fleet.change(("cpus_per_rank: 0.25", "cpus_per_rank: 400.0"), text=good)
     refused = fleet.baton("--reconcile")
     assert refused.returncode == 1
-    assert "the fleet goes on as it was" in " ".join(refused.stderr.split())
+    assert "the fleet is unchanged" in " ".join(refused.stderr.split())
 
     fleet.change(("decode: 2", "decode: 1"), text=good)  # and a good one after them is taken
     done = fleet.baton("--reconcile")

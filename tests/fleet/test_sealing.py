@@ -31,7 +31,7 @@ def test_what_was_sealed_is_read_by_who_has_the_token(monkeypatch: pytest.Monkey
         "epoch": 1,
     }
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
-    with pytest.raises(SecretError, match="must be the same on all nodes"):
+    with pytest.raises(SecretError, match="must have the same one on all nodes"):
         unseal(sealed)
 
 

@@ -149,7 +149,9 @@ def test_auto_roles_are_the_workers_that_were_measured_for(serve: Serve) -> None
     served = serve(["make", "serve"], AUTO)
     url = served.wait_ready()
     said = " ".join(served.output.read_text().split())
-    roles = re.search(r"roles: (one worker|a prefill and a decode worker).*: beside a prompt", said)
+    roles = re.search(
+        r"roles: (one worker|a prefill and a decode worker).* a prompt is computed", said
+    )
     assert roles, said
     expected = {"decode-0"} if roles[1] == "one worker" else {"prefill-0", "decode-0"}
     assert {worker["id"] for worker in fleet_of(url)["workers"]} == expected

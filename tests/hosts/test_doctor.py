@@ -49,7 +49,7 @@ def test_a_cluster_in_order_and_then_one_that_is_not(rig: Rig, tmp_path: Path) -
     for host in (head, n1, n2, n3):
         start_ray(host, head)
     said = examined(rig, FLEET)
-    assert "4 nodes, nothing is wrong" in said
+    assert "4 nodes, no findings" in said
 
     for host in (n1, n2, n3):
         host.kill_everything()
@@ -73,10 +73,10 @@ def test_a_cluster_in_order_and_then_one_that_is_not(rig: Rig, tmp_path: Path) -
     said = ""
     while "on 4 nodes" not in said:  # until all have joined
         said = " ".join(examined(rig, FLEET.replace(DEFAULT, "/opt/model.gguf")).split())
-    assert "!! n1: baton: " in said and "is not what 3 others have" in said
+    assert "!! n1: baton: " in said and "differs from 3 other nodes" in said
     assert "!! n2: model: " in said and "/opt/model.gguf" in said
-    assert "!! n3: clock: +900.0 s beside this node's" in said or "!! n3: clock: +899.9" in said
-    assert "!! n2 to n1: " in said and "look at the link" in said
+    assert "!! n3: clock: +900.0 s off this node's" in said or "!! n3: clock: +899.9" in said
+    assert "!! n2 to n1: " in said and "check the link" in said
     for fine in ("!! head:", "!! n1 to n3", "!! n3 to n1", "!! head to n1"):
         assert fine not in said, "nothing else is blamed"
     assert "findings on 4 nodes" in said

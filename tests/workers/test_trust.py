@@ -181,14 +181,14 @@ async def test_a_rank_apart_asks_for_the_same_word_as_its_leader() -> None:
 
 
 async def test_plain_text_to_other_hosts_must_be_meant(tmp_path: Path) -> None:
-    with pytest.raises(InternalError, match=r"host = 0.0.0.0: .* say `pools: \{insecure: true\}`"):
+    with pytest.raises(InternalError, match=r"host = 0.0.0.0: .* `pools: \{insecure: true\}`"):
         await Worker.start(emulated_settings("decode-0", host="0.0.0.0"))
     tls = files(made(tmp_path / "certs"))
-    with pytest.raises(InternalError, match=r"ranks on other hosts in plain text"):
+    with pytest.raises(InternalError, match=r"ranks on other hosts .* plain text"):
         await Worker.start(emulated_settings("decode-0", tls=tls, rank_addresses=("there:1",)))
-    with pytest.raises(InternalError, match=r"host = 0.0.0.0: a rank speaks plain text"):
+    with pytest.raises(InternalError, match=r"host = 0.0.0.0: a rank sends plain text"):
         await serve_rank(RankSettings(host="0.0.0.0"))
-    with pytest.raises(InternalError, match=r"rank_addresses names 1 ranks: .* = 1 .* all but"):
+    with pytest.raises(InternalError, match=r"rank_addresses has 1 entries; .* = 1 .* all but"):
         await Worker.start(emulated_settings("decode-0", rank_addresses=("there:1",)))
     for plain in ("pair", "tcp"):
         with pytest.raises(InternalError, match=rf"{plain} sends KV in plain text"):

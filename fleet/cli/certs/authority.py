@@ -1,8 +1,8 @@
-"""A private CA and what it signs, for trials: one certificate for the fleet, one for its routers.
+"""A private CA for trials, with one certificate for the fleet and one for its routers.
 
-DIR/ca.pem      whom all believe         ca.key      signs: keep it away from the fleet's hosts
-DIR/fleet.pem   routers and workers      fleet.key   on every host
-DIR/router.pem  HTTPS of routers         router.key  on the routers' hosts
+DIR/ca.pem      trusted by all               ca.key      signing key: not on the fleet's hosts
+DIR/fleet.pem   between routers and workers  fleet.key   on every host
+DIR/router.pem  HTTPS of routers             router.key  on the routers' hosts
 """
 
 import contextlib
@@ -24,7 +24,7 @@ CA = "ca"
 FLEET = "fleet"
 ROUTER = "router"
 _CA_VALID = timedelta(days=3650)
-_CLOCKS_DIFFER = timedelta(minutes=20)  # a host whose clock is late must not see the future
+_CLOCKS_DIFFER = timedelta(minutes=20)  # valid on hosts whose clock is late
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -34,20 +34,16 @@ class _Signer(NamedTuple):
 
 
 def make(folder: Path, name: str, hosts: Sequence[str], valid: timedelta) -> None:
-    """Make all of it in an empty or new folder.
+    """Make a CA and both certificates in a new or empty folder.
 
-    Args:
-        folder: Where.
-        name: Of the fleet, which all of its certificates carry.
-        hosts: Names and addresses by which clients know the routers, and Ray its nodes.
-        valid: How long what is signed can be used.
+    ``name`` is the fleet's DNS name, ``hosts`` are those of the routers and of Ray's nodes.
 
     Raises:
-        CertificateError: There is a CA already.
+        CertificateError: The folder has a CA already.
     """
     if (folder / f"{CA}.key").exists():
         raise CertificateError(
-            f"{folder} has a CA already: `baton certs {folder} --renew` signs anew with it"
+            f"{folder} already has a CA: renew its certificates with `baton certs {folder} --renew`"
         )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     signer = _make_ca(name)
@@ -57,15 +53,10 @@ def make(folder: Path, name: str, hosts: Sequence[str], valid: timedelta) -> Non
 
 
 def renew(folder: Path, hosts: Sequence[str], valid: timedelta) -> None:
-    """Sign the fleet's and the routers' certificate anew, with new keys and the same CA.
-
-    Args:
-        folder: Of ``make``.
-        hosts: Beside those that the old ones name.
-        valid: How long they can be used.
+    """Replace both certificates and their keys, and add ``hosts``; the CA stays.
 
     Raises:
-        CertificateError: There is nothing to renew, or it cannot be read.
+        CertificateError: The CA or a certificate is missing or cannot be read.
     """
     signer = _read_ca(folder)
     for kind in (FLEET, ROUTER):
@@ -74,7 +65,7 @@ def renew(folder: Path, hosts: Sequence[str], valid: timedelta) -> None:
 
 
 def expires_on(file: Path) -> datetime:
-    """When a certificate ends."""
+    """Return the time at which a certificate expires."""
     return x509.load_pem_x509_certificate(file.read_bytes()).not_valid_after_utc
 
 
@@ -93,7 +84,7 @@ def _make_ca(name: str) -> _Signer:
         decipher_only=False,
     )
     certificate = (
-        _begun(subject, subject, key.public_key(), _CA_VALID)
+        _builder(subject, subject, key.public_key(), _CA_VALID)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA256())
@@ -108,10 +99,10 @@ def _read_ca(folder: Path) -> _Signer:
         key = serialization.load_pem_private_key(raw, password=None)
     except (OSError, ValueError, TypeError) as error:
         raise CertificateError(
-            f"no CA can be read in {folder}: {error}; `baton certs {folder}` makes one"
+            f"cannot read the CA in {folder}: {error}; make one with `baton certs {folder}`"
         ) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise CertificateError(f"{folder / f'{CA}.key'} is not a key that `baton certs` made")
+        raise CertificateError(f"{folder / f'{CA}.key'} was not made by `baton certs`")
     return _Signer(certificate, key)
 
 
@@ -119,7 +110,7 @@ def _names_in(file: Path) -> list[str]:
     try:
         found = x509.load_pem_x509_certificate(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise CertificateError(f"{file} cannot be renewed: {error}") from error
+        raise CertificateError(f"cannot renew {file}: {error}") from error
     names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     addresses = names.get_values_for_type(x509.IPAddress)
     return [*names.get_values_for_type(x509.DNSName), *map(str, addresses)]
@@ -132,7 +123,7 @@ def _sign(folder: Path, kind: str, signer: _Signer, names: Sequence[str], valid:
         uses.append(ExtendedKeyUsageOID.CLIENT_AUTH)
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key())
     certificate = (
-        _begun(_named(names[0]), signer.certificate.subject, key.public_key(), valid)
+        _builder(_named(names[0]), signer.certificate.subject, key.public_key(), valid)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName(list(map(_general, names))), critical=False)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
@@ -142,7 +133,7 @@ def _sign(folder: Path, kind: str, signer: _Signer, names: Sequence[str], valid:
     _write(folder, kind, certificate, key)
 
 
-def _begun(
+def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, valid: timedelta
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
@@ -171,7 +162,7 @@ def _general(name: str) -> x509.GeneralName:
 def _write(
     folder: Path, kind: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> None:
-    """The key first: for the moment in between, who reads both keeps what it has."""
+    """Write the key first: a reader that finds a mismatched pair keeps its old one."""
     raw = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,

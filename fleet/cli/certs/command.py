@@ -1,4 +1,4 @@
-"""`baton certs`: a private CA and the certificates that a fleet needs, for trials."""
+"""`baton certs`: a private CA and the certificates of a fleet, for trials."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -10,9 +10,9 @@ from baton.config.network import fleet_host_name
 from fleet.cli.common import fail, load_fleet_file
 
 _LINES = """\
-{folder} has a CA, a certificate for the fleet (until {until:%Y-%m-%d}) and one for its routers.
-Every host needs ca.pem, fleet.pem and fleet.key at the same place, routers' hosts router.pem and
-router.key too. ca.key stays here. In the fleet file, with that place instead of {folder}:
+{folder} has a CA, a certificate of the fleet (until {until:%Y-%m-%d}) and one of its routers.
+Copy ca.pem, fleet.pem and fleet.key to the same folder of every host, and router.pem and
+router.key to that of every router's host. Keep ca.key here. Fleet file, with that folder's path:
 
 pools:
   tls: {{certificate: {folder}/fleet.pem, key: {folder}/fleet.key, ca: {folder}/ca.pem}}
@@ -20,32 +20,34 @@ clients:
   tls: {{certificate: {folder}/router.pem, key: {folder}/router.key}}
 
 Clients:  curl --cacert {folder}/ca.pem …, baton --cacert {folder}/ca.pem status --url https://…
-Renewal:  baton certs {folder} --renew, and copy again: nothing has to be restarted\
+Renewal:  baton certs {folder} --renew, then copy again; no restart is needed\
 """
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder for keys and certificates.")
+    ],
     file: Annotated[
         Path | None,
         typer.Argument(
-            help="Fleet file, for the fleet's name. Default: as for `up`.", metavar="FILE"
+            help="Fleet file, for the fleet's name. Default: like `baton up`.", metavar="FILE"
         ),
     ] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option("--host", help="Name or address of a router or node; once for each."),
+        typer.Option("--host", help="Name or address of a router or node; repeatable."),
     ] = None,
     renew: Annotated[
-        bool, typer.Option("--renew", help="Sign anew with the CA that is there.")
+        bool, typer.Option("--renew", help="Replace the certificates; keep the CA.")
     ] = False,
-    days: Annotated[int, typer.Option(min=1, max=825, help="How long they are valid.")] = 90,
+    days: Annotated[int, typer.Option(min=1, max=825, help="Validity in days.")] = 90,
 ) -> None:
-    """Make a private CA and certificates for a fleet and its routers, for trials.
+    """Make a private CA and the certificates of a fleet and its routers, for trials.
 
-    Keys are for this user alone (mode 0600). Those who run a CA of their own need the same files
-    from it: the fleet's certificate carries the DNS name FLEET.baton.internal, or the one in
-    `pools: {tls: {name: …}}`, and may be shown by servers and by clients.
+    Keys are readable by this user only (mode 0600). Your own CA has to issue the same files: the
+    fleet's certificate carries the DNS name FLEET.baton.internal, or `pools: {tls: {name: …}}`,
+    and allows server and client authentication.
     """
     from fleet.cli.certs import authority  # needs `cryptography`, which loads a library
 

@@ -1,1 +1,1 @@
-"""`baton doctor`: what is missing on this machine, between workers, on each node of a cluster."""
+"""`baton doctor`: checks of this machine, of a fleet's edges, of a cluster's nodes."""

@@ -1,4 +1,4 @@
-"""`baton doctor`: this machine, the edges of a fleet that runs here, or every node of a cluster."""
+"""`baton doctor`: check this machine, the edges of a running fleet, or all nodes of a cluster."""
 
 import asyncio
 import os
@@ -18,33 +18,33 @@ from fleet.local import preflight
 from fleet.local import state as fleet_state
 from fleet.local.cluster_pools import call_cluster
 from fleet.local.state import FleetState
-from fleet.pools.checkup.findings import Cell, Checkup
+from fleet.pools.checkup.findings import Cell
 from fleet.pools.cluster_call import ClusterCall
 from fleet.pools.nodes import CapacityError
 
 _LIMIT_S = 300.0
-_SHOWN_NODES = 10  # beyond them only those where something is wrong
+_SHOWN_NODES = 10  # in a larger cluster only nodes with findings
 
 
 def doctor(
     file: FileArgument = None,
     speed: Annotated[
-        bool, typer.Option(help="Measure the engine beside plain torch: ten seconds.")
+        bool, typer.Option(help="Compare the engine's speed with plain torch (10 s).")
     ] = True,
     edges: Annotated[
-        bool, typer.Option("--edges", help="Measure each edge of the fleet that runs here.")
+        bool, typer.Option("--edges", help="Measure each edge of the running fleet instead.")
     ] = False,
     address: Annotated[
         str | None,
-        typer.Option(help="Of a Ray cluster (`auto` or HOST:PORT): every node of it instead."),
+        typer.Option(help="Ray cluster (`auto` or HOST:PORT) whose nodes are checked instead."),
     ] = None,
     fleet: FleetOption = None,
 ) -> None:
     """Check this machine: packages, model, Redis, port, memory, limits, speed. Starts nothing.
 
-    With --edges: hands KV over between every two workers instead, by each transport they have.
-    With --address: asks each node of a cluster for versions, model, Redis, ports, clock and disk,
-    and measures what comes through between nodes. Exit code 1 where something is wrong.
+    --edges measures KV hand-offs between all pairs of workers, over each of their transports.
+    --address checks versions, model, Redis, ports, clock and disk of all nodes of a cluster, and
+    the bandwidth between them. Exit code 1 if a check fails.
     """
     if edges:
         _show_edges(running_fleet(fleet))
@@ -61,7 +61,7 @@ def doctor(
         mark = "[green]ok[/]" if finding.ok else "[red]!![/]"
         table.add_row(mark, finding.name, escape(finding.text))
     for state in fleet_state.load_all():
-        what = "runs" if state.running else "was killed; `baton down` cleans up"
+        what = "is running" if state.running else "was killed; clean up with `baton down`"
         table.add_row("[blue]--[/]", "fleet", escape(f"{state.name} at {state.url} {what}"))
     Console(soft_wrap=True).print(table)
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
@@ -93,7 +93,7 @@ def _show_cluster(config: FleetConfig, address: str) -> None:
     except CapacityError as error:
         fail(str(error))
     if found is None:
-        fail("the cluster gave no answer")
+        fail("the cluster did not respond")
     console = Console(soft_wrap=True)
     wrong = {node for cells in found.rows.values() for node, cell in cells.items() if cell.problem}
     shown = found.nodes
@@ -103,11 +103,14 @@ def _show_cluster(config: FleetConfig, address: str) -> None:
     console.print(_table("", shown, found.rows))
     between = {source: cells for source, cells in found.edges.items() if source in shown}
     if between:
-        console.print("what comes through, from the node of the line to that of the column:")
+        console.print("bandwidth from the node of the row to the node of the column:")
         console.print(_table("from", shown, between))
     for problem in found.problems:
         console.print(f"[red]!![/] {escape(problem)}")
-    raise typer.Exit(_verdict(console, found))
+    if found.problems:
+        console.print(f"[red]{len(found.problems)} findings[/] on {len(found.nodes)} nodes")
+        raise typer.Exit(1)
+    console.print(f"[green]{len(found.nodes)} nodes, no findings[/]")
 
 
 def _table(first: str, nodes: list[str], rows: dict[str, dict[str, Cell]]) -> Table:
@@ -120,11 +123,3 @@ def _table(first: str, nodes: list[str], rows: dict[str, dict[str, Cell]]) -> Ta
 
 def _shown(cell: Cell) -> str:
     return f"[red]{escape(cell.text)} !![/]" if cell.problem else escape(cell.text)
-
-
-def _verdict(console: Console, found: Checkup) -> int:
-    if found.problems:
-        console.print(f"[red]{len(found.problems)} findings[/] on {len(found.nodes)} nodes")
-        return 1
-    console.print(f"[green]{len(found.nodes)} nodes, nothing is wrong[/]")
-    return 0

@@ -1,7 +1,7 @@
-"""What each edge of a running fleet carries, by each transport that both its ends have.
+"""Bandwidth of each edge of a running fleet, by each transport that both workers have.
 
-Every pair takes part in a real hand-off for each transport: a probe, which no metric counts and no
-cache keeps. The figure is the decode worker's own, of its pulls.
+Each figure comes from a real hand-off, a probe that metrics and caches ignore. The decode worker
+measures it.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -30,12 +30,12 @@ from kvtransfer.transports import FALLBACK, TRANSPORTS
 
 PROMPT_TOKENS = 512
 PROBE_S = 30.0
-_TOKEN_IDS = range(3, 200)  # that any vocabulary has
+_TOKEN_IDS = range(3, 200)  # in every vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeFigure:
-    """One edge by one transport; ``bytes_per_s`` 0: not measured, and ``why``."""
+    """Bandwidth of one edge by one transport; 0 if not measured, with the reason in ``why``."""
 
     prefill_id: str
     decode_id: str
@@ -44,26 +44,28 @@ class EdgeFigure:
     why: str = ""
 
 
+@dataclass(slots=True)
 class _Line:
-    """A router's stream to one worker, with just what a probe needs."""
+    """A router's stream to one worker, as far as a probe needs it."""
 
-    def __init__(self, record: WorkerRecord, call: Any, router_id: str, token: FleetToken) -> None:
-        self.record = record
-        self._token = token
-        self.capabilities = common_pb2.Capabilities()
-        self._call = call
-        self._router_id = router_id
+    record: WorkerRecord
+    call: Any
+    router_id: str
+    token: FleetToken
+    capabilities: common_pb2.Capabilities = field(default_factory=common_pb2.Capabilities)
 
     async def greet(self) -> None:
-        """Say who we are, and hear what the worker can."""
-        hello = pb.Hello(router_id=self._router_id, wire=own_wire())
-        await self._call.write(pb.RouterFrame(hello=hello))
+        """Introduce this process as a router, and receive the worker's capabilities."""
+        hello = pb.Hello(router_id=self.router_id, wire=own_wire())
+        await self.call.write(pb.RouterFrame(hello=hello))
         frame = await self._until(lambda frame: frame.HasField("status"))
         self.capabilities = frame.status.capabilities
 
     async def probe(self, prefill: WorkerRecord, transport: str) -> EdgeFigure:
-        """One hand-off from there to here."""
+        """Measure one hand-off from a prefill worker to this worker."""
         name = f"doctor-{secrets.token_hex(8)}"
+        reader = self.record.incarnation
+        capability = sign(self.token, name, prefill.incarnation, reader, time.time())
         tokens = min(PROMPT_TOKENS, self.capabilities.max_context_tokens // 2)
         submission = pb.Submission(
             request_id=name,
@@ -78,13 +80,14 @@ class _Line:
                 incarnation=prefill.incarnation,
                 address=prefill.address,
                 transport=transport,
-                capability=self._capability(name, prefill),
+                capability=capability,
             ),
-            router_id=self._router_id,
+            router_id=self.router_id,
             lease_ms=int(PROBE_S * 1000),
             probe=True,
         )
-        await self._call.write(pb.RouterFrame(submit=submission))
+        await self.call.write(pb.RouterFrame(submit=submission))
+        figure = EdgeFigure(prefill.worker_id, self.record.worker_id, transport)
         why = ""
         ended = await self._until(
             lambda frame: (
@@ -96,31 +99,24 @@ class _Line:
             if needed.request_id == name:
                 why = needed.reason.message
                 cancel = pb.Cancel(request_id=name, attempt=1)
-                await self._call.write(pb.RouterFrame(cancel=cancel))
+                await self.call.write(pb.RouterFrame(cancel=cancel))
         for end in ended.ends:
             if end.request_id == name and end.HasField("error"):
                 why = end.error.message
         if why:
-            return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, why=why)
+            return replace(figure, why=why)
         status = (await self._until(lambda frame: frame.HasField("status"))).status
         for edge in status.edges:
             if edge.prefill_worker_id == prefill.worker_id:
-                rate = edge.bytes_per_s
-                return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, rate)
-        why = "too little was handed over to tell"
-        return EdgeFigure(prefill.worker_id, self.record.worker_id, transport, why=why)
-
-    def _capability(self, request_id: str, prefill: WorkerRecord) -> bytes:
-        holder = prefill.incarnation
-        reader = self.record.incarnation
-        return sign(self._token, request_id, holder, reader, time.time())
+                return replace(figure, bytes_per_s=edge.bytes_per_s)
+        return replace(figure, why="too few bytes were transferred to measure")
 
     async def _until(self, there: Callable[[pb.WorkerFrame], bool]) -> pb.WorkerFrame:
         async with asyncio.timeout(PROBE_S):
             while True:
-                frame = await self._call.read()
+                frame = await self.call.read()
                 if not isinstance(frame, pb.WorkerFrame):
-                    raise ConnectionError(f"{self.record.worker_id} ended the stream")
+                    raise ConnectionError(f"{self.record.worker_id} closed the stream")
                 if there(frame):
                     return frame
 
@@ -128,11 +124,7 @@ class _Line:
 async def measure_edges(
     redis_url: str, fleet: str, fleet_token: str, tls: FleetTls | None = None
 ) -> list[EdgeFigure]:
-    """Every pair of a prefill and a decode worker, one after the other.
-
-    Raises:
-        ConnectionError: A worker, or Redis, does not answer.
-    """
+    """Measure all pairs of a prefill and a decode worker, one after another."""
     registry = await Registry.connect(redis_url, fleet)
     try:
         _, records = await registry.records()
@@ -162,12 +154,12 @@ async def _measure(prefill: _Line, decode: _Line, transport: str) -> EdgeFigure:
     try:
         return await decode.probe(prefill.record, transport)
     except TimeoutError:
-        why = f"nothing came of it in {PROBE_S:.0f} s"
+        why = f"no result within {PROBE_S:.0f} s"
         return EdgeFigure(prefill.record.worker_id, decode.record.worker_id, transport, why=why)
 
 
 def _common(prefill: common_pb2.Capabilities, decode: common_pb2.Capabilities) -> list[str]:
-    """Transports that both have, in one place."""
+    """Return the transports that both workers have, and that lead to the same place."""
     ours = {(offer.name, offer.place) for offer in decode.transports}
     both = {offer.name for offer in prefill.transports if (offer.name, offer.place) in ours}
     return [name for name in TRANSPORTS if name in both or name == FALLBACK]

@@ -1,1 +1,1 @@
-"""`baton doctor --address`: what every node of a cluster has, and what there is between them."""
+"""`baton doctor --address`: checks of the nodes of a cluster and of their connections."""

@@ -1,4 +1,4 @@
-"""`baton doctor --address`, on the node that asks: a probe on each node, and what they find."""
+"""Coordinator of `baton doctor --address`: starts a probe on each node and collects reports."""
 
 import time
 from typing import Any
@@ -14,16 +14,16 @@ from fleet.pools.checkup.probe import NodeProbe
 from fleet.pools.nodes import CapacityError, Node, check_nodes
 from fleet.pools.placement import cluster_nodes
 
-_ANSWER_S = 60.0  # of a node that has yet to start a process, and to read the model
+_ANSWER_S = 60.0  # a node starts a process and reads the model first
 _EDGE_S = 30.0
 _CLOCK_LOOKS = 5
 _GCS_PORT = 6379
 _SECOND_LOOKS = 3
-_NEIGHBOURS = 8  # that each node measures, at most
+_NEIGHBOURS = 8  # maximum of edges that each node measures
 
 
 def examine(config: FleetConfig) -> Checkup:
-    """Look at every node of the cluster that this process is connected to."""
+    """Check every node of the cluster that this process is connected to."""
     nodes = sorted(cluster_nodes(), key=lambda node: (not node.head, node.name))
     probes = {node.name: _start(config, node) for node in nodes}
     reports, clocks, ports = _ask_each(nodes, probes)
@@ -56,7 +56,7 @@ def _start(config: FleetConfig, node: Node) -> Any:
 def _ask_each(
     nodes: list[Node], probes: dict[str, Any]
 ) -> tuple[dict[str, NodeReport], dict[str, Clock], dict[str, int]]:
-    """Reports, clocks and listening ports, of those that answer; the others have a problem."""
+    """Return reports, clocks and listening ports; a node that does not respond has a problem."""
     asked = {node.name: probes[node.name].report.remote() for node in nodes}
     until_s = time.monotonic() + _ANSWER_S
     reports = {}
@@ -71,12 +71,12 @@ def _ask_each(
         except RayError as error:
             why = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
             known = reports.get(name, NodeReport())
-            reports[name] = _with(known, "answers", Cell("no", f"its probe does not: {why}"))
+            reports[name] = _with(known, "responds", Cell("no", f"the probe failed: {why}"))
     return reports, clocks, ports
 
 
 def _clock(probe: Any) -> Clock:
-    """By the quickest of some answers: it cannot have been away for longer than that took."""
+    """Measure the clock by the quickest of several responses, which bounds the error."""
     best = Clock(ahead_s=0.0, within_s=float("inf"))
     for _ in range(_CLOCK_LOOKS):
         before_s = time.time()
@@ -89,7 +89,7 @@ def _clock(probe: Any) -> Clock:
 
 
 def _measure(nodes: list[Node], probes: dict[str, Any], ports: dict[str, int]) -> list[Edge]:
-    """Round by round, so that a node sends to one other at a time, and hears from one."""
+    """Measure in rounds: in each, a node sends to one other node and receives from one."""
     edges: list[Edge] = []
     for step in range(1, min(len(nodes) - 1, _NEIGHBOURS) + 1):
         pairs = [(node, nodes[(i + step) % len(nodes)]) for i, node in enumerate(nodes)]
@@ -97,7 +97,7 @@ def _measure(nodes: list[Node], probes: dict[str, Any], ports: dict[str, int]) -
         edges += [_edge(a, b, answer) for a, b, answer in asked]
     by_name = {node.name: node for node in nodes}
     floor = slow_floor(edges)
-    for index, edge in enumerate(edges):  # slow ones once more, alone: all were busy before
+    for index, edge in enumerate(edges):  # measure slow edges again, one at a time
         if edge.bytes_per_s < floor:
             a = by_name[edge.source]
             b = by_name[edge.target]
@@ -119,15 +119,15 @@ def _edge(source: Node, target: Node, answer: Any) -> Edge:
 
 
 def _raylets(nodes: list[Node], probes: dict[str, Any]) -> dict[str, Cell]:
-    """Whether a node's raylet, and the head's control service, are reached by its neighbour."""
+    """Check that the raylets, and the head's GCS, can be reached from another node."""
     cells = {}
     for index, node in enumerate(nodes):
         other = probes[nodes[index - 1].name]
         ports = [node.port, *([_gcs_port()] if node.head else [])]
         answers = [other.reaches.remote(node.address, port) for port in ports]
         problems = [why for why in ray.get(answers, timeout=_EDGE_S) if why]
-        said = f"from {nodes[index - 1].name}: {'; '.join(problems)}" if problems else ""
-        cells[node.name] = Cell(", ".join(map(str, ports)), said)
+        problem = f"from {nodes[index - 1].name}: {'; '.join(problems)}" if problems else ""
+        cells[node.name] = Cell(", ".join(map(str, ports)), problem)
     return cells
 
 

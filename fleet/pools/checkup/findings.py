@@ -1,4 +1,4 @@
-"""What nodes said of themselves and measured of each other, as a table of findings. Does no I/O."""
+"""Table of findings from the reports and measurements of nodes. Does no I/O."""
 
 import statistics
 from collections import Counter
@@ -7,34 +7,34 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 CLOCK_LIMIT_S = 0.5
-SLOW_EDGE_BYTES_S = 10e6  # under it a hand-off of any length costs more than to compute it
+SLOW_EDGE_BYTES_S = 10e6  # below it computing a prompt is faster than any KV transfer
 SLOW_EDGE_SHARE = 0.1  # of the median edge
 ALIKE = ("baton", "python", "torch", "ray", "grpcio", "wire", "sums", "model")
-"""What all nodes must have alike: each one's value stands in its report under this name."""
+"""Checks of a report whose values must be equal on all nodes."""
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One finding: what is there, and what is wrong with it (empty: nothing)."""
+    """Value of one check, and the problem if there is one."""
 
     text: str
     problem: str = ""
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node says of itself: check -> finding."""
+    """Report of one node: check -> finding."""
 
     cells: dict[str, Cell] = {}
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a node's clock is ahead of this one's, and how exactly that is known."""
+    """Difference of a node's clock to this node's, and the uncertainty."""
 
     ahead_s: float
     within_s: float
 
 
 class Edge(msgspec.Struct, frozen=True, kw_only=True):
-    """What came through from one node to another; ``problem``: why nothing did."""
+    """Bandwidth from one node to another, or the problem that prevents a transfer."""
 
     source: str
     target: str
@@ -43,10 +43,10 @@ class Edge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkup(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it.
+    """Findings of all nodes.
 
     Attributes:
-        nodes: Their names, the head first.
+        nodes: Names of the nodes, the head first.
         rows: Check -> node -> finding.
         edges: Source -> target -> finding.
     """
@@ -57,7 +57,7 @@ class Checkup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def problems(self) -> list[str]:
-        """A line for each thing that is wrong."""
+        """Return one line for each problem."""
         found = [
             f"{node}: {check}: {cell.problem}"
             for check, cells in self.rows.items()
@@ -75,12 +75,9 @@ class Checkup(msgspec.Struct, frozen=True, kw_only=True):
 def judged(
     reports: Mapping[str, NodeReport], clocks: Mapping[str, Clock], edges: Sequence[Edge]
 ) -> Checkup:
-    """The table, with what is wrong marked: also what is only wrong beside the others.
+    """Return the table of findings, with problems that only show in comparison added.
 
-    Args:
-        reports: By node, in the order in which they are shown.
-        clocks: By node; absent: not measured.
-        edges: Those that were measured.
+    It has the order of the reports.
     """
     checks = dict.fromkeys(check for report in reports.values() for check in report.cells)
     rows = {
@@ -95,16 +92,16 @@ def judged(
 
 
 def _alike(cells: Mapping[str, Cell]) -> dict[str, Cell]:
-    """Those that differ from most are marked; without a majority, from the first."""
+    """Mark the values that differ from the majority, or from the first node without one."""
     counts = Counter(cell.text for cell in cells.values() if not cell.problem)
     if len(counts) < 2:
         return dict(cells)
     usual, number = counts.most_common(1)[0]
-    whom = f"{number} others have" if number > 1 else "the head, or the first node, has"
+    others = f"{number} other nodes" if number > 1 else "the first node"
     return {
         node: cell
         if cell.problem or cell.text == usual
-        else Cell(cell.text, f"{cell.text} is not what {whom}: {usual}")
+        else Cell(cell.text, f"{cell.text} differs from {others}: {usual}")
         for node, cell in cells.items()
     }
 
@@ -113,11 +110,11 @@ def _clock(clock: Clock) -> Cell:
     text = f"{clock.ahead_s:+.3f} s"
     if abs(clock.ahead_s) - clock.within_s <= CLOCK_LIMIT_S:
         return Cell(text)
-    return Cell(text, f"{clock.ahead_s:+.1f} s beside this node's: run an NTP client there")
+    return Cell(text, f"{clock.ahead_s:+.1f} s off this node's clock: run an NTP client there")
 
 
 def slow_floor(edges: Sequence[Edge]) -> float:
-    """Bytes per second under which one of these edges is slow."""
+    """Return the bytes per second below which an edge counts as slow."""
     rates = [edge.bytes_per_s for edge in edges if not edge.problem]
     return max(SLOW_EDGE_BYTES_S, SLOW_EDGE_SHARE * statistics.median(rates) if rates else 0.0)
 
@@ -130,6 +127,6 @@ def _edges(edges: Sequence[Edge]) -> dict[str, dict[str, Cell]]:
         problem = edge.problem
         if not problem and edge.bytes_per_s < floor:
             text = f"{edge.bytes_per_s / 1e6:.1f} MB/s"
-            problem = f"{text}, under {floor / 1e6:.0f} MB/s: look at the link"
+            problem = f"{text}, below {floor / 1e6:.0f} MB/s: check the link"
         table.setdefault(edge.source, {})[edge.target] = Cell(text, problem)
     return table

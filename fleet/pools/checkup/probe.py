@@ -1,11 +1,10 @@
-"""The part of `baton doctor --address` that runs on a node, as a Ray actor bound to it."""
+"""Probe of `baton doctor --address`: a Ray actor on each node."""
 
 import asyncio
 import contextlib
 import hashlib
 import importlib.metadata
 import os
-import resource
 import shutil
 import sys
 import time
@@ -13,29 +12,23 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.types.errors import BatonError
+from fleet.host_limits import available_memory, open_files
 from fleet.pools.checkup.findings import Cell, Edge, NodeReport
 
 ROOT = Path(__file__).parents[3]
 _PACKAGES = ("baton", "decode_worker", "fleet", "kvtransfer", "prefill_worker", "router")
 _CONNECT_S = 2.0
-_SEND_S = 0.4  # of each edge
+_SEND_S = 0.4  # per edge
 _CHUNK = bytes(256 * 1024)
-_LEAST_FILES = 1024
 _LEAST_FREE_GIB = 1.0
 _LEAST_MEMORY_GIB = 2.0
 
 
 class NodeProbe:
-    """Looks at its node, and measures what comes from there to others.
-
-    Args:
-        config_json: Of the fleet.
-        address: This node's, where the others reach it.
-    """
+    """Checks its node, and measures the bandwidth to other nodes."""
 
     def __init__(self, config_json: str, address: str) -> None:
         self._config = FleetConfig.model_validate_json(config_json)
@@ -43,11 +36,11 @@ class NodeProbe:
         self._server: asyncio.Server | None = None
 
     async def now(self) -> float:
-        """This node's clock."""
+        """Return this node's wall clock in seconds."""
         return time.time()
 
     async def report(self) -> bytes:
-        """What is here, as msgpack of a `NodeReport`."""
+        """Run all checks; return a `NodeReport` as msgpack."""
         checks: dict[str, Callable[[], Awaitable[str]]] = {
             "baton": _in_thread(code_version),
             "python": _in_thread(lambda: sys.version.split()[0]),
@@ -57,9 +50,9 @@ class NodeProbe:
             "wire": _in_thread(_wire),
             "model": _in_thread(self._model),
             "redis": self._redis,
-            "files": _in_thread(_files),
+            "files": _in_thread(open_files),
             "disk": _in_thread(_disk),
-            "memory": _in_thread(_memory),
+            "memory": _in_thread(lambda: available_memory(_LEAST_MEMORY_GIB)),
         }
         if self._config.pools.engine.emulated is None:
             checks["sums"] = _in_thread(self._sums)
@@ -67,11 +60,7 @@ class NodeProbe:
         return msgspec.msgpack.encode(NodeReport(cells=cells))
 
     async def listen(self) -> int:
-        """Take bytes from other nodes, on a port that the fleet's workers may have; which one.
-
-        Raises:
-            OSError: There is none.
-        """
+        """Receive bytes from other nodes on a port of the fleet's range, and return the port."""
         from fleet.ports import free_port
 
         port = free_port(self._address, self._config.pools.ports or "")
@@ -79,35 +68,28 @@ class NodeProbe:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Close the listening port."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
 
     async def measure(self, name: str, target: str, address: str, port: int) -> bytes:
-        """Send for a moment; what came through, as msgpack of an `Edge`.
-
-        Args:
-            name: Of this node.
-            target: Name of the other one.
-            address: Its address.
-            port: Where it listens.
-        """
+        """Send bytes to the probe of another node, and return an `Edge` as msgpack."""
         edge = Edge(source=name, target=target)
         try:
             rate = await _send(address, port)
         except (OSError, TimeoutError) as error:
-            why = f"{address}:{port} cannot be reached ({error or type(error).__name__})"
+            why = f"cannot connect to {address}:{port} ({error or type(error).__name__})"
             return msgspec.msgpack.encode(msgspec.structs.replace(edge, problem=why))
         return msgspec.msgpack.encode(msgspec.structs.replace(edge, bytes_per_s=rate))
 
     async def reaches(self, address: str, port: int) -> str:
-        """Why a port of another node cannot be connected to; empty if it can."""
+        """Return why a port of another node cannot be connected to; empty if it can."""
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, writer = await asyncio.open_connection(address, port)
         except (OSError, TimeoutError) as error:
-            return f"{address}:{port} cannot be reached ({error or type(error).__name__})"
+            return f"cannot connect to {address}:{port} ({error or type(error).__name__})"
         await _hang_up(writer)
         return ""
 
@@ -127,7 +109,9 @@ class NodeProbe:
         from baton.registry.redis_store import Registry
 
         if self._config.redis == EMBEDDED:
-            raise ValueError("embedded is on one machine: set `redis:` to a server's URL")
+            raise ValueError(
+                "redis = embedded serves one machine only: set `redis:` to a server's URL"
+            )
         registry = Registry(self._config.redis, self._config.fleet)
         try:
             await registry.birth()
@@ -139,7 +123,7 @@ class NodeProbe:
 
 
 def code_version() -> str:
-    """The version, and a digest of the sources: two nodes of one version may differ."""
+    """Return the version and a digest of the sources, which differ on nodes with local edits."""
     digest = hashlib.blake2b(digest_size=4)
     for package in _PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
@@ -169,15 +153,8 @@ def _wire() -> str:
     return f"{WIRE_MIN}-{WIRE_MAX}"
 
 
-def _files() -> str:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < _LEAST_FILES:
-        raise ValueError(f"limit {soft}, {_LEAST_FILES} is the least: `ulimit -n {hard}`")
-    return str(soft)
-
-
 def _disk() -> str:
-    """The fullest of what Ray, the logs and converted weights lie on."""
+    """Return the free space of the fullest disk among those of Ray, logs and converted weights."""
     from baton.model.locate import cache_root
 
     folders = [Path("/tmp"), Path.home(), cache_root()]  # noqa: S108 - Ray's
@@ -186,28 +163,21 @@ def _disk() -> str:
     folder = min(free, key=lambda name: free[name])
     if free[folder] < _LEAST_FREE_GIB:
         raise ValueError(
-            f"{free[folder]:.2f} GiB free in {folder}, {_LEAST_FREE_GIB:g} is the least"
+            f"{free[folder]:.2f} GiB free in {folder}, at least {_LEAST_FREE_GIB:g} GiB needed"
         )
     if closed := [name for name in free if not os.access(name, os.W_OK)]:
-        raise ValueError(f"{closed[0]} cannot be written to")
+        raise ValueError(f"{closed[0]} is not writable")
     return f"{free[folder]:.0f} GiB free"
 
 
-def _memory() -> str:
-    gib = psutil.virtual_memory().available / 2**30
-    if gib < _LEAST_MEMORY_GIB:
-        raise ValueError(f"{gib:.1f} GiB available, {_LEAST_MEMORY_GIB:g} is the least")
-    return f"{gib:.0f} GiB, {os.cpu_count()} cores"
-
-
 async def _swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Count what comes until the sender has done, and tell it how much and in which time."""
+    """Receive bytes until the sender is done, and send it the rate."""
     with contextlib.suppress(OSError):
         taken = 0
         began_s = time.monotonic()
         last_s = time.monotonic()
         while data := await reader.read(len(_CHUNK)):
-            taken = taken + len(data)
+            taken += len(data)
             last_s = time.monotonic()
         writer.write(f"{taken / max(last_s - began_s, 1e-6)}\n".encode())
         await writer.drain()
@@ -221,18 +191,18 @@ async def _hang_up(writer: asyncio.StreamWriter) -> None:
 
 
 async def _send(address: str, port: int) -> float:
-    """Bytes per second, as who took them saw it."""
+    """Send bytes and return the rate per second that the receiver measured."""
     async with asyncio.timeout(_CONNECT_S):
         reader, writer = await asyncio.open_connection(address, port)
     try:
         until_s = time.monotonic() + _SEND_S
-        async with asyncio.timeout(_SEND_S + 8 * _CONNECT_S):  # a slow link has some in its queue
+        async with asyncio.timeout(_SEND_S + 8 * _CONNECT_S):  # a slow link has queued bytes
             while time.monotonic() < until_s:
                 writer.write(_CHUNK)
                 await writer.drain()
             writer.write_eof()
             return float(await reader.readline())
     except ValueError as error:
-        raise OSError("it broke off") from error
+        raise OSError("connection lost") from error
     finally:
         await _hang_up(writer)

@@ -420,7 +420,7 @@ async def test_the_command_sends_a_file_and_fetches_its_answers(start, tmp_path)
     code, out, told = await baton_batch(fleet.url, str(file))
     assert code == 1  # a line failed
     assert out.split() == [f"{file}.output.jsonl", f"{file}.errors.jsonl"]
-    assert "3 of 4 answered, 1 failed" in told
+    assert "3 of 4 done, 1 failed" in told
     answers = await asyncio.to_thread(Path(f"{file}.output.jsonl").read_text)
     assert len(answers.splitlines()) == 3
     code, out, _ = await baton_batch(fleet.url, str(file), "--no-wait")

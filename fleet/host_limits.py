@@ -1,0 +1,24 @@
+"""Checks of a host's memory and limit of open files."""
+
+import os
+import resource
+
+import psutil
+
+_LEAST_FILES = 1024
+
+
+def available_memory(least_gib: float) -> str:
+    """Return the available memory as text."""
+    gib = psutil.virtual_memory().available / 2**30
+    if gib < least_gib:
+        raise RuntimeError(f"{gib:.1f} GiB available, at least {least_gib:g} GiB needed")
+    return f"{gib:.1f} GiB available, {os.cpu_count()} cores"
+
+
+def open_files() -> str:
+    """Return the limit of open files as text."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _LEAST_FILES:
+        raise RuntimeError(f"limit {soft}, at least {_LEAST_FILES} needed: `ulimit -n {hard}`")
+    return f"limit {soft}"
