@@ -51,7 +51,7 @@ def test_the_fleet_file_goes_before_the_environment(tmp_path: Path, monkeypatch)
 
 def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("BATON_FLEET_TOKEN", "short")
-    with pytest.raises(SecretError, match="has 5 characters, 16 are the least") as refused:
+    with pytest.raises(SecretError, match="has 5 characters, at least 16 are needed") as refused:
         given_token()
     assert "short" not in str(refused.value)
     monkeypatch.delenv("BATON_FLEET_TOKEN")
