@@ -1,4 +1,4 @@
-"""How gRPC channels and ports are made, all of them: their options, and TLS where there is any."""
+"""Options and TLS of all gRPC channels and servers."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ WORKER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-"""Of a worker's server, and of its channels to other workers: keep-alives notice a cut."""
+"""Options of a worker's server and of its channels to other workers: keep-alives detect cuts."""
 
 
 ROUTER_OPTIONS: list[tuple[str, Any]] = [
@@ -34,7 +34,7 @@ ROUTER_OPTIONS: list[tuple[str, Any]] = [
     # Two routers in one test process must not share a connection: one may be cut.
     ("grpc.use_local_subchannel_pool", 1),
 ]
-"""Of a router's channel to a worker: the link has heartbeats of its own."""
+"""Options of a router's channel to a worker, which has heartbeats of its own."""
 
 
 def open_channel(
@@ -42,12 +42,12 @@ def open_channel(
     tls: FleetTls | None = None,
     options: list[tuple[str, Any]] = WORKER_OPTIONS,
 ) -> grpc.aio.Channel:
-    """A channel to a worker, with keep-alives that notice a cut within seconds.
+    """Open a channel to a worker.
 
     Args:
         address: HOST:PORT.
-        tls: What to show and whom to believe; None is plain text.
-        options: Of gRPC.
+        tls: Certificates of the fleet; None for plain text.
+        options: gRPC channel options.
     """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -56,12 +56,12 @@ def open_channel(
 
 
 def listen(server: grpc.aio.Server, address: str, tls: FleetTls | None = None) -> int:
-    """Have a server that is not started yet listen; the port.
+    """Add a port to a server that is not started yet, and return the port.
 
     Args:
-        server: The server.
-        address: HOST:PORT; 0 takes a free one.
-        tls: What to show and whom to believe; None is plain text.
+        server: gRPC server.
+        address: HOST:PORT; port 0 takes a free one.
+        tls: Certificates of the fleet; None for plain text.
     """
     if tls is None:
         return server.add_insecure_port(address)
