@@ -88,8 +88,8 @@ def story_of(story: dict[str, Any]) -> RenderableType:
         where += f", regret {_s(story['regret_s'])}"
         if better := story["better"]:
             where += f" (better: {better['prefill'] or better['decode']} → {better['decode']})"
-    if givers := story.get("prefix_from"):
-        named = (f"{one['worker_id']} (up to block {one['blocks']})" for one in givers)
+    if sources := story.get("prefix_from"):
+        named = (f"{one['worker_id']} (up to block {one['blocks']})" for one in sources)
         where += "\nthe prompt's first blocks were asked of " + ", then ".join(named)
     parts: list[RenderableType] = [head, why, Text(where), Text(), _phases(story)]
     if story["longest_gaps"]:

@@ -108,7 +108,7 @@ class Exchange(Response):
             for active in self._active:
                 context.gateway.cancel(active)
                 context.request_log.write(active, context.endpoint, status)
-                context.gateway.delivered(active)
+                context.gateway.on_response_sent(active)
             self._report(status)
 
     async def _watch(self, receive: Receive) -> None:

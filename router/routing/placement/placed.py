@@ -1,6 +1,6 @@
-"""Placements that were priced, made into objects when somebody asks: of most nobody does.
+"""Lazy views of priced placements; most are never read.
 
-``Placements`` are what the prices say; ``Described`` are candidates with all their terms.
+``Placements`` have costs; ``Described`` have candidates with all terms.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _NOTHING = Unreported()
 
 
 class Placed(NamedTuple):
-    """A placement that was priced; one worker does both where both are the same."""
+    """A priced placement; one worker does both if both are the same."""
 
     computes: Known
     holds: Known
@@ -24,7 +24,7 @@ class Placed(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was known of one worker when it was priced."""
+    """State of one worker when it was priced."""
 
     slot: Slot
     incarnation: bytes
@@ -32,15 +32,15 @@ class Found(NamedTuple):
 
 
 class Placements(Sequence[Placed]):
-    """The cheapest first.
+    """Priced placements, the cheapest first.
 
     Args:
-        pairs: The numbers of the worker that computes the prompt, and of the one that holds it.
-        costs_s: Of each pair.
-        workers: By number.
-        booked: By number, what its report does not hold yet.
-        cached: By number, how many of the prompt's blocks it has.
-        tiers: By number, what it has in its pool and below.
+        pairs: Numbers of the workers that compute the prompt and hold the request.
+        costs_s: Cost of each pair.
+        workers: State of each worker, by number.
+        booked: Unreported load, by number.
+        cached: Number of the prompt's blocks that the worker has, by number.
+        tiers: Blocks in the pool and tiers, with the time to bring them back, by number.
     """
 
     __slots__ = ("_booked", "_cached", "_known", "_pairs", "_tiers", "_workers", "costs_s")
@@ -91,10 +91,10 @@ class Described(Sequence[Candidate]):
     """Candidates, the cheapest first.
 
     Args:
-        placed: The placements, and what was known of their workers.
-        asked: The prompt that they are for.
-        rates: What was expected of workers that have not measured.
-        wait_per_s: By role, how many seconds later requests wait for each second computed.
+        placed: Placements, with the state of their workers.
+        asked: The prompt.
+        rates: Expected rates of workers that have not measured.
+        wait_per_s: Delay of later requests per second computed, by role.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Described(Sequence[Candidate]):
         asked = self._asked
 
         def load(worker: Known) -> WorkerLoad:
-            return worker.load(self._rates, waits[worker.slot.role], givers=asked.givers)
+            return worker.load(self._rates, waits[worker.slot.role], sources=asked.sources)
 
         return price(
             prefill=None if alone else load(computes),

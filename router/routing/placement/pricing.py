@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from router.request import Mode
 from router.routing.placement.booked_load import Unreported
-from router.routing.placement.chain import MAX_GIVERS, PULL_OVERHEAD_S, Giver
+from router.routing.placement.chain import MAX_SOURCES, PULL_OVERHEAD_S, Source
 from router.routing.placement.cost import (
     COMPARED,
     EDGE_OVERHEAD_S,
@@ -35,15 +35,15 @@ from router.routing.placement.edges import ReportedEdges
 from router.routing.placement.worker_load import Rates, Report
 
 _ROW = Struct("14d")
-_ASKED = Struct(f"{12 + MAX_GIVERS}d")
-_NOBODY = (0,) * MAX_GIVERS
+_ASKED = Struct(f"{12 + MAX_SOURCES}d")
+_NOBODY = (0,) * MAX_SOURCES
 NO_TIERS_AT_ALL: Mapping[int, tuple[int, float]] = {}
 
 
 class Asked(NamedTuple):
     """What a prompt asks of workers; as in ``cost.candidates``.
 
-    ``givers`` can give the others leading blocks of it, those with most first.
+    ``sources`` can give the others leading blocks of it, those with most first.
     """
 
     mode: Mode
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     expected_tokens: int
     choices: int
     moves_kv: bool
-    givers: tuple[Giver, ...] = ()
+    sources: tuple[Source, ...] = ()
 
 
 class Pricing:
@@ -75,8 +75,8 @@ class Pricing:
         self._cached_cells = _cells(self._cached)
         self._asked = bytearray(_ASKED.size)
         self._tiers = np.zeros((workers, 2))  # blocks, and the seconds until they are back
-        # Bytes/s from each giver, behind whether any was measured.
-        self._pulls = np.zeros((workers, 1 + MAX_GIVERS))
+        # Bytes/s from each source, behind whether any was measured.
+        self._pulls = np.zeros((workers, 1 + MAX_SOURCES))
         self._pull_cells = _cells(self._pulls)
         self._again = np.zeros(workers, np.int32)  # of which those are known
         self._alone_s = np.zeros(workers)
@@ -154,7 +154,7 @@ class Pricing:
             avoid: A worker that is not to be taken; -1: none.
             first: Where to begin to look: of equal workers the first ones are paired.
         """
-        giver_blocks = (*(giver.blocks for giver in asked.givers), *_NOBODY)[:MAX_GIVERS]
+        source_blocks = (*(source.blocks for source in asked.sources), *_NOBODY)[:MAX_SOURCES]
         _ASKED.pack_into(
             self._asked,
             0,
@@ -168,8 +168,8 @@ class Pricing:
             STEP_SHARE_PER_STREAM,
             EXPOSED_SHARE,
             PULL_OVERHEAD_S,
-            len(asked.givers),
-            *giver_blocks,
+            len(asked.sources),
+            *source_blocks,
         )
         cells = self._cached_cells
         for index, blocks in cached:
@@ -178,11 +178,11 @@ class Pricing:
         if below:
             self._tiers[below] = list(tiers.values())
         priced = self._price(asked.mode, avoid, first)
-        if asked.givers and (measured := self._measured_pulls(priced[0], asked)):
+        if asked.sources and (measured := self._measured_pulls(priced[0], asked)):
             self._again[: len(measured)] = measured
             priced = self._price(asked.mode, avoid, first, len(measured))
             for index in measured:
-                self._pull_cells[index * (1 + MAX_GIVERS)] = 0.0
+                self._pull_cells[index * (1 + MAX_SOURCES)] = 0.0
         for index, _ in cached:
             cells[index] = 0.0
         if below:
@@ -190,7 +190,7 @@ class Pricing:
         return priced
 
     def _measured_pulls(self, pairs: list[list[int]], asked: Asked) -> list[int]:
-        """Note measured rates from the givers, for those few that may be the best.
+        """Note measured rates from the sources, for those few that may be the best.
 
         Returns:
             For which there are any.
@@ -199,14 +199,14 @@ class Pricing:
         for prefills, decodes in self._halves.tolist():
             few.update(prefills if asked.mode == "disaggregated" else prefills + decodes)
         few.discard(-1)
-        most = asked.givers[0].blocks
+        most = asked.sources[0].blocks
         held = self._cached_cells
         cells = self._pull_cells
-        givers = [giver.worker_id for giver in asked.givers]
+        sources = [source.worker_id for source in asked.sources]
         measured = []
         for index in few:
-            if held[index] < most and any(rates := self._edges[index].rates(givers)):
-                at = index * (1 + MAX_GIVERS)
+            if held[index] < most and any(rates := self._edges[index].rates(sources)):
+                at = index * (1 + MAX_SOURCES)
                 cells[at] = 1.0
                 for place, rate in enumerate(rates, start=at + 1):
                     cells[place] = rate

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from baton.registry.types import TIERS, tier_incarnation
 from router.request import GenerationRequest
 from router.routing.placement.booked_load import LoadBook, Unreported
-from router.routing.placement.chain import MAX_GIVERS, PULL_OVERHEAD_S, Giver
+from router.routing.placement.chain import MAX_SOURCES, PULL_OVERHEAD_S, Source
 from router.routing.placement.crowding import Crowding
 from router.routing.placement.native.library import load
 from router.routing.placement.placed import Found, Placements
@@ -226,7 +226,7 @@ class Shortlist:
 
     # ---------------------------------------------------------------- a prompt
 
-    def givers(self, held: Mapping[bytes, int]) -> tuple[Giver, ...]:
+    def sources(self, held: Mapping[bytes, int]) -> tuple[Source, ...]:
         """Who can give others most of a prompt, the first most of all; one that drains can too.
 
         ``held`` is how many blocks of it each incarnation has that has the first.
@@ -242,15 +242,15 @@ class Shortlist:
                 continue
             if slot.incarnation in usable or slot.gives_prefixes:
                 found[slot] = blocks
-                if len(found) == MAX_GIVERS:
+                if len(found) == MAX_SOURCES:
                     break
-        return tuple(Giver(slot.worker_id, blocks) for slot, blocks in found.items())
+        return tuple(Source(slot.worker_id, blocks) for slot, blocks in found.items())
 
     def tiers(self, held: Mapping[bytes, int]) -> dict[int, tuple[int, float]]:
         """Of workers that have more of a prompt below their pools: see ``Report.tiers``.
 
         Args:
-            held: As in ``givers``.
+            held: As in ``sources``.
         """
         below: dict[int, dict[str, int]] = {}
         for incarnation, blocks in held.items():
@@ -338,7 +338,7 @@ class Shortlist:
         now_ns: int,
         *,
         keep: int,
-        given_blocks: int = 0,
+        source_blocks: int = 0,
         avoid: bytes = b"",
     ) -> list[tuple[Slot, int]]:
         """Of each role the soonest with the prompt, the freest, and those that hold most of it.
@@ -351,7 +351,7 @@ class Shortlist:
             now_ns: Monotonic clock.
             keep: So many of each role by the measure that its work is about, and half as many by
                 the others.
-            given_blocks: So many can be had from another worker.
+            source_blocks: So many can be had from another worker.
             avoid: An incarnation that is not to be taken.
 
         Returns:
@@ -380,10 +380,10 @@ class Shortlist:
         for index, (blocks, seconds) in self.tiers(held).items():
             back_s = seconds + (prompt_blocks - blocks) * block_s[index]
             own_s[index] = min(own_s[index], back_s)
-        if given_blocks:
-            pull_s = PULL_OVERHEAD_S + (given_blocks - cached) * self._block_pull_s
-            rest_s = (prompt_blocks - given_blocks) * block_s
-            own_s = np.where(cached < given_blocks, np.minimum(own_s, pull_s + rest_s), own_s)
+        if source_blocks:
+            pull_s = PULL_OVERHEAD_S + (source_blocks - cached) * self._block_pull_s
+            rest_s = (prompt_blocks - source_blocks) * block_s
+            own_s = np.where(cached < source_blocks, np.minimum(own_s, pull_s + rest_s), own_s)
         prompt_s = queued * self._token_s + own_s + jitter_s
         streams += jitter_s
         self._leave_out(request, avoid, prompt_s, streams)

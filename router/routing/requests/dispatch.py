@@ -1,4 +1,4 @@
-"""Begins an attempt: has the request placed, and sends it to the worker that is to hold it."""
+"""Begins attempts: has the request placed, and sends it to its decode worker."""
 
 import time
 
@@ -23,11 +23,11 @@ from router.settings import RouterSettings
 def prefill_target(
     link: WorkerLink, token: FleetToken, active: ActiveRequest, reader: bytes
 ) -> PrefillTarget:
-    """A prefill worker, as the decode worker needs to know it, and may pull from it.
+    """Return the message that lets the decode worker pull from a prefill worker.
 
     Args:
-        link: To the prefill worker.
-        token: The fleet's.
+        link: Link to the prefill worker.
+        token: Fleet token.
         active: The request.
         reader: Incarnation of the decode worker.
     """
@@ -35,39 +35,41 @@ def prefill_target(
         worker_id=link.worker_id,
         incarnation=link.incarnation,
         address=link.address,
-        capability=_word(token, active, active.id, link.incarnation, reader),
+        capability=_sign_capability(token, active, active.id, link.incarnation, reader),
     )
 
 
 def prefix_sources(
     active: ActiveRequest, workers: WorkerTable, token: FleetToken, reader: WorkerLink
 ) -> list[PrefixSource]:
-    """Who has leading blocks that another worker, who computes the prompt, is to pull, in order.
+    """Return the sources of leading blocks for the worker that computes the prompt, in order.
 
     Args:
         active: The request.
-        workers: The links to them.
-        token: The fleet's.
-        reader: The worker that computes.
+        workers: Links to the workers.
+        token: Fleet token.
+        reader: Link to the worker that computes.
     """
-    givers = active.placement.prefix if active.placement is not None else ()
+    prefix = active.placement.prefix if active.placement is not None else ()
     sources: list[PrefixSource] = []
-    for giver in givers:
-        link = workers.link(giver.worker_id)
+    for worker_id, blocks in prefix:
+        link = workers.link(worker_id)
         if link is not None and link is not reader:
             pull_id = prefix_request_id(active.id, len(sources))
+            holder = link.incarnation
+            capability = _sign_capability(token, active, pull_id, holder, reader.incarnation)
             source = PrefixSource(
-                worker_id=link.worker_id,
-                incarnation=link.incarnation,
+                worker_id=worker_id,
+                incarnation=holder,
                 address=link.address,
-                blocks=giver.blocks,
-                capability=_word(token, active, pull_id, link.incarnation, reader.incarnation),
+                blocks=blocks,
+                capability=capability,
             )
             sources.append(source)
     return sources
 
 
-def _word(
+def _sign_capability(
     token: FleetToken, active: ActiveRequest, request_id: str, holder: bytes, reader: bytes
 ) -> bytes:
     left_s = max(active.request.deadline_ns - time.monotonic_ns(), 0) / 1e9
@@ -78,11 +80,11 @@ class Dispatcher:
     """Turns requests into submissions.
 
     Args:
-        settings: Leases, and when a prompt is sent on a call of its own.
-        workers: The links to them.
+        settings: Leases, and the size above which a prompt is sent in a call of its own.
+        workers: Links to the workers.
         placer: Chooses workers and books their load.
-        observer: Metrics.
-        router_id: Stands on every submission.
+        observer: Metrics of requests.
+        router_id: Id of this router, part of every submission.
     """
 
     def __init__(
@@ -103,12 +105,12 @@ class Dispatcher:
         """Place the request and send it.
 
         Args:
-            active: Not placed, or to be placed again.
-            avoid: An incarnation that just failed it.
-            why: It failed.
+            active: Request that is not placed, or is placed again.
+            avoid: Incarnation that just failed the request.
+            why: Reason of the failure.
 
         Raises:
-            UnavailableError: No worker that is ready can serve it.
+            UnavailableError: No ready worker can serve it.
         """
         placement = self._placer.place(active.record.to_place, avoid)
         active.take_placement(placement)
@@ -119,13 +121,13 @@ class Dispatcher:
         self._observer.placed(active)
         link = self._workers.link(placement.decode_id)
         if link is None:
-            raise UnavailableError("the worker that was chosen is gone")
+            raise UnavailableError(f"the chosen worker {placement.decode_id} is gone")
         prefill = self._workers.link(placement.prefill_id)
         submission = self._submission(active, link, prefill, placement.placed_ns)
         size = len(submission.prompt_tokens) + len(submission.sampling.grammar)
         alone = size > self._settings.unary_prompt_bytes
         link.submit(submission, alone=alone)
-        if prefill is not None:  # it hears of this from the decode worker; does it live?
+        if prefill is not None:  # the decode worker sends it the request; check that it is alive
             prefill.ask()
 
     def _submission(
@@ -140,7 +142,7 @@ class Dispatcher:
         prefix = prefix_sources(active, self._workers, token, prefill or link)
         emitted = record.emitted
         sampling = request.sampling
-        if emitted:  # behind all scores of the prompt
+        if emitted:  # the client has the scores of the prompt already
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Submission(
             request_id=active.id,

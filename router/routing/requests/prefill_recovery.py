@@ -1,6 +1,6 @@
-"""A prefill worker failed a request that a decode worker holds: replaces it, or ends the request.
+"""Replaces a prefill worker that failed a request of a decode worker, or ends the request.
 
-The decode worker keeps its reservation and asks (``PrefillNeeded``); what is decided stands in
+The decode worker keeps its reservation and sends ``PrefillNeeded``. The decision is in
 ``router/routing/requests/recovery_policy.py``.
 """
 
@@ -24,13 +24,13 @@ from router.settings import RouterSettings
 
 
 class PrefillRecovery:
-    """Answers ``PrefillNeeded``, at once or when another prefill worker has come.
+    """Answers ``PrefillNeeded``, at once or when another prefill worker comes up.
 
     Args:
-        settings: How long to wait for one.
+        settings: Settings, with the timeout of waiting for a prefill worker.
         workers: The workers and their last reports.
         book: Load that reports do not show yet.
-        observer: Metrics.
+        observer: Metrics of requests.
         end: Ends a request whose worker has the error already.
     """
 
@@ -49,7 +49,7 @@ class PrefillRecovery:
         self._end = end
 
     def on_needed(self, active: ActiveRequest, needed: PrefillNeeded) -> None:
-        """The decode worker asks, or asks again because a stream broke since it did."""
+        """Answer a decode worker, which may repeat its message after a broken stream."""
         record = active.record
         failed = needed.failed.incarnation
         if record.ended or needed.attempt != record.attempt:
@@ -82,9 +82,9 @@ class PrefillRecovery:
                 self._refuse(active, repair.refusal or TransferError("the hand-off failed"))
 
     def _repeat(self, active: ActiveRequest, failed: bytes) -> bool:
-        """Give the same answer again, unless what it names is gone as well."""
+        """Repeat the same answer; return False if the worker that it names is gone as well."""
         if failed != active.prefill_asked:
-            return True  # an old question: its answer has failed since, and was asked about
+            return True  # an old message: its answer has failed and was followed by another
         answer = active.repairs[failed]
         if answer.HasField("prefill"):
             link = self._workers.link(answer.prefill.worker_id)
@@ -94,7 +94,7 @@ class PrefillRecovery:
         return True
 
     def on_live(self, active_requests: Iterable[ActiveRequest]) -> None:
-        """A worker came up: some of ``active_requests`` may wait for a prefill worker."""
+        """Replace prefill workers of ``active_requests`` that wait, now that a worker came up."""
         for active in active_requests:
             if active.wants_prefill and not active.record.ended:
                 self._try_replacement(active)
@@ -107,7 +107,7 @@ class PrefillRecovery:
         ]
 
     def _try_replacement(self, active: ActiveRequest) -> None:
-        """The least loaded prefill worker that has not failed this request, if there is one."""
+        """Choose the least loaded prefill worker that has not failed this request, or wait."""
         tried = active.record.failed_prefills
         fit = [slot for slot in self._prefills(active) if slot.incarnation not in tried]
         link = None
@@ -156,7 +156,7 @@ class PrefillRecovery:
         active.repair_timer = loop.call_later(limit_s, self._give_up, active, limit_s)
 
     def _give_up(self, active: ActiveRequest, limit_s: float) -> None:
-        error = f"the prefill worker was lost and no other one came within {limit_s:g} s"
+        error = f"the prefill worker was lost and no other came up within {limit_s:g} s"
         self._refuse(active, TransferError(error))
 
     def _refuse(self, active: ActiveRequest, error: BatonError) -> None:

@@ -14,7 +14,7 @@ enum Column {
   kStepS, kBlockBytes, kBlockTokens, kFormat, kIsDecode, kUnmeasured, kColumns
 };
 
-constexpr int kPaired = 6, kGivers = 4, kLinks = 3;
+constexpr int kPaired = 6, kSources = 4, kLinks = 3;
 constexpr double kClearlyFaster = 2.0;
 
 struct Prompt {
@@ -25,12 +25,12 @@ struct Answer {
   double with_adapter_s, own_s, lacking_bytes;
 };
 
-struct Best {  // the smallest few, in the order of their arrival where equal
+struct Best {  // the smallest few; equal ones in the order of their arrival
   double own_s[kPaired];
   int32_t worker[kPaired];
   int count = 0;
 
-  void offer(double value, int32_t who) {
+  void offer(double value, int32_t candidate) {
     if (count == kPaired && value >= own_s[count - 1]) return;
     int at = count < kPaired ? count++ : count - 1;
     for (; at > 0 && own_s[at - 1] > value; --at) {
@@ -38,7 +38,7 @@ struct Best {  // the smallest few, in the order of their arrival where equal
       worker[at] = worker[at - 1];
     }
     own_s[at] = value;
-    worker[at] = who;
+    worker[at] = candidate;
   }
 };
 
@@ -46,7 +46,7 @@ struct Computed {
   double tokens, seconds;
 };
 
-// Tokens to compute behind so many blocks, and how long that takes.
+// Tokens to compute after the held blocks, and the time for them.
 Computed compute(const double* row, double prompt_tokens, double overhead_s, double held_blocks) {
   double held = held_blocks * row[kBlockTokens], most = prompt_tokens - 1;
   double known = held < most ? held : most, tokens = prompt_tokens - known;
@@ -60,30 +60,30 @@ double whole_up(double value, double by) { return std::ceil(value / by); }
 
 extern "C" {
 
-// What one prompt asks; the figures of cost.py.
+// One prompt and the constants of cost.py; `_Asked` in pricing.py has the same fields.
 struct BatonAsked {
   double prompt_tokens, expected_tokens, choices, moves_kv;
   double crowding_prefill, crowding_decode;
   double prefill_overhead_s, edge_overhead_s, step_share, exposed_share;
-  double pull_overhead_s, givers;
-  double given_blocks[kGivers];  // to be had from each other worker, the most first
+  double pull_overhead_s, sources;
+  double source_blocks[kSources];  // that each source has, the largest first
 };
 
 struct BatonPulled {
-  double wire_s, rest_s;  // the rest is computed; infinite where nobody has what is lacking
+  double wire_s, rest_s;  // the rest is computed; infinite if no chain is worth it
 };
 
-// What chain.py finds: the cheapest way to bring blocks behind `held`, as the whole prompt then takes.
-// `pulls` says whether any edge was measured, then bytes/s from each giver; 0: as is usual.
+// The chain of chain.py that brings blocks after `held` and makes the whole prompt cheapest.
+// `pulls` is 1 if any edge was measured, followed by bytes/s from each source; 0: the usual rate.
 static BatonPulled baton_pull(const double* row, const BatonAsked* asked, const double* pulls, double held,
                               double compute_s) {
-  double blocks[kGivers], link_rate[kGivers], least_s[kGivers];
-  int ends = 0, givers = static_cast<int>(asked->givers);
-  if (pulls[0] == 0 && givers > 1) givers = 1;  // nobody is faster than the one with most
-  for (int k = 0; k < givers; ++k) {
+  double blocks[kSources], link_rate[kSources], least_s[kSources];
+  int ends = 0, sources = static_cast<int>(asked->sources);
+  if (pulls[0] == 0 && sources > 1) sources = 1;  // none is faster than the one with most
+  for (int k = 0; k < sources; ++k) {
     double rate = pulls[0] != 0 && pulls[1 + k] != 0 ? pulls[1 + k] : row[kUnmeasured];
-    if (!(asked->given_blocks[k] > held) || (ends > 0 && !(rate > link_rate[ends - 1] * kClearlyFaster))) continue;
-    blocks[ends] = asked->given_blocks[k];
+    if (!(asked->source_blocks[k] > held) || (ends > 0 && !(rate > link_rate[ends - 1] * kClearlyFaster))) continue;
+    blocks[ends] = asked->source_blocks[k];
     link_rate[ends] = rate;
     ++ends;
   }
@@ -92,7 +92,7 @@ static BatonPulled baton_pull(const double* row, const BatonAsked* asked, const 
   };
   for (int end = 0; end < ends; ++end) least_s[end] = link_s(end, held);
   for (int link = 1; link < (kLinks < ends ? kLinks : ends); ++link)
-    for (int end = 0; end < ends; ++end)  // those behind `end` have one link less, still
+    for (int end = 0; end < ends; ++end)  // those after `end` still have one link less
       for (int before = end + 1; before < ends; ++before) {
         double seconds = least_s[before] + link_s(end, blocks[before]);
         if (seconds < least_s[end]) least_s[end] = seconds;
@@ -108,12 +108,12 @@ static BatonPulled baton_pull(const double* row, const BatonAsked* asked, const 
   return best;
 }
 
-// For each worker: what it costs alone, and the two halves of what it would cost in a pair.
-// `halves` gets, for each format, six prefill and six decode workers, -1 where there are fewer.
-// `tiers` has, for each, how many blocks it can have without computing, and how long that takes;
-// `pulls` what is known of the edges from the givers to it (baton_pull).
-// Workers are looked at from `first` on, so that among equals not always the same are paired. Where
-// `again` names some, only these are priced, and the others' prices are those of the call before.
+// Computes for each worker the cost alone, and the two halves of the cost in a pair.
+// `halves` gets, for each format, six prefill and six decode workers, -1 if there are fewer.
+// `tiers` has, for each worker, the blocks in pool and tiers, and the time to bring them back;
+// `pulls` has the measured edges from the sources to it (baton_pull).
+// The scan begins at `first`, so that among equals not always the same are paired. If `again` names
+// workers, only these are priced, and the others keep their prices of the previous call.
 void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* asked,
                          const double* booked, const double* cached, const double* tiers, const double* pulls,
                          int32_t avoid, uint32_t first, uint32_t formats, double* alone_s, double* prompts, double* answers,
@@ -129,7 +129,7 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
     double token_s = row[kTokenS], context_s = row[kContextS], step_s = row[kStepS];
     double streams = row[kStreams] + more[2];
     double delayed = row[kAnswering] + more[2];
-    if (streams < 0) streams = 0;  // more have ended than the report showed
+    if (streams < 0) streams = 0;  // more ended than the report showed
     if (delayed < 0) delayed = 0;
 
     double queue_s = (row[kQueuedTokens] + more[0]) * token_s + (row[kQueuedContext] + more[1]) * context_s;
@@ -145,8 +145,8 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
       }
     }
     double pull_s = 0;
-    if (asked->givers > 0 && asked->given_blocks[0] > held) {
-      BatonPulled pulled = baton_pull(row, asked, pulls + static_cast<size_t>(i) * (1 + kGivers), held, compute_s);
+    if (asked->sources > 0 && asked->source_blocks[0] > held) {
+      BatonPulled pulled = baton_pull(row, asked, pulls + static_cast<size_t>(i) * (1 + kSources), held, compute_s);
       if (pulled.rest_s < INFINITY) {
         compute_s = pulled.rest_s;
         pull_s = pulled.wire_s > queue_s ? pulled.wire_s - queue_s : 0;
@@ -192,7 +192,7 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
       halves[half * kPaired + k] = k < best[half].count ? best[half].worker[k] : -1;
 }
 
-// The cheapest `most` placements: (computes, holds, cost). Equal numbers: one worker does both.
+// Finds the cheapest `most` placements: (computes, holds, cost). One worker may do both.
 // `rates` has the measured bytes/s of the pairs of each format, row by row; 0: not measured.
 uint32_t baton_price_cheapest(const double* rows, uint32_t count, const BatonAsked* asked,
                               uint32_t first, uint32_t formats, int32_t alone, int32_t pairs,
