@@ -9,8 +9,7 @@ from typing import NamedTuple, overload
 from router.routing.placement.booked_load import Unreported
 from router.routing.placement.cost import Candidate, WorkerLoad, price
 from router.routing.placement.pricing import Asked
-from router.routing.placement.worker_load import NO_TIERS, Known, Rates, Report
-from router.routing.workers.table import Slot
+from router.routing.placement.worker_load import NO_TIERS, Known, Rates, ReportedWorker
 
 _NOTHING = Unreported()
 
@@ -21,14 +20,6 @@ class Placed(NamedTuple):
     computes: Known
     holds: Known
     cost_s: float
-
-
-class Found(NamedTuple):
-    """State of one worker when it was priced."""
-
-    slot: Slot
-    incarnation: bytes
-    report: Report
 
 
 class Placements(Sequence[Placed]):
@@ -49,7 +40,7 @@ class Placements(Sequence[Placed]):
         self,
         pairs: Sequence[Sequence[int]],
         costs_s: Sequence[float],
-        workers: Mapping[int, Found],
+        workers: Mapping[int, ReportedWorker],
         booked: Mapping[int, Unreported],
         cached: Mapping[int, int],
         tiers: Mapping[int, tuple[int, float]],

@@ -58,12 +58,16 @@ def loads_of(
         reports: Reports that were read for an earlier prompt.
     """
     reports = reports or Reports()
-    connected = [(slot, reports.of(slot)) for slot in slots if slot.link is not None]
+    connected = [
+        ReportedWorker(slot, slot.incarnation, reports.of(slot))
+        for slot in slots
+        if slot.link is not None
+    ]
     rates = reports.expected(connected, now_ns)
     held = prefix_index.prefixes(hashes, now_ns) if hashes else {}
     return [
-        load_of(slot, held.get(slot.incarnation, 0), book, adapter, rates, reports)
-        for slot, _ in connected
+        load_of(worker.slot, held.get(worker.incarnation, 0), book, adapter, rates, reports)
+        for worker in connected
     ]
 
 
@@ -242,6 +246,14 @@ def _block_shape(capabilities: Capabilities) -> tuple[int, int, str]:
     return block_bytes, tokens, format_id(capabilities)
 
 
+class ReportedWorker(NamedTuple):
+    """A worker and its last report."""
+
+    slot: Slot
+    incarnation: bytes
+    report: Report
+
+
 class Reports:
     """Last report of each worker, parsed."""
 
@@ -252,7 +264,7 @@ class Reports:
         self._rates_until_ns = -1
 
     def expected(
-        self, connected: Sequence[tuple[Slot, Report]], now_ns: int, *, changed: bool = False
+        self, connected: Sequence[ReportedWorker], now_ns: int, *, changed: bool = False
     ) -> "Rates":
         """Return the expected rates of workers that have not measured.
 
@@ -260,9 +272,9 @@ class Reports:
         there an outdated mean would make workers without measurement look faster or slower.
         """
         if now_ns >= self._rates_until_ns or (changed and len(connected) <= _SMALL_FLEET):
-            self._rates = Rates.expected([(slot.role, report) for slot, report in connected])
-            hosts = {slot.worker_id: report.status.identity.host for slot, report in connected}
-            self._links.learn(hosts, [report.edges_bytes_per_s for _, report in connected])
+            self._rates = Rates.expected([(slot.role, report) for slot, _, report in connected])
+            hosts = {slot.worker_id: report.status.identity.host for slot, _, report in connected}
+            self._links.learn(hosts, [report.edges_bytes_per_s for *_, report in connected])
             self._rates_until_ns = now_ns + _RATES_VALID_NS
         return self._rates
 

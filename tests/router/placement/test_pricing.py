@@ -1,6 +1,8 @@
 """Prices in C++: the bits of Python's, over all workers."""
 
 import random
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -8,7 +10,7 @@ from batonpb.common_pb2 import EdgeRate
 
 from baton.registry.types import TIERS, EventBatch, tier_incarnation
 from benchmarks.placement import fleet
-from router.routing.placement import cost
+from router.routing.placement import cost, pricing
 from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.chain import MAX_LINKS, MAX_SOURCES
 from router.routing.placement.cost import candidates
@@ -228,7 +230,16 @@ def test_the_work_for_a_prompt_grows_with_reports_and_not_with_workers(monkeypat
     assert (len(written), looked) == (1, [slots[3].worker_id])
 
 
-assert (cost.PAIRED_OF_A_ROLE, MAX_SOURCES, MAX_LINKS) == (6, 4, 3), "as in pricing.cpp"
+def test_python_and_cpp_share_constants_and_fields():
+    source = Path(pricing.__file__).with_name("native").joinpath("pricing.cpp").read_text()
+    assert (cost.PAIRED_OF_A_ROLE, MAX_SOURCES, MAX_LINKS) == (6, 4, 3)
+    assert "kPaired = 6, kSources = 4, kLinks = 3;" in source
+    for struct in (pricing.Row, pricing.Prompt):
+        body = source.split(f"struct Baton{struct.__name__} {{")[1].split("};")[0]
+        fields = re.findall(r"\w+(?=[,;[])", re.sub("//.*", "", body))
+        assert [name for name in fields if name != "kSources"] == [
+            name for name, _ in struct._fields_
+        ]
 
 
 def test_a_block_costs_what_its_tier_costs():
