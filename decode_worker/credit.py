@@ -47,7 +47,6 @@ class _Demand:
 
     @property
     def last_tag(self) -> int:
-        """Tag after which the owner's next demand is queued."""
         return self.tag + sum(self.frame_bytes[self.frames + 1 :])
 
 
@@ -74,7 +73,6 @@ class _Lowest:
         self._ranks.pop(number, None)
 
     def first(self) -> tuple[int, int] | None:
-        """Return rank and number of the first."""
         while self._heap and self._ranks.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -116,7 +114,6 @@ class ReceiveCredit:
     Args:
         cpu_share: Share of one core for receiving while responses are generated; 0 for no limit.
         in_flight_bytes: Limit of bytes requested and not stored. A larger frame goes alone.
-        now_ns: Current time.
         cpu_ns: CPU time that the process has used.
     """
 

@@ -42,14 +42,7 @@ class _Attempt:
 
 
 class FramePuller:
-    """Carries out the machine's pulls, and reports the outcome of each frame to it.
-
-    Args:
-        submission: The request.
-        machine: State machine of the hand-off.
-        parts: Shared parts of this worker.
-        perform: Performs the machine's next actions.
-    """
+    """Carries out the machine's pulls, and reports the outcome of each frame to it."""
 
     def __init__(
         self,
@@ -72,13 +65,7 @@ class FramePuller:
         self._perform = perform
 
     async def pull(self, pull: Pull, target: PrefillTarget, generation: int) -> None:
-        """Run one pull to its end, in parts as large as the credit permits.
-
-        Args:
-            pull: Frames to pull.
-            target: Prefill worker to pull from.
-            generation: Generation of the reservation whose pages are written.
-        """
+        """Run one pull to its end, in parts as large as the credit permits."""
         self.began_ns = self.began_ns or time.monotonic_ns()
         left = list(pull.kv_slices)
         while left and self._machine.pulls(pull.epoch):
@@ -253,7 +240,6 @@ class FramePuller:
         return f"a pull from {peer} by {attempt.way} {reason}"
 
     def _size(self, kv_slices: Iterable[KvSlice], encoding: common_pb2.ChunkEncoding) -> int:
-        """Return the size on the wire, in bytes."""
         geometry = self._pool.geometry
         return sum(chunk.payload_bytes(kv_slice, geometry, encoding) for kv_slice in kv_slices)
 

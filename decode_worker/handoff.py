@@ -78,14 +78,7 @@ class HandoffListener(Protocol):
 
 
 class Handoff:
-    """Receiving side of one hand-off.
-
-    Args:
-        submission: The request.
-        engine_id: Name of the request at the engine.
-        parts: Shared parts of this worker.
-        listener: Owner of the request.
-    """
+    """Receiving side of one hand-off."""
 
     def __init__(
         self,

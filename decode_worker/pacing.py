@@ -18,11 +18,7 @@ class Room:
 
 
 class ReceivePacer:
-    """Pacer of all hand-offs and prefix pulls of a worker.
-
-    Args:
-        cpu_share: Share of one core for receiving, see ``ReceiveCredit``.
-    """
+    """Pacer of all hand-offs and prefix pulls of a worker; see ``ReceiveCredit``."""
 
     def __init__(self, cpu_share: float) -> None:
         now_ns = time.monotonic_ns()
@@ -39,13 +35,9 @@ class ReceivePacer:
     async def take(
         self, owner: str, peer: str, frame_bytes: Sequence[int], waited_s: float = 0.0
     ) -> Room:
-        """Wait for credit for at least the first of these frames.
+        """Wait for credit for at least the first frame of a hand-off.
 
-        Args:
-            owner: Name of the hand-off.
-            peer: Worker that sends the frames.
-            frame_bytes: Sizes of all frames that the hand-off needs.
-            waited_s: Time that it has waited for credit before.
+        ``waited_s`` is the time that the hand-off has waited for credit before.
         """
         urgent_ns = time.monotonic_ns() + MOST_HELD_NS - round(waited_s * 1e9)
         demand = self._credit.ask(owner, peer, frame_bytes, urgent_ns)

@@ -14,14 +14,7 @@ from kvtransfer.ranks.pools import KvPools
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """Engine of a worker, and the parts around it.
-
-    Attributes:
-        pool: KV pool of the engine, or pools of its ranks.
-        peers: Connections to prefill workers.
-        pacer: Pacer of all KV that this worker receives.
-        transfers: Totals of completed and failed hand-offs.
-    """
+    """Engine of a worker, and the parts around it."""
 
     engine: EngineHandle
     pool: KvPools

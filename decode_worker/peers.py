@@ -35,13 +35,7 @@ class PeerRefusedError(Exception):
 
 
 class Peers:
-    """Channels by address, and edges by worker id.
-
-    Args:
-        capabilities: Capabilities of this worker, sent in handshakes.
-        token: Fleet token of all calls.
-        tls: Certificates of the fleet; None for plain text.
-    """
+    """Channels by address, and edges by worker id."""
 
     def __init__(
         self,
@@ -63,11 +57,7 @@ class Peers:
         return self.edges.setdefault(worker_id, Edge())
 
     async def greet(self, target: PrefillTarget, again: bool = False) -> None:
-        """Shake hands, once per incarnation.
-
-        Args:
-            target: The prefill worker.
-            again: Shake hands even with a known incarnation, to check that it is alive.
+        """Shake hands, once per incarnation, or ``again`` to check that it is alive.
 
         Raises:
             PeerGoneError: Its address refuses connections, or another incarnation answers there.

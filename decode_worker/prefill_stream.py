@@ -37,15 +37,7 @@ class StreamListener(Protocol):
 
 
 class PrefillStream:
-    """Control stream. ``run`` it once, then ``close`` it.
-
-    Args:
-        target: The prefill worker.
-        start: First message.
-        peers: Connections to prefill workers.
-        listener: Receiver of the events.
-        tasks: Background tasks of the hand-off.
-    """
+    """Control stream. ``run`` it once, then ``close`` it."""
 
     def __init__(
         self,
@@ -126,7 +118,6 @@ class PrefillStream:
             await call.write(message)
 
     async def _renew(self, call: ControlCall) -> None:
-        """Renew the hand-off's lease until the stream ends."""
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             for sequence in range(1, 1 << 30):
                 await asyncio.sleep(HEARTBEAT_S)

@@ -34,11 +34,6 @@ _BUDGET_S = 2.0  # on top of it: a busy engine reads commands between two steps
 
 
 class _Link:
-    """A pull from one source. ``begin`` it once; it ends by itself or by ``stop``.
-
-    ``on_end`` is called once, with the number of pulled tokens.
-    """
-
     def __init__(
         self, submission: decode_pb2.Submission, parts: WorkerParts, on_end: Callable[[int], None]
     ) -> None:
@@ -142,10 +137,7 @@ class _Link:
 class PrefixPull:
     """Pull of one request: one source after the other, to the last or to ``stop``.
 
-    Args:
-        links: Hand-offs from ``prefix_links``.
-        parts: Shared parts of this worker.
-        on_end: Called once, with the number of tokens pulled from all sources.
+    ``on_end`` is called once, with the number of pulled tokens.
     """
 
     def __init__(
@@ -198,14 +190,9 @@ class PrefixPuller:
         request: decode_pb2.Submission | pb.PrefillStart,
         on_end: Callable[[int], None],
     ) -> PrefixPull | None:
-        """Start the pull that a request names, if it has a use for it.
+        """Start the pull that a request names; return None if there is nothing to wait for.
 
-        Args:
-            request: The request.
-            on_end: Called once with the number of pulled tokens, but never before this returns.
-
-        Returns:
-            The pull; None if there is nothing to wait for.
+        ``on_end`` is called once with the number of pulled tokens, but never before this returns.
         """
         pull = PrefixPull(
             prefix_links(request, self._parts.identity.incarnation), self._parts, on_end
@@ -218,11 +205,8 @@ def prefix_links(
 ) -> Iterator[decode_pb2.Submission]:
     """Yield the hand-offs for a request's leading blocks; none if it must compute them.
 
-    Requests for outputs of all prompt rows compute all rows, and so do probes.
-
-    Args:
-        request: The request.
-        own: Incarnation of this worker, which is never a source.
+    Requests for outputs of all prompt rows compute all rows, and so do probes. A worker (``own``
+    incarnation) does not pull from itself.
     """
     if request.probe or request.pooling or request.sampling.prompt_logprobs:
         return

@@ -24,13 +24,7 @@ from decode_worker.session import RouterSession
 
 
 class DecodeRequest:
-    """Drives engine and hand-off for one submission and reports to its router.
-
-    Args:
-        submission: The request.
-        session: Stream to its router.
-        parts: Shared parts of this worker.
-    """
+    """Drives engine and hand-off for one submission and reports to its router."""
 
     def __init__(
         self, submission: pb.Submission, session: RouterSession, parts: WorkerParts
@@ -305,7 +299,6 @@ class DecodeRequest:
         self._span.end()
 
     def _trace_transfer(self, duration_ns: int) -> None:
-        """Trace the hand-off as a span, from the first pull to the commit."""
         if not self._committed_ns:
             return
         span = self._parts.tracing.tracer.start_span(

@@ -50,13 +50,7 @@ _MEASURED: tuple[Any, ...] = (  # fields of a report that each canary changes
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """gRPC service of a decode worker.
-
-    Args:
-        parts: Parts that all requests share.
-        capabilities: Capabilities of this worker, sent with the first status of each stream.
-        threads: Number of engine threads, for the status.
-    """
+    """gRPC service of a decode worker, whose engine has so many ``threads``."""
 
     def __init__(
         self, parts: WorkerParts, capabilities: common_pb2.Capabilities, threads: int

@@ -37,11 +37,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterSession:
-    """Outgoing stream to one router. Events join the next frame while the previous one is written.
-
-    Args:
-        router_id: Name of the router process.
-    """
+    """Outgoing stream to one router. Events join the next frame while the last one is written."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
@@ -63,10 +59,8 @@ class RouterSession:
     def connected(self, *, may_rest: bool = False) -> int:
         """Begin a stream, whose ``hello`` has been read, and return its number.
 
-        Frames that the last stream did not send are dropped: the router requests a ``Resume``.
-
-        Args:
-            may_rest: Whether the router accepts silence from a worker without work.
+        Frames that the last stream did not send are dropped: the router requests a ``Resume``. With
+        ``may_rest`` the router accepts silence from a worker without work.
         """
         self.connected_ns = ALIVE.now_ns()
         self.renewed_ns = self.connected_ns
@@ -156,7 +150,6 @@ class RouterSession:
         finish_reason: str,
         stop_token: int | None,
     ) -> int:
-        """Add runs of tokens, and return the added bytes."""
         size_bytes = 0
         for begin in range(0, max(len(tokens), 1), _RUN_TOKENS):
             part = tokens[begin : begin + _RUN_TOKENS]
@@ -241,7 +234,6 @@ class RouterSession:
         self._dirty.set()
 
     def _make_room(self, size_bytes: int) -> None:
-        """Begin another frame if this one would become too large."""
         if self._frame_bytes and self._frame_bytes + size_bytes > MAX_FRAME_BYTES:
             self._full.append(self._frame)
             self._frame = pb.WorkerFrame()

@@ -15,13 +15,7 @@ from prefill_worker.rank_pools import RankPools
 
 
 class Announcer:
-    """Announces KV, first tokens and the commit record, and releases blocks.
-
-    Args:
-        engine: Engine that computes the prompts.
-        pool: KV pool of the engine, or pools of its ranks.
-        metrics: Metrics of this worker.
-    """
+    """Announces KV, first tokens and the commit record, and releases blocks."""
 
     def __init__(self, engine: EngineHandle, pool: KvPools, metrics: Metrics) -> None:
         self._engine = engine

@@ -28,9 +28,7 @@ class PrefixPuller(Protocol):
     def begin(self, request: pb.PrefillStart, on_end: Callable[[int], None]) -> PrefixPull | None:
         """Pull what the request names; None if there is nothing to wait for.
 
-        Args:
-            request: The request that begins with these blocks.
-            on_end: Called once with the tokens that came, but never before this returns.
+        ``on_end`` is called once with the tokens that came, but never before this returns.
         """
 
 
@@ -59,12 +57,7 @@ class Handoff:
         self._held_back.clear()
 
     def send(self, event: pb.PrefillEvent, announced: "asyncio.Future[None] | None" = None) -> None:
-        """Send an event to decode, in order.
-
-        Args:
-            event: The event.
-            announced: Future that must be done first: another rank is notified of the KV.
-        """
+        """Send an event to decode, in order, once another rank has been notified of the KV."""
         self._held_back.append((announced, event))
         if announced is not None:
             announced.add_done_callback(lambda _: self._send_ready())

@@ -11,23 +11,15 @@ from prefill_worker.handoff import Handoff
 
 
 class RankPools:
-    """Pools of a worker's ranks.
-
-    Args:
-        pool: KV pool of this host, with the links to those of other hosts.
-    """
+    """Pools of a worker's ranks: that of this host, and links to those of other hosts."""
 
     def __init__(self, pool: KvPools) -> None:
         self._pool = pool
 
     def hold(self, handoff: Handoff, on_read_ended: Callable[[], None]) -> None:
-        """Let each rank serve its own pages to decode.
+        """Let each rank serve its own pages of an admitted hand-off to decode.
 
-        Until a rank is done with the pages, they count as being read.
-
-        Args:
-            handoff: Hand-off whose pages the engine has admitted.
-            on_read_ended: Called for each rank that is done.
+        Until a rank is done with the pages, they count as being read; then it calls back.
         """
         start = handoff.start
         handoff.at_ranks = list(self._pool.links)

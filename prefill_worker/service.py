@@ -50,12 +50,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """gRPC service of a prefill worker.
 
     Args:
-        engine: The engine.
         pool: KV pool of the engine, or pools of its ranks.
-        identity: Identity of this worker.
-        capabilities: Capabilities of this worker.
-        metrics: Metrics of this worker.
-        tracing: Tracer of this worker.
         prefixes: Pulls prefixes from other workers' caches.
         token: Fleet token that signs capabilities of pulls; without one, pulls need none.
         unsigned_pulls: Whether pulls without a capability are allowed, too.
@@ -244,7 +239,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return HeldKv(handoff.machine, partial(self._announcer.perform, handoff))
 
     def _refusal(self, request: pb.PullRequest) -> str:
-        """Return why a pull is refused, as a metric label; "" if it is not."""
         if not self._token.accepted:
             return ""
         reader = request.reader_incarnation

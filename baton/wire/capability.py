@@ -23,14 +23,9 @@ _SIZE = _END.size + sha256().digest_size
 
 
 def sign(token: FleetToken, request_id: str, holder: bytes, reader: bytes, now_s: float) -> bytes:
-    """Return a capability to read a prompt's KV; empty if the fleet has no token.
+    """Return a capability of ``reader`` to pull from ``holder``; empty if the fleet has no token.
 
-    Args:
-        token: Token of the fleet.
-        request_id: Request that the KV belongs to.
-        holder: Incarnation of the prefill worker.
-        reader: Incarnation of the decode worker.
-        now_s: Seconds since 1970, plus the time that the request may take.
+    Both are incarnations. ``now_s`` is Unix time plus the time that the request may take.
     """
     if not token.shown:
         return b""
@@ -46,16 +41,7 @@ def refusal(
     reader: bytes,
     now_s: float,
 ) -> str:
-    """Return why a capability does not permit a pull, as a metric label; "" if it does.
-
-    Args:
-        capability: Capability of the pull, as received.
-        token: Token of the fleet; any accepted one may have signed.
-        request_id: Request that the KV belongs to.
-        holder: Incarnation of this worker.
-        reader: Incarnation of the decode worker that pulls.
-        now_s: Seconds since 1970.
-    """
+    """Return why a capability does not permit a pull, as a metric label; "" if it does."""
     if not token.accepted:
         return ""
     if not capability:

@@ -11,11 +11,7 @@ _RETIRED_S = 600.0  # grace for calls that still run over a channel with an olde
 
 
 class Channels:
-    """Channels that are opened on first use and shared by control streams and pulls.
-
-    Args:
-        tls: Certificates of the fleet; None for plain text.
-    """
+    """Channels that are opened on first use and shared by control streams and pulls."""
 
     def __init__(self, tls: FleetTls | None = None) -> None:
         self._tls = tls

@@ -42,13 +42,7 @@ def open_channel(
     tls: FleetTls | None = None,
     options: list[tuple[str, Any]] = WORKER_OPTIONS,
 ) -> grpc.aio.Channel:
-    """Open a channel to a worker.
-
-    Args:
-        address: HOST:PORT.
-        tls: Certificates of the fleet; None for plain text.
-        options: gRPC channel options.
-    """
+    """Open a channel to a worker, in plain text without ``tls``."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     name = ("grpc.ssl_target_name_override", tls.name)
@@ -56,13 +50,7 @@ def open_channel(
 
 
 def listen(server: grpc.aio.Server, address: str, tls: FleetTls | None = None) -> int:
-    """Add a port to a server that is not started yet, and return the port.
-
-    Args:
-        server: gRPC server.
-        address: HOST:PORT; port 0 takes a free one.
-        tls: Certificates of the fleet; None for plain text.
-    """
+    """Add a port (0 takes a free one) to a server that is not started yet, and return the port."""
     if tls is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, tls.server_credentials())

@@ -31,14 +31,9 @@ def prefill_start(
     generation: int,
     skip_blocks: int,
 ) -> PrefillStart:
-    """Build the first message of a decode worker to a prefill worker.
+    """Build the first message of decode worker ``sender`` to prefill worker ``target``.
 
-    Args:
-        submission: The request.
-        target: The prefill worker.
-        sender: The decode worker.
-        generation: Generation of the reservation for the KV.
-        skip_blocks: Number of leading blocks that decode already has.
+    The reservation has the ``generation``. Decode already has ``skip_blocks`` leading blocks.
     """
     return PrefillStart(
         request_id=submission.request_id,
@@ -86,14 +81,7 @@ def emitted_from_wire(submission: Submission) -> tuple[tuple[int, ...] | None, .
 def submit_from_wire(
     message: Submission | PrefillStart, engine_id: str, kind: Kind, skip_blocks: int = 0
 ) -> Submit:
-    """Build the engine's submit command.
-
-    Args:
-        message: The request.
-        engine_id: Name of the request at the engine.
-        kind: Work that the engine does for the request.
-        skip_blocks: Number of leading blocks whose KV is not needed.
-    """
+    """Build the engine's submit command. KV of the first ``skip_blocks`` blocks is not needed."""
     spec = RequestSpec(
         kind=kind,
         params=sampling_from_wire(message.sampling),

@@ -175,11 +175,7 @@ def _configuration(bundle: _Bundle) -> grpc.ServerCertificateConfiguration:
 
 
 def distrust(reason: str) -> str:
-    """Explain a failed call whose reason is the fleet token or TLS; "" for other reasons.
-
-    Args:
-        reason: Error details from gRPC.
-    """
+    """Explain gRPC's reason of a failure if it concerns the fleet token or TLS; "" otherwise."""
     if "fleet token" in reason:
         return f"{reason}: both need the same `BATON_FLEET_TOKEN_FILE` or `pools: token_file`"
     if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
@@ -197,5 +193,4 @@ def distrust(reason: str) -> str:
 
 
 def _tail(reason: str) -> str:
-    """Return the end of gRPC's long sentence, which is the part that differs."""
     return reason.rpartition("last error: ")[2][-200:]

@@ -64,13 +64,7 @@ _MAX_TEXTS = 16  # of waiting tokens that a client gets one by one; more are joi
 
 
 class ChoiceRecord:
-    """Record of one of the ``n`` choices.
-
-    Args:
-        index: Index of the choice.
-        request: The request.
-        tokenizer: Tokenizer of the model.
-    """
+    """Record of one of the ``n`` choices."""
 
     def __init__(self, index: int, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
         self.index = index
@@ -141,7 +135,6 @@ class ChoiceRecord:
         return True
 
     def _split_off(self) -> None:
-        """Keep the pending text of an earlier token separate from the next token's."""
         self._texts.append(self._pending.text)
         self._pending.text = ""
 

@@ -69,14 +69,7 @@ class _Answer:
 
 
 class AnyRouter:
-    """ASGI application of a router that has siblings.
-
-    Args:
-        app: Application of this router.
-        siblings: The other routers.
-        past: Metrics of routers that have ended.
-        together: Aggregation of gauges, see `Pages`.
-    """
+    """ASGI application of a router that has siblings; ``together`` is explained in `Pages`."""
 
     def __init__(
         self, app: ASGIApp, siblings: Siblings, past: PastPages, together: Mapping[str, str]

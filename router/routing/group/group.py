@@ -16,13 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RouterGroup:
-    """The other routers of a group, and the group's metrics.
-
-    Args:
-        member: Position of this router in the group.
-        metrics: Metrics of this router.
-        count_failure: Called with a background task's name when it raises.
-    """
+    """The other routers of a group, and the group's metrics."""
 
     def __init__(
         self, member: Member, metrics: Metrics, count_failure: Callable[[str], None]

@@ -15,13 +15,7 @@ _ENDING = ".page"
 
 
 class PastPages:
-    """Last pages of a group's routers.
-
-    Args:
-        folder: Folder of the group.
-        index: Position of this router, whose predecessors it sums up.
-        together: Aggregation of gauges, see `Pages`.
-    """
+    """Last pages of a group's routers; this one sums up those of its position ``index``."""
 
     def __init__(self, folder: Path, index: int, together: Mapping[str, str]) -> None:
         self._folder = folder
@@ -47,11 +41,7 @@ class PastPages:
         _write(self._own, page)
 
     def missing(self, answered: set[int]) -> list[bytes]:
-        """Return the pages of routers that have ended or did not answer.
-
-        Args:
-            answered: Process ids of routers that answered.
-        """
+        """Return the pages of routers that have ended, or whose process id did not answer."""
         pages = []
         for file in self._files():
             if file != self._own and _pid(file) not in answered:

@@ -56,12 +56,7 @@ class Presence:
 
 
 async def watch_life(path: Path, on_change: Callable[[bool], None]) -> None:
-    """Watch a router across its restarts, forever.
-
-    Args:
-        path: Unix socket of the router's heartbeats.
-        on_change: Called with True when the router comes up, False when it is gone or absent.
-    """
+    """Watch a router's socket across restarts, forever, and call back when it comes or goes."""
     known: bool | None = None
 
     def note(alive: bool) -> None:

@@ -23,12 +23,7 @@ MakeConnection = Callable[[], asyncio.Protocol]
 
 
 class Siblings:
-    """The other routers of the group.
-
-    Args:
-        member: Position of this router.
-        count_failure: Called with a background task's name when it raises.
-    """
+    """The other routers of the group."""
 
     def __init__(self, member: Member, count_failure: Callable[[str], None]) -> None:
         self._member = member
@@ -48,12 +43,7 @@ class Siblings:
         )
 
     async def start(self, make_connection: MakeConnection, tls: object | None) -> None:
-        """Start answering the others and watching their parts of the port.
-
-        Args:
-            make_connection: Factory of the protocol of a connection.
-            tls: TLS context of clients' connections; siblings use none.
-        """
+        """Start answering the others, without TLS, and watching their parts of the port."""
         member = self._member
         loop = asyncio.get_running_loop()
 

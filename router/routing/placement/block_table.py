@@ -71,10 +71,7 @@ class BlockTable(Protocol):
     ) -> list[tuple[int, int]]:
         """Return how many leading blocks each live worker has that has the first one.
 
-        Args:
-            hashes: Hashes of a prompt's blocks.
-            live: Workers to look for.
-            others: Tables of the same kind whose blocks count, too.
+        ``others`` are tables of the same kind whose blocks count, too.
         """
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:

@@ -83,16 +83,9 @@ class LoadBook:
         context: int = 0,
         adapter: str = "",
     ) -> None:
-        """Book a placement.
+        """Book a placement: prompt tokens to compute, and sequences to run.
 
-        Args:
-            worker_id: Worker that gets the load.
-            request_id: The request.
-            tokens: Number of prompt tokens to compute.
-            streams: Number of sequences to run.
-            now_ns: Monotonic clock.
-            context: Sum over ``tokens`` of the tokens before each.
-            adapter: Digest of the adapter.
+        ``context`` is the sum over ``tokens`` of the tokens before each.
         """
         booking = _Booking(tokens, context, streams, now_ns, adapter)
         worker = self._workers.get(worker_id)

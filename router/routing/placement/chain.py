@@ -42,14 +42,8 @@ def cheapest_chains(
 ) -> list[Chain]:
     """Return the cheapest chain of at most ``MAX_LINKS`` links for each useful last source.
 
-    Args:
-        held_blocks: Number of leading blocks that the worker has.
-        sources: Sources, those with most blocks first.
-        bytes_per_s: Rate of the edge from each source.
-        block_bytes: Size of a block.
-
-    Returns:
-        Chains, those with most blocks first; none if no source has more than the worker.
+    ``sources`` and the result are sorted, those with most blocks first. ``bytes_per_s`` has the
+    rate of the edge from each source. ``held_blocks`` are at the worker already.
     """
     ends: list[tuple[Source, float]] = []
     for source, rate in zip(sources, bytes_per_s, strict=True):

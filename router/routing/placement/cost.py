@@ -206,11 +206,7 @@ def choose(
     """Return the cheapest, or at random one that costs less than ``tie_s`` more.
 
     Without the random choice, routers that see the same figures all choose the same worker.
-
-    Args:
-        compared: Candidates sorted by cost, not empty.
-        tie_s: Difference in cost that counts as noise.
-        pick: Random choice, such as ``random.choice``.
+    ``compared`` is sorted and not empty.
     """
     limit = compared[0].terms.total_s + tie_s
     return pick([candidate for candidate in compared if candidate.terms.total_s < limit])
@@ -225,16 +221,7 @@ def price(
     choices: int = 1,
     moves_kv: bool = True,
 ) -> Candidate:
-    """Price one placement, whether it is allowed or not.
-
-    Args:
-        prefill: The worker that computes the prompt, or None for ``decode`` itself.
-        decode: The worker that holds the request.
-        prompt_tokens: Length of the prompt.
-        expected_tokens: Expected or actual output tokens of one choice.
-        choices: Number of choices that run at once.
-        moves_kv: Whether a pair transfers KV.
-    """
+    """Price one placement, whether it is allowed or not; arguments as in ``candidates``."""
     work = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
     answer = work.answer(decode)
     if prefill is None:

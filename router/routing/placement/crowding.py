@@ -25,14 +25,10 @@ class Crowding:
         self._at_ns = 0
 
     def note(self, workers: Mapping[str, tuple[int, int]], now_ns: int) -> None:
-        """Add a sample of the busy workers.
+        """Add a sample: by role, the number of workers with prompt tokens to compute, and of all.
 
         A sample counts for the time since the previous one, so that a burst does not count for more
         than its duration.
-
-        Args:
-            workers: Number of workers with prompt tokens to compute, and of all workers, by role.
-            now_ns: Monotonic clock.
         """
         weight = 1 - exp(-max(now_ns - self._at_ns, 0) / _WINDOW_NS)
         self._at_ns = now_ns

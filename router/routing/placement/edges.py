@@ -31,12 +31,7 @@ class Links:
         self.has_estimates = False
 
     def learn(self, hosts: Mapping[str, str], reported: "Iterable[ReportedEdges]") -> None:
-        """Replace the estimates by those of new measurements.
-
-        Args:
-            hosts: Host of each worker. With a single host there are no estimates.
-            reported: Measured edges of each worker that pulls.
-        """
+        """Replace the estimates by those of new measurements. With a single host there are none."""
         self._hosts = hosts if len(set(hosts.values())) > 1 else {}
         self._rates = _host_rates(self._hosts, reported) if self._hosts else HostRates({}, {}, {})
         self.has_estimates = bool(self._hosts)
@@ -64,10 +59,6 @@ class ReportedEdges(Mapping[str, float]):
 
     As a mapping it holds the worker's measurements; ``get`` and ``rates`` return the estimates of
     ``links`` for other edges.
-
-    Args:
-        status: Report of the worker.
-        links: Estimates from other workers' measurements.
     """
 
     def __init__(self, status: WorkerStatus, links: Links | None = None) -> None:

@@ -27,9 +27,7 @@ class IndexFeeder:
     """Task that applies KV events to the prefix index.
 
     Args:
-        prefix_index: The router's prefix index.
         events: KV events of all workers; None leaves the index empty: routing uses load alone.
-        metrics: Metrics of the router.
         on_refreshed: Called with the incarnations that refreshed their keys while Redis answers.
     """
 
@@ -91,8 +89,6 @@ class IndexFeeder:
 
 
 class _Pause:
-    """Timer for yielding the event loop between items, which differ in duration."""
-
     def __init__(self) -> None:
         self._since_s = time.monotonic()
 

@@ -26,11 +26,10 @@ from router.routing.placement.cost import (
     choose,
 )
 from router.routing.placement.crowding import Crowding
-from router.routing.placement.placed import Described
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
-from router.routing.placement.shortlist import Shortlist
+from router.routing.placement.shortlist import Described, Shortlist
 from router.routing.placement.worker_load import NO_TIERS, Rates, Reports, load_of, loads_of
 from router.routing.workers.table import Slot
 from router.settings import RouterSettings
@@ -68,8 +67,6 @@ class Placement:
 
 
 class _Prompt(NamedTuple):
-    """Prompt to place: its hashes, the blocks that each incarnation has, and the sources."""
-
     request: GenerationRequest
     hashes: bytes
     held: Mapping[bytes, int]
@@ -99,9 +96,6 @@ class Placer:
 
     Args:
         settings: Settings, with the cost difference that counts as a tie.
-        workers: The workers and their last reports.
-        prefix_index: Index of the blocks of each incarnation.
-        book: Load that reports do not show yet.
         clock_ns: Monotonic clock; the simulator has its own.
         random_source: Random numbers for ties.
         hashes_of: Hash function of a prompt's full blocks; None for that of the workers.
@@ -190,14 +184,10 @@ class Placer:
         return self._seeds.seed(request, capabilities)
 
     def place(self, request: GenerationRequest, avoid: bytes = b"") -> Placement:
-        """Choose workers and book the load, so that the next choice includes it.
-
-        Args:
-            request: The request.
-            avoid: Incarnation that just failed the request.
+        """Choose workers, not the incarnation ``avoid``, and book the load for the next choice.
 
         Raises:
-            UnavailableError: No ready worker can serve it in its mode.
+            UnavailableError: No ready worker can serve the request in its mode.
         """
         now_ns = self._clock_ns()
         rates = self._shortlist.update(self._workers, now_ns, self._news)

@@ -44,8 +44,6 @@ class Applied(Enum):
 
 
 class _HeldBlocks:
-    """Blocks of one incarnation, as far as known."""
-
     __slots__ = ("blocks", "checksum", "kept", "number", "sequence", "waiting")
 
     def __init__(self, number: int) -> None:
@@ -88,7 +86,6 @@ class _Expected:
         self._step = 0
 
     def at(self, now_ns: int) -> list[BlockTable]:
-        """Return the current tables, the newest first."""
         step = now_ns // _EXPECTED_STEP_NS
         for _ in range(min(max(step - self._step, 0), _EXPECTED_TABLES)):
             oldest = self.tables.pop()

@@ -95,9 +95,6 @@ class PricingBuffers:
     """Memory that Python and C++ share, by name, with its addresses.
 
     Addresses are kept, because numpy takes as long for one as C++ for all prices.
-
-    Args:
-        workers: Number of workers.
     """
 
     def __init__(self, workers: int) -> None:
@@ -142,12 +139,7 @@ class PricingBuffers:
 
 
 class Pricing:
-    """Prices of some workers.
-
-    Args:
-        library: Library of ``router.routing.placement.native.library``.
-        workers: Number of workers.
-    """
+    """Prices of some workers."""
 
     def __init__(self, library: ctypes.CDLL, workers: int) -> None:
         self._library = library
@@ -327,7 +319,6 @@ class Pricing:
         return arrays["chosen"][:found].tolist(), arrays["costs_s"][:found].tolist()
 
     def _read_edges(self, halves: list[list[list[int]]]) -> None:
-        """Write the measured rates of the few pairs that are priced."""
         names = self._names
         cells = self._rate_cells
         for number, (prefills, decodes) in enumerate(halves):

@@ -5,8 +5,9 @@ whole columns (``worker_columns.py``), and a price for the few workers that are 
 """
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,24 +16,137 @@ from baton.registry.types import TIERS
 from router.request import GenerationRequest
 from router.routing.placement.booked_load import LoadBook, Unreported
 from router.routing.placement.chain import MAX_SOURCES, PULL_OVERHEAD_S, Source
+from router.routing.placement.cost import Candidate, WorkerLoad, price
 from router.routing.placement.crowding import Crowding
-from router.routing.placement.placed import Placements
 from router.routing.placement.pricing import Asked, Pricing
 from router.routing.placement.worker_columns import Slots, WorkerColumns
-from router.routing.placement.worker_load import Rates, Reports
+from router.routing.placement.worker_load import (
+    NO_TIERS,
+    Known,
+    Rates,
+    ReportedWorker,
+    Reports,
+)
 from router.routing.workers.table import Slot
 
 _JITTER_S = 1e-9  # random order of equal workers
 _CROWDING_EVERY_NS = 20_000_000
 
+_NOTHING = Unreported()
+
 _Column = npt.NDArray[np.float64]
+
+
+class Placed(NamedTuple):
+    """A priced placement; one worker does both if both are the same."""
+
+    computes: Known
+    holds: Known
+    cost_s: float
+
+
+class Placements(Sequence[Placed]):
+    """Priced placements, the cheapest first, with the state of their workers by number."""
+
+    __slots__ = ("_booked", "_cached", "_known", "_pairs", "_tiers", "_workers", "costs_s")
+
+    def __init__(
+        self,
+        pairs: Sequence[Sequence[int]],
+        costs_s: Sequence[float],
+        workers: Mapping[int, ReportedWorker],
+        booked: Mapping[int, Unreported],
+        cached: Mapping[int, int],
+        tiers: Mapping[int, tuple[int, float]],
+    ) -> None:
+        self.costs_s = costs_s
+        self._pairs = pairs
+        self._workers = workers
+        self._booked = booked
+        self._cached = cached
+        self._tiers = tiers
+        self._known: dict[int, Known] = {}
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> Placed: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Placed]: ...
+    def __getitem__(self, index: int | slice) -> Placed | list[Placed]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        computes, holds = self._pairs[index]
+        return Placed(self._of(computes), self._of(holds), self.costs_s[index])
+
+    def _of(self, number: int) -> Known:
+        known = self._known.get(number)
+        if known is None:
+            known = self._known[number] = Known(
+                *self._workers[number],
+                self._booked.get(number, _NOTHING),
+                self._cached.get(number, 0),
+                self._tiers.get(number, NO_TIERS),
+            )
+        return known
+
+
+class Described(Sequence[Candidate]):
+    """Candidates, the cheapest first."""
+
+    def __init__(
+        self,
+        placed: Sequence[Placed],
+        asked: Asked,
+        rates: Rates,
+        wait_per_s: Mapping[str, float],
+    ) -> None:
+        self._placed = placed
+        self._asked = asked
+        self._rates = rates
+        self._wait_per_s = wait_per_s
+        self._made: list[Candidate | None] = [None] * len(placed)
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Candidate]: ...
+    def __getitem__(self, index: int | slice) -> Candidate | list[Candidate]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        made = self._made[index]
+        if made is None:
+            made = self._made[index] = self._describe(self._placed[index])
+        return made
+
+    def _describe(self, placed: Placed) -> Candidate:
+        computes = placed.computes
+        holds = placed.holds
+        waits = self._wait_per_s
+        alone = computes is holds
+        asked = self._asked
+
+        def load(worker: Known) -> WorkerLoad:
+            return worker.load(self._rates, waits[worker.slot.role], sources=asked.sources)
+
+        return price(
+            prefill=None if alone else load(computes),
+            decode=load(holds),
+            prompt_tokens=asked.prompt_tokens,
+            expected_tokens=asked.expected_tokens,
+            choices=asked.choices,
+            moves_kv=asked.moves_kv,
+        )
 
 
 class Shortlist:
     """Finds the cheapest placements of a prompt, or the workers that may be among them.
 
     Args:
-        reports: Last report of each worker.
         crowding: Busy share of the fleet, which is updated.
         seed: Seed of random choices among equals.
         native: Whether to price all workers in C++, if that can be compiled.
@@ -106,14 +220,9 @@ class Shortlist:
         *,
         avoid: bytes = b"",
     ) -> Placements | None:
-        """Return the cheapest of all placements; None if not all can be priced.
+        """Return the cheapest of all placements without ``avoid``; None if not all can be priced.
 
-        Args:
-            asked: The prompt.
-            held: Number of leading blocks of each incarnation that has the first one.
-            book: Load that reports do not show yet.
-            now_ns: Monotonic clock.
-            avoid: Incarnation to exclude.
+        ``held`` is the number of leading blocks of each incarnation that has the first one.
         """
         workers = self._workers
         pricing = workers.pricing
@@ -175,19 +284,9 @@ class Shortlist:
     ) -> list[tuple[Slot, int]]:
         """Return the workers of each role that are fastest, freest, or have most of the prompt.
 
-        Args:
-            request: The request.
-            prompt_blocks: Number of full blocks of its prompt.
-            held: Number of leading blocks of each incarnation that has the first one.
-            book: Load that reports do not show yet.
-            now_ns: Monotonic clock.
-            keep: Number of workers of each role by the main measure of its work, and twice the
-                number by each other measure.
-            source_blocks: Number of leading blocks that can be pulled.
-            avoid: Incarnation to exclude.
-
-        Returns:
-            Workers with their number of the prompt's blocks, the better ones first.
+        They come with their number of the prompt's blocks, the better ones first: ``keep`` of each
+        role by the main measure of its work, and half as many by the others. ``source_blocks``
+        leading blocks can be pulled.
         """
         workers = self._workers
         columns = workers.current()

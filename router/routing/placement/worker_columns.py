@@ -42,7 +42,6 @@ class WorkerColumns:
     """Usable workers, by index, with their reports.
 
     Args:
-        reports: Last report of each worker.
         native: Whether to price all workers in C++, if that can be compiled.
 
     Attributes:
@@ -75,10 +74,7 @@ class WorkerColumns:
     def update(self, slots: Slots, now_ns: int, news: set[str] | None = None) -> Rates:
         """Read what has changed since the last call, and return the expected rates.
 
-        Args:
-            slots: All workers, usable or not.
-            now_ns: Monotonic clock.
-            news: Ids of changed workers, which is emptied; None: all are checked.
+        ``news`` has the ids of changed workers, and is emptied; with None all workers are checked.
         """
         places = self._take_news(slots, news) if news is not None else None
         rebuild = False

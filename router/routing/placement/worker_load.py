@@ -46,17 +46,7 @@ def loads_of(
     adapter: str = "",
     reports: "Reports | None" = None,
 ) -> list[WorkerLoad]:
-    """Return the input of the cost model for each slot.
-
-    Args:
-        slots: Usable slots.
-        hashes: Hashes of the prompt's full blocks.
-        prefix_index: Index of the blocks of each incarnation.
-        book: Load that reports do not show yet.
-        now_ns: Monotonic clock.
-        adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
-        reports: Reports that were read for an earlier prompt.
-    """
+    """Return the input of the cost model for each usable slot, from reports and bookings."""
     reports = reports or Reports()
     connected = [
         ReportedWorker(slot, slot.incarnation, reports.of(slot))
@@ -179,9 +169,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def tiers(self, cached_blocks: int, held: Mapping[str, int]) -> tuple[int, float]:
         """Return the blocks of a prompt in pool and tiers, and the time to bring them back.
 
-        Args:
-            cached_blocks: Number of blocks in the pool.
-            held: Number of blocks in each tier or one above it.
+        ``held`` has the number of blocks in each tier or one above it.
         """
         blocks = cached_blocks
         seconds = BRING_OVERHEAD_S
@@ -232,7 +220,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _block_shape(capabilities: Capabilities) -> tuple[int, int, str]:
-    """Return bytes and tokens of a block, and the id of its format."""
     groups = capabilities.kv_groups
     block_bytes = sum(
         len(group.layer_ids)

@@ -27,7 +27,6 @@ class ActiveRequest:
     """Request from admission to its end.
 
     Args:
-        record: Record of the request.
         wakeup: Set whenever there is news; the active requests of one HTTP call share it.
     """
 

@@ -44,15 +44,10 @@ class Admission:
         return len(self._places)
 
     def offer(self, entry: Waiting, now_ns: int, *, expected_s: float) -> Waiting | None:
-        """Add a request to the queue.
+        """Add a request to the queue; return the place that it has taken over, if any.
 
-        Args:
-            entry: The request.
-            now_ns: Monotonic clock.
-            expected_s: Expected duration of one request, used until ends were seen.
-
-        Returns:
-            The place that ``entry`` has taken over, if any: its request ends with `refusal`.
+        The request of that place ends with `refusal`. ``expected_s`` is the expected duration of a
+        request, used until ends were seen.
 
         Raises:
             QueueFullError: The queue is full, and no tenant has more than its share in it.
@@ -106,11 +101,7 @@ class Admission:
         return len(self._ends_ns) * 1e9 / max(now_ns - self._ends_ns[0], 1)
 
     def pop(self, window: int) -> Waiting | None:
-        """Take the next request that may run.
-
-        Args:
-            window: Limit of sequences that run at once. A wider request runs alone.
-        """
+        """Take the next request that fits into the window; a wider request runs alone."""
         if not self._levels:
             return None
         priority = min(self._levels)

@@ -23,14 +23,7 @@ from router.settings import RouterSettings
 def prefill_target(
     link: WorkerLink, token: FleetToken, active: ActiveRequest, reader: bytes
 ) -> PrefillTarget:
-    """Return the message that lets the decode worker pull from a prefill worker.
-
-    Args:
-        link: Link to the prefill worker.
-        token: Fleet token.
-        active: The request.
-        reader: Incarnation of the decode worker.
-    """
+    """Return the message that lets the decode worker ``reader`` pull from a prefill worker."""
     return PrefillTarget(
         worker_id=link.worker_id,
         incarnation=link.incarnation,
@@ -42,14 +35,7 @@ def prefill_target(
 def prefix_sources(
     active: ActiveRequest, workers: WorkerTable, token: FleetToken, reader: WorkerLink
 ) -> list[PrefixSource]:
-    """Return the sources of leading blocks for the worker that computes the prompt, in order.
-
-    Args:
-        active: The request.
-        workers: Links to the workers.
-        token: Fleet token.
-        reader: Link to the worker that computes.
-    """
+    """Return the sources of leading blocks for the worker that computes the prompt, in order."""
     prefix = active.placement.prefix if active.placement is not None else ()
     sources: list[PrefixSource] = []
     for worker_id, blocks in prefix:
@@ -77,15 +63,7 @@ def _sign_capability(
 
 
 class Dispatcher:
-    """Turns requests into submissions.
-
-    Args:
-        settings: Leases, and the size above which a prompt is sent in a call of its own.
-        workers: Links to the workers.
-        placer: Chooses workers and books their load.
-        observer: Metrics of requests.
-        router_id: Id of this router, part of every submission.
-    """
+    """Turns requests into submissions."""
 
     def __init__(
         self,
@@ -102,12 +80,7 @@ class Dispatcher:
         self._router_id = router_id
 
     def begin_attempt(self, active: ActiveRequest, avoid: bytes = b"", why: str = "") -> None:
-        """Place the request and send it.
-
-        Args:
-            active: Request that is not placed, or is placed again.
-            avoid: Incarnation that just failed the request.
-            why: Reason of the failure.
+        """Place the request and send it; ``avoid`` is an incarnation that failed it, for ``why``.
 
         Raises:
             UnavailableError: No ready worker can serve it.

@@ -61,15 +61,7 @@ _LINGER_S = 10.0  # for which an ended request is kept until its worker confirms
 
 
 class Gateway:
-    """Requests and workers of one router.
-
-    Args:
-        settings: Limits and timeouts.
-        tokenizer: Tokenizer of the model.
-        directory: Directory of the workers.
-        prefix_index: Index of the workers' blocks, which is fed from outside.
-        observer: Metrics of requests.
-    """
+    """Requests and workers of one router. The prefix index is fed from outside."""
 
     def __init__(
         self,
@@ -126,11 +118,7 @@ class Gateway:
     # --- requests --------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, wakeup: Wakeup) -> ActiveRequest:
-        """Admit a request.
-
-        Args:
-            request: The request.
-            wakeup: Set whenever there is news of the request.
+        """Admit a request; ``wakeup`` is set whenever there is news of it.
 
         Raises:
             QueueFullError: The queue is full.
@@ -214,7 +202,6 @@ class Gateway:
         self._finish(active, DeadlineError(f"the request did not end within {waited_s:g} s"))
 
     def _finish(self, active: ActiveRequest, error: BatonError) -> None:
-        """End a request with an error, and cancel it at the worker."""
         if not active.record.fail(error, monotonic_ns()):
             return
         self._cancel_at_worker(active)
@@ -322,7 +309,6 @@ class Gateway:
         self._place(active, avoid, why)
 
     def _move_away(self, link: WorkerLink) -> None:
-        """Resume the requests of a leaving worker on others, if there are any."""
         leaves = UnavailableError(f"{link.worker_id} is leaving")
         for active in self._held_by(link.worker_id):
             if active.record.ended or active.request.probe or not may_try_again(active.record):
@@ -333,7 +319,6 @@ class Gateway:
                 self._retry(active, link.incarnation, "worker leaving", leaves)
 
     def _fail_placed(self, active: ActiveRequest, error: BatonError) -> None:
-        """End a request that no worker holds any more."""
         self._active.pop(active.id, None)
         self._fail_at(active, error)
 

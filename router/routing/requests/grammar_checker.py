@@ -42,7 +42,6 @@ class GrammarChecker:
 
     Args:
         vocabulary: Returns the model's vocabulary; may be slow.
-        metrics: Metrics of the router.
         limit_s: Time limit of a compilation, in seconds.
     """
 
@@ -67,13 +66,7 @@ class GrammarChecker:
     async def check(
         self, param: str, kind: GrammarKind, source: str, tenant: str = "default"
     ) -> str:
-        """Return the llguidance grammar of a client's grammar.
-
-        Args:
-            param: Field of the request, for errors.
-            kind: Kind of ``source``.
-            source: Grammar as the client wrote it.
-            tenant: Tenant of the request.
+        """Return the llguidance grammar of a client's ``source``, given in field ``param``.
 
         Raises:
             GrammarError: The grammar is invalid or too expensive.

@@ -12,18 +12,12 @@ PARTS_OF_A_CALL = 64
 
 @dataclass(slots=True)
 class _Call:
-    """Call with several prompts or inputs, each of which is a request."""
-
     requests: int = 0
     kept: deque[str] = field(default_factory=deque)
 
 
 class KeptRecords:
-    """Running and ended requests, of which the oldest are forgotten first.
-
-    Args:
-        limit: Number of requests that are kept.
-    """
+    """Running and ended requests, of which the oldest are forgotten first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -15,11 +15,7 @@ from router.routing.requests.record import RequestRecord
 
 
 class Observer:
-    """Turns events of requests into metrics.
-
-    Args:
-        metrics: Metrics of the component ``router``.
-    """
+    """Turns events of requests into metrics."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -187,7 +183,6 @@ class Observer:
                 inc("baton_grammar_incomplete", reason=reason)
 
     def _regret(self, active: ActiveRequest) -> None:
-        """Record the regret of a request that ran as it was placed."""
         record = active.record
         placement = active.placement
         times = record.times
@@ -224,11 +219,9 @@ class Observer:
 
 
 def phases(active: ActiveRequest, exposed_s: float = 0.0) -> dict[str, float]:
-    """Return the parts of a request's time in seconds, which add up to its total.
+    """Return the parts of an ended request's time in seconds, which add up to its total.
 
-    Args:
-        active: Request that has ended.
-        exposed_s: Part of the time between first and second token that the hand-off took.
+    ``exposed_s`` is the part of the second token's wait that the hand-off took.
     """
     record = active.record
     times = record.times if not record.moves else None  # those of the last worker only

@@ -26,12 +26,7 @@ from router.settings import RouterSettings
 class PrefillRecovery:
     """Answers ``PrefillNeeded``, at once or when another prefill worker comes up.
 
-    Args:
-        settings: Settings, with the timeout of waiting for a prefill worker.
-        workers: The workers and their last reports.
-        book: Load that reports do not show yet.
-        observer: Metrics of requests.
-        end: Ends a request whose worker has the error already.
+    ``end`` ends a request whose worker has the error already.
     """
 
     def __init__(

@@ -38,11 +38,6 @@ class Prober:
 
     A result is for one set of workers: when the set changes they are probed again, though not
     sooner than ``probe_pause_s`` after the last round.
-
-    Args:
-        gateway: Gateway that sends the probes.
-        settings: Interval and timeout of probes.
-        tasks: Owner of rounds in the background.
     """
 
     def __init__(self, gateway: Gateway, settings: RouterSettings, tasks: BackgroundTasks) -> None:
@@ -59,8 +54,7 @@ class Prober:
     async def check(self, *, first: bool = True) -> dict[str, Any]:
         """Return the state of the fleet: ``ready``, or ``not ready`` with the reasons.
 
-        Args:
-            first: Whether probes of this call precede all requests; otherwise they take turns.
+        Probes precede all requests if ``first``; otherwise they take turns.
         """
         every_s = self._settings.probe_every_s
         async with self._lock:
@@ -155,7 +149,6 @@ class Prober:
             }
 
     def _steps(self, pair: Pinned) -> dict[bytes, int]:
-        """Return the number of engine steps of the pair's workers, by incarnation."""
         links = [self._gateway.workers.link(name) for name in (pair.prefill, pair.decode)]
         return {link.incarnation: link.status.steps for link in links if link and link.status}
 

@@ -22,12 +22,7 @@ from router.routing.choice import ONE_TOKEN, ChoiceRecord, Delta, RunResult
 
 
 class RequestRecord:
-    """Record of one request over all its attempts.
-
-    Args:
-        request: The request.
-        tokenizer: Tokenizer of the model.
-    """
+    """Record of one request over all its attempts."""
 
     def __init__(self, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
         self.request = request
@@ -103,12 +98,9 @@ class RequestRecord:
         return replace(self.request, prompt=prompt, sampling=sampling, mode=mode, goes_on=True)
 
     def next_attempt(self, why: str = "") -> int:
-        """Begin an attempt and return its number.
+        """Begin an attempt, ``why`` the previous one ended, and return its number.
 
         A response that has begun is resumed after its tokens; one without tokens starts anew.
-
-        Args:
-            why: Reason why the previous attempt ended.
         """
         goes_on = self.can_go_on
         if self.sent and not goes_on:

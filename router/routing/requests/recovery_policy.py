@@ -69,14 +69,10 @@ def after_prefill_failure(
     others: Sequence[bytes],
     may_wait: bool,
 ) -> Repair:
-    """Decide after a prefill worker failed; the decode worker keeps its reservation.
+    """Decide after a prefill worker failed, and add the failure to the record.
 
-    Args:
-        record: The request; the failure is added to it.
-        failed: Incarnation of the prefill worker.
-        peer_died: Whether it is gone, not just unreachable or unwilling.
-        others: Incarnations of the live prefill workers.
-        may_wait: Whether there is time to wait for a new prefill worker.
+    The decode worker keeps its reservation. ``others`` are the live prefill workers. With
+    ``peer_died`` the failed one is gone, not just unreachable or unwilling.
     """
     record.failed_prefills.add(failed)
     if peer_died:
@@ -108,16 +104,9 @@ def may_try_again(record: FailureRecord) -> bool:
 def after_worker_death(
     record: FailureRecord, *, dead: bytes, reason: str, died: bool
 ) -> BatonError | None:
-    """Decide after the worker that held the request is gone.
+    """Return the error to end with after the worker is gone, or None to place the request again.
 
-    Args:
-        record: The request; a death is added to it.
-        dead: Incarnation of the worker.
-        reason: Reason for the error message.
-        died: Whether its death is proven, and neither silence nor a regular stop.
-
-    Returns:
-        The error to end with, or None to place it again.
+    With ``died`` its death is proven (neither silence nor a regular stop), and added to the record.
     """
     if died:
         record.died_holding.add(dead)

@@ -63,9 +63,7 @@ class TicketFeed:
     """Task that reserves places in advance, so that no request waits for Redis.
 
     Args:
-        tickets: Tickets of the router.
         source: Counter of all routers; None with a single router or without Redis.
-        count_failure: Called with the task's name when it raises.
     """
 
     def __init__(

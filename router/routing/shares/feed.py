@@ -47,12 +47,8 @@ class ShareFeed:
     """Task that keeps a router's shares current.
 
     Args:
-        router_id: Id of this router.
-        admission: Queue of this router.
-        shares: Shares that the task updates.
         on_change: Called when more may run.
         source: Demands of all routers; None with a single router or without Redis.
-        count_failure: Called with the task's name when it raises.
     """
 
     def __init__(

@@ -43,16 +43,7 @@ class Shares:
     def update(
         self, own: RouterDemand, others: Mapping[str, RouterDemand], now_ns: int
     ) -> dict[str, float]:
-        """Update the demands after an exchange.
-
-        Args:
-            own: Demand of this router.
-            others: Demand of each other router, by id.
-            now_ns: Monotonic clock.
-
-        Returns:
-            Tokens that each tenant was served by other routers since the last time.
-        """
+        """Update the demands, and return the tokens that others have served each tenant since."""
         served: dict[str, float] = {}
         for router_id, demand in others.items():
             known = self._others.get(router_id)
@@ -108,7 +99,6 @@ class Shares:
 
 
 def _equal_parts(wanted: Mapping[str, int], total: int) -> dict[str, float]:
-    """Split ``total`` in equal parts, but give no tenant more than its demand."""
     parts: dict[str, float] = {}
     left = float(total)
     open_ = len(wanted)

@@ -21,11 +21,7 @@ _LOG = logging.getLogger("baton.requests")
 
 
 class Redactor:
-    """Replaces matches of rules.
-
-    Args:
-        rules: Regular expressions by name, applied in this order.
-    """
+    """Replaces matches of rules, which are applied in order."""
 
     def __init__(self, rules: Mapping[str, str]) -> None:
         self._rules = [(f"[{name}]", re.compile(rule)) for name, rule in rules.items()]
@@ -38,13 +34,7 @@ class Redactor:
 
 
 class RequestLog:
-    """Writes the lines of the log.
-
-    Args:
-        logs: Settings of the log.
-        api_keys: API keys, with the tenants whose texts are logged.
-        tokenizer: Tokenizer of the model.
-    """
+    """Writes the lines of the log."""
 
     def __init__(
         self,
@@ -58,13 +48,7 @@ class RequestLog:
         self._tokenizer = tokenizer
 
     def write(self, active: ActiveRequest, endpoint: str, status: int) -> None:
-        """Log a request that has ended for its client, and still has its tokens.
-
-        Args:
-            active: The request.
-            endpoint: Endpoint, as in ``baton_requests_total``.
-            status: HTTP status; 499 if the client disconnected.
-        """
+        """Log a request that has ended for its client (status 499 if it left), with its tokens."""
         if not self._logs.requests or active.request.probe:
             return
         with request_context(active.id, active.request.traceparent):
@@ -81,10 +65,7 @@ class RequestLog:
     def refused(self, error: BatonError, endpoint: str, tenant: str) -> None:
         """Log a request that was refused before it began; the context has its ids.
 
-        Args:
-            error: Reason of the refusal.
-            endpoint: Endpoint, as in ``baton_requests_total``.
-            tenant: Tenant, or ``all`` if it is not known yet.
+        The tenant is ``all`` if it is not known yet.
         """
         if self._logs.requests:
             fields = {"endpoint": endpoint, "status": error.status, "tenant": tenant}

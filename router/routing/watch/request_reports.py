@@ -31,10 +31,7 @@ def request_report(active: ActiveRequest) -> dict[str, Any]:
 def report_of(kept: KeptRecords, name: str, tenant: str | None = None) -> dict[str, Any] | None:
     """Return the report of a request, or of the kept parts of a call; None if unknown.
 
-    Args:
-        kept: Kept requests.
-        name: Id of the request or call, or the client's id of it, of which the latest is found.
-        tenant: Tenant whose client ids are searched; None for all.
+    ``name`` may be the client's id, of which the latest is found (of this tenant, if any).
     """
     active = kept.get(name) or next(_named_by_client(kept, name, tenant), None)
     if active is not None:
@@ -91,15 +88,7 @@ def _summary(active: ActiveRequest) -> dict[str, Any]:
 def latest(
     kept: Iterable[ActiveRequest], now_ns: int, *, tenant: str | None, limit: int, order: Order
 ) -> list[dict[str, Any]]:
-    """Return the list of requests.
-
-    Args:
-        kept: Requests, the latest first.
-        now_ns: Time to which ages count.
-        tenant: Tenant whose requests are listed; None for all.
-        limit: Maximum number.
-        order: ``newest``, or ``slowest`` of all kept requests.
-    """
+    """Return the newest or slowest kept requests, of one tenant or of all."""
     own = (active for active in kept if tenant is None or active.request.tenant == tenant)
     if order == "slowest":
         chosen = heapq.nlargest(limit, own, key=elapsed_s)
@@ -167,7 +156,6 @@ def _placed_on(active: ActiveRequest) -> str:
 
 
 def _phases_so_far(active: ActiveRequest) -> dict[str, float]:
-    """Return the finished phases of a running request, and the current one until now."""
     record = active.record
     now_ns = monotonic_ns()
     marks = [

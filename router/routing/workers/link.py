@@ -71,16 +71,12 @@ class WorkerLink:
     """Stream of this router to one worker.
 
     Args:
-        worker_id: Id of the worker.
         address: host:port of its gRPC server.
-        listener: Receiver of all events.
         hello: First frame of each stream, with this router's identity.
-        token: Fleet token.
         tls: Certificates of the fleet; None for plain text.
         heartbeat_s: Interval of our heartbeats, which renew the lease of our requests.
         silence_s: Silence after which a worker that should send something is dead.
         reopen_s: Time limit of reopening a broken stream.
-        count_failure: Called with a background task's name when it raises.
     """
 
     def __init__(
@@ -204,9 +200,7 @@ class WorkerLink:
     def die(self, reason: str, *, died: bool = False) -> None:
         """Declare the live incarnation dead to this router, if there is one.
 
-        Args:
-            reason: Reason for log and error messages.
-            died: Whether its death is proven; a draining worker has stopped regularly.
+        With ``died`` its death is proven; a draining worker has stopped regularly.
         """
         if not self.known:
             return
@@ -255,7 +249,6 @@ class WorkerLink:
         return self._tls.channel_credentials() if self._tls is not None else None
 
     def _note_distrust(self, reason: str) -> None:
-        """Log once why worker and router do not trust each other."""
         self.distrust = distrust(reason)
         if self.distrust and self.distrust != self._logged_distrust:
             _LOG.error(
@@ -408,7 +401,6 @@ class WorkerLink:
         return frames
 
     def _next_beat_s(self) -> float:
-        """Return the time from the last frame to the next heartbeat."""
         self._beat_ns = self._current_beat_ns()
         return self._beat_ns / 1e9
 

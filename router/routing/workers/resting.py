@@ -13,11 +13,7 @@ _PAUSE_S = 0.01
 
 
 class RestingWorkers:
-    """Sends heartbeats to resting workers whose keys Redis no longer shows.
-
-    Args:
-        links: Returns the current links.
-    """
+    """Sends heartbeats to resting workers whose keys Redis no longer shows."""
 
     def __init__(self, links: Callable[[], Iterable[WorkerLink]]) -> None:
         self._links = links
@@ -43,7 +39,6 @@ class RestingWorkers:
                     await asyncio.sleep(_PAUSE_S)
 
     def _silent(self) -> list[WorkerLink]:
-        """Return links whose workers must answer a heartbeat."""
         now_ns = monotonic_ns()
         fresh = self._fresh
         self._fresh = set()

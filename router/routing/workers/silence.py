@@ -26,11 +26,7 @@ _SPREAD = 0.75  # smallest random factor of these times: a thousand workers must
 
 
 class Exchange:
-    """Frames that were sent to one worker, received from it, and are unanswered.
-
-    Args:
-        opened_ns: When the stream was opened.
-    """
+    """Frames that were sent to one worker, received from it, and are unanswered."""
 
     def __init__(self, opened_ns: int) -> None:
         self._calls = 0  # under way beside the stream
@@ -68,13 +64,7 @@ class Exchange:
         self._worked_ns = now_ns
 
     def took(self, heard: int, now_ns: int, *, resting: bool | None = None) -> None:
-        """Note a received frame.
-
-        Args:
-            heard: Number of frames that the worker has read.
-            now_ns: Current time.
-            resting: Whether the worker rests, if the frame reports it.
-        """
+        """Note a received frame: the worker has read ``heard`` frames, and may report rest."""
         self._heard = max(self._heard, heard)
         self._last_ns = now_ns
         if resting is not None:
@@ -98,11 +88,7 @@ class Exchange:
     def beat_ns(self, now_ns: int, heartbeat_ns: int, rest_beat_ns: int, *, idle: bool) -> int:
         """Return the time between two frames to the worker.
 
-        Args:
-            now_ns: Current time.
-            heartbeat_ns: Interval for a worker with work, whose leases must be renewed.
-            rest_beat_ns: Interval for a worker at rest.
-            idle: Whether the worker's last report shows no work.
+        A worker with work has leases to renew. It is ``idle`` if its last report shows no work.
         """
         if self.at_rest:
             return rest_beat_ns
@@ -131,13 +117,7 @@ class Rest:
         self._doubted = False
 
     def asks(self, now_ns: int, heard_ns: int, redis_since_ns: int | None) -> bool:
-        """Return whether a heartbeat is due.
-
-        Args:
-            now_ns: Current time.
-            heard_ns: When its last frame arrived.
-            redis_since_ns: Start of the time in which Redis answers; None if it does not.
-        """
+        """Return whether a heartbeat is due, given the last frame and since when Redis answers."""
         quiet_s = (now_ns - max(heard_ns, self._seen_ns)) / 1e9
         if quiet_s >= UNSEEN_BEAT_S * self._part:
             return True

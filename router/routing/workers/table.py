@@ -33,7 +33,6 @@ class Slot:
     """Place of a worker in a pool, over all its incarnations.
 
     Args:
-        record: Record of the worker in the directory.
         emulated: Timing model that its engine must have; "" for a real engine.
     """
 
@@ -185,7 +184,6 @@ class Slot:
         }
 
     def _engine(self) -> str:
-        """Return ``real``, ``emulated: …``, or "" before the worker has connected."""
         if self.link is None or not self.link.capabilities.numerics_id:
             return ""
         timing = emulation(self.link.capabilities)
@@ -195,12 +193,7 @@ class Slot:
 class WorkerTable:
     """Table of all slots, with a link to each worker in the directory.
 
-    Args:
-        directory: Directory of the workers.
-        settings: Timeouts and the fleet token.
-        hello: This router's identity.
-        listener: Receiver of every link's events; it calls ``note_*`` first.
-        count_failure: Called with a background task's name when it raises.
+    The listener gets every link's events, and calls ``note_*`` first.
     """
 
     def __init__(
@@ -260,7 +253,6 @@ class WorkerTable:
             self._gone(change.worker_id)
 
     async def _drop_dead_workers(self) -> None:
-        """Drop slots that have been dead for long."""
         while True:
             await asyncio.sleep(min(1.0, TRUST_OLDER_AFTER_S))
             now_ns = monotonic_ns()

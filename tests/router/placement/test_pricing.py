@@ -16,10 +16,9 @@ from router.routing.placement.chain import MAX_LINKS, MAX_SOURCES
 from router.routing.placement.cost import candidates
 from router.routing.placement.crowding import Crowding
 from router.routing.placement.native.library import load
-from router.routing.placement.placed import Described
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.pricing import Asked, Pricing
-from router.routing.placement.shortlist import Shortlist
+from router.routing.placement.shortlist import Described, Shortlist
 from router.routing.placement.worker_load import Reports, loads_of
 
 pytestmark = pytest.mark.skipif(load() is None, reason="no compiler")
