@@ -98,8 +98,6 @@ class _Ratio:
 
 @dataclass(slots=True)
 class _Period:
-    """Period in which something was in flight, or nothing was."""
-
     began_ns: int
     began_cpu_ns: int
     peer: str = ""  # "": none, or several

@@ -129,7 +129,6 @@ class FramePuller:
         return came_bytes
 
     async def _pull_here(self, kv_slices: Sequence[KvSlice], attempt: _Attempt) -> int:
-        """Pull by one edge into a pool of this process; return the received bytes."""
         missing = deque(kv_slices)
         reason = f"no transport reaches {attempt.target.worker_id}"
         for way in self._peers.ways(attempt.target, time.monotonic_ns()):
@@ -275,7 +274,6 @@ class FramePuller:
         return True
 
     async def _store(self, frames: list[tuple[Frame, KvSlice]], attempt: _Attempt) -> bool:
-        """Verify and store frames; return False to end the pull."""
         machine = self._machine
         epoch = attempt.epoch
         wanted = [

@@ -313,7 +313,6 @@ class Handoff:
                 self._perform(self._machine.prefill_failed(event.failed.message))
 
     def _on_first_tokens(self, message: pb.FirstTokens) -> None:
-        """Take first tokens once: a second prefill worker does not change them."""
         if message.HasField("prompt_logprobs"):
             part = message.prompt_logprobs
             self._prompt_logprobs.put(part.begin, prompt_logprobs_from_wire(part))

@@ -124,7 +124,6 @@ class PrefillStream:
                 await self._write(call, pb.PrefillControl(renew=pb.Renew(sequence=sequence)))
 
     async def _lost(self, reason: str) -> None:
-        """Find out whether only the stream was lost, or also the peer."""
         if self._closed:
             return
         try:

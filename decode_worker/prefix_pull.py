@@ -119,7 +119,6 @@ class _Link:
     def on_peer_needed(
         self, failed: decode_pb2.PrefillTarget, reason: str, peer_died: bool
     ) -> None:
-        """Give up: this source has nothing for us."""
         _LOG.info("no prefix from worker=%s: %s", failed.worker_id, reason)
         self._give_up("refused")
 
@@ -130,7 +129,6 @@ class _Link:
         """Do nothing: the engine ends the request next."""
 
     def on_drained(self) -> None:
-        """Cancel the request at the engine."""
         self._parts.engine.client.send(messages.Cancel(self._engine_id))
 
 

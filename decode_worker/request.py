@@ -143,7 +143,10 @@ class DecodeRequest:
             begin = next_index[choice] if choice < len(next_index) else 0
             reason, stop = self._finish[choice]
             if begin < len(tokens) or reason:
-                self.session.repeat(self.submission, choice, begin, tokens[begin:], reason, stop)
+                part = tokens[begin:]
+                self.session.tokens(
+                    self.submission, choice, begin, part, reason, stop, repeated=True
+                )
         if self._end is not None:
             self.session.end(self._end)
         elif self._handoff is not None:
@@ -250,7 +253,6 @@ class DecodeRequest:
         self.session.route(self._route)
 
     def _on_prompt_outputs(self, prompt_outputs: ev.PromptOutputsReady) -> None:
-        """Send log-probabilities, before the first token, or an embedding, the whole response."""
         self._prompt_outputs = prompt_outputs
         if prompt_outputs.vector:
             self._first_ns = time.monotonic_ns()

@@ -50,7 +50,7 @@ _MEASURED: tuple[Any, ...] = (  # fields of a report that each canary changes
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """gRPC service of a decode worker, whose engine has so many ``threads``."""
+    """gRPC service of a decode worker."""
 
     def __init__(
         self, parts: WorkerParts, capabilities: common_pb2.Capabilities, threads: int
@@ -251,7 +251,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     # ---------------------------------------------------------------- status
 
     def _report(self) -> Report:
-        """Return the current load report, excluding changes caused only by canary requests."""
         status = self.status()
         engine = self._parts.engine
         at_rest = not (engine.has_work or self.live_requests) and status.state == "ready"

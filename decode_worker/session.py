@@ -121,35 +121,15 @@ class RouterSession:
         choice: int,
         index: int,
         tokens: Sequence[SampledToken],
-        finish_reason: str = "",
-        stop_token: int | None = None,
-    ) -> None:
-        """Add tokens of one choice; ``index`` is the first one's position in the response."""
-        self._unread_bytes += self._add_runs(
-            request, choice, index, tokens, finish_reason, stop_token
-        )
-
-    def repeat(
-        self,
-        request: pb.Submission,
-        choice: int,
-        index: int,
-        tokens: Sequence[SampledToken],
         finish_reason: str,
         stop_token: int | None,
+        *,
+        repeated: bool = False,
     ) -> None:
-        """Add tokens for a resume, which do not count as unread: the router requested them."""
-        self._add_runs(request, choice, index, tokens, finish_reason, stop_token)
+        """Add tokens of one choice; ``index`` is the first one's position in the response.
 
-    def _add_runs(
-        self,
-        request: pb.Submission,
-        choice: int,
-        index: int,
-        tokens: Sequence[SampledToken],
-        finish_reason: str,
-        stop_token: int | None,
-    ) -> int:
+        Tokens that are ``repeated`` for a resume do not count as unread: the router requested them.
+        """
         size_bytes = 0
         for begin in range(0, max(len(tokens), 1), _RUN_TOKENS):
             part = tokens[begin : begin + _RUN_TOKENS]
@@ -168,7 +148,8 @@ class RouterSession:
                     run.has_stop_token = True
                     run.stop_token_id = stop_token
             size_bytes += self._add(run)
-        return size_bytes
+        if not repeated:
+            self._unread_bytes += size_bytes
 
     def prompt_outputs(self, request: pb.Submission, prompt_outputs: ev.PromptOutputsReady) -> None:
         """Add the log-probabilities of a prompt, slice by slice, or its embedding."""

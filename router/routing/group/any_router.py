@@ -12,6 +12,7 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -44,8 +45,6 @@ def _path_of(scope: Scope) -> str:
 
 
 class _Answer:
-    """HTTP response that is held back."""
-
     def __init__(self) -> None:
         self.start: Message = {}
         self.body = b""
@@ -68,21 +67,19 @@ class _Answer:
         await send({"type": "http.response.body", "body": body})
 
 
+@dataclass(frozen=True, slots=True)
 class AnyRouter:
     """ASGI application of a router that has siblings; ``together`` is explained in `Pages`."""
 
-    def __init__(
-        self, app: ASGIApp, siblings: Siblings, past: PastPages, together: Mapping[str, str]
-    ) -> None:
-        self._app = app
-        self._siblings = siblings
-        self._past = past
-        self._together = together
+    app: ASGIApp
+    siblings: Siblings
+    past: PastPages
+    together: Mapping[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one call, with the help of other routers if it needs them."""
         if scope["type"] != "http" or not (handler := self._handler(scope)):
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         await handler(scope, receive, send)
 
@@ -107,42 +104,42 @@ class AnyRouter:
 
     async def _own_page(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = _Answer()
-        await self._app(scope, receive, own.take)
+        await self.app(scope, receive, own.take)
         if own.status == 200:
-            self._past.keep(own.body)
+            self.past.keep(own.body)
             own.start["headers"].append((_PID, b"%d" % os.getpid()))
         await own.send(send)
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = _Answer()
-        await self._app(scope, receive, own.take)
+        await self.app(scope, receive, own.take)
         if own.status != 200 or scope["method"] != "GET":
             await own.send(send)
             return
-        answers = await self._siblings.ask_all("/metrics", Headers(scope=scope))
+        answers = await self.siblings.ask_all("/metrics", Headers(scope=scope))
         answered = {int(found.headers.get(_PID.decode(), 0)) for found in answers.values()}
         pages = [own.body, *(found.content for found in answers.values())]
         page = await asyncio.to_thread(self._add_up, own.body, pages, answered)
         await own.send(send, page)
 
     def _add_up(self, own: bytes, pages: list[bytes], answered: set[int]) -> bytes:
-        self._past.keep(own)
-        together = Pages(self._together)
+        self.past.keep(own)
+        together = Pages(self.together)
         for page in pages:
             together.add(page)
-        for page in self._past.missing(answered):
+        for page in self.past.missing(answered):
             together.add(page, past=True)
         return together.render()
 
     async def _sum(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = _Answer()
-        await self._app(scope, receive, own.take)
+        await self.app(scope, receive, own.take)
         if own.status != 200:
             await own.send(send)
             return
         query = scope["query_string"].decode("latin-1")
         path = _path_of(scope)
-        answers = await self._siblings.ask_all(path, Headers(scope=scope))
+        answers = await self.siblings.ask_all(path, Headers(scope=scope))
         parts = [orjson.loads(own.body), *(found.json() for found in answers.values())]
         asked = dict(parse_qsl(query))
         await own.send(send, orjson.dumps(_JSON[scope["path"]](parts, asked)))
@@ -151,11 +148,11 @@ class AnyRouter:
 
     async def _search(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = _Answer()
-        await self._app(scope, receive, own.take)
+        await self.app(scope, receive, own.take)
         if own.status in _MAY_BE_ELSEWHERE:
             headers = Headers(scope=scope)
-            for index in self._siblings.alive:
-                found = await self._siblings.ask(index, scope["method"], _path_of(scope), headers)
+            for index in self.siblings.alive:
+                found = await self.siblings.ask(index, scope["method"], _path_of(scope), headers)
                 if found is not None and found.status_code == 200:
                     own.start["status"] = 200
                     own.body = found.content
@@ -171,12 +168,12 @@ class AnyRouter:
             return message
 
         own = _Answer()
-        await self._app(scope, record, own.take)
+        await self.app(scope, record, own.take)
         if own.status == 200:
             headers = Headers(scope=scope)
             calls = [
-                self._siblings.ask(index, "POST", scope["path"], headers, bytes(body))
-                for index in self._siblings.alive
+                self.siblings.ask(index, "POST", scope["path"], headers, bytes(body))
+                for index in self.siblings.alive
             ]
             await asyncio.gather(*calls)  # a router that misses it follows within half a second
         await own.send(send)

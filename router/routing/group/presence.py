@@ -18,11 +18,7 @@ RETRY_S = 0.1
 
 
 class Presence:
-    """Heartbeats of this router.
-
-    Args:
-        path: Unix socket, taken over from an earlier process that may still exist.
-    """
+    """Heartbeats of this router on a Unix socket, taken over from an earlier process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -316,7 +316,6 @@ class _Work(NamedTuple):
         return cheapest_chains(held_blocks, sources, rates, worker.block_bytes)
 
     def _compute(self, worker: WorkerLoad, held_blocks: int) -> tuple[int, float]:
-        """Return the tokens to compute after the held blocks, and the time for them."""
         # The last token is always computed: its logits are needed.
         held = min(held_blocks * worker.block_tokens, self.prompt_tokens - 1)
         uncached = self.prompt_tokens - held

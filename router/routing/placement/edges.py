@@ -57,8 +57,7 @@ class Links:
 class ReportedEdges(Mapping[str, float]):
     """Bytes/s to one worker by source, read from its report on first use.
 
-    As a mapping it holds the worker's measurements; ``get`` and ``rates`` return the estimates of
-    ``links`` for other edges.
+    As a mapping it holds measurements; ``get`` and ``rates`` estimate other edges by ``links``.
     """
 
     def __init__(self, status: WorkerStatus, links: Links | None = None) -> None:

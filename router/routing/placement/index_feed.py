@@ -26,9 +26,8 @@ class EventSource(Protocol):
 class IndexFeeder:
     """Task that applies KV events to the prefix index.
 
-    Args:
-        events: KV events of all workers; None leaves the index empty: routing uses load alone.
-        on_refreshed: Called with the incarnations that refreshed their keys while Redis answers.
+    Without ``events`` the index stays empty, and routing uses load alone. ``on_refreshed`` gets the
+    incarnations that refreshed their keys, while Redis answers.
     """
 
     def __init__(

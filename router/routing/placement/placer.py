@@ -2,11 +2,11 @@
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from batonpb.common_pb2 import Capabilities
 
@@ -30,6 +30,7 @@ from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.routing.placement.shortlist import Described, Shortlist
+from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, Rates, Reports, load_of, loads_of
 from router.routing.workers.table import Slot
 from router.settings import RouterSettings
@@ -44,7 +45,6 @@ class Placement:
     """Workers that serve a request.
 
     Attributes:
-        chosen: The workers, and their predicted cost.
         prefix: Sources that the computing worker pulls leading blocks from, in order.
         candidates: Cheapest candidates, for ``GET /fleet/requests/{id}``.
         placed_ns: Time of the decision and the booking, on the monotonic clock.
@@ -74,30 +74,10 @@ class _Prompt(NamedTuple):
     avoid: bytes
 
 
-class Workers(Protocol):
-    """Workers of the fleet; implemented by ``router.routing.workers.table.WorkerTable``."""
-
-    @property
-    def usable(self) -> list[Slot]:
-        """Workers that take new requests."""
-
-    def __iter__(self) -> Iterator[Slot]:
-        """Iterate over all workers."""
-
-    def get(self, worker_id: str) -> Slot | None:
-        """Return the worker with this id."""
-
-    def news(self) -> set[str] | None:
-        """Return a set to which ids of changed workers are added; None: check all each time."""
-
-
 class Placer:
     """Chooses workers for requests and books the load; sends nothing.
 
     Args:
-        settings: Settings, with the cost difference that counts as a tie.
-        clock_ns: Monotonic clock; the simulator has its own.
-        random_source: Random numbers for ties.
         hashes_of: Hash function of a prompt's full blocks; None for that of the workers.
     """
 

@@ -211,11 +211,7 @@ class PrefixIndex:
         self._numbers.retire(entry.number)
 
     def _sweep(self, blocks: int) -> None:
-        """Remove retired numbers from a few parts of the tables.
-
-        Args:
-            blocks: Number of blocks to check; less than a part is left to a later item.
-        """
+        """Remove retired numbers from parts of about so many blocks, or accumulate the rest."""
         gone = self._numbers.retired
         if not gone:
             return

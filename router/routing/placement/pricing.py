@@ -247,11 +247,7 @@ class Pricing:
             prompt.source_blocks[place] = source.blocks
 
     def _measured_pulls(self, pairs: list[list[int]], asked: Asked) -> list[int]:
-        """Write measured rates from the sources, for the few workers that may be the best.
-
-        Returns:
-            Workers with any measurement.
-        """
+        """Write measured rates from the sources, for the few workers that may be the best."""
         few = {computes for computes, _ in pairs}
         for prefills, decodes in self._buffers.arrays["halves"].tolist():
             few.update(prefills if asked.mode == "disaggregated" else prefills + decodes)

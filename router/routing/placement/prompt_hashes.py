@@ -44,7 +44,6 @@ class HashSeedCache:
         return seed
 
     def _format(self, capabilities: Capabilities) -> str:
-        """Return a KV format, cached because computing it for each request is slow."""
         known = self._formats.get(id(capabilities))
         if known is None:
             if len(self._formats) >= _MAX_SEEDS:

@@ -65,8 +65,6 @@ class Measured:
     """Measurements of one request on the chosen workers.
 
     Attributes:
-        queue_s: Wait at the worker that computed the prompt.
-        compute_s: Time to compute the prompt.
         exposed_s: Transfer time that the client waited for.
         decode_s: First token to last, without ``exposed_s``.
         answer_tokens: Output tokens of one choice.
@@ -98,15 +96,9 @@ def regret(
     prompt_tokens: int,
     choices: int,
 ) -> Regret:
-    """Return the regret of a choice.
+    """Return the regret of a choice among ``compared``, which is sorted.
 
-    Args:
-        chosen: The placement that the request ran on.
-        compared: Candidates that were priced at the choice, the cheapest first.
-        measured: Measurements of the request.
-        fitted: Current rates of a worker; None for a worker that is gone, whose old rates are used.
-        prompt_tokens: Length of the prompt.
-        choices: Number of choices that ran at once.
+    ``fitted`` gives a worker's current rates; None for one that is gone, whose old rates are used.
     """
     refitted_workers: dict[str, WorkerLoad] = {}
 

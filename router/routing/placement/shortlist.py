@@ -19,7 +19,7 @@ from router.routing.placement.chain import MAX_SOURCES, PULL_OVERHEAD_S, Source
 from router.routing.placement.cost import Candidate, WorkerLoad, price
 from router.routing.placement.crowding import Crowding
 from router.routing.placement.pricing import Asked, Pricing
-from router.routing.placement.worker_columns import Slots, WorkerColumns
+from router.routing.placement.worker_columns import WorkerColumns, Workers
 from router.routing.placement.worker_load import (
     NO_TIERS,
     Known,
@@ -147,8 +147,6 @@ class Shortlist:
     """Finds the cheapest placements of a prompt, or the workers that may be among them.
 
     Args:
-        crowding: Busy share of the fleet, which is updated.
-        seed: Seed of random choices among equals.
         native: Whether to price all workers in C++, if that can be compiled.
     """
 
@@ -168,7 +166,7 @@ class Shortlist:
         """Workers that take new requests, as of the last update."""
         return self._workers.usable
 
-    def update(self, slots: Slots, now_ns: int, news: set[str] | None = None) -> Rates:
+    def update(self, slots: Workers, now_ns: int, news: set[str] | None = None) -> Rates:
         """Read changed reports; see ``WorkerColumns.update``."""
         return self._workers.update(slots, now_ns, news)
 
@@ -352,7 +350,6 @@ class Shortlist:
 
 
 def _smallest(members: npt.NDArray[np.intp], column: _Column, keep: int) -> list[int]:
-    """Return the members with the smallest values, sorted."""
     values = column[members]
     if len(members) > keep:
         few = np.argpartition(values, keep)[:keep]

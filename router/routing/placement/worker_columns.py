@@ -28,8 +28,12 @@ _COLUMNS = np.dtype(
 )
 
 
-class Slots(Protocol):
-    """All workers; implemented by ``router.routing.workers.table.WorkerTable``."""
+class Workers(Protocol):
+    """Workers of the fleet; implemented by ``router.routing.workers.table.WorkerTable``."""
+
+    @property
+    def usable(self) -> list[Slot]:
+        """Workers that take new requests."""
 
     def __iter__(self) -> Iterator[Slot]:
         """Iterate over all workers."""
@@ -37,16 +41,15 @@ class Slots(Protocol):
     def get(self, worker_id: str) -> Slot | None:
         """Return the worker with this id."""
 
+    def news(self) -> set[str] | None:
+        """Return a set to which ids of changed workers are added; None: check all each time."""
+
 
 class WorkerColumns:
     """Usable workers, by index, with their reports.
 
-    Args:
-        native: Whether to price all workers in C++, if that can be compiled.
-
     Attributes:
         pricing: Rows of the workers in C++, replaced when a worker comes or goes; None without C++.
-        rates: Expected rates of workers that have not measured.
         slot_of: All workers, usable or not, by incarnation.
         tier_of: Worker and tier, by incarnation of the tier.
         members: Indices of the workers of each role.
@@ -71,7 +74,7 @@ class WorkerColumns:
         self._columns = np.zeros(0, _COLUMNS)
         self._stale: set[int] = set()  # columns to write before they are read
 
-    def update(self, slots: Slots, now_ns: int, news: set[str] | None = None) -> Rates:
+    def update(self, slots: Workers, now_ns: int, news: set[str] | None = None) -> Rates:
         """Read what has changed since the last call, and return the expected rates.
 
         ``news`` has the ids of changed workers, and is emptied; with None all workers are checked.
@@ -102,8 +105,7 @@ class WorkerColumns:
             self._write_columns(self._stale.pop())
         return self._columns
 
-    def _take_news(self, slots: Slots, news: set[str]) -> list[int] | None:
-        """Return the places of changed workers; None if one came or went."""
+    def _take_news(self, slots: Workers, news: set[str]) -> list[int] | None:
         changed = []
         while news:
             worker_id = news.pop()
@@ -116,7 +118,7 @@ class WorkerColumns:
             changed.append(place)
         return changed
 
-    def _scan(self, slots: Slots) -> tuple[list[int], bool]:
+    def _scan(self, slots: Workers) -> tuple[list[int], bool]:
         """Return the places of changed workers, and whether there are fewer than before."""
         seen = self._seen
         fingerprints = self._fingerprints

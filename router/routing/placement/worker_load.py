@@ -298,8 +298,7 @@ def load_of(
 ) -> WorkerLoad:
     """Return one worker's load: its last report, and the load booked since.
 
-    ``sources`` have leading blocks of the prompt, those with most first; ``tiers`` are the blocks
-    in pool and tiers, and the time to bring them back.
+    Arguments as in ``WorkerLoad``.
 
     Raises:
         ValueError: The worker is not connected.

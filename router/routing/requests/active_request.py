@@ -24,11 +24,7 @@ class Wakeup(Protocol):
 
 
 class ActiveRequest:
-    """Request from admission to its end.
-
-    Args:
-        wakeup: Set whenever there is news; the active requests of one HTTP call share it.
-    """
+    """Request from admission to its end. The requests of one HTTP call share a ``wakeup``."""
 
     def __init__(self, record: RequestRecord, wakeup: Wakeup) -> None:
         self.record = record

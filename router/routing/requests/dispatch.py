@@ -1,6 +1,7 @@
 """Begins attempts: has the request placed, and sends it to its decode worker."""
 
 import time
+from dataclasses import dataclass
 
 import msgspec
 from batonpb.common_pb2 import PrefixSource
@@ -62,22 +63,15 @@ def _sign_capability(
     return sign(token, request_id, holder, reader, time.time() + left_s)
 
 
+@dataclass(frozen=True, slots=True)
 class Dispatcher:
     """Turns requests into submissions."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        workers: WorkerTable,
-        placer: Placer,
-        observer: Observer,
-        router_id: str,
-    ) -> None:
-        self._settings = settings
-        self._workers = workers
-        self._placer = placer
-        self._observer = observer
-        self._router_id = router_id
+    settings: RouterSettings
+    workers: WorkerTable
+    placer: Placer
+    observer: Observer
+    router_id: str
 
     def begin_attempt(self, active: ActiveRequest, avoid: bytes = b"", why: str = "") -> None:
         """Place the request and send it; ``avoid`` is an incarnation that failed it, for ``why``.
@@ -85,20 +79,20 @@ class Dispatcher:
         Raises:
             UnavailableError: No ready worker can serve it.
         """
-        placement = self._placer.place(active.record.to_place, avoid)
+        placement = self.placer.place(active.record.to_place, avoid)
         active.take_placement(placement)
         active.record.next_attempt(why)
         computes_id = placement.chosen.computes.worker_id
         event = f"placed on {computes_id} → {placement.decode_id}"
         active.record.note(event, placement.placed_ns)
-        self._observer.placed(active)
-        link = self._workers.link(placement.decode_id)
+        self.observer.placed(active)
+        link = self.workers.link(placement.decode_id)
         if link is None:
             raise UnavailableError(f"the chosen worker {placement.decode_id} is gone")
-        prefill = self._workers.link(placement.prefill_id)
+        prefill = self.workers.link(placement.prefill_id)
         submission = self._submission(active, link, prefill, placement.placed_ns)
         size = len(submission.prompt_tokens) + len(submission.sampling.grammar)
-        alone = size > self._settings.unary_prompt_bytes
+        alone = size > self.settings.unary_prompt_bytes
         link.submit(submission, alone=alone)
         if prefill is not None:  # the decode worker sends it the request; check that it is alive
             prefill.ask()
@@ -108,11 +102,11 @@ class Dispatcher:
     ) -> Submission:
         request = active.request
         record = active.record
-        token = self._settings.fleet_token
+        token = self.settings.fleet_token
         target: PrefillTarget | None = None
         if prefill is not None:
             target = prefill_target(prefill, token, active, link.incarnation)
-        prefix = prefix_sources(active, self._workers, token, prefill or link)
+        prefix = prefix_sources(active, self.workers, token, prefill or link)
         emitted = record.emitted
         sampling = request.sampling
         if emitted:  # the client has the scores of the prompt already
@@ -126,12 +120,12 @@ class Dispatcher:
             sampling=sampling_to_wire(sampling),
             emitted=emitted,
             tenant=request.tenant,
-            hash_seed=self._placer.hash_seed(request, link.capabilities),
+            hash_seed=self.placer.hash_seed(request, link.capabilities),
             deadline_remaining_ns=max(request.deadline_ns - now_ns, 1),
             prefill=target,
             traceparent=request.traceparent,
-            router_id=self._router_id,
-            lease_ms=self._settings.lease_ms,
+            router_id=self.router_id,
+            lease_ms=self.settings.lease_ms,
             probe=request.probe,
             adapter=adapter_to_wire(request.adapter),
             pooling=request.pooling,

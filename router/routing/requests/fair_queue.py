@@ -107,7 +107,6 @@ class FairQueue:
             self._rest(entry.tenant)
 
     def _rest(self, tenant: str) -> None:
-        """End the tenant's line, and drop tags that the clock has passed."""
         self._tags[tenant] = self._lines.pop(tenant).tag
         self._tags = {name: tag for name, tag in self._tags.items() if tag > self.clock}
 

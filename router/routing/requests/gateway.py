@@ -148,7 +148,6 @@ class Gateway:
         return active
 
     def _evict(self, active: ActiveRequest) -> None:
-        """End a request whose place in the full queue another tenant gets."""
         tenant = active.request.tenant
         expected_s = self._placer.answer_s
         self._finish(active, self.admission.refusal(tenant, monotonic_ns(), expected_s=expected_s))
@@ -323,7 +322,6 @@ class Gateway:
         self._fail_at(active, error)
 
     def _fail_at(self, active: ActiveRequest, error: BatonError) -> None:
-        """End a request whose worker has the error already."""
         if active.record.fail(error, monotonic_ns()):
             self._release(active)
 
@@ -372,7 +370,6 @@ class Gateway:
                 self._on_end(link, active, end, now_ns)
 
     def _runs_for(self, link: WorkerLink, request_id: str, attempt: int) -> ActiveRequest | None:
-        """Return the request that a worker works for, or cancel it there if it has ended."""
         active = self._active.get(request_id)
         if active is not None and attempt >= active.record.attempt:
             return active

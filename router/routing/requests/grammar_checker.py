@@ -39,10 +39,6 @@ class GrammarChecker:
     """Process that compiles new grammars, and verdicts on earlier ones.
 
     It starts with the first grammar, and again after a grammar that killed it.
-
-    Args:
-        vocabulary: Returns the model's vocabulary; may be slow.
-        limit_s: Time limit of a compilation, in seconds.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class Prober:
         self._lock = asyncio.Lock()
         self._last: dict[str, Any] = {}
         self._last_s = 0.0
-        self._last_lives: frozenset[bytes] = frozenset()
+        self._last_incarnations: frozenset[bytes] = frozenset()
         self._round: asyncio.Task[None] | None = None
         self._rounds = 0
 
@@ -71,19 +71,19 @@ class Prober:
         return monotonic() - self._last_s
 
     @property
-    def _lives(self) -> frozenset[bytes]:
+    def _incarnations(self) -> frozenset[bytes]:
         return frozenset(slot.incarnation for slot in self._gateway.workers.usable)
 
     @property
     def _changed(self) -> bool:
-        return not self._last or self._lives != self._last_lives
+        return not self._last or self._incarnations != self._last_incarnations
 
     async def _renew(self, *, first: bool) -> None:
-        lives = self._lives
+        incarnations = self._incarnations
         result = await self._probe_all(_FIRST if first else 0)
         self._last = result
         self._last_s = monotonic()
-        self._last_lives = lives
+        self._last_incarnations = incarnations
 
     async def _probe_all(self, priority: int) -> dict[str, Any]:
         starting = [slot.worker_id for slot in self._gateway.workers if slot.state == "starting"]

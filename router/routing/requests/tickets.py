@@ -26,11 +26,8 @@ _LIMIT = 1 << 52  # of a place; higher ones are invalid
 class Tickets:
     """Tickets of one router. Sans-IO.
 
-    A ticket is a place in the order and the router's mark, so that two routers at the same place
-    draw different tickets.
-
-    Args:
-        mark: Mark below 1024; None for a random one.
+    A ticket is a place in the order and the router's mark (below 1024, random by default), so that
+    two routers at the same place draw different tickets.
     """
 
     def __init__(self, mark: int | None = None) -> None:
@@ -60,11 +57,7 @@ class TicketSource(Protocol):
 
 
 class TicketFeed:
-    """Task that reserves places in advance, so that no request waits for Redis.
-
-    Args:
-        source: Counter of all routers; None with a single router or without Redis.
-    """
+    """Task that reserves places in advance, so that no request waits for Redis."""
 
     def __init__(
         self, tickets: Tickets, source: TicketSource | None, count_failure: Callable[[str], None]

@@ -44,12 +44,7 @@ class DemandSource(Protocol):
 
 
 class ShareFeed:
-    """Task that keeps a router's shares current.
-
-    Args:
-        on_change: Called when more may run.
-        source: Demands of all routers; None with a single router or without Redis.
-    """
+    """Task that keeps a router's shares current, unless there is a single router or no Redis."""
 
     def __init__(
         self,

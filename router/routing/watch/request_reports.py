@@ -200,7 +200,6 @@ def _repairs_of(active: ActiveRequest) -> tuple[str, ...]:
 
 
 def _lost_to_repairs_s(active: ActiveRequest) -> float:
-    """Return the time from the first placement to the last repair before the first token."""
     timeline = _before_first_token(active)
     placed = [at_ns for event, at_ns in timeline if event.startswith("placed on")]
     repaired = [

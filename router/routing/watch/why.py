@@ -26,20 +26,15 @@ class Facts:
     """Known figures of one request. Seconds are on the router's clock.
 
     Attributes:
-        elapsed_s: Arrival to the last byte, or until now.
         phases_s: Phases of ``baton_phase_seconds``; at the end their sum is ``elapsed_s``.
         worker_queue_s: Part of the phase ``queue`` that was spent at the worker.
-        prefill_s: Time that the prefill worker took for the prompt.
-        peers_prefill_tokens_per_s: Expected rate of the other workers, 0 if there is none.
         held_elsewhere_tokens: Prompt tokens that the best other worker had in its cache.
         expected_step_s: Decode step that the router expected of this worker; 0 if unknown.
         lost_to_repairs_s: First placement until the one that served, or until another prefill
             worker had the prompt.
         repairs: Repairs, such as ``prefill-0 failed: the frame is damaged``.
-        paused_s: Time from the last token at one worker to the first at the next.
         moves: Reason of each migration.
-        stalls_s: Longest gaps between tokens, sorted.
-        stalled_before_token: Index of the token after the longest gap.
+        stalls_s: Longest gaps between tokens, sorted; the first precedes ``stalled_before_token``.
     """
 
     elapsed_s: float

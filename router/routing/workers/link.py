@@ -71,9 +71,6 @@ class WorkerLink:
     """Stream of this router to one worker.
 
     Args:
-        address: host:port of its gRPC server.
-        hello: First frame of each stream, with this router's identity.
-        tls: Certificates of the fleet; None for plain text.
         heartbeat_s: Interval of our heartbeats, which renew the lease of our requests.
         silence_s: Silence after which a worker that should send something is dead.
         reopen_s: Time limit of reopening a broken stream.
@@ -245,7 +242,6 @@ class WorkerLink:
                 await channel.close(grace=None)
 
     def _credentials(self) -> grpc.ChannelCredentials | None:
-        """Return TLS credentials, a new object after a change of our certificate."""
         return self._tls.channel_credentials() if self._tls is not None else None
 
     def _note_distrust(self, reason: str) -> None:
@@ -286,7 +282,6 @@ class WorkerLink:
             await asyncio.gather(*parts, return_exceptions=True)
 
     async def _watch(self) -> None:
-        """Return when the worker has been silent for too long."""
         while True:
             since_ns = self._exchange.silent_since_ns
             if since_ns is None:

@@ -127,7 +127,6 @@ class Slot:
         return link is not None and link.live and self.state == "ready" and self._fits(link)
 
     def _fits(self, link: WorkerLink) -> bool:
-        """Return whether the worker fits this fleet, cached until its capabilities change."""
         capabilities = link.capabilities
         if link.distrust:
             return False

@@ -18,8 +18,6 @@ Totals = tuple[int, int, int]  # count, bytes, failures
 
 
 class _Book(msgspec.Struct):
-    """Saved totals by incarnation (hex), and the sum of older incarnations."""
-
     lives: dict[str, Totals] = {}
     past: Totals = (0, 0, 0)
 
