@@ -6,6 +6,7 @@ whole columns (``worker_columns.py``), and a price for the few workers that are 
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple, overload
 
@@ -45,30 +46,23 @@ class Placed(NamedTuple):
     cost_s: float
 
 
+@dataclass(slots=True, eq=False)
 class Placements(Sequence[Placed]):
-    """Priced placements, the cheapest first, with the state of their workers by number."""
+    """Lazy view of priced placements, the cheapest first; most are never read.
 
-    __slots__ = ("_booked", "_cached", "_known", "_pairs", "_tiers", "_workers", "costs_s")
+    The state of their workers is by number: report, unreported load, cached blocks, tiers.
+    """
 
-    def __init__(
-        self,
-        pairs: Sequence[Sequence[int]],
-        costs_s: Sequence[float],
-        workers: Mapping[int, ReportedWorker],
-        booked: Mapping[int, Unreported],
-        cached: Mapping[int, int],
-        tiers: Mapping[int, tuple[int, float]],
-    ) -> None:
-        self.costs_s = costs_s
-        self._pairs = pairs
-        self._workers = workers
-        self._booked = booked
-        self._cached = cached
-        self._tiers = tiers
-        self._known: dict[int, Known] = {}
+    pairs: Sequence[Sequence[int]]
+    costs_s: Sequence[float]
+    workers: Mapping[int, ReportedWorker]
+    booked: Mapping[int, Unreported]
+    cached: Mapping[int, int]
+    tiers: Mapping[int, tuple[int, float]]
+    known: dict[int, Known] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self.pairs)
 
     @overload
     def __getitem__(self, index: int) -> Placed: ...
@@ -77,39 +71,33 @@ class Placements(Sequence[Placed]):
     def __getitem__(self, index: int | slice) -> Placed | list[Placed]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        computes, holds = self._pairs[index]
+        computes, holds = self.pairs[index]
         return Placed(self._of(computes), self._of(holds), self.costs_s[index])
 
     def _of(self, number: int) -> Known:
-        known = self._known.get(number)
+        known = self.known.get(number)
         if known is None:
-            known = self._known[number] = Known(
-                *self._workers[number],
-                self._booked.get(number, _NOTHING),
-                self._cached.get(number, 0),
-                self._tiers.get(number, NO_TIERS),
+            known = self.known[number] = Known(
+                *self.workers[number],
+                self.booked.get(number, _NOTHING),
+                self.cached.get(number, 0),
+                self.tiers.get(number, NO_TIERS),
             )
         return known
 
 
+@dataclass(slots=True, eq=False)
 class Described(Sequence[Candidate]):
-    """Candidates, the cheapest first."""
+    """Lazy view of candidates with all their terms, the cheapest first."""
 
-    def __init__(
-        self,
-        placed: Sequence[Placed],
-        asked: Asked,
-        rates: Rates,
-        wait_per_s: Mapping[str, float],
-    ) -> None:
-        self._placed = placed
-        self._asked = asked
-        self._rates = rates
-        self._wait_per_s = wait_per_s
-        self._made: list[Candidate | None] = [None] * len(placed)
+    placed: Sequence[Placed]
+    asked: Asked
+    rates: Rates
+    wait_per_s: Mapping[str, float]
+    made: dict[int, Candidate] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._placed)
+        return len(self.placed)
 
     @overload
     def __getitem__(self, index: int) -> Candidate: ...
@@ -118,20 +106,20 @@ class Described(Sequence[Candidate]):
     def __getitem__(self, index: int | slice) -> Candidate | list[Candidate]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        made = self._made[index]
+        made = self.made.get(index)
         if made is None:
-            made = self._made[index] = self._describe(self._placed[index])
+            made = self.made[index] = self._describe(self.placed[index])
         return made
 
     def _describe(self, placed: Placed) -> Candidate:
         computes = placed.computes
         holds = placed.holds
-        waits = self._wait_per_s
+        waits = self.wait_per_s
         alone = computes is holds
-        asked = self._asked
+        asked = self.asked
 
         def load(worker: Known) -> WorkerLoad:
-            return worker.load(self._rates, waits[worker.slot.role], sources=asked.sources)
+            return worker.load(self.rates, waits[worker.slot.role], sources=asked.sources)
 
         return price(
             prefill=None if alone else load(computes),
