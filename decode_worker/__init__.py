@@ -1,1 +1,1 @@
-"""The service that owns requests: it takes KV over and writes the answers."""
+"""Decode worker: owns requests, receives KV, and generates responses."""

@@ -1,17 +1,16 @@
 """Credit for receiving KV, over all hand-offs and prefix pulls of a worker. Sans-IO.
 
-Two things are given out. Bytes in flight: what was asked for and is not stored yet. And, while
-answers are being written, CPU time of the shell: receiving takes it from the engine's step, which
-waits for its slowest thread. So receiving may take a part of one core, ``cpu_share``. What it took
-is measured: the process's time while something was in flight, less what the process takes of that
-time anyway. What a peer's bytes cost, and so the rate in bytes, follows. Time that was not used is
-saved up for a while, so that a hand-off that comes alone is not held back; and none is held back
-for longer than `MOST_HELD_NS`, so that streams have their pace in a burst, and a worker that has to
-receive more than the pace all the time receives it.
+Two things are limited. Bytes in flight: requested and not stored yet. And, while responses are
+being generated, CPU time of the shell: receiving takes it from the engine's step, which waits for
+its slowest thread. So receiving may take a share of one core, ``cpu_share``. Its cost is measured:
+CPU time of the process while something is in flight, less what the process uses without receiving.
+This gives the cost per byte of a peer, and so the rate in bytes. Unused time is saved for a while,
+so that a single hand-off is not held back. None is held back for longer than `MOST_HELD_NS`: bursts
+are paced, and a worker that must permanently receive more than the pace still receives it.
 
-Who is next is decided frame by frame, by self-clocked fair queueing: each hand-off gets as many
-bytes as the others, a small one does not wait behind a large one, and nobody waits for ever. What
-an event costs does not grow with the hand-offs that wait.
+Self-clocked fair queueing picks the next frame: each hand-off gets the same bandwidth, a small one
+does not wait behind a large one, and none starves. The cost of an event does not grow with the
+number of waiting hand-offs.
 """
 
 import heapq
@@ -19,48 +18,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 IN_FLIGHT_BYTES = 64 << 20  # the window of one hand-off, in frames of 4 MiB
-SAVED_UP_NS = 2_000_000_000  # of time in which nothing was received; and the most debt
-MOST_HELD_NS = 5_000_000_000  # of one hand-off, by the pace
-_ASSUMED_BYTES_PER_CPU_S = 400e6  # from a peer that nothing came from yet
-_REMEMBERED_BYTES = 64 << 20  # of a peer, for what they cost
-_MOST_TIMES_DEARER = 4  # than expected; more is the work of others
-_REMEMBERED_NS = 1_000_000_000  # without receiving, for what else the process does
+SAVED_UP_NS = 2_000_000_000  # of idle time that is credited; also the largest debt
+MOST_HELD_NS = 5_000_000_000  # longest delay of one hand-off by the pace
+_ASSUMED_BYTES_PER_CPU_S = 400e6  # from a peer without measurement
+_REMEMBERED_BYTES = 64 << 20  # of a peer, for the cost per byte
+_MAX_COST_FACTOR = 4  # over the expected cost; more is caused by other work
+_REMEMBERED_NS = 1_000_000_000  # of time without receiving, for the base load
 _NEVER_NS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The first ``frames`` of a claim may be asked for."""
+    """Permission to request the first ``frames`` frames of a demand."""
 
-    claim: int
+    demand: int
     frames: int
 
 
 @dataclass(slots=True)
-class _Claim:
+class _Demand:
     owner: str
     peer: str
     frame_bytes: tuple[int, ...]
     tag: int  # of its next frame: the lowest goes first
-    urgent_ns: int  # from when on the pace does not hold it
+    urgent_ns: int  # from then on the pace does not delay it
     frames: int = 0  # granted
     in_flight_bytes: int = 0
 
     @property
     def last_tag(self) -> int:
-        """What follows it goes behind it."""
         return self.tag + sum(self.frame_bytes[self.frames + 1 :])
 
 
 class _Lowest:
-    """Claims by a rank, the lowest first, equals by age."""
+    """Queue of demands by rank, lowest first, equal ranks by age."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}
-        self._heap: list[tuple[int, int]] = []  # some were taken out, or have another rank by now
+        self._heap: list[tuple[int, int]] = []  # with stale entries
 
     def put(self, number: int, rank: int) -> None:
-        """Add a claim, or give it another rank."""
         self._ranks[number] = rank
         if len(self._heap) > 2 * len(self._ranks) + 16:
             self._heap = [(rank, number) for number, rank in self._ranks.items()]
@@ -69,16 +66,13 @@ class _Lowest:
             heapq.heappush(self._heap, (rank, number))
 
     def move(self, number: int, rank: int) -> None:
-        """Give a claim another rank, if it is there."""
         if number in self._ranks:
             self.put(number, rank)
 
-    def take_out(self, number: int) -> None:
-        """If it is there."""
+    def discard(self, number: int) -> None:
         self._ranks.pop(number, None)
 
     def first(self) -> tuple[int, int] | None:
-        """Rank and number of the first."""
         while self._heap and self._ranks.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
@@ -86,7 +80,7 @@ class _Lowest:
 
 @dataclass(slots=True)
 class _Ratio:
-    """``taken`` for each ``given``; older ones fade as more than ``remembered`` is given."""
+    """``taken`` per ``given``; older values fade as more than ``remembered`` is given."""
 
     taken: float
     given: float
@@ -104,24 +98,21 @@ class _Ratio:
 
 @dataclass(slots=True)
 class _Period:
-    """Of time in which something was in flight, or nothing was."""
-
     began_ns: int
     began_cpu_ns: int
     peer: str = ""  # "": none, or several
     bytes: int = 0
-    expected_ns: float = 0.0  # of CPU time, for what was granted
-    charged_ns: float = 0.0  # of them: streams were running
+    expected_ns: float = 0.0  # CPU time of what was granted
+    charged_ns: float = 0.0  # part of it that was granted during decoding
 
 
 class ReceiveCredit:
-    """See the module. Times are passed in.
+    """Credit for received bytes and CPU time. Times are passed in.
 
     Args:
-        cpu_share: Of one core, for receiving while answers are written; 0: no limit.
-        in_flight_bytes: Asked for and not stored. A larger frame goes alone.
-        now_ns: The time.
-        cpu_ns: CPU time that the process has taken.
+        cpu_share: Share of one core for receiving while responses are generated; 0 for no limit.
+        in_flight_bytes: Limit of bytes requested and not stored. A larger frame goes alone.
+        cpu_ns: CPU time that the process has used.
     """
 
     def __init__(
@@ -137,16 +128,16 @@ class ReceiveCredit:
         self._decoding = False
         self._saved_cpu_ns = self._most_saved_cpu_ns = cpu_share * SAVED_UP_NS
         self._saved_at_ns = now_ns
-        self._waiting: dict[int, _Claim] = {}
-        self._flying: dict[int, _Claim] = {}
+        self._waiting: dict[int, _Demand] = {}
+        self._flying: dict[int, _Demand] = {}
         self._of_owner: dict[str, set[int]] = {}  # waiting and flying
         self._by_tag = _Lowest()  # all that wait
-        self._patient = _Lowest()  # of them those that the pace holds, by when it lets them go
+        self._patient = _Lowest()  # of them those that the pace delays, by the end of the delay
         self._urgent = _Lowest()  # and the others, by tag
         self._tag = 0  # of the frame that was granted last
-        self._claims = 0
-        self._costs: dict[str, _Ratio] = {}  # CPU ns of a byte from a peer
-        self._else = _Ratio(0.0, 0.0, _REMEMBERED_NS)  # CPU ns that all else takes of a ns
+        self._demands = 0
+        self._costs: dict[str, _Ratio] = {}  # CPU ns per byte from a peer
+        self._base_load = _Ratio(0.0, 0.0, _REMEMBERED_NS)  # CPU ns per ns without receiving
         self._period = _Period(now_ns, cpu_ns)
 
     # ---------------------------------------------------------------- events
@@ -154,41 +145,41 @@ class ReceiveCredit:
     def ask(
         self, owner: str, peer: str, frame_bytes: Sequence[int], urgent_ns: int = _NEVER_NS
     ) -> int:
-        """A hand-off wants frames of these sizes, in this order; the claim's number.
+        """Queue a demand of a hand-off for frames of these sizes, in order; return its number.
 
-        From ``urgent_ns`` on it is not held back by the pace.
+        From ``urgent_ns`` on the pace does not delay it.
         """
-        self._claims += 1
-        number = self._claims
+        self._demands += 1
+        number = self._demands
         own = self._of_owner.setdefault(owner, set())
         before = [self._waiting[one].last_tag for one in own if one in self._waiting]
         tag = max([self._tag, *before]) + frame_bytes[0]
-        self._waiting[number] = _Claim(owner, peer, tuple(frame_bytes), tag, urgent_ns)
+        self._waiting[number] = _Demand(owner, peer, tuple(frame_bytes), tag, urgent_ns)
         own.add(number)
         self._by_tag.put(number, tag)
         self._patient.put(number, urgent_ns)
         return number
 
     def waits(self, owner: str) -> bool:
-        """Whether a hand-off wants frames that it may not ask for yet."""
+        """Return whether a hand-off waits for credit."""
         return any(number in self._waiting for number in self._of_owner.get(owner, ()))
 
     def decoding(self, *, on: bool, now_ns: int) -> None:
-        """Whether answers are being written."""
+        """Note whether responses are being generated."""
         self._save_up(now_ns)
         self._decoding = on
 
-    def give_back(self, claim: int, received_bytes: int, now_ns: int, cpu_ns: int) -> None:
-        """Nothing of a grant is on its way any more; so much of it came."""
-        ended = self._waiting.get(claim) or self._flying.get(claim)
+    def give_back(self, demand: int, received_bytes: int, now_ns: int, cpu_ns: int) -> None:
+        """End a demand, of which nothing is in flight any more."""
+        ended = self._waiting.get(demand) or self._flying.get(demand)
         if ended is None:
             return
         own = self._of_owner[ended.owner]
-        own.remove(claim)
+        own.remove(demand)
         if not own:
             del self._of_owner[ended.owner]
-        self._wait_no_more(claim)
-        flown = self._flying.pop(claim, None)
+        self._stop_waiting(demand)
+        flown = self._flying.pop(demand, None)
         if flown is None:
             return
         self.in_flight_bytes -= flown.in_flight_bytes
@@ -197,47 +188,47 @@ class ReceiveCredit:
             self._end_period(now_ns, cpu_ns)
 
     def drop(self, owner: str, now_ns: int, cpu_ns: int) -> list[int]:
-        """A hand-off is over: all that it has is free at once; its claims that still waited."""
+        """End all demands of a hand-off, and return those that still waited."""
         own = self._of_owner.pop(owner, set())
         waited = sorted(number for number in own if number in self._waiting)
         for number in waited:
-            self._wait_no_more(number)
+            self._stop_waiting(number)
         flying = [number for number in own if number in self._flying]
         for number in flying:
             self.in_flight_bytes -= self._flying.pop(number).in_flight_bytes
-            self._period.peer = ""  # bytes came that nobody counts
+            self._period.peer = ""  # some received bytes are not counted
         if flying and not self._flying:
             self._end_period(now_ns, cpu_ns)
         return waited
 
-    # ---------------------------------------------------------------- what follows from them
+    # ---------------------------------------------------------------- decisions
 
     def grants(self, now_ns: int, cpu_ns: int) -> list[Grant]:
-        """Who may ask for what now. To be asked for after each event, and when it is `due_ns`."""
+        """Return the demands that may start now. Call it after each event, and at `due_ns`."""
         self._save_up(now_ns)
-        granted: dict[int, _Claim] = {}
+        granted: dict[int, _Demand] = {}
         while (number := self._next(now_ns)) is not None:
-            claim = self._waiting[number]
-            size_bytes = claim.frame_bytes[claim.frames]
+            demand = self._waiting[number]
+            size_bytes = demand.frame_bytes[demand.frames]
             if self.in_flight_bytes and self.in_flight_bytes + size_bytes > self._limit_bytes:
                 break
             if not self.in_flight_bytes:
-                self._begin_period(claim.peer, now_ns, cpu_ns)
-            self._grant(claim, size_bytes)
-            granted[number] = claim
-            if claim.frames == len(claim.frame_bytes):
-                self._wait_no_more(number)
+                self._begin_period(demand.peer, now_ns, cpu_ns)
+            self._grant(demand, size_bytes)
+            granted[number] = demand
+            if demand.frames == len(demand.frame_bytes):
+                self._stop_waiting(number)
             else:
-                claim.tag += claim.frame_bytes[claim.frames]
-                self._by_tag.put(number, claim.tag)
-                self._urgent.move(number, claim.tag)
-        for number, claim in granted.items():
-            self._wait_no_more(number)  # the rest is asked for anew
-            self._flying[number] = claim
-        return [Grant(number, claim.frames) for number, claim in granted.items()]
+                demand.tag += demand.frame_bytes[demand.frames]
+                self._by_tag.put(number, demand.tag)
+                self._urgent.move(number, demand.tag)
+        for number, demand in granted.items():
+            self._stop_waiting(number)  # the owner demands the rest anew
+            self._flying[number] = demand
+        return [Grant(number, demand.frames) for number, demand in granted.items()]
 
     def due_ns(self, now_ns: int) -> int | None:
-        """When the next frame may go, if it is CPU time that it waits for."""
+        """Return when the next frame may go, if it waits for CPU time only."""
         if not self._out_of_time or self._next(now_ns) is not None:
             return None
         patient = self._patient.first()
@@ -247,26 +238,26 @@ class ReceiveCredit:
         return min(urgent_ns, now_ns + round(1 - self._saved_cpu_ns / self._cpu_share))
 
     def bytes_per_s(self, peer: str) -> float:
-        """The rate at which a peer's KV is taken while answers are written; 0: no limit."""
+        """Return the receive rate of a peer's KV while responses are generated; 0 for no limit."""
         return self._cpu_share / self._cost(peer).value * 1e9
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- internals
 
     def _next(self, now_ns: int) -> int | None:
-        """Whose frame is the next one, if it need not wait for CPU time."""
+        """Return the demand of the next frame, if it need not wait for CPU time."""
         first = self._by_tag.first()
         if self._out_of_time:
             while (patient := self._patient.first()) is not None and patient[0] <= now_ns:
                 _, number = patient
-                self._patient.take_out(number)
+                self._patient.discard(number)
                 self._urgent.put(number, self._waiting[number].tag)
             first = self._urgent.first()
         return None if first is None else first[1]
 
-    def _wait_no_more(self, number: int) -> None:
+    def _stop_waiting(self, number: int) -> None:
         self._waiting.pop(number, None)
         for queue in (self._by_tag, self._patient, self._urgent):
-            queue.take_out(number)
+            queue.discard(number)
 
     @property
     def _paced(self) -> bool:
@@ -276,14 +267,14 @@ class ReceiveCredit:
     def _out_of_time(self) -> bool:
         return self._paced and self._saved_cpu_ns <= 0
 
-    def _grant(self, claim: _Claim, size_bytes: int) -> None:
-        if self._period.peer != claim.peer:
+    def _grant(self, demand: _Demand, size_bytes: int) -> None:
+        if self._period.peer != demand.peer:
             self._period.peer = ""
-        self._tag = claim.tag
-        claim.frames += 1
-        claim.in_flight_bytes += size_bytes
+        self._tag = demand.tag
+        demand.frames += 1
+        demand.in_flight_bytes += size_bytes
         self.in_flight_bytes += size_bytes
-        expected_ns = size_bytes * self._cost(claim.peer).value
+        expected_ns = size_bytes * self._cost(demand.peer).value
         self._period.expected_ns += expected_ns
         if self._paced:
             self._saved_cpu_ns -= expected_ns
@@ -296,22 +287,22 @@ class ReceiveCredit:
         self._saved_at_ns = now_ns
 
     def _begin_period(self, peer: str, now_ns: int, cpu_ns: int) -> None:
-        """Until now nothing was in flight: that says what all else takes."""
+        """End an idle period, which measures the base load."""
         idle = self._period
-        self._else.add(cpu_ns - idle.began_cpu_ns, now_ns - idle.began_ns)
+        self._base_load.add(cpu_ns - idle.began_cpu_ns, now_ns - idle.began_ns)
         self._period = _Period(now_ns, cpu_ns, peer)
 
     def _end_period(self, now_ns: int, cpu_ns: int) -> None:
-        """Nothing is in flight any more: what it took is charged instead of what was expected."""
+        """End a busy period: charge the measured cost instead of the expected one."""
         busy = self._period
         self._period = _Period(now_ns, cpu_ns)
-        anyway_ns = self._else.value * (now_ns - busy.began_ns)
-        took_ns = max(0.0, cpu_ns - busy.began_cpu_ns - anyway_ns)
+        base_ns = self._base_load.value * (now_ns - busy.began_ns)
+        took_ns = max(0.0, cpu_ns - busy.began_cpu_ns - base_ns)
         if busy.peer and busy.bytes and took_ns:
             self._cost(busy.peer).add(took_ns, busy.bytes)
         if busy.expected_ns:
-            dearer = min(took_ns / busy.expected_ns, _MOST_TIMES_DEARER) - 1
-            self._saved_cpu_ns -= busy.charged_ns * dearer
+            excess = min(took_ns / busy.expected_ns, _MAX_COST_FACTOR) - 1
+            self._saved_cpu_ns -= busy.charged_ns * excess
 
     def _cost(self, peer: str) -> _Ratio:
         if peer not in self._costs:

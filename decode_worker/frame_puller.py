@@ -1,7 +1,7 @@
-"""Pulls frames of one hand-off by the best transport, and has them stored off the event loop.
+"""Pulls frames of one hand-off by the best transport, and stores them off the event loop.
 
-A pull that a transport cannot finish is finished by the fallback, at once: the machine hears of a
-failed pull only when that fails too.
+If a transport fails, the pull falls back to gRPC at once. The machine sees a failed pull only if
+the fallback fails too.
 """
 
 import asyncio
@@ -26,15 +26,13 @@ from kvtransfer.transports import FALLBACK
 
 _LOG = logging.getLogger(__name__)
 
-_BUDGET_TIMES = 4  # as long as the edge's bandwidth says, and so long on top of it
+_BUDGET_TIMES = 4  # the expected duration at the edge's bandwidth
 _BUDGET_S = 1.0
 _ENCODINGS = (common_pb2.PLAIN, common_pb2.INT8)
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """One pull by one transport."""
-
     way: str
     target: PrefillTarget
     generation: int
@@ -44,14 +42,7 @@ class _Attempt:
 
 
 class FramePuller:
-    """Carries out the pulls that the machine asks for, and tells it what became of each frame.
-
-    Args:
-        submission: The request.
-        machine: Of its hand-off.
-        parts: Of this worker.
-        perform: Takes the machine's next actions.
-    """
+    """Carries out the machine's pulls, and reports the outcome of each frame to it."""
 
     def __init__(
         self,
@@ -74,13 +65,7 @@ class FramePuller:
         self._perform = perform
 
     async def pull(self, pull: Pull, target: PrefillTarget, generation: int) -> None:
-        """One pull, to its end: as many frames at once as there is credit for.
-
-        Args:
-            pull: What to ask for.
-            target: Whom to ask.
-            generation: Of the reservation whose pages are written.
-        """
+        """Run one pull to its end, in parts as large as the credit permits."""
         self.began_ns = self.began_ns or time.monotonic_ns()
         left = list(pull.kv_slices)
         while left and self._machine.pulls(pull.epoch):
@@ -98,23 +83,23 @@ class FramePuller:
             finally:
                 self._pacer.give_back(room, came_bytes)
             if not came_bytes:
-                reason = f"nothing came from {target.worker_id} of the frames before"
+                reason = f"{target.worker_id} sent none of the previous frames"
                 self._perform(self._machine.pull_failed(left, reason, pull.epoch))
                 return
 
     @property
     def waits(self) -> bool:
-        """Whether credit is lacking for frames that the machine has asked for."""
+        """True while requested frames wait for credit."""
         return self._pacer.waits(self._owner)
 
     def drop(self) -> None:
-        """The hand-off is over, or starts over: its credit is for others."""
+        """Release the credit of a hand-off that ends or restarts."""
         self._pacer.drop(self._owner)
 
     async def _pull_part(
         self, kv_slices: Sequence[KvSlice], epoch: int, target: PrefillTarget, generation: int
     ) -> int:
-        """Pull from each address what it has; bytes that came."""
+        """Pull from each address the heads that it has; return the received bytes."""
         edges: dict[tuple[str, tuple[RankLink, ...]], list[KvSlice]] = {}
         for kv_slice in kv_slices:
             address = self._peers.address(target, kv_slice)
@@ -135,7 +120,7 @@ class FramePuller:
                 if takers
                 else self._pull_here(some, attempt)
             )
-        # All end before it is said that one broke: nobody may still write what is pulled again.
+        # All end before a failure is raised: nothing may still write pages that are pulled again.
         came_bytes = 0
         for ended in await asyncio.gather(*works, return_exceptions=True):
             if isinstance(ended, BaseException):
@@ -144,7 +129,6 @@ class FramePuller:
         return came_bytes
 
     async def _pull_here(self, kv_slices: Sequence[KvSlice], attempt: _Attempt) -> int:
-        """One edge whose frames this process stores; bytes that came."""
         missing = deque(kv_slices)
         reason = f"no transport reaches {attempt.target.worker_id}"
         for way in self._peers.ways(attempt.target, time.monotonic_ns()):
@@ -158,10 +142,11 @@ class FramePuller:
     async def _pull_apart(
         self, kv_slices: Sequence[KvSlice], attempt: _Attempt, takers: Sequence[RankLink]
     ) -> int:
-        """One edge whose frames ranks elsewhere store; one counts when all who need it have it.
+        """Pull by one edge into pools of ranks on other hosts; return the received bytes.
 
-        They may write from now on until they say what became of it. One that never says is gone,
-        and so is its replica: until then the pages stay in quarantine.
+        A frame counts when all ranks that need it have it. Ranks may write until they report the
+        outcome. A rank that never reports is gone, and its replica with it: until then the pages
+        stay in quarantine.
         """
         machine = self._machine
         epoch = attempt.epoch
@@ -171,17 +156,17 @@ class FramePuller:
         size = sum(kv_slice.payload_bytes(self._pool.geometry) for kv_slice in wanted)
         edge = self._peers.edge(attempt.target.worker_id)
         budget_s = _BUDGET_TIMES * size / edge.rate(FALLBACK).bytes_per_s + _BUDGET_S
-        word = rank_pb2.RankTake(
+        order = rank_pb2.RankTake(
             address=attempt.target.address,
             pull=self._request(wanted, attempt),
             pages=machine.blocks,
             budget_ms=round(budget_s * 1e3),
         )
         began_s = asyncio.get_running_loop().time()
-        here = [self._peers.take(word, pool) for pool in self._pool.holding(wanted[0])]
-        takes = (*here, *(link.take(word) for link in takers))
+        here = [self._peers.take(order, pool) for pool in self._pool.holding(wanted[0])]
+        takes = (*here, *(link.take(order) for link in takers))
         taken: list[rank_pb2.RankTaken] = []
-        # All end before a rank's end is said: our own pool may be written by then.
+        # All end before a rank's failure is raised: our own pool may be written by then.
         for ended in await asyncio.gather(*takes, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
@@ -211,7 +196,7 @@ class FramePuller:
         return size - self._size(missed, common_pb2.PLAIN)
 
     async def _try(self, attempt: _Attempt, missing: deque[KvSlice]) -> str:
-        """Pull what is missing, and take each frame that comes off it; why it broke, or ""."""
+        """Pull missing frames, removing each that arrives; return why it failed, or ""."""
         loop = asyncio.get_running_loop()
         edge = self._peers.edge(attempt.target.worker_id)
         size, int8_size = (self._size(missing, one) for one in _ENCODINGS)
@@ -235,7 +220,7 @@ class FramePuller:
             kind = "late"
             reason = f"outlasted its budget of {budget_s:.1f} s"
             asked = self._size(kv_slices, encoding)
-            came = asked - self._size(list(missing)[1:], encoding)  # less: the next one was due
+            came = asked - self._size(list(missing)[1:], encoding)  # with the one that was due
             edge.note_late(way, asked, came, loop.time() - began_s)
         except TransportError as error:
             kind = "broke"
@@ -244,17 +229,16 @@ class FramePuller:
             if not wanted:
                 return ""
             if not missing:
-                # While prefill computes, only the time of the pull says how fast the edge is.
+                # While prefill computes, only the pull's duration shows the edge's bandwidth.
                 elapsed_s = loop.time() - began_s
                 edge.note(way, size, elapsed_s, int8=encoding == common_pb2.INT8)
                 return ""
             kind = "short"
-            reason = "brought fewer frames than were asked for"
+            reason = "returned fewer frames than requested"
         self._note_failure(attempt, kind)
         return f"a pull from {peer} by {attempt.way} {reason}"
 
     def _size(self, kv_slices: Iterable[KvSlice], encoding: common_pb2.ChunkEncoding) -> int:
-        """Bytes on the wire."""
         geometry = self._pool.geometry
         return sum(chunk.payload_bytes(kv_slice, geometry, encoding) for kv_slice in kv_slices)
 
@@ -271,7 +255,6 @@ class FramePuller:
         )
 
     def _note_failure(self, attempt: _Attempt, kind: str) -> None:
-        """What the fallback cannot do is for the machine; what others cannot do it never hears."""
         if attempt.way != FALLBACK:
             self._peers.edge(attempt.target.worker_id).failed(attempt.way, time.monotonic_ns())
             self._metrics.inc("baton_transfer_fallbacks", transport=attempt.way, reason=kind)
@@ -279,7 +262,7 @@ class FramePuller:
     async def _store_all(
         self, frames: FrameStream, missing: deque[KvSlice], attempt: _Attempt, ends_ns: int
     ) -> bool:
-        """Store frames until all came or there are no more; False: nobody asks for them now."""
+        """Store frames until the stream ends; return False if they are not needed any more."""
         while missing:
             async with ALIVE.timeout((ends_ns - ALIVE.now_ns()) / 1e9):
                 came = await frames.read()
@@ -291,7 +274,6 @@ class FramePuller:
         return True
 
     async def _store(self, frames: list[tuple[Frame, KvSlice]], attempt: _Attempt) -> bool:
-        """Verify and store frames; False ends the pull."""
         machine = self._machine
         epoch = attempt.epoch
         wanted = [
@@ -317,13 +299,13 @@ class FramePuller:
     def _store_each(
         self, frames: list[tuple[Frame, KvSlice]], blocks: Sequence[int], bound: bytes
     ) -> list[Exception | None]:
-        """What became of each; whatever it was, the pages must come free."""
+        """Store frames and return the fault of each, if any; the pages must come free anyway."""
         faults: list[Exception | None] = []
         for frame, kv_slice in frames:
             try:
                 for pool in self._pool.holding(kv_slice):
                     frame.store(pool, blocks, kv_slice, bound)
-            except Exception as fault:  # noqa: BLE001 - told to the machine, frame by frame
+            except Exception as fault:  # noqa: BLE001 - reported to the machine, frame by frame
                 faults.append(fault)
             else:
                 faults.append(None)
@@ -339,5 +321,5 @@ class FramePuller:
             self._metrics.inc("baton_chunks_refused", cause=fault.cause)
             self._metrics.inc("baton_chunks_repaired")
             self._note_failure(attempt, "damaged")
-        else:  # a fault of ours
-            _LOG.error("a frame of %s could not be stored", self._request_id, exc_info=fault)
+        else:  # a fault of this process
+            _LOG.error("cannot store a frame: request=%s", self._request_id, exc_info=fault)

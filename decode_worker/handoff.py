@@ -1,4 +1,4 @@
-"""Takes one prompt's KV over: carries out what ``HandoffReceiver`` decides.
+"""Receives the KV of one prompt: carries out what ``HandoffReceiver`` decides.
 
 DecodeRequest ──verbs──▶ Handoff ──▶ HandoffReceiver (decides)
       ▲                   │  ├─────▶ PrefillStream (control: one per prefill worker tried)
@@ -33,9 +33,9 @@ from kvtransfer.receiver import HandoffReceiver, ReceiverState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokens:
-    """What a prefill worker says of a prompt: facts, once they are passed on.
+    """First tokens of a prompt. Once passed on, they are final.
 
-    ``tokens`` has one per choice, and none for a prompt whose vector is the answer.
+    ``tokens`` has one per choice, and none if an embedding is the response.
     """
 
     tokens: tuple[SampledToken, ...]
@@ -48,7 +48,7 @@ class FirstTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferFigures:
-    """A hand-off that is complete, in figures. ``skip_blocks`` were at decode before it."""
+    """Figures of a complete hand-off. Decode already had ``skip_blocks``."""
 
     duration_ns: int
     payload_bytes: int
@@ -57,35 +57,28 @@ class TransferFigures:
 
 
 class HandoffListener(Protocol):
-    """Who owns the request that a hand-off is for."""
+    """Owner of the request that a hand-off is for."""
 
     def on_first_tokens(self, first: FirstTokens) -> None:
-        """Prefill sampled the first tokens. Called once, however many prefill workers do."""
+        """Handle the first tokens. Called once, even if several prefill workers send them."""
 
     def on_peer_needed(
         self, failed: decode_pb2.PrefillTarget, reason: str, peer_died: bool
     ) -> None:
-        """Another prefill worker is needed; ``peer_died``: the incarnation is gone."""
+        """Request another prefill worker; ``peer_died``: the incarnation is gone."""
 
     def on_peer_still_needed(self) -> None:
-        """Nobody has answered: say it again."""
+        """Repeat the request for another prefill worker, which nothing has answered."""
 
     def on_committed(self, payload_bytes: int) -> None:
-        """All KV has arrived, and the engine decodes."""
+        """Note that all KV has arrived and the engine decodes."""
 
     def on_drained(self) -> None:
-        """After ``cancel``: nothing writes into the pages any more."""
+        """Note that nothing writes into the pages any more, after ``cancel``."""
 
 
 class Handoff:
-    """The receiving half of one hand-off.
-
-    Args:
-        submission: The request.
-        engine_id: Its name at the engine.
-        parts: Of this worker.
-        listener: Told what comes of it.
-    """
+    """Receiving side of one hand-off."""
 
     def __init__(
         self,
@@ -112,19 +105,19 @@ class Handoff:
         self._taken_over = False
         self._figures: TransferFigures | None = None
         self._cancelled = False
-        # Then prefill's own word is the whole answer, and no KV is needed.
+        # Then the first token or the embedding is the whole response, and no KV is needed.
         self._one_token = submission.sampling.max_tokens == 1 or bool(submission.pooling)
         self._prompt_logprobs = PromptLogprobsIntake(prompt_tokens - 1)
 
     @property
     def figures(self) -> TransferFigures | None:
-        """Of the transfer; None unless all KV arrived and the engine still holds it."""
+        """Figures of the transfer; None unless all KV arrived and the engine still holds it."""
         return self._figures
 
     # ---------------------------------------------------------------- verbs of the request
 
     def on_report(self, report: object) -> None:
-        """The engine speaks of the request's reservation."""
+        """Handle an engine report on the request's reservation."""
         match report:
             case ev.Reserved():
                 now_ns = ALIVE.now_ns()
@@ -137,39 +130,39 @@ class Handoff:
 
     @property
     def credit_wait_s(self) -> float:
-        """How long pulls have waited for credit, all together; infinite while one does."""
+        """Total time that pulls have waited for credit, in seconds; infinite while one waits."""
         return math.inf if self._puller.waits else self._puller.waited_s
 
     @property
     def needs_peer(self) -> bool:
-        """Whether the router is to say who goes on."""
+        """True while the hand-off waits for the router to name a prefill worker."""
         return self._machine.state is ReceiverState.NO_PEER
 
     def replace_peer(self, target: decode_pb2.PrefillTarget) -> None:
-        """The router named another prefill worker."""
+        """Continue with the prefill worker that the router named."""
         if self.needs_peer:
             self._target = target
             self._perform(self._machine.replaced(ALIVE.now_ns()))
 
     def ask_again(self) -> None:
-        """The router's stream was lost, and perhaps the ask or its answer with it."""
+        """Repeat a request for a prefill worker that the lost stream may have dropped."""
         self._perform(self._machine.ask_again())
 
     def compute_locally(self) -> None:
-        """The router gave disaggregation up."""
+        """Compute the prompt here: the router gave disaggregation up."""
         self._perform(self._machine.compute_locally())
 
     def tick(self, now_ns: int) -> None:
-        """Notice a peer without progress, unless it is we who do not ask."""
+        """Detect a peer without progress, unless this worker lacks the credit."""
         if self._puller.waits:
             self._machine.held_back(now_ns)
         self._perform(self._machine.tick(now_ns))
 
     def end_choices(self, choices: Iterable[int]) -> bool:
-        """These choices have ended; when all have, before any KV was needed, so has the hand-off.
+        """Note ended choices; when all end before any KV is needed, cancel the hand-off.
 
         Returns:
-            Whether the engine decodes already and must be told.
+            Whether the engine already decodes and must be notified.
         """
         self._ended_choices.update(choices)
         decodes = self._figures is not None or self._taken_over
@@ -178,7 +171,7 @@ class Handoff:
         return decodes
 
     def cancel(self) -> None:
-        """Stop; ``on_drained`` is called as soon as nothing writes into the pages."""
+        """Cancel; ``on_drained`` is called as soon as nothing writes into the pages."""
         self._cancelled = True
         if self._stream is not None and self._figures is None and not self._submission.probe:
             self._parts.metrics.inc("baton_transfers", outcome="abandoned")
@@ -259,37 +252,37 @@ class Handoff:
         self._stream = stream
         self._tasks.vital(stream.run(), "prefill stream", stream.broke)
 
-    def _close_stream(self, last_word: pb.PrefillControl | None) -> None:
+    def _close_stream(self, last_message: pb.PrefillControl | None) -> None:
         stream = self._stream
         self._stream = None
         if stream is None:
             return
         stream.close()
-        if last_word is None:
+        if last_message is None:
             stream.cancel()
         else:
-            self._tasks.spawn(stream.say_last(last_word), "last word")
+            self._tasks.spawn(stream.send_last(last_message), "last message")
 
     def _pull(self, pull: receiver.Pull) -> None:
         def broke(error: Exception) -> None:
-            reason = f"a pull broke: {type(error).__name__}: {error}"
+            reason = f"a pull failed: {type(error).__name__}: {error}"
             self._perform(self._machine.pull_failed(pull.kv_slices, reason, pull.epoch))
 
         work = self._puller.pull(pull, self._target, self._machine.generation)
         self._tasks.vital(work, "pull", broke)
 
-    # ---------------------------------------------------------------- the stream speaks
+    # ---------------------------------------------------------------- events of the stream
 
     def on_stream_lost(self, peer_gone: bool, reason: str) -> None:
-        """See ``StreamListener``."""
+        """Handle the loss of the control stream."""
         self._perform(self._machine.stream_lost(peer_gone, reason))
 
     def on_refused(self, reason: str) -> None:
-        """See ``StreamListener``."""
+        """Handle the refusal of the prefill worker."""
         self._perform(self._machine.prefill_failed(reason))
 
     def on_event(self, event: pb.PrefillEvent) -> None:
-        """See ``StreamListener``."""
+        """Handle an event of the prefill worker."""
         now_ns = ALIVE.now_ns()
         match event.WhichOneof("event"):
             case "accepted":
@@ -314,13 +307,12 @@ class Handoff:
                         record.manifest_digest,
                     )
                 )
-            case "published" | "commit":  # of no use, but nothing else is said meanwhile
+            case "published" | "commit":  # not needed, but a sign of life
                 self._perform(self._machine.peer_lives(now_ns))
             case "failed":
                 self._perform(self._machine.prefill_failed(event.failed.message))
 
     def _on_first_tokens(self, message: pb.FirstTokens) -> None:
-        """First tokens are facts once sent: those of a second prefill worker change nothing."""
         if message.HasField("prompt_logprobs"):
             part = message.prompt_logprobs
             self._prompt_logprobs.put(part.begin, prompt_logprobs_from_wire(part))
@@ -330,7 +322,7 @@ class Handoff:
             return
         wanted = self._submission.sampling.n
         if message.choices and len(message.choices) != wanted:
-            reason = f"{len(message.choices)} first tokens came for {wanted} choices"
+            reason = f"{len(message.choices)} first tokens arrived for {wanted} choices"
             self._perform(self._machine.prefill_failed(reason))
             return
         self._first = first_tokens_from_wire(message)

@@ -1,4 +1,4 @@
-"""The credit of a worker, as its hand-offs wait for it: `ReceiveCredit` with a clock."""
+"""Asynchronous `ReceiveCredit`: hand-offs wait for the credit of a worker."""
 
 import asyncio
 import time
@@ -11,18 +11,14 @@ from decode_worker.credit import MOST_HELD_NS, ReceiveCredit
 
 @dataclass(slots=True)
 class Room:
-    """What may be asked for: ``frames``, none if the hand-off is over. Ends by ``give_back``."""
+    """Credit for ``frames`` frames, 0 if the hand-off is over. ``give_back`` ends it."""
 
-    claim: int
+    demand: int
     frames: int
 
 
 class ReceivePacer:
-    """One for all hand-offs and prefix pulls of a worker.
-
-    Args:
-        cpu_share: See ``ReceiveCredit``.
-    """
+    """Pacer of all hand-offs and prefix pulls of a worker; see ``ReceiveCredit``."""
 
     def __init__(self, cpu_share: float) -> None:
         now_ns = time.monotonic_ns()
@@ -32,57 +28,53 @@ class ReceivePacer:
         self._due: asyncio.TimerHandle | None = None
 
     def after_step(self, step: StepDone) -> None:
-        """The engine says whether it writes answers."""
+        """Note from an engine step whether responses are being generated."""
         self._credit.decoding(on=bool(step.answering), now_ns=time.monotonic_ns())
         self._give_out()
 
     async def take(
         self, owner: str, peer: str, frame_bytes: Sequence[int], waited_s: float = 0.0
     ) -> Room:
-        """Wait for room for the first of these frames, one at least.
+        """Wait for credit for at least the first frame of a hand-off.
 
-        Args:
-            owner: The hand-off.
-            peer: Whom it will ask.
-            frame_bytes: Sizes of all frames that it wants.
-            waited_s: It has waited for room so long before.
+        ``waited_s`` is the time that the hand-off has waited for credit before.
         """
         urgent_ns = time.monotonic_ns() + MOST_HELD_NS - round(waited_s * 1e9)
-        claim = self._credit.ask(owner, peer, frame_bytes, urgent_ns)
+        demand = self._credit.ask(owner, peer, frame_bytes, urgent_ns)
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[claim] = answer
+        self._waiting[demand] = answer
         self._give_out()
         try:
-            return Room(claim, await answer)
+            return Room(demand, await answer)
         except asyncio.CancelledError:
-            self._end(claim, 0)
+            self._end(demand, 0)
             raise
 
     def give_back(self, room: Room, received_bytes: int) -> None:
-        """Nothing of it is on its way any more; so much of it came."""
-        self._end(room.claim, received_bytes)
+        """Return credit of which nothing is in flight any more."""
+        self._end(room.demand, received_bytes)
 
     def drop(self, owner: str) -> None:
-        """A hand-off is over; what waited for room for it gets none."""
-        for claim in self._credit.drop(owner, time.monotonic_ns(), time.process_time_ns()):
-            self._answer(claim, 0)
+        """End all demands of a hand-off that is over; those that wait get no frames."""
+        for demand in self._credit.drop(owner, time.monotonic_ns(), time.process_time_ns()):
+            self._answer(demand, 0)
         self._give_out()
 
     def waits(self, owner: str) -> bool:
-        """Whether a hand-off wants frames that it may not ask for yet."""
+        """Return whether a hand-off waits for credit."""
         return self._credit.waits(owner)
 
-    def _end(self, claim: int, received_bytes: int) -> None:
-        self._waiting.pop(claim, None)
+    def _end(self, demand: int, received_bytes: int) -> None:
+        self._waiting.pop(demand, None)
         now_ns = time.monotonic_ns()
         cpu_ns = time.process_time_ns()
-        self._credit.give_back(claim, received_bytes, now_ns, cpu_ns)
+        self._credit.give_back(demand, received_bytes, now_ns, cpu_ns)
         self._give_out()
 
     def _give_out(self) -> None:
         now_ns = time.monotonic_ns()
         for grant in self._credit.grants(now_ns, time.process_time_ns()):
-            self._answer(grant.claim, grant.frames)
+            self._answer(grant.demand, grant.frames)
         if self._due is not None:
             self._due.cancel()
             self._due = None
@@ -91,7 +83,7 @@ class ReceivePacer:
             loop = asyncio.get_running_loop()
             self._due = loop.call_later((due_ns - now_ns) / 1e9, self._give_out)
 
-    def _answer(self, claim: int, frames: int) -> None:
-        answer = self._waiting.pop(claim, None)
+    def _answer(self, demand: int, frames: int) -> None:
+        answer = self._waiting.pop(demand, None)
         if answer is not None and not answer.done():
             answer.set_result(frames)

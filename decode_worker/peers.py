@@ -1,4 +1,4 @@
-"""Connections to prefill workers, and what has been measured on each edge."""
+"""Connections to prefill workers, and the measurements of each edge."""
 
 import asyncio
 import contextlib
@@ -22,26 +22,20 @@ from kvtransfer.transport import FrameStream, Peer, TransportError
 from kvtransfer.transports import CARRY_INT8, connect_all
 
 HANDSHAKE_S = 1.0
-_AGAIN_S = 0.05  # between handshakes with an address where somebody listens and nobody answers
+_AGAIN_S = 0.05  # between handshakes with an address that accepts connections and does not answer
 ControlCall = grpc.aio.StreamStreamCall[Any, Any]
 
 
 class PeerGoneError(Exception):
-    """The incarnation that was named is not there any more."""
+    """The named incarnation has ended."""
 
 
 class PeerRefusedError(Exception):
-    """The peer will not do, and is not known to be dead; the text says why."""
+    """The peer is not usable, and not known to be dead; the message gives the reason."""
 
 
 class Peers:
-    """Channels by address, and edges by worker id.
-
-    Args:
-        capabilities: Ours, for the handshake.
-        token: For every call.
-        tls: For every connection; None is plain text.
-    """
+    """Channels by address, and edges by worker id."""
 
     def __init__(
         self,
@@ -56,22 +50,18 @@ class Peers:
         self._transports = connect_all(self._channels, token)
         self._grpc = GrpcTransport(self._channels, token)
         self._greeted: dict[str, Peer] = {}  # by address
-        self._addresses: dict[str, str] = {}  # of the latest life of each worker
+        self._addresses: dict[str, str] = {}  # by worker id, of its latest incarnation
 
     def edge(self, worker_id: str) -> Edge:
-        """The edge from a prefill worker to here."""
+        """Return the edge from a prefill worker to this worker."""
         return self.edges.setdefault(worker_id, Edge())
 
     async def greet(self, target: PrefillTarget, again: bool = False) -> None:
-        """Shake hands once per incarnation.
-
-        Args:
-            target: The prefill worker.
-            again: Ask even if it was asked before (is it still alive?).
+        """Shake hands, once per incarnation, or ``again`` to check that it is alive.
 
         Raises:
             PeerGoneError: Its address refuses connections, or another incarnation answers there.
-            PeerRefusedError: The two cannot work together, or no answer can be had.
+            PeerRefusedError: The two are incompatible, or the peer does not answer.
         """
         if not again and self._knows(target):
             return
@@ -89,7 +79,7 @@ class Peers:
             await self._forget(before)
 
     async def _handshake(self, target: PrefillTarget) -> pb.HandshakeReply:
-        """Ask until there is an answer, or evidence that there will be none, or no more time."""
+        """Retry until there is a reply, proof that there will be none, or a timeout."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + HANDSHAKE_S
         while True:
@@ -103,15 +93,15 @@ class Peers:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-                # Not we were cancelled: the channel was closed, as another hand-off found nobody.
+                # The channel was closed, because another hand-off found the peer dead.
                 if loop.time() > until_s:
-                    reason = f"{target.worker_id}: its connection was closed again and again"
+                    reason = f"{target.worker_id}: the connection was closed repeatedly"
                     raise PeerRefusedError(reason) from cancelled
             except grpc.aio.AioRpcError as error:
                 details = error.details() or ""
                 reason = f"{target.worker_id} does not answer: {distrust(details) or details}"
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise PeerRefusedError(reason) from error  # slow, cut off: not known to be dead
+                    raise PeerRefusedError(reason) from error  # slow, cut off: not known dead
                 if await _refuses_connections(target.address):
                     await self._forget(target.address)
                     raise PeerGoneError(reason) from error
@@ -122,7 +112,6 @@ class Peers:
                 return reply
 
     async def _forget(self, address: str) -> None:
-        """Nobody is behind that address any more."""
         gone = self._greeted.pop(address, None)
         ranks = gone.capabilities.rank_heads if gone is not None else ()
         for one in (address, *(part.address for part in ranks)):
@@ -135,7 +124,7 @@ class Peers:
         return call
 
     def ways(self, target: PrefillTarget, now_ns: int) -> list[str]:
-        """Transports to pull from a worker by: the best, and what to fall back to behind it."""
+        """Return the transports to pull from a worker by, the best first."""
         peer = self._peer(target)
         usable = [name for name, way in self._transports.items() if way.reaches(peer)]
         if target.transport:
@@ -143,18 +132,18 @@ class Peers:
         return self.edge(target.worker_id).ways(usable, now_ns)
 
     def address(self, target: PrefillTarget, kv_slice: KvSlice) -> str:
-        """Where these heads of a worker are had: its own address, or that of a rank of it."""
+        """Return the address that has these heads: the worker's own, or that of its rank."""
         for part in self._peer(target).capabilities.rank_heads:
             if 0 <= kv_slice.head_begin - part.head_begin < part.head_count:
                 return part.address
         return target.address
 
-    async def take(self, word: rank_pb2.RankTake, pool: PoolView) -> rank_pb2.RankTaken:
-        """As ranks elsewhere do it, by gRPC: pull slices that they pull too into our own pool."""
-        return await take(word, pool, self._grpc)
+    async def take(self, order: rank_pb2.RankTake, pool: PoolView) -> rank_pb2.RankTaken:
+        """Pull by gRPC, as ranks on other hosts do, slices into our own pool."""
+        return await take(order, pool, self._grpc)
 
     def frame_bytes(self, target: PrefillTarget, now_ns: int) -> int:
-        """Size of the frames to ask a worker for, by the transport that is best now."""
+        """Return the size of frames to pull from a worker, by its best transport."""
         for best in self.ways(target, now_ns)[:1]:
             fastest_bytes = self._transports[best].frame_bytes
             return self.edge(target.worker_id).frame_bytes(best, fastest_bytes)
@@ -163,7 +152,7 @@ class Peers:
     def encoding(
         self, target: PrefillTarget, way: str, plain_bytes: int, int8_bytes: int
     ) -> common_pb2.ChunkEncoding:
-        """In what to ask a worker for so much KV: INT8 if both have it and it pays."""
+        """Return the encoding to pull KV in: INT8 if both workers support it and it pays."""
         both = (self._capabilities, self._peer(target).capabilities)
         if way not in CARRY_INT8 or not all(common_pb2.INT8 in one.encodings for one in both):
             return common_pb2.PLAIN
@@ -172,10 +161,10 @@ class Peers:
         return common_pb2.INT8 if pays else common_pb2.PLAIN
 
     def pull(self, target: PrefillTarget, request: pb.PullRequest, way: str) -> FrameStream:
-        """Ask for frames by one transport.
+        """Pull frames by one transport.
 
         Raises:
-            TransportError: It does not reach the worker.
+            TransportError: The transport does not reach the worker.
         """
         peer = self._peer(target)
         if not self._transports[way].reaches(peer):
@@ -189,17 +178,17 @@ class Peers:
     def _peer(self, target: PrefillTarget) -> Peer:
         if self._knows(target):
             return self._greeted[target.address]
-        return Peer(target, common_pb2.Capabilities())  # of whom nothing but the address is known
+        return Peer(target, common_pb2.Capabilities())  # only the address is known
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close the connections to all prefill workers."""
         for transport in self._transports.values():
             await transport.close()
         await self._channels.close()
 
 
 async def _refuses_connections(address: str) -> bool:
-    """Whether the host says that nobody listens there: the one proof of a process's end."""
+    """Return whether the host refuses connections: the only proof that the process has ended."""
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError, TimeoutError, ValueError):
         try:

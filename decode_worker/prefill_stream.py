@@ -1,9 +1,9 @@
-"""The control stream of one hand-off to one prefill worker, from this end.
+"""Decode side of the control stream of one hand-off to one prefill worker.
 
     greet ──▶ start ──▶ events, while renewals go out ──▶ release or cancel ──▶ read to the end
-      └─────────┴─────────┴── broken, silent, refused ──▶ the listener is told, once
+      └─────────┴─────────┴── broken, silent, refused ──▶ the listener is notified, once
 
-After ``close`` the listener hears nothing more of this stream.
+After ``close`` the listener gets no more events of this stream.
 """
 
 import asyncio
@@ -20,32 +20,24 @@ from baton.telemetry.tasks import BackgroundTasks
 from decode_worker.peers import ControlCall, PeerGoneError, PeerRefusedError, Peers
 
 HEARTBEAT_S = 0.5
-SILENCE_S = 3.0  # a prefill worker says something at least every HEARTBEAT_S
+SILENCE_S = 3.0  # a prefill worker sends something at least every HEARTBEAT_S
 
 
 class StreamListener(Protocol):
-    """Who hears what a prefill worker says."""
+    """Receiver of a prefill worker's events."""
 
     def on_event(self, event: pb.PrefillEvent) -> None:
-        """The prefill worker said something."""
+        """Handle an event of the prefill worker."""
 
     def on_stream_lost(self, peer_gone: bool, reason: str) -> None:
-        """The stream broke; ``peer_gone``: so did the incarnation that it led to."""
+        """Handle a lost stream; ``peer_gone``: the incarnation has ended, too."""
 
     def on_refused(self, reason: str) -> None:
-        """The prefill worker will not do, and is not known to be dead."""
+        """Handle a refusal of the prefill worker, which is not known to be dead."""
 
 
 class PrefillStream:
-    """One stream. ``run`` it once, then ``close`` it.
-
-    Args:
-        target: The prefill worker.
-        start: The first message.
-        peers: Connections to prefill workers.
-        listener: Told what comes.
-        tasks: Of the hand-off.
-    """
+    """Control stream. ``run`` it once, then ``close`` it."""
 
     def __init__(
         self,
@@ -65,16 +57,16 @@ class PrefillStream:
         self._write_lock = asyncio.Lock()  # several tasks write, gRPC takes one write at a time
 
     def close(self) -> None:
-        """Tell the listener nothing more. Reading goes on until the far end closes."""
+        """Stop notifying the listener. Reading continues until the far end closes."""
         self._closed = True
 
     def cancel(self) -> None:
-        """End the call without a last word."""
+        """End the call without a last message."""
         if self._call is not None:
             self._call.cancel()
 
-    async def say_last(self, message: pb.PrefillControl) -> None:
-        """Send the last word; if it cannot be said, the lease will say it."""
+    async def send_last(self, message: pb.PrefillControl) -> None:
+        """Send the last message; if that fails, the lease lapses instead."""
         call = self._call
         if call is None:
             return
@@ -84,12 +76,12 @@ class PrefillStream:
                 await call.done_writing()
 
     def broke(self, error: Exception) -> None:
-        """``run`` raised: what the prefill worker said could not be handled."""
+        """Handle an exception of ``run``, which a prefill worker's message caused."""
         self.cancel()
-        self._tell_refused(f"{self._target.worker_id}: {type(error).__name__}: {error}")
+        self._notify_refused(f"{self._target.worker_id}: {type(error).__name__}: {error}")
 
     async def run(self) -> None:
-        """Greet, start, and pass events on until the stream ends."""
+        """Shake hands, start, and pass events on until the stream ends."""
         worker_id = self._target.worker_id
         try:
             await self._peers.greet(self._target)
@@ -99,26 +91,25 @@ class PrefillStream:
             await self._talk(self._call)
             await self._lost(f"{worker_id} ended the stream")
         except PeerGoneError as gone:
-            self._tell_lost(True, str(gone))
+            self._notify_lost(True, str(gone))
         except PeerRefusedError as refused:
-            self._tell_refused(str(refused))
+            self._notify_refused(str(refused))
         except TimeoutError:
-            self._tell_refused(f"{worker_id} was silent for {SILENCE_S:.0f} s")
+            self._notify_refused(f"{worker_id} was silent for {SILENCE_S:.0f} s")
         except grpc.aio.AioRpcError as error:
             await self._lost(f"stream to {worker_id} broke: {error.details()}")
         except (asyncio.CancelledError, asyncio.InvalidStateError):
-            # We closed the call ourselves, or its channel was closed for another hand-off's sake.
+            # We closed the call, or another hand-off closed its channel.
             await self._lost(f"the connection to {worker_id} was closed")
 
     async def _talk(self, call: ControlCall) -> None:
-        """Speak and listen until the far end closes the stream."""
         await self._write(call, pb.PrefillControl(start=self._start))
         async with self._tasks.beside(self._renew(call), "renew"):
             while True:
                 async with ALIVE.timeout(SILENCE_S):
                     event = await call.read()
                 if not isinstance(event, pb.PrefillEvent):
-                    return  # gRPC's own mark for the end
+                    return  # gRPC's end of stream
                 if not self._closed:
                     self._listener.on_event(event)
 
@@ -127,29 +118,27 @@ class PrefillStream:
             await call.write(message)
 
     async def _renew(self, call: ControlCall) -> None:
-        """Keep the hand-off's lease alive, until the stream ends."""
         with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             for sequence in range(1, 1 << 30):
                 await asyncio.sleep(HEARTBEAT_S)
                 await self._write(call, pb.PrefillControl(renew=pb.Renew(sequence=sequence)))
 
     async def _lost(self, reason: str) -> None:
-        """The stream broke. Is it the peer, or only the stream?"""
         if self._closed:
             return
         try:
             await self._peers.greet(self._target, again=True)
         except PeerGoneError as gone:
-            self._tell_lost(True, str(gone))
+            self._notify_lost(True, str(gone))
         except PeerRefusedError as refused:
-            self._tell_refused(str(refused))
+            self._notify_refused(str(refused))
         else:
-            self._tell_lost(False, reason)
+            self._notify_lost(False, reason)
 
-    def _tell_lost(self, peer_gone: bool, reason: str) -> None:
+    def _notify_lost(self, peer_gone: bool, reason: str) -> None:
         if not self._closed:
             self._listener.on_stream_lost(peer_gone, reason)
 
-    def _tell_refused(self, reason: str) -> None:
+    def _notify_refused(self, reason: str) -> None:
         if not self._closed:
             self._listener.on_refused(reason)

@@ -1,13 +1,12 @@
-"""Brings leading blocks of a prompt into this worker's cache, from other workers that have them.
+"""Pulls leading blocks of a prompt from other workers' caches into this worker's cache.
 
     begin ──▶ reserve pages ──▶ the peer holds and publishes ──▶ pull, verify ──▶ commit ──▶ ended
-      └─────────┴── the peer lacks them, is gone, is slow; nobody wants them any more ──────▶ ended
+      └─────────┴── the peer lacks them, is gone, is slow; the request was cancelled ────────▶ ended
 
-It is a hand-off of a prompt that is nothing but those blocks, whose answer has ended already: once
-committed, the engine leaves them in the cache, where the request that waits for them finds them.
-Peers are asked one after the other, each for what is still lacking of the blocks that it has, so
-one that gives nothing leaves more for the next. However that ends, the request goes on: what is
-not in the cache is computed.
+Each pull is a hand-off of a prompt of exactly those blocks, whose response has already ended: after
+the commit the engine leaves them in the cache, where the waiting request finds them. Sources are
+pulled from one after the other, each for the blocks that are still missing, so a failed one leaves
+more for the next. The request then runs in any case, and computes what is not in the cache.
 """
 
 import asyncio
@@ -29,20 +28,12 @@ from decode_worker.parts import WorkerParts
 
 _LOG = logging.getLogger(__name__)
 
-_BUDGET_TIMES = 4  # as long as the edge's bandwidth says
+_BUDGET_TIMES = 4  # the expected duration at the edge's bandwidth
 _LOOK_AGAIN_S = 0.1
-_BUDGET_S = 2.0  # and so long on top of it: a busy engine listens between two steps
+_BUDGET_S = 2.0  # on top of it: a busy engine reads commands between two steps
 
 
 class _Link:
-    """A pull from one peer. ``begin`` it once; it ends by itself or by ``stop``.
-
-    Args:
-        submission: The hand-off.
-        parts: Of this worker.
-        on_end: Called once, with the tokens that came.
-    """
-
     def __init__(
         self, submission: decode_pb2.Submission, parts: WorkerParts, on_end: Callable[[int], None]
     ) -> None:
@@ -56,31 +47,28 @@ class _Link:
         self._budget: asyncio.TimerHandle | None = None
         self._allowed_s = 0.0  # of the wait for credit, on top of the budget
         self._why_not = ""
-        self._told = False
+        self._reported = False
 
     def begin(self) -> None:
-        """Ask for pages, and then the peer."""
         command = submit_from_wire(self._submission, self._engine_id, Kind.REMOTE)
         self._parts.engine.submit(command, self._on_report)
 
     def stop(self) -> None:
-        """Nobody waits for it any more."""
         self._give_up("abandoned")
 
     def close(self) -> None:
-        """Cancel the budget: the worker ends."""
-        self._told = True
+        self._reported = True
         if self._budget is not None:
             self._budget.cancel()
 
     def _budget_s(self) -> float:
-        """Computing is worth more than to wait for a peer for long."""
+        """Return the timeout: after it computing is cheaper than waiting."""
         size_bytes = self._blocks * self._parts.pool.geometry.block_bytes
         rate = self._parts.peers.edge(self._submission.prefill.worker_id).bytes_per_s
         return _BUDGET_S + _BUDGET_TIMES * size_bytes / rate
 
     def _ran_out(self) -> None:
-        """Time in which our own credit was lacking does not count."""
+        """Give up, unless credit of this worker was missing: that time does not count."""
         waited_s = self._handoff.credit_wait_s
         more_s = _LOOK_AGAIN_S if math.isinf(waited_s) else waited_s - self._allowed_s
         if more_s <= 0:
@@ -91,15 +79,15 @@ class _Link:
         self._budget = asyncio.get_running_loop().call_later(more_s, self._ran_out)
 
     def _give_up(self, why: str) -> None:
-        if not self._told:
+        if not self._reported:
             self._why_not = why
-            self._tell(0)
+            self._finish(0)
             self._handoff.cancel()
 
-    def _tell(self, tokens: int) -> None:
-        if self._told:
+    def _finish(self, tokens: int) -> None:
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         if self._budget is not None:
             self._budget.cancel()
         outcome = self._why_not or "pulled"
@@ -109,8 +97,8 @@ class _Link:
         self._on_end(tokens)
 
     def _on_report(self, report: object) -> None:
-        if isinstance(report, ev.Reserved) and self._budget is None and not self._told:
-            # Until now it waited for its turn, as the request would have done.
+        if isinstance(report, ev.Reserved) and self._budget is None and not self._reported:
+            # Until now it waited in the queue, as the request would have done.
             loop = asyncio.get_running_loop()
             self._budget = loop.call_later(self._budget_s(), self._ran_out)
         if not isinstance(report, ev.Ended):
@@ -119,40 +107,35 @@ class _Link:
         figures = self._handoff.figures
         if figures is None or report.error_code:
             self._why_not = self._why_not or "refused"
-            self._tell(0)
+            self._finish(0)
             return
-        self._tell((self._blocks - figures.skip_blocks) * BLOCK_TOKENS)
+        self._finish((self._blocks - figures.skip_blocks) * BLOCK_TOKENS)
 
-    # ---------------------------------------------------------------- the hand-off speaks
+    # ---------------------------------------------------------------- events of the hand-off
 
     def on_first_tokens(self, first: FirstTokens) -> None:
-        """See ``HandoffListener``: a prompt without an answer has none."""
+        """Do nothing: a prompt without a response has no first tokens."""
 
     def on_peer_needed(
         self, failed: decode_pb2.PrefillTarget, reason: str, peer_died: bool
     ) -> None:
-        """See ``HandoffListener``."""
-        _LOG.info("no prefix from %s: %s", failed.worker_id, reason)
+        _LOG.info("no prefix from worker=%s: %s", failed.worker_id, reason)
         self._give_up("refused")
 
     def on_peer_still_needed(self) -> None:
-        """See ``HandoffListener``: it was given up."""
+        """Do nothing: the pull was given up."""
 
     def on_committed(self, payload_bytes: int) -> None:
-        """See ``HandoffListener``: the engine ends the request next."""
+        """Do nothing: the engine ends the request next."""
 
     def on_drained(self) -> None:
-        """See ``HandoffListener``."""
         self._parts.engine.client.send(messages.Cancel(self._engine_id))
 
 
 class PrefixPull:
-    """What a request pulls: one link after the other, to the last or to ``stop``.
+    """Pull of one request: one source after the other, to the last or to ``stop``.
 
-    Args:
-        links: The hand-offs, as ``prefix_links`` makes them.
-        parts: Of this worker.
-        on_end: Called once, with the tokens that came by all of them.
+    ``on_end`` is called once, with the number of pulled tokens.
     """
 
     def __init__(
@@ -168,7 +151,7 @@ class PrefixPull:
         self._link: _Link | None = None
 
     def begin(self) -> bool:
-        """Ask the next peer; False if none is left."""
+        """Start the pull from the next source; return False if none is left."""
         submission = next(self._left, None)
         if submission is None:
             return False
@@ -177,13 +160,13 @@ class PrefixPull:
         return True
 
     def stop(self) -> None:
-        """Nobody waits for it any more."""
+        """Stop the pull, whose result is not needed any more."""
         self._left = iter(())
         if self._link is not None:
             self._link.stop()
 
     def close(self) -> None:
-        """Cancel the timers: the worker ends, and its engine reports nothing more."""
+        """Cancel the timers of a worker that exits and whose engine reports nothing more."""
         self._left = iter(())
         if self._link is not None:
             self._link.close()
@@ -195,11 +178,7 @@ class PrefixPull:
 
 
 class PrefixPuller:
-    """Begins pulls for the requests of a worker.
-
-    Args:
-        parts: Of this worker.
-    """
+    """Starts pulls for the requests of a worker."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
@@ -209,14 +188,9 @@ class PrefixPuller:
         request: decode_pb2.Submission | pb.PrefillStart,
         on_end: Callable[[int], None],
     ) -> PrefixPull | None:
-        """Pull what a request names, if it can use it.
+        """Start the pull that a request names; return None if there is nothing to wait for.
 
-        Args:
-            request: As it came.
-            on_end: Called once with the tokens that came, but never before this returns.
-
-        Returns:
-            The pull; None if there is nothing to wait for.
+        ``on_end`` is called once with the number of pulled tokens, but never before this returns.
         """
         pull = PrefixPull(
             prefix_links(request, self._parts.identity.incarnation), self._parts, on_end
@@ -227,18 +201,15 @@ class PrefixPuller:
 def prefix_links(
     request: decode_pb2.Submission | pb.PrefillStart, own: bytes
 ) -> Iterator[decode_pb2.Submission]:
-    """The hand-offs of a request's leading blocks, in order; none if it has no use for any.
+    """Yield the hand-offs for a request's leading blocks; none if it must compute them.
 
-    One that asks for something of all its prompt's rows computes them all, and so does a probe.
-
-    Args:
-        request: As it came.
-        own: Our incarnation, which asks itself for nothing.
+    Requests for outputs of all prompt rows compute all rows, and so do probes. A worker (``own``
+    incarnation) does not pull from itself.
     """
     if request.probe or request.pooling or request.sampling.prompt_logprobs:
         return
     tokens = request.prompt_tokens
-    if isinstance(request, decode_pb2.Submission):  # the router named blocks of its longest answer
+    if isinstance(request, decode_pb2.Submission):  # the router names blocks of its longest choice
         live = [choice.token_ids for choice in request.emitted if not choice.finish_reason]
         tokens += max(live, key=len, default=b"")
     block_bytes = TOKEN_BYTES * BLOCK_TOKENS

@@ -1,4 +1,4 @@
-"""One request at the worker that owns it, from submission to its one end."""
+"""Request at the decode worker, from submission to its end."""
 
 import asyncio
 import time
@@ -24,13 +24,7 @@ from decode_worker.session import RouterSession
 
 
 class DecodeRequest:
-    """Drives engine and hand-off for one submission and speaks to its router.
-
-    Args:
-        submission: The request.
-        session: Its router.
-        parts: Of this worker.
-    """
+    """Drives engine and hand-off for one submission and reports to its router."""
 
     def __init__(
         self, submission: pb.Submission, session: RouterSession, parts: WorkerParts
@@ -38,7 +32,7 @@ class DecodeRequest:
         self.submission = submission
         self.session = session
         self.ended = False
-        self.resumed = True  # False: its stream was lost and the router has not asked for it yet
+        self.resumed = True  # False: its stream was lost and the router has not resumed it yet
         self.ended_ns = 0
         self._parts = parts
         of = f"d/{submission.request_id}/{submission.attempt}"
@@ -47,7 +41,7 @@ class DecodeRequest:
         choices = range(self._params.n)
         self._tokens: list[list[SampledToken]] = [[] for _ in choices]
         self._finish: list[tuple[str, int | None]] = [("", None) for _ in choices]
-        for choice, emitted in zip(choices, submission.emitted, strict=False):  # elsewhere
+        for choice, emitted in zip(choices, submission.emitted, strict=False):  # by other workers
             self._tokens[choice] += map(SampledToken, unpack_tokens(emitted.token_ids))
             self._finish[choice] = (emitted.finish_reason, None)
         self._prompt_outputs: ev.PromptOutputsReady | None = None
@@ -64,14 +58,14 @@ class DecodeRequest:
         self._span.set_attribute("baton.worker_id", parts.identity.worker_id)
         submission.traceparent = inject(self._span) or submission.traceparent
         self._handoff: Handoff | None = None
-        self._needed: pb.PrefillNeeded | None = None  # what was last asked
+        self._needed: pb.PrefillNeeded | None = None  # the last one sent
         if submission.HasField("prefill"):
             self._handoff = Handoff(submission, self._engine_id, parts, self)
-        self._prefix: PrefixPull | None = None  # that the engine's part waits for
+        self._prefix: PrefixPull | None = None  # delays the submission to the engine
         self._deadline: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Hand the request to the engine, once what others hold of it is here; set its deadline."""
+        """Set the deadline, pull the prefix, if any, and submit the request to the engine."""
         request = self.submission
         if self._handoff is None:
             self._prefix = PrefixPuller(self._parts).begin(request, self._on_prefix)
@@ -80,7 +74,7 @@ class DecodeRequest:
         if request.deadline_remaining_ns:
             self._deadline = asyncio.get_running_loop().call_later(
                 request.deadline_remaining_ns / 1e9,
-                lambda: self.stop(DeadlineError("the request's deadline passed at the worker")),
+                lambda: self.stop(DeadlineError("the deadline passed at the decode worker")),
             )
 
     def _submit(self) -> None:
@@ -89,7 +83,6 @@ class DecodeRequest:
         self._parts.engine.submit(command, self._on_report)
 
     def _on_prefix(self, pulled_tokens: int) -> None:
-        """The pull has ended, with or without tokens."""
         self._prefix = None
         self._span.set_attribute("baton.pulled_prefix_tokens", pulled_tokens)
         if self._error is None:
@@ -97,10 +90,10 @@ class DecodeRequest:
         else:
             self._close(self._error, None)
 
-    # ---------------------------------------------------------------- the router speaks
+    # ---------------------------------------------------------------- messages of the router
 
     def stop(self, error: BatonError) -> None:
-        """End the request with an error (a cancel, a deadline, a lapsed lease)."""
+        """End the request with an error (cancel, deadline, lapsed lease)."""
         if self.ended or self._error is not None:
             return
         self._error = error
@@ -112,7 +105,7 @@ class DecodeRequest:
             self._cancel_at_engine()
 
     def close(self) -> None:
-        """Cancel the timers: the worker ends, and its engine reports nothing more."""
+        """Cancel the timers of a worker that exits and whose engine reports nothing more."""
         if self._deadline is not None:
             self._deadline.cancel()
         if self._prefix is not None:
@@ -122,14 +115,14 @@ class DecodeRequest:
         self._parts.engine.client.send(messages.Cancel(self._engine_id))
 
     def end_choices(self, choices: list[int]) -> None:
-        """The router saw a stop string: these choices are over."""
+        """End choices in which the router found a stop string."""
         if self._handoff is None or self._handoff.end_choices(choices):
             self._parts.engine.client.send(messages.Cancel(self._engine_id, tuple(choices)))
 
     def replace_prefill(self, message: pb.PrefillReplacement) -> None:
-        """The router's answer to ``PrefillNeeded``."""
+        """Handle the router's answer to ``PrefillNeeded``."""
         if self._handoff is None or self.ended or not self._handoff.needs_peer:
-            return  # an answer to an ask that was repeated, and has been answered
+            return  # the second answer to a repeated request
         if message.HasField("refuse"):
             self.stop(error_from_wire(message.refuse))
         elif message.compute_locally:
@@ -140,7 +133,7 @@ class DecodeRequest:
             self._handoff.replace_peer(message.prefill)
 
     def resume(self, next_index: list[int]) -> None:
-        """Say again what the router lacks, on its new stream."""
+        """Send what the router lacks, on its new stream."""
         self.resumed = True
         if self._route is not None:
             self.session.route(self._route)
@@ -150,7 +143,10 @@ class DecodeRequest:
             begin = next_index[choice] if choice < len(next_index) else 0
             reason, stop = self._finish[choice]
             if begin < len(tokens) or reason:
-                self.session.repeat(self.submission, choice, begin, tokens[begin:], reason, stop)
+                part = tokens[begin:]
+                self.session.tokens(
+                    self.submission, choice, begin, part, reason, stop, repeated=True
+                )
         if self._end is not None:
             self.session.end(self._end)
         elif self._handoff is not None:
@@ -161,21 +157,22 @@ class DecodeRequest:
         if self._handoff is not None and not self.ended:
             self._handoff.tick(now_ns)
 
-    # ---------------------------------------------------------------- the hand-off speaks
+    # ---------------------------------------------------------------- events of the hand-off
 
     def on_first_tokens(self, first: FirstTokens) -> None:
-        """See ``HandoffListener``."""
+        """Send the route and the first tokens to the router."""
         self._times.prefill_ns = first.prefill_ns
         self._times.queue_ns = first.queue_ns
         self._times.cached_tokens = first.cached_tokens
-        self._say_route("disaggregated", first.prefill_worker_id, first.cached_tokens)
+        self._send_route("disaggregated", first.prefill_worker_id, first.cached_tokens)
         if self.submission.emitted:
             return  # the client has them from another worker
         if first.prompt_outputs is not None:
             self._on_prompt_outputs(first.prompt_outputs)
         ended: list[int] = []
+        eos = frozenset(self._parts.eos_token_ids)
         for choice, token in enumerate(first.tokens):
-            reason, stop = finish_reason(self._params, self._parts.eos_token_ids, token.token, 1)
+            reason, stop = finish_reason(self._params, eos, token.token, 1)
             self._emit(choice, 0, () if stop is not None else (token,), reason, stop)
             if reason:
                 ended.append(choice)
@@ -187,18 +184,18 @@ class DecodeRequest:
             self._handoff.end_choices(ended)
 
     def on_committed(self, payload_bytes: int) -> None:
-        """See ``HandoffListener``."""
+        """Count the transfer and report it to the router."""
         self._committed_ns = time.time_ns()
         self._parts.transfers.count += 1
         self._parts.transfers.bytes += payload_bytes
         self.session.transfers(self._parts.transfers)
 
     def on_drained(self) -> None:
-        """See ``HandoffListener``."""
+        """Cancel the request at the engine."""
         self._cancel_at_engine()
 
     def on_peer_needed(self, failed: pb.PrefillTarget, reason: str, peer_died: bool) -> None:
-        """See ``HandoffListener``."""
+        """Request another prefill worker from the router."""
         if self._error is not None:
             return
         self._parts.transfers.failures += 1
@@ -212,11 +209,11 @@ class DecodeRequest:
         self.session.ask(self._needed)
 
     def on_peer_still_needed(self) -> None:
-        """See ``HandoffListener``."""
+        """Repeat the request for another prefill worker."""
         if self._needed is not None and self._error is None:
             self.session.ask(self._needed)
 
-    # ---------------------------------------------------------------- the engine speaks
+    # ---------------------------------------------------------------- reports of the engine
 
     def _on_report(self, report: Any) -> None:
         match report:
@@ -225,11 +222,11 @@ class DecodeRequest:
                     self._times.queue_ns = report.queue_ns
                     self._times.cached_tokens = report.cached_tokens
             case ev.PromptOutputsReady():
-                self._say_route("colocated", "", self._times.cached_tokens)
+                self._send_route("colocated", "", self._times.cached_tokens)
                 self._on_prompt_outputs(report)
             case ev.Tokens():
                 if self._route is None:
-                    self._say_route("colocated", "", self._times.cached_tokens)
+                    self._send_route("colocated", "", self._times.cached_tokens)
                 self._emit(
                     report.choice,
                     report.index,
@@ -243,7 +240,7 @@ class DecodeRequest:
                 if self._handoff is not None:
                     self._handoff.on_report(report)
 
-    def _say_route(self, mode: str, prefill_worker_id: str, cached_tokens: int) -> None:
+    def _send_route(self, mode: str, prefill_worker_id: str, cached_tokens: int) -> None:
         own_id = self._parts.identity.worker_id
         self._route = pb.RequestRoute(
             request_id=self.submission.request_id,
@@ -256,7 +253,6 @@ class DecodeRequest:
         self.session.route(self._route)
 
     def _on_prompt_outputs(self, prompt_outputs: ev.PromptOutputsReady) -> None:
-        """The prompt's log-probabilities, before the first token; or a vector, the whole answer."""
         self._prompt_outputs = prompt_outputs
         if prompt_outputs.vector:
             self._first_ns = time.monotonic_ns()
@@ -305,7 +301,6 @@ class DecodeRequest:
         self._span.end()
 
     def _trace_transfer(self, duration_ns: int) -> None:
-        """The hand-off as a span, from the first chunk that was asked for until the commit."""
         if not self._committed_ns:
             return
         span = self._parts.tracing.tracer.start_span(

@@ -1,7 +1,7 @@
-"""The Decode service: sessions with routers, and the requests they own.
+"""Decode service: sessions with routers, and their requests.
 
-A router's heartbeats renew the lease of all its requests. When its stream breaks the lease runs
-on; the router reconnects and resumes each request by name. What it does not resume lapses.
+A router's heartbeats renew the lease of all its requests. The lease continues when its stream
+breaks; the router reconnects and resumes each request by id. The others lapse.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ _LOG = logging.getLogger(__name__)
 
 STATUS_S = 0.25
 DEFAULT_LEASE_MS = 3000
-REMEMBER_S = 5.0  # an ended request can be resumed for so long
-_MEASURED: tuple[Any, ...] = (  # of a report; each canary changes them
+REMEMBER_S = 5.0  # for which an ended request can be resumed
+_MEASURED: tuple[Any, ...] = (  # fields of a report that each canary changes
     "steps",
     "prefill_tokens_per_s",
     "prefill_token_s",
@@ -50,13 +50,7 @@ _MEASURED: tuple[Any, ...] = (  # of a report; each canary changes them
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """See the module.
-
-    Args:
-        parts: What all requests share.
-        capabilities: Sent with the first status of each stream.
-        threads: Of the engine, for the status.
-    """
+    """gRPC service of a decode worker."""
 
     def __init__(
         self, parts: WorkerParts, capabilities: common_pb2.Capabilities, threads: int
@@ -73,7 +67,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._tasks = BackgroundTasks("decode service", parts.count_task_failure)
         self.event_sequence = 0
         self._highest_ticket = 0
-        self._rest: Report | None = None  # the last one, if there was no work
+        self._rest: Report | None = None  # the last report, if there was no work
         parts.engine.after_step.append(self._after_step)
 
     # ---------------------------------------------------------------- gRPC
@@ -81,7 +75,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Serve(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[pb.RouterFrame], context: Any
     ) -> AsyncIterator[pb.WorkerFrame]:
-        """One router's stream; a second one of the same router replaces the first."""
+        """Serve one router's stream; a second stream of the same router replaces the first."""
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with `hello`")
@@ -103,7 +97,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 yield frame
 
     async def Submit(self, request: pb.Submission, context: Any) -> pb.SubmitAck:  # noqa: N802
-        """A submission too long for the stream; it renews the router's leases, as a frame does."""
+        """Take a submission too long for the stream, and renew the router's leases."""
         session = self._session(request.router_id)
         session.renew()
         self._submit(request, session)
@@ -117,18 +111,18 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def _listen(
         self, frames: AsyncIterator[pb.RouterFrame], session: RouterSession, stream: int
     ) -> None:
-        """Hear the router. However that ends, a deaf stream must not go on speaking."""
+        """Read the router's frames. When that ends, sending must end, too."""
         try:
-            with contextlib.suppress(grpc.RpcError):  # the stream is gone; the lease runs
+            with contextlib.suppress(grpc.RpcError):  # the stream is gone; the lease continues
                 async for frame in frames:
-                    session.hear(stream)
+                    session.note_frame(stream)
                     for single in scatter(frame):
                         self._handle(single, session)
         finally:
             session.end_stream(stream)
 
     def drain(self) -> None:
-        """Take no new requests any more; no router can change that."""
+        """Refuse new requests from now on; no router can change that."""
         self.state = "draining"
         self._leaving = True
 
@@ -161,7 +155,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             request.end_choices(list(message.choices))
         elif request is not None:
             request.stop(error)
-        elif not message.choices:  # it may have overtaken its Submit
+        elif not message.choices:  # it may have overtaken its submission
             key = message.request_id, message.attempt
             self._tombstones.add(key, error, time.monotonic_ns())
 
@@ -172,7 +166,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             if existing.submission.attempt > submission.attempt:
                 error = InvalidRequestError("an older attempt")
                 self._refuse(submission.request_id, submission.attempt, session, error)
-            return  # the same submission again: it is being served
+            return  # a repeated submission
         if existing is not None:
             existing.stop(CancelledError_("a newer attempt replaces this one"))
         refusal = self._refusal(submission)
@@ -187,16 +181,16 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             request = DecodeRequest(submission, session, self._parts)
             request.start()
         except Exception:  # noqa: BLE001 - a fault of one request must not end the stream of all
-            _LOG.exception("a submission could not be taken")
+            _LOG.exception("cannot take a submission: request=%s", submission.request_id)
             self._parts.count_task_failure("submit")
-            refusal = InternalError("the worker could not take the request; its log says why")
+            refusal = InternalError("the decode worker failed to take the request; see its log")
             self._refuse(submission.request_id, submission.attempt, session, refusal)
             return
         self._requests[submission.request_id] = request
 
     def _refusal(self, submission: pb.Submission) -> BatonError | None:
         if self._parts.engine.silent:
-            return UnavailableError("this worker's engine does not answer at present")
+            return UnavailableError("this worker's engine does not respond")
         if self.state == "draining" and not submission.probe:
             return UnavailableError("this worker is draining")
         return self._tombstones.find((submission.request_id, submission.attempt))
@@ -210,7 +204,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     def _resume(self, message: pb.Resume, session: RouterSession) -> None:
         request = self._find(message.request_id, message.attempt)
         if request is None:
-            error = UnavailableError("this worker does not hold the request any more")
+            error = UnavailableError("this worker does not have the request any more")
             key = message.request_id, message.attempt
             self._tombstones.add(key, error, time.monotonic_ns())
             self._refuse(*key, session, error)
@@ -221,7 +215,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     # ---------------------------------------------------------------- time
 
     async def tick_forever(self) -> None:
-        """Status frames, leases, stalls; runs as long as the worker."""
+        """Send status frames and check leases and stalls, as long as the worker runs."""
         while True:
             await asyncio.sleep(STATUS_S)
             now_ns = time.monotonic_ns()
@@ -257,27 +251,26 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     # ---------------------------------------------------------------- status
 
     def _report(self) -> Report:
-        """The load as it is to be told now; what a canary does to it is nobody's business."""
         status = self.status()
         engine = self._parts.engine
         at_rest = not (engine.has_work or self.live_requests) and status.state == "ready"
         if at_rest and engine.has_canary and self._rest is not None:
             return self._rest
-        told = common_pb2.WorkerStatus()
-        told.CopyFrom(status)
-        told.load_age_ns = 0
-        report = Report(status=status, content=told.SerializeToString())
+        content = common_pb2.WorkerStatus()
+        content.CopyFrom(status)
+        content.load_age_ns = 0
+        report = Report(status=status, content=content.SerializeToString())
         self._rest = None
         if at_rest:
             for field in _MEASURED:
-                told.ClearField(field)
-            told.resting = True
-            report = msgspec.structs.replace(report, at_rest=told.SerializeToString())
+                content.ClearField(field)
+            content.resting = True
+            report = msgspec.structs.replace(report, at_rest=content.SerializeToString())
             self._rest = report
         return report
 
     def status(self, with_capabilities: bool = False) -> common_pb2.WorkerStatus:
-        """This worker's load and health."""
+        """Return this worker's load and health."""
         engine = self._parts.engine
         load = self._parts.engine.load
         fit = engine.prompt_fit
@@ -328,11 +321,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     @property
     def live_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return sum(not request.ended for request in self._requests.values())
 
     async def close(self) -> None:
-        """Let go of all requests, so that nothing keeps the KV pool of an ended engine mapped."""
+        """Release all requests, so that nothing keeps the KV pool of an ended engine mapped."""
         for request in self._requests.values():
             request.close()
         self._requests.clear()
@@ -340,7 +333,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         await self._tasks.close()
 
     def cancel_all(self, error: BatonError) -> None:
-        """Drain ran out of time: end what is left."""
+        """End all requests that remain after the drain timeout."""
         for request in self._requests.values():
             if not request.ended:
                 request.stop(error)

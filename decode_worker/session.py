@@ -1,4 +1,4 @@
-"""One router's stream: gathers what a step has to say into one frame; survives a lost stream."""
+"""Outgoing stream to one router: batches events into frames, and survives a lost stream."""
 
 import asyncio
 import time
@@ -18,8 +18,8 @@ from baton.wire.tokens import pack_tokens
 
 MAX_PENDING_BYTES = 8 << 20  # of new tokens
 MAX_FRAME_BYTES = 1 << 20  # a frame is cut before it grows larger; gRPC refuses 16 MiB
-BEAT_S = 0.9  # while there is work and no news; looked at every 250 ms. Silence of 2 s is a death
-_RUN_TOKENS = 256  # of one choice in one run: with log-probabilities some 100 KiB
+BEAT_S = 0.9  # with work and no news; checked every 250 ms. Routers take 2 s of silence for a death
+_RUN_TOKENS = 256  # per run of one choice: with log-probabilities some 100 KiB
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,8 +27,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         status: The load.
-        content: The same without its age, serialized.
-        at_rest: What of that is news where there is no work; empty: there is some.
+        content: The load without its age, serialized.
+        at_rest: Part that counts as news without work, serialized; empty while there is work.
     """
 
     status: common_pb2.WorkerStatus
@@ -37,11 +37,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterSession:
-    """What one router is owed. The frame in the making grows while the last one is being written.
-
-    Args:
-        router_id: Name of the router process.
-    """
+    """Outgoing stream to one router. Events join the next frame while the last one is written."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
@@ -49,24 +45,22 @@ class RouterSession:
         self.renewed_ns = self.connected_ns
         self._frame = pb.WorkerFrame()
         self._frame_bytes = 0
-        self._full: deque[pb.WorkerFrame] = deque()  # ahead of it: a resume can fill many
+        self._full: deque[pb.WorkerFrame] = deque()  # full frames before it
         self._dirty = asyncio.Event()
         self._stream = 0
         self._ended_stream = 0
         self._unread_bytes = 0  # of new tokens, since a frame was last taken
-        self._reported = b""  # what was news in the last report
-        self._content = b""  # of that one
+        self._reported = b""  # news of the last report
+        self._content = b""  # content of the last report
         self._taken_ns = 0  # when the router was last sent anything
         self._may_rest = False
-        self._heard = self._answered = 0  # frames of this stream: read, and said to be
+        self._read = self._acknowledged = 0  # frames of this stream
 
     def connected(self, *, may_rest: bool = False) -> int:
         """Begin a stream, whose ``hello`` has been read, and return its number.
 
-        What the last one did not take is dropped: the router asks for it by ``Resume``.
-
-        Args:
-            may_rest: The router knows that a worker without work may say nothing.
+        Frames that the last stream did not send are dropped: the router requests a ``Resume``. With
+        ``may_rest`` the router accepts silence from a worker without work.
         """
         self.connected_ns = ALIVE.now_ns()
         self.renewed_ns = self.connected_ns
@@ -76,32 +70,32 @@ class RouterSession:
         self._full.clear()
         self._reported = self._content = b""
         self._may_rest = may_rest
-        self._heard = 1
-        self._answered = 0
+        self._read = 1
+        self._acknowledged = 0
         self._stream += 1
         return self._stream
 
     def end_stream(self, stream: int | None = None) -> None:
-        """End the stream of that number, or the present one: the router opens another."""
+        """End the stream of that number, or the current one: the router opens another."""
         self._ended_stream = max(self._ended_stream, self._stream if stream is None else stream)
         self._dirty.set()
 
-    def hear(self, stream: int) -> None:
-        """Note a frame on that stream; it renews the leases of the router's requests."""
+    def note_frame(self, stream: int) -> None:
+        """Count a frame from the router, and renew the leases of its requests."""
         self.renew()
         if stream == self._stream:
-            self._heard += 1
+            self._read += 1
 
     def renew(self) -> None:
-        """Renew the leases of the router's requests: the router is alive."""
+        """Renew the leases of the router's requests."""
         self.renewed_ns = ALIVE.now_ns()
 
     async def frames(self, stream: int, step: "StepCounter") -> AsyncIterator[pb.WorkerFrame]:
-        """Frames for the stream of that number; it ends when a newer one has begun."""
+        """Yield frames for a stream until it ends or a newer one begins."""
         while True:
             await self._dirty.wait()
             if self._stream != stream:
-                self._dirty.set()  # that was meant for the newer stream
+                self._dirty.set()  # that was for the newer stream
                 return
             if self._ended_stream >= stream:
                 return
@@ -114,7 +108,7 @@ class RouterSession:
                 self._frame = pb.WorkerFrame()
                 self._frame_bytes = 0
             frame.step = step.value
-            frame.heard = self._answered = self._heard
+            frame.heard = self._acknowledged = self._read
             self._unread_bytes = 0
             self._taken_ns = time.monotonic_ns()
             yield frame
@@ -127,36 +121,15 @@ class RouterSession:
         choice: int,
         index: int,
         tokens: Sequence[SampledToken],
-        finish_reason: str = "",
-        stop_token: int | None = None,
-    ) -> None:
-        """Add tokens of one choice, ``index`` being the first one's place in the answer."""
-        self._unread_bytes += self._add_runs(
-            request, choice, index, tokens, finish_reason, stop_token
-        )
-
-    def repeat(
-        self,
-        request: pb.Submission,
-        choice: int,
-        index: int,
-        tokens: Sequence[SampledToken],
         finish_reason: str,
         stop_token: int | None,
+        *,
+        repeated: bool = False,
     ) -> None:
-        """``tokens`` for a resume: the router asked for them, however many they are."""
-        self._add_runs(request, choice, index, tokens, finish_reason, stop_token)
+        """Add tokens of one choice; ``index`` is the first one's position in the response.
 
-    def _add_runs(
-        self,
-        request: pb.Submission,
-        choice: int,
-        index: int,
-        tokens: Sequence[SampledToken],
-        finish_reason: str,
-        stop_token: int | None,
-    ) -> int:
-        """The bytes that were added."""
+        Tokens that are ``repeated`` for a resume do not count as unread: the router requested them.
+        """
         size_bytes = 0
         for begin in range(0, max(len(tokens), 1), _RUN_TOKENS):
             part = tokens[begin : begin + _RUN_TOKENS]
@@ -175,10 +148,11 @@ class RouterSession:
                     run.has_stop_token = True
                     run.stop_token_id = stop_token
             size_bytes += self._add(run)
-        return size_bytes
+        if not repeated:
+            self._unread_bytes += size_bytes
 
     def prompt_outputs(self, request: pb.Submission, prompt_outputs: ev.PromptOutputsReady) -> None:
-        """Add the log-probabilities of a prompt, slice by slice, or its vector."""
+        """Add the log-probabilities of a prompt, slice by slice, or its embedding."""
         scores = prompt_outputs.scores
         for part in codecs.prompt_logprobs_to_wire(scores) if scores is not None else ():
             self._add_bulk(request, prompt_logprobs=part)
@@ -186,35 +160,33 @@ class RouterSession:
             self._add_bulk(request, embedding=prompt_outputs.vector, finish_reason="stop")
 
     def _add_bulk(self, request: pb.Submission, **fields: Any) -> None:
-        """No sign of a router that does not read: its requests hold the same bytes anyway."""
-        run = pb.TokenRun(request_id=request.request_id, attempt=request.attempt, **fields)
-        self._add(run)
+        """Add bytes that do not count as unread: the request holds them anyway."""
+        self._add(pb.TokenRun(request_id=request.request_id, attempt=request.attempt, **fields))
 
     def _add(self, run: pb.TokenRun) -> int:
-        """Add to the frame in the making, or to the next one if it would become too large."""
         size_bytes = run.ByteSize()
         self._make_room(size_bytes)
         self._frame.tokens.append(run)
         return size_bytes
 
     def route(self, route: pb.RequestRoute) -> None:
-        """Say where a request runs."""
+        """Add the workers that a request runs on."""
         self._make_room(route.ByteSize())
         self._frame.routes.append(route)
 
     def end(self, end: pb.RequestEnd) -> None:
-        """Say that a request has ended here."""
+        """Add the end of a request."""
         self._make_room(end.ByteSize())
         self._frame.ends.append(end)
-        self._reported = b""  # the next report shows a load without it, equal to the last or not
+        self._reported = b""  # the next report must be sent, even if it equals the last
 
     def ask(self, needed: pb.PrefillNeeded) -> None:
-        """Ask for another prefill worker."""
+        """Add a request for another prefill worker."""
         self._make_room(needed.ByteSize())
         self._frame.prefill_needed.append(needed)
 
     def status(self, status: common_pb2.WorkerStatus) -> None:
-        """Add the worker's load; only the newest counts."""
+        """Add the worker's load, replacing an older one."""
         keep = self._frame.status.capabilities if self._frame.HasField("status") else None
         self._frame.status.CopyFrom(status)
         if keep is not None and keep.numerics_id and not status.HasField("capabilities"):
@@ -222,17 +194,13 @@ class RouterSession:
         self._dirty.set()
 
     def report(self, report: Report, now_ns: int) -> None:
-        """Add the worker's load if it is news, or a frame without anything if that is due.
+        """Add the worker's load if it is news, or an empty frame if a heartbeat is due.
 
-        Without work nothing is due but an answer to what the router sent.
-
-        Args:
-            report: The load.
-            now_ns: Monotonic clock.
+        Without work the only heartbeats are answers to frames of the router.
         """
         resting = self._may_rest and bool(report.at_rest)
         news = report.at_rest if resting else report.content
-        asked = resting and self._heard > self._answered
+        asked = resting and self._read > self._acknowledged
         if news != self._reported or (asked and report.content != self._content):
             self._reported = news
             self._content = report.content
@@ -242,12 +210,11 @@ class RouterSession:
             self._dirty.set()
 
     def transfers(self, totals: common_pb2.TransferTotals) -> None:
-        """A hand-off was counted: whoever has its answer shall find it in the sums."""
+        """Add the transfer totals, so that they are current when a response arrives."""
         self._frame.transfers.CopyFrom(totals)
         self._dirty.set()
 
     def _make_room(self, size_bytes: int) -> None:
-        """Begin another frame if this one would become too large."""
         if self._frame_bytes and self._frame_bytes + size_bytes > MAX_FRAME_BYTES:
             self._full.append(self._frame)
             self._frame = pb.WorkerFrame()

@@ -1,1 +1,1 @@
-"""The service that computes prompts for others and lets them pull the KV."""
+"""Prefill worker: computes prompts and serves their KV."""

@@ -1,4 +1,4 @@
-"""Performs what a hand-off's machine decides: events to decode, commands to the engine."""
+"""Performs the actions of a hand-off's machine: events to decode, commands to the engine."""
 
 from collections.abc import Iterable
 
@@ -15,13 +15,7 @@ from prefill_worker.rank_pools import RankPools
 
 
 class Announcer:
-    """Announces KV, first tokens and the commit record, and gives blocks back.
-
-    Args:
-        engine: The engine that computes the prompts.
-        pool: Its KV pool, or those of its ranks.
-        metrics: The metrics of this worker.
-    """
+    """Announces KV, first tokens and the commit record, and releases blocks."""
 
     def __init__(self, engine: EngineHandle, pool: KvPools, metrics: Metrics) -> None:
         self._engine = engine
@@ -30,14 +24,14 @@ class Announcer:
         self._metrics = metrics
 
     def admitted(self, handoff: Handoff, blocks: tuple[int, ...]) -> None:
-        """Note the pages that the engine gave a hand-off; ranks elsewhere may serve theirs."""
+        """Note the pages of a hand-off; ranks on other hosts may serve theirs."""
         handoff.machine.admitted(blocks)
         self._ranks.hold(handoff, lambda: self.perform(handoff, handoff.machine.read_ended()))
 
     def ended(self, handoff: Handoff) -> None:
         """Close a hand-off whose request the engine has ended."""
         handoff.ended = True
-        handoff.machine.state = sender.SenderState.CLOSED  # a frame being read is not sent
+        handoff.machine.state = sender.SenderState.CLOSED  # frames being read are not sent
         self._ranks.revoke(handoff)
 
     def perform(self, handoff: Handoff, actions: Iterable[sender.Action]) -> None:
@@ -50,7 +44,7 @@ class Announcer:
                     self._announce(handoff, action)
                 case sender.AnnounceFirst():
                     for message in first_tokens_to_wire(action.done, handoff.prompt_outputs):
-                        handoff.say(pb.PrefillEvent(first_tokens=message))
+                        handoff.send(pb.PrefillEvent(first_tokens=message))
                 case sender.AnnounceCommit():
                     record = pb.CommitRecord(
                         rectangles=action.rectangles,
@@ -58,14 +52,14 @@ class Announcer:
                         valid_tokens=action.valid_tokens,
                         manifest_digest=action.manifest,
                     )
-                    handoff.say(pb.PrefillEvent(commit=record))
+                    handoff.send(pb.PrefillEvent(commit=record))
                 case sender.GiveBack():
                     self._give_back(handoff, action)
 
     def _announce(self, handoff: Handoff, action: sender.Announce) -> None:
         published = action.kv_slice.to_published(self._heads)
-        known = self._ranks.publish(handoff, action.kv_slice)
-        handoff.say(pb.PrefillEvent(published=published), known)
+        announced = self._ranks.publish(handoff, action.kv_slice)
+        handoff.send(pb.PrefillEvent(published=published), announced)
 
     def _give_back(self, handoff: Handoff, action: sender.GiveBack) -> None:
         if action.overdue:

@@ -1,4 +1,4 @@
-"""Hand-offs whose KV ranks on other hosts hold: these learn of it, serve it, and give it back."""
+"""Hand-offs whose KV is held by ranks on other hosts, which serve and release their part."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,23 +11,15 @@ from prefill_worker.handoff import Handoff
 
 
 class RankPools:
-    """The pools of a worker's ranks, as hand-offs use them.
-
-    Args:
-        pool: The KV pool of this host, with the links to those elsewhere.
-    """
+    """Pools of a worker's ranks: that of this host, and links to those of other hosts."""
 
     def __init__(self, pool: KvPools) -> None:
         self._pool = pool
 
     def hold(self, handoff: Handoff, on_read_ended: Callable[[], None]) -> None:
-        """Let each rank read its own pages for decode.
+        """Let each rank serve its own pages of an admitted hand-off to decode.
 
-        Until a rank is done with the pages, they count as being read.
-
-        Args:
-            handoff: The hand-off, whose pages the engine has admitted.
-            on_read_ended: Called for each rank that is done.
+        Until a rank is done with the pages, they count as being read; then it calls back.
         """
         start = handoff.start
         handoff.at_ranks = list(self._pool.links)
@@ -47,14 +39,14 @@ class RankPools:
             self.revoke(handoff)
 
     def publish(self, handoff: Handoff, kv_slice: KvSlice) -> "asyncio.Future[None] | None":
-        """Tell the rank that decode will ask; None if decode will ask this host."""
+        """Notify the rank that decode will pull from; None if decode will pull from this host."""
         if self._pool.holding(kv_slice):
             return None
         link = self._pool.elsewhere(kv_slice)[0]
         return link.publish(handoff.engine_id, kv_slice.to_wire())
 
     def revoke(self, handoff: Handoff) -> None:
-        """Take the hand-off back from all ranks that know of it."""
+        """Revoke the hand-off at all ranks that have it."""
         links = handoff.at_ranks
         handoff.at_ranks = []
         for link in links:

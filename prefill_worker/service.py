@@ -1,6 +1,6 @@
 """The Prefill service: computes prompts, announces KV as it appears, and serves pulls.
 
-One ``Handoff`` per (request, attempt, generation, reader). The decisions are in
+There is one ``Handoff`` per (request, attempt, generation, reader). Its decisions are in
 ``kvtransfer.sender.HandoffSender``; the ``Announcer`` performs them. This file has the gRPC
 methods, the reports of the engine, and the leases.
 """
@@ -47,18 +47,13 @@ _REMEMBERED_ATTEMPTS = 4096
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    """See the module.
+    """gRPC service of a prefill worker.
 
     Args:
-        engine: The engine.
-        pool: Its KV pool, or those of its ranks.
-        identity: Who we are.
-        capabilities: What we speak.
-        metrics: Of this worker.
-        tracing: Of this worker.
-        prefixes: Brings what other workers hold of a prompt.
-        token: Signs the capabilities of pulls; without one nobody needs any.
-        unsigned_pulls: Whether who shows no capability may pull, too.
+        pool: KV pool of the engine, or pools of its ranks.
+        prefixes: Pulls prefixes from other workers' caches.
+        token: Fleet token that signs capabilities of pulls; without one, pulls need none.
+        unsigned_pulls: Whether pulls without a capability are allowed, too.
         tamperer: Damages frames on purpose (fault injection), or None.
     """
 
@@ -93,10 +88,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             tamperer,
             capabilities.encodings,
         )
-        """What decode workers pull from, by whatever transport."""
+        """Source of the frames that decode workers pull by any transport."""
         self._announcer = Announcer(engine, pool, metrics)
         self._handoffs: dict[Key, Handoff] = {}
-        self._replaced: list[Handoff] = []  # by one with their key, while somebody reads from them
+        self._replaced: list[Handoff] = []  # by one with their key, while they are being read
         self._attempts: OrderedDict[str, int] = OrderedDict()
         self._tasks = BackgroundTasks(
             "prefill service", lambda name: metrics.inc("baton_task_failures", task=name)
@@ -106,7 +101,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Handshake(  # noqa: N802 - gRPC's name
         self, request: common_pb2.Capabilities, context: Any
     ) -> pb.HandshakeReply:
-        """Say who we are, and refuse a pair that cannot work before anything is routed to it."""
+        """Send identity and capabilities, and refuse an incompatible decode worker."""
         reply = pb.HandshakeReply(identity=self._identity, capabilities=self._capabilities)
         reason = disagreement(self._capabilities, request)
         if reason:
@@ -116,7 +111,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(  # noqa: N802 - gRPC's name
         self, request_iterator: AsyncIterator[pb.PrefillControl], context: Any
     ) -> AsyncIterator[pb.PrefillEvent]:
-        """One hand-off's control stream; a second stream with the same key resumes it."""
+        """Serve one hand-off's control stream; a second stream with the same key resumes it."""
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.HasField("start"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a stream begins with `start`")
@@ -146,10 +141,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     # ---------------------------------------------------------------- hand-offs
 
     def _open(self, start: pb.PrefillStart) -> tuple[Handoff, bool]:
-        """The hand-off of a stream, and whether it was open already."""
+        """Return the hand-off of a stream, and whether it was open already."""
         key = (start.request_id, start.attempt, start.generation, start.decode_incarnation)
         existing = self._handoffs.get(key)
-        if existing is not None and existing.is_open:  # a broken stream came back
+        if existing is not None and existing.is_open:  # the decode worker has reconnected
             existing.begin_again()
             existing.machine.renew(ALIVE.now_ns())
             self._announcer.perform(existing, existing.machine.replay())
@@ -187,7 +182,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 kind = Kind.HELD if start.held_only else Kind.PREFILL
                 command = submit_from_wire(start, engine_id, kind, start.skip_blocks)
                 self._engine.submit(command, on_report)
-            else:  # it was cancelled, or its lease lapsed, and the engine never heard of it
+            else:  # it was cancelled, or its lease lapsed, before the engine got it
                 on_report(ev.Ended(engine_id, "cancelled"))
 
         handoff.prefix = self._prefixes.begin(start, submit)
@@ -196,17 +191,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return handoff, False
 
     def _check(self, start: pb.PrefillStart) -> None:
-        if self.draining and not start.held_only:  # what it holds may go on elsewhere
+        if self.draining and not start.held_only:  # what it holds may be resumed elsewhere
             raise UnavailableError("this worker is draining")
         if self._engine.silent:
-            raise UnavailableError("this worker's engine does not answer at present")
+            raise UnavailableError("this worker's engine does not respond")
         if start.expected_incarnation != self._identity.incarnation:
             raise UnavailableError("this worker was restarted: another incarnation was expected")
         if start.attempt < self._attempts.get(start.request_id, 0):
             raise UnavailableError(f"attempt {start.attempt} is older than one already seen")
 
     async def _control(self, controls: AsyncIterator[pb.PrefillControl], handoff: Handoff) -> None:
-        """Renewals and the end, as decode says them. A broken stream is not a cancel."""
+        """Handle renewals and the end of a hand-off. A broken stream is not a cancel."""
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
             async for control in controls:
                 if control.HasField("renew"):
@@ -238,14 +233,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     span.end()
 
     def _held(self, key: Key) -> HeldKv | None:
-        """For the source of frames."""
         handoff = self._handoffs.get(key)
         if handoff is None:
             return None
         return HeldKv(handoff.machine, partial(self._announcer.perform, handoff))
 
     def _refusal(self, request: pb.PullRequest) -> str:
-        """Why a reader may not have KV, in a word; "" if it may."""
         if not self._token.accepted:
             return ""
         reader = request.reader_incarnation
@@ -256,7 +249,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if not why or (why == "missing" and self._unsigned_pulls):
             return ""
         self._metrics.inc("baton_pulls_refused", reason=why)
-        _LOG.warning("a pull of KV of %s is refused: %s", request.request_id, why)
+        _LOG.warning("refused a pull of KV: request=%s reason=%s", request.request_id, why)
         return why
 
     def _ended(self, key: Key, handoff: Handoff, report: ev.Ended) -> None:
@@ -285,7 +278,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     self._metrics.inc("baton_orphans")
 
     async def close(self) -> None:
-        """Let go of all hand-offs, so that nothing keeps the KV pool of an ended engine mapped."""
+        """Release all hand-offs, so that nothing keeps the KV pool of an ended engine mapped."""
         for handoff in [*self._handoffs.values(), *self._replaced]:
             if handoff.prefix is not None:
                 handoff.prefix.close()
@@ -295,5 +288,5 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     @property
     def open_handoffs(self) -> int:
-        """Hand-offs whose blocks are not given back yet."""
+        """Number of hand-offs whose blocks are not released yet."""
         return len(self._handoffs)

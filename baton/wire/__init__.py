@@ -1,4 +1,1 @@
-"""What travels between processes and how it is read: codecs, versions, gRPC channels and options.
-
-``proto/`` beside it holds the messages, generated code only.
-"""
+"""Wire format between processes: codecs, versions, gRPC channels and TLS."""

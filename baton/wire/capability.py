@@ -1,12 +1,11 @@
-"""A pull's capability: who may read the KV of which request, signed by the router that placed it.
+"""Capability of a pull: signed permission of one decode worker to read the KV of one request.
 
-A prefill worker hands KV to whoever shows one for its own life, for that request, and for the life
-of the decode worker that the hand-off began with. One that leaks opens one prompt, for a while, to
-one reader. It is signed with a key that the fleet's token gives, so it protects from nobody who
-has that: such a one can sign. Where there is no token there is none.
+The router that places the request signs it. It names the request and both incarnations, so a leaked
+capability exposes one prompt to one reader, for a limited time. The key is derived from the fleet
+token: a process that has the token can sign. A fleet without a token uses no capabilities.
 
-    8 bytes   end, seconds since 1970
-    32 bytes  HMAC-SHA256 over all that it says
+    8 bytes   expiry, seconds since 1970
+    32 bytes  HMAC-SHA256 over expiry, request id, and both incarnations
 """
 
 import hmac
@@ -16,7 +15,7 @@ from hashlib import sha256
 from baton.wire.fleet_token import FleetToken
 
 VALID_S = 3600
-"""Beyond the request's deadline: clocks of hosts differ by minutes, and nobody resumes later."""
+"""Validity beyond the request's deadline: clocks of hosts differ by minutes."""
 
 _KEY_OF = b"baton pull capability 1"
 _END = struct.Struct(">Q")
@@ -24,14 +23,9 @@ _SIZE = _END.size + sha256().digest_size
 
 
 def sign(token: FleetToken, request_id: str, holder: bytes, reader: bytes, now_s: float) -> bytes:
-    """Let a decode worker read a prompt's KV; empty where the fleet has no token.
+    """Return a capability of ``reader`` to pull from ``holder``; empty if the fleet has no token.
 
-    Args:
-        token: The fleet's.
-        request_id: Whose KV.
-        holder: Incarnation of the prefill worker.
-        reader: Incarnation of the decode worker.
-        now_s: Seconds since 1970, plus what the request may take.
+    Both are incarnations. ``now_s`` is Unix time plus the time that the request may take.
     """
     if not token.shown:
         return b""
@@ -47,16 +41,7 @@ def refusal(
     reader: bytes,
     now_s: float,
 ) -> str:
-    """Why a capability does not let a reader have KV, in a word for a metric; "" if it does.
-
-    Args:
-        capability: As shown.
-        token: The fleet's; whichever of them it was signed with.
-        request_id: Whose KV is asked for.
-        holder: Incarnation of this worker.
-        reader: Incarnation of the decode worker that asks.
-        now_s: Seconds since 1970.
-    """
+    """Return why a capability does not permit a pull, as a metric label; "" if it does."""
     if not token.accepted:
         return ""
     if not capability:
@@ -75,5 +60,5 @@ def refusal(
 def _mac(token: str, end: bytes, request_id: str, holder: bytes, reader: bytes) -> bytes:
     key = hmac.digest(token.encode(), _KEY_OF, sha256)
     parts = (request_id.encode(), holder, reader)
-    said = b"".join(struct.pack(">I", len(part)) + part for part in parts)
-    return hmac.digest(key, end + said, sha256)
+    signed = b"".join(struct.pack(">I", len(part)) + part for part in parts)
+    return hmac.digest(key, end + signed, sha256)

@@ -1,4 +1,4 @@
-"""One codec for each thing on the wire: ``X_to_wire`` and ``X_from_wire``, side by side."""
+"""Codecs between Python objects and messages: ``X_to_wire`` and ``X_from_wire``, side by side."""
 
 from collections.abc import Iterator
 
@@ -11,11 +11,11 @@ from baton.types.params import AdapterRef, SampledToken, SamplingParams
 from baton.types.prompt_outputs import PromptLogprobs
 from baton.wire.tokens import pack_tokens, unpack_tokens
 
-_SLICE_BYTES = 256 * 1024  # of one message with log-probabilities of a prompt
+_SLICE_BYTES = 256 * 1024  # per message with log-probabilities of a prompt
 
 
 def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
-    """Every field filled."""
+    """Encode sampling parameters, every field filled."""
     return pb.SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
@@ -39,7 +39,7 @@ def sampling_to_wire(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
-    """The engine's parameters."""
+    """Decode the sampling parameters of a request."""
     return SamplingParams(
         max_tokens=message.max_tokens,
         temperature=message.temperature,
@@ -63,31 +63,31 @@ def sampling_from_wire(message: pb.SamplingParams) -> SamplingParams:
 
 
 def adapter_to_wire(ref: AdapterRef | None) -> pb.Adapter | None:
-    """A LoRA adapter, as the workers need to know it."""
+    """Encode a LoRA adapter; None stays None."""
     if ref is None:
         return None
     return pb.Adapter(name=ref.name, digest=bytes.fromhex(ref.digest), path=ref.path)
 
 
 def adapter_from_wire(message: pb.Adapter) -> AdapterRef | None:
-    """The adapter that a request names; None for the base model."""
+    """Decode the adapter that a request names; None for the base model."""
     if not message.digest:
         return None
     return AdapterRef(message.name, message.digest.hex(), message.path)
 
 
 def error_to_wire(error: BatonError) -> pb.Error:
-    """A node of the error tree; ``error_from_wire`` turns it back."""
+    """Encode an error of the error tree."""
     return pb.Error(code=error.code, message=error.message, retryable=error.retryable)
 
 
 def error_from_wire(message: pb.Error) -> BatonError:
-    """The error that a peer names; ``InternalError`` for a code from a newer peer."""
+    """Decode the error that a peer names; ``InternalError`` for a code from a newer peer."""
     return from_code(message.code, message.message)
 
 
 def logprob_to_wire(token: SampledToken) -> pb.TokenLogprob:
-    """Log-probability of a token and its alternatives."""
+    """Encode the log-probability of a token and its alternatives."""
     return pb.TokenLogprob(
         logprob=token.logprob or 0.0,
         top_ids=pack_tokens([alternative for alternative, _ in token.top]),
@@ -96,7 +96,7 @@ def logprob_to_wire(token: SampledToken) -> pb.TokenLogprob:
 
 
 def logprob_from_wire(token_id: int, message: pb.TokenLogprob | None) -> SampledToken:
-    """A sampled token from its wire form."""
+    """Decode a sampled token."""
     if message is None:
         return SampledToken(token_id)
     top = zip(unpack_tokens(message.top_ids), message.top_logprobs, strict=True)
@@ -104,7 +104,7 @@ def logprob_from_wire(token_id: int, message: pb.TokenLogprob | None) -> Sampled
 
 
 def prompt_logprobs_to_wire(scores: PromptLogprobs) -> Iterator[pb.PromptLogprobs]:
-    """A prompt's log-probabilities in slices that fit into any message."""
+    """Encode a prompt's log-probabilities in slices that fit into any message."""
     for begin, part in scores.slices(_SLICE_BYTES):
         yield pb.PromptLogprobs(
             begin=begin,
@@ -117,7 +117,7 @@ def prompt_logprobs_to_wire(scores: PromptLogprobs) -> Iterator[pb.PromptLogprob
 
 
 def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> PromptLogprobs:
-    """One slice; ``message.begin`` says where it belongs."""
+    """Decode one slice, which belongs at row ``message.begin``."""
     return PromptLogprobs(
         message.alternatives,
         message.logprobs,
@@ -130,7 +130,7 @@ def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> PromptLogprobs:
 def first_tokens_to_wire(
     done: PromptDone, prompt_outputs: PromptOutputsReady
 ) -> Iterator[prefill_pb2.FirstTokens]:
-    """Slices of the prompt's log-probabilities, if any; the last message has the first tokens."""
+    """Encode first tokens, preceded by slices of the prompt's log-probabilities, if any."""
     scores = prompt_outputs.scores
     last = None
     for part in prompt_logprobs_to_wire(scores) if scores is not None else ():
@@ -155,7 +155,7 @@ def first_tokens_to_wire(
 
 
 def first_tokens_from_wire(message: prefill_pb2.FirstTokens) -> tuple[SampledToken, ...]:
-    """One per choice; none where more slices of log-probabilities are still to come."""
+    """Decode first tokens, one per choice; none if slices of log-probabilities follow."""
     return tuple(
         logprob_from_wire(choice.token_id, choice.logprob if choice.has_logprob else None)
         for choice in message.choices

@@ -1,4 +1,4 @@
-"""What two processes must agree on before they work together, and KV may pass between them."""
+"""Properties that two processes must share before they exchange requests or KV."""
 
 from batonpb import common_pb2 as pb
 
@@ -8,15 +8,15 @@ from baton.types.geometry import SCALED, KvGeometry
 WIRE_MIN = 1
 WIRE_MAX = 3
 EMITTED_WIRE = 2
-"""The first version whose workers go on with an answer that began elsewhere."""
+"""First wire version whose workers can resume a response that began elsewhere."""
 GATHERED_WIRE = 3
-"""The first version whose workers read several frames of a router that travel as one."""
+"""First wire version whose workers read several router frames that travel as one."""
 
-_SUMS = {"tile", "vdp"}  # of a numerics id: ``baton.engine.cpu.native.library``
+_SUMS = {"tile", "vdp"}  # parts of a numerics id, see ``baton.engine.cpu.native.library``
 
 
 def kv_group(geometry: KvGeometry) -> pb.KvGroup:
-    """The single kv group of a model whose layers are all alike."""
+    """Return the single KV group of a model whose layers are all alike."""
     return pb.KvGroup(
         id=0,
         layer_ids=range(geometry.num_layers),
@@ -29,7 +29,7 @@ def kv_group(geometry: KvGeometry) -> pb.KvGroup:
 
 
 def geometry_of(group: pb.KvGroup, num_blocks: int) -> KvGeometry:
-    """The pool of a worker with that kv group: ``kv_group`` backwards."""
+    """Return the pool geometry of a worker with this KV group: the inverse of ``kv_group``."""
     return KvGeometry(
         num_layers=len(group.layer_ids),
         num_kv_heads=group.num_kv_heads,
@@ -41,7 +41,7 @@ def geometry_of(group: pb.KvGroup, num_blocks: int) -> KvGeometry:
 
 
 def kv_format(capabilities: pb.Capabilities) -> str:
-    """Shape and dtype of a block, such as ``bf16/30x3x64/16``; part of every block's name."""
+    """Return shape and dtype of a block, such as ``bf16/30x3x64/16``; part of every block hash."""
     return ";".join(
         f"{group.dtype}/{len(group.layer_ids)}x{group.num_kv_heads}x{group.head_dim}"
         f"/{group.block_tokens}"
@@ -50,7 +50,7 @@ def kv_format(capabilities: pb.Capabilities) -> str:
 
 
 def format_id(capabilities: pb.Capabilities) -> str:
-    """Equal for two workers that can hand KV to each other."""
+    """Return an id that is equal for two workers between which KV can move."""
     digest = capabilities.weights_digest.hex()
     return f"{kv_format(capabilities)}|{capabilities.numerics_id}|{digest}"
 
@@ -61,32 +61,31 @@ def _format_name(capabilities: pb.Capabilities) -> str:
 
 
 def emulation(capabilities: pb.Capabilities) -> str:
-    """The timing model of an emulated worker; "" for a real one."""
+    """Return the timing model of an emulated worker; "" for a real one."""
     return timing_in(capabilities.numerics_id)
 
 
 def own_wire() -> pb.WireRange:
-    """The versions of the wire that this process speaks."""
+    """Return the wire versions of this process."""
     return pb.WireRange(min=WIRE_MIN, max=WIRE_MAX)
 
 
 def wire_overlaps(theirs: pb.WireRange) -> bool:
-    """Whether a peer speaks a version that this process speaks; an old peer may leave ``max`` 0."""
+    """Return whether a peer shares a wire version with this process; old peers leave ``max`` 0."""
     return theirs.min <= WIRE_MAX and max(theirs.max, theirs.min) >= WIRE_MIN
 
 
-def _what_to_set(ours: str, theirs: str) -> str:
-    """How to make two workers sum alike, if that is all that they would need."""
+def _numerics_hint(ours: str, theirs: str) -> str:
     sums = [_SUMS & set(numerics_id.split("/")) for numerics_id in (ours, theirs)]
     if not all(sums) or sums[0] == sums[1]:
         return ""
-    return "; their CPUs sum differently by default: set `numerics: {native: tile}` for all"
+    return "; their CPUs sum in different orders: set `numerics: {native: tile}` for all workers"
 
 
 def disagreement(ours: pb.Capabilities, theirs: pb.Capabilities) -> str:
-    """Why the pair cannot work, naming the field that differs; "" if it can.
+    """Return why two workers are incompatible, naming the field that differs; "" if they are not.
 
-    The code version is not compared, so that a rolling upgrade works.
+    Code versions are not compared, so that a rolling upgrade works.
     """
     if ours.wire.max < theirs.wire.min or theirs.wire.max < ours.wire.min:
         return (
@@ -105,7 +104,7 @@ def disagreement(ours: pb.Capabilities, theirs: pb.Capabilities) -> str:
     if ours.numerics_id != theirs.numerics_id:
         return (
             f"numerics differ: {ours.numerics_id!r} and {theirs.numerics_id!r}"
-            f"{_what_to_set(ours.numerics_id, theirs.numerics_id)}"
+            f"{_numerics_hint(ours.numerics_id, theirs.numerics_id)}"
         )
     if ours.weights_digest != theirs.weights_digest:
         return "the weights differ"

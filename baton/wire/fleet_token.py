@@ -1,4 +1,4 @@
-"""The fleet's token: every call to a worker carries it, and every worker asks for it."""
+"""Fleet token: every call to a worker carries it, and every worker requires it."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from hmac import compare_digest
@@ -14,10 +14,10 @@ TOKEN_KEY = "x-baton-fleet-token"  # noqa: S105 - the name of the header, not a 
 
 
 class FleetToken:
-    """What is shown to workers, and what is accepted: two for as long as one follows the other.
+    """Token for outgoing calls, and tokens accepted in incoming ones (two during a rotation).
 
     Args:
-        tokens: The first is shown, all are accepted. None, or an empty one: there is no token.
+        tokens: The first is sent, all are accepted. None or an empty one disables the check.
     """
 
     def __init__(self, *tokens: str) -> None:
@@ -25,10 +25,10 @@ class FleetToken:
 
     @classmethod
     def of_file(cls, file: str) -> "FleetToken":
-        """The tokens in a file, one a line, read again when it changes.
+        """Read the tokens from a file, one a line, and again whenever the file changes.
 
         Raises:
-            SecretError: It cannot be used.
+            SecretError: The file is not readable, or a token is too short.
         """
         watched = WatchedFiles((file,), lambda: read_tokens(file))
         token = cls()
@@ -37,31 +37,31 @@ class FleetToken:
 
     @classmethod
     def of(cls, file: str, token: str) -> "FleetToken":
-        """The tokens in a file, if one is named; otherwise the one that was told."""
+        """Return the tokens in ``file``, or ``token`` if no file is named."""
         return cls.of_file(file) if file else cls(token)
 
     @property
     def shown(self) -> str:
-        """The token that goes out; empty for none."""
+        """Token of outgoing calls; empty for none."""
         return next(iter(self._now()), "")
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """All that are valid; empty ones are none."""
+        """Accepted tokens, without empty ones."""
         return tuple(token for token in self._now() if token)
 
     @property
     def valid(self) -> tuple[str, ...]:
-        """All that `accepts` takes: an empty one, too, where the fleet has no token."""
+        """Accepted tokens, with the empty one if the fleet has no token."""
         return self._now()
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call to a worker carries."""
+        """Metadata of a call to a worker."""
         return token_metadata(self.shown)
 
     def accepts(self, shown: str) -> bool:
-        """Whether that is a valid one; compared in constant time, with each."""
+        """Return whether ``shown`` is a valid token, comparing in constant time with each."""
         found = [compare_digest(shown.encode(), token.encode()) for token in self._now()]
         return any(found)
 
@@ -70,12 +70,12 @@ class FleetToken:
 
 
 def token_metadata(fleet_token: str) -> tuple[tuple[str, str], ...]:
-    """Metadata that every call to a worker carries."""
+    """Return the metadata of a call to a worker."""
     return ((TOKEN_KEY, fleet_token),)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls that do not carry the fleet's token."""
+    """Server interceptor that refuses calls without the fleet token."""
 
     def __init__(self, token: FleetToken) -> None:
         self._token = token
@@ -100,7 +100,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Let a call through, or answer UNAUTHENTICATED in the shape that the method has."""
+        """Pass a call on, or answer UNAUTHENTICATED in the shape of the method."""
         metadata: Sequence[Any] = handler_call_details.invocation_metadata or ()
         shown = [value for key, value in metadata if key == TOKEN_KEY and isinstance(value, str)]
         if any(map(self._token.accepts, shown)):

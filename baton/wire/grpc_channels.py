@@ -1,4 +1,4 @@
-"""A worker's gRPC channels to other workers, one for each address."""
+"""gRPC channels of a worker to other workers, one per address."""
 
 import grpc
 import grpc.aio
@@ -7,15 +7,11 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.grpc_options import open_channel
 from baton.wire.tls import FleetTls
 
-_RETIRED_S = 600.0  # for what still runs over a channel with an older certificate
+_RETIRED_S = 600.0  # grace for calls that still run over a channel with an older certificate
 
 
 class Channels:
-    """Opened when first asked for; shared by control streams and pulls.
-
-    Args:
-        tls: What to show and whom to believe; None is plain text.
-    """
+    """Channels that are opened on first use and shared by control streams and pulls."""
 
     def __init__(self, tls: FleetTls | None = None) -> None:
         self._tls = tls
@@ -26,11 +22,11 @@ class Channels:
 
     @property
     def encrypted(self) -> bool:
-        """Whether they speak TLS."""
+        """True if the channels use TLS."""
         return self._tls is not None
 
     def to(self, address: str) -> grpc.aio.Channel:
-        """The channel to an address; a new one if our certificate has changed since."""
+        """Return the channel to an address; a new one if our certificate has changed since."""
         shown = self._tls.channel_credentials() if self._tls is not None else None
         channel = self._by_address.get(address)
         if channel is not None and self._shown[address] is not shown:
@@ -43,14 +39,14 @@ class Channels:
         return channel
 
     async def forget(self, address: str) -> None:
-        """Close a channel whose far end died, so that its back-off does not delay the next life."""
+        """Close the channel to a dead peer, so that its back-off does not delay the next one."""
         self._shown.pop(address, None)
         channel = self._by_address.pop(address, None)
         if channel is not None:
             await channel.close()
 
     async def close(self) -> None:
-        """Close all channels."""
+        """Close the channels to all workers."""
         await self._tasks.close()
         for channel in self._retired:
             await channel.close()

@@ -1,4 +1,4 @@
-"""How gRPC channels and ports are made, all of them: their options, and TLS where there is any."""
+"""Options and TLS of all gRPC channels and servers."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ WORKER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-"""Of a worker's server, and of its channels to other workers: keep-alives notice a cut."""
+"""Options of a worker's server and of its channels to other workers: keep-alives detect cuts."""
 
 
 ROUTER_OPTIONS: list[tuple[str, Any]] = [
@@ -34,7 +34,7 @@ ROUTER_OPTIONS: list[tuple[str, Any]] = [
     # Two routers in one test process must not share a connection: one may be cut.
     ("grpc.use_local_subchannel_pool", 1),
 ]
-"""Of a router's channel to a worker: the link has heartbeats of its own."""
+"""Options of a router's channel to a worker, which has heartbeats of its own."""
 
 
 def open_channel(
@@ -42,13 +42,7 @@ def open_channel(
     tls: FleetTls | None = None,
     options: list[tuple[str, Any]] = WORKER_OPTIONS,
 ) -> grpc.aio.Channel:
-    """A channel to a worker, with keep-alives that notice a cut within seconds.
-
-    Args:
-        address: HOST:PORT.
-        tls: What to show and whom to believe; None is plain text.
-        options: Of gRPC.
-    """
+    """Open a channel to a worker, in plain text without ``tls``."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     name = ("grpc.ssl_target_name_override", tls.name)
@@ -56,13 +50,7 @@ def open_channel(
 
 
 def listen(server: grpc.aio.Server, address: str, tls: FleetTls | None = None) -> int:
-    """Have a server that is not started yet listen; the port.
-
-    Args:
-        server: The server.
-        address: HOST:PORT; 0 takes a free one.
-        tls: What to show and whom to believe; None is plain text.
-    """
+    """Add a port (0 takes a free one) to a server that is not started yet, and return the port."""
     if tls is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, tls.server_credentials())

@@ -1,20 +1,20 @@
-"""Memory of messages that come and go by the hundred each second, some MiB each.
+"""Memory of gRPC messages: hundreds per second, some MiB each.
 
-glibc gives such memory back to the system with each message, and the next one's pages are zeroed
-and mapped anew: a quarter to a third of the CPU time of KV by gRPC.
+By default glibc returns it to the system with each message, and the next one's pages are zeroed and
+mapped anew: a quarter to a third of the CPU time of KV transfer by gRPC.
 """
 
 import ctypes
 
-# of malloc.h
+# from malloc.h
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_MMAP_ABOVE_BYTES = 32 << 20  # the largest that glibc takes
-_KEPT_BYTES = 128 << 20  # freed, at the end of the heap: what may be in flight, twice
+_MMAP_ABOVE_BYTES = 32 << 20  # largest value that glibc accepts
+_KEPT_BYTES = 128 << 20  # free memory kept at the end of the heap: twice what may be in flight
 
 
 def keep_message_memory() -> None:
-    """Have this process use freed memory again, where the C library is glibc."""
+    """Let this process reuse freed memory, if the C library is glibc."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE_BYTES)

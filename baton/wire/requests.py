@@ -1,7 +1,7 @@
-"""One request on its way: router to decode worker, decode to prefill worker, worker to engine.
+"""Conversions of a request: router to decode worker, decode to prefill worker, worker to engine.
 
-``Submission`` and ``PrefillStart`` name what both have alike; a new field of a request is added to
-both messages, and here.
+``Submission`` and ``PrefillStart`` use the same names for the same fields. A new field of a request
+is added to both messages and here.
 """
 
 from batonpb.common_pb2 import WorkerIdentity
@@ -15,7 +15,7 @@ from baton.wire.tokens import unpack_tokens
 
 
 def replace_prefix(submission: Submission, replacement: PrefillReplacement) -> None:
-    """Whom another prefill worker may pull leading blocks from: words are for one reader alone."""
+    """Replace the prefix sources, whose capabilities are valid for one reader only."""
     submission.ClearField("prefix")
     submission.ClearField("prefix_then")
     if replacement.HasField("prefix"):
@@ -31,14 +31,9 @@ def prefill_start(
     generation: int,
     skip_blocks: int,
 ) -> PrefillStart:
-    """What a decode worker asks of a prefill worker.
+    """Build the first message of decode worker ``sender`` to prefill worker ``target``.
 
-    Args:
-        submission: The request.
-        target: The prefill worker.
-        sender: The decode worker.
-        generation: Of the reservation that the KV is for.
-        skip_blocks: Leading blocks that decode holds already.
+    The reservation has the ``generation``. Decode already has ``skip_blocks`` leading blocks.
     """
     return PrefillStart(
         request_id=submission.request_id,
@@ -68,15 +63,15 @@ def prefill_start(
 
 
 def prefix_request_id(request_id: str, link: int = 0) -> str:
-    """Of the hand-off that brings leading blocks of a request from another worker's cache.
+    """Return the id of the hand-off that pulls leading blocks of a request from another worker.
 
-    ``link`` counts those before it that are for the same request.
+    ``link`` counts earlier pulls for the same request.
     """
     return f"prefix{link or ''}/{request_id}"
 
 
 def emitted_from_wire(submission: Submission) -> tuple[tuple[int, ...] | None, ...]:
-    """Per choice what it goes on behind, None where it has ended; empty: a new answer."""
+    """Return per choice the tokens to resume after, None if it has ended; () for a new response."""
     return tuple(
         None if choice.finish_reason else tuple(unpack_tokens(choice.token_ids))
         for choice in submission.emitted
@@ -86,14 +81,7 @@ def emitted_from_wire(submission: Submission) -> tuple[tuple[int, ...] | None, .
 def submit_from_wire(
     message: Submission | PrefillStart, engine_id: str, kind: Kind, skip_blocks: int = 0
 ) -> Submit:
-    """The request as the engine takes it.
-
-    Args:
-        message: As it came.
-        engine_id: Its name at the engine.
-        kind: What the engine is to do with it.
-        skip_blocks: Leading blocks whose KV nobody asks for.
-    """
+    """Build the engine's submit command. KV of the first ``skip_blocks`` blocks is not needed."""
     spec = RequestSpec(
         kind=kind,
         params=sampling_from_wire(message.sampling),

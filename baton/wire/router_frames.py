@@ -1,4 +1,4 @@
-"""Several frames of a router to one worker that travel as one."""
+"""Frames of a router to one worker, several of which travel as one."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,10 @@ from batonpb.decode_pb2 import RouterFrame
 
 
 def gather(frames: Sequence[RouterFrame]) -> RouterFrame:
-    """Return one frame that carries ``frames`` in order.
-
-    Args:
-        frames: At least one; none of them is a gathered frame.
-    """
+    """Return one frame that carries ``frames`` (at least one, none of them gathered) in order."""
     return frames[0] if len(frames) == 1 else RouterFrame(frames=frames)
 
 
 def scatter(frame: RouterFrame) -> Sequence[RouterFrame]:
-    """Return the frames that a frame carries, or the frame itself if it is a single one."""
+    """Return the frames that a frame carries, or the frame itself if it is single."""
     return frame.frames or (frame,)

@@ -1,11 +1,8 @@
-"""TLS between the processes of a fleet, in both directions, by certificates from files.
+"""Mutual TLS between the processes of a fleet, with certificates from files.
 
-The name that clients verify is the fleet's, and not the address: addresses come from the registry
-and change with every worker, and whoever holds a certificate of the fleet's CA may be any of its
-workers anyhow; which one it is, its incarnation says.
-
-A certificate that is replaced counts for the next connection, at both ends. Connections that stand
-keep the one that they began with.
+Clients verify the fleet's name, not the address: addresses change with every worker, and any
+certificate of the fleet's CA may serve as any of its workers. The incarnation identifies a worker.
+A replaced certificate is used by new connections at both ends; open connections keep the old one.
 """
 
 import contextlib
@@ -19,29 +16,27 @@ import grpc
 from baton.config.network import TlsFiles
 from baton.config.watched_files import WatchedFiles
 
-_MEND = "`baton certs DIR --renew` renews what `baton certs DIR` made"
+_RENEW_HINT = "`baton certs DIR --renew` renews the files of `baton certs DIR`"
 
 
 class CertificateError(ValueError):
-    """A certificate, its key or its CA cannot be used; the message names the file."""
+    """A certificate, its key or its CA is not usable; the message names the file."""
 
 
 class _Bundle(NamedTuple):
-    """What the files hold, as PEM."""
-
     certificate: bytes
     key: bytes
     ca: bytes
 
 
 class FleetTls:
-    """Credentials of one process, as of now.
+    """Current TLS credentials of one process.
 
     Args:
-        files: Where they are. All of them are read, and tried, at once.
+        files: Paths of the PEM files, which are read and checked at once.
 
     Raises:
-        CertificateError: They cannot be used.
+        CertificateError: A file is not usable.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -53,7 +48,7 @@ class FleetTls:
         self._channel: grpc.ChannelCredentials | None = None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a new channel; the same object as long as the files say the same."""
+        """Credentials of new channels; the same object while the files are unchanged."""
         bundle = self._bundle.current
         if self._channel is None or bundle is not self._made_of:
             self._made_of = bundle
@@ -61,14 +56,14 @@ class FleetTls:
         return self._channel
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a port: every connection is asked for a certificate, and shown the newest of ours."""
+        """Return credentials of a port, which requires client certificates and sends our newest."""
         shown = self._bundle.current
 
         def newest() -> grpc.ServerCertificateConfiguration:
             nonlocal shown
             bundle = self._bundle.current
             if bundle is shown:
-                return None  # type: ignore[return-value] # "as before", which its stub leaves out
+                return None  # type: ignore[return-value] # "unchanged", which its stub leaves out
             shown = bundle
             return _configuration(bundle)
 
@@ -77,9 +72,9 @@ class FleetTls:
         )
 
     def page_context(self) -> ssl.SSLContext:
-        """For a page of this process that others of the fleet read, such as its metrics.
+        """Return the context of an HTTPS page for the fleet, such as the metrics page.
 
-        It follows the files whenever a connection or a channel of this process looks at them.
+        It is reloaded when a connection or a channel of this process checks the files.
         """
         context = self._page = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._files.certificate, self._files.key)
@@ -97,10 +92,10 @@ class FleetTls:
 
 
 def check_pair(certificate: str, key: str) -> None:
-    """Whether a certificate and its key can be read and fit together, and the time is right.
+    """Check that a certificate and its key are readable, match, and are valid now.
 
     Raises:
-        CertificateError: They cannot be used.
+        CertificateError: They are not.
     """
     for file, what in ((certificate, "the certificate"), (key, "the key")):
         _contents(file, what)
@@ -112,7 +107,7 @@ def check_pair(certificate: str, key: str) -> None:
         reason = getattr(error, "reason", None) or str(error)
         raise CertificateError(
             f"the certificate {certificate} and the key {key} cannot be used together ({reason}): "
-            f"they must be PEM, of one another, and the key must have no password; {_MEND}"
+            f"they must be PEM, of one another, and the key must have no password; {_RENEW_HINT}"
         ) from error
     _check_time(certificate)
 
@@ -141,21 +136,23 @@ def _contents(file: str, what: str) -> bytes:
 
 
 def _check_time(file: str) -> None:
-    from cryptography import x509  # takes its time to import: only where there is TLS
+    from cryptography import x509  # slow to import: only with TLS
 
     found = x509.load_pem_x509_certificate(_contents(file, "the certificate"))
     now = datetime.now(UTC)
     if found.not_valid_after_utc < now:
-        raise CertificateError(f"{file} expired on {found.not_valid_after_utc:%Y-%m-%d}; {_MEND}")
+        raise CertificateError(
+            f"{file} expired on {found.not_valid_after_utc:%Y-%m-%d}; {_RENEW_HINT}"
+        )
     if found.not_valid_before_utc > now:
         raise CertificateError(
-            f"{file} is valid from {found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, and it is "
-            f"{now:%Y-%m-%d %H:%M} by the clock of this host: one of them is wrong"
+            f"{file} is valid from {found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, but the clock "
+            f"of this host shows {now:%Y-%m-%d %H:%M}: one of them is wrong"
         )
 
 
 def _check_name(files: TlsFiles) -> None:
-    """A certificate without the name would be refused by everybody, who could not say it here."""
+    """Check the name here: peers would refuse a wrong one without an error in this process."""
     from cryptography import x509
 
     found = x509.load_pem_x509_certificate(_contents(files.certificate, "the certificate"))
@@ -165,9 +162,9 @@ def _check_name(files: TlsFiles) -> None:
         names = extension.value.get_values_for_type(x509.DNSName)
     if files.name not in names:
         raise CertificateError(
-            f"{files.certificate} is for {', '.join(names) or 'no name'}, and others of the fleet "
-            f"look for {files.name}: make one with this name (`baton certs DIR FLEET_FILE`), or "
-            "set `pools: {tls: {name: …}}` to the name that it has"
+            f"{files.certificate} is for {', '.join(names) or 'no name'}, but the fleet requires "
+            f"{files.name}: create one with this name (`baton certs DIR FLEET_FILE`), or set "
+            "`pools: {tls: {name: …}}` to the certificate's name"
         )
 
 
@@ -178,27 +175,22 @@ def _configuration(bundle: _Bundle) -> grpc.ServerCertificateConfiguration:
 
 
 def distrust(reason: str) -> str:
-    """What a failed call says of trust between two processes, for people; "" if nothing.
-
-    Args:
-        reason: As gRPC gives it.
-    """
+    """Explain gRPC's reason of a failure if it concerns the fleet token or TLS; "" otherwise."""
     if "fleet token" in reason:
         return f"{reason}: both need the same `BATON_FLEET_TOKEN_FILE` or `pools: token_file`"
     if "CERTIFICATE_VERIFY_FAILED" in reason or "Hostname Verification" in reason:
         return (
-            "its certificate is not one of this fleet: signed by another CA, expired, or for "
+            "its certificate is not valid for this fleet: signed by another CA, expired, or for "
             f"another name than the fleet's ({_tail(reason)})"
         )
     if "WRONG_VERSION_NUMBER" in reason or "wrong version number" in reason.lower():
-        return "it speaks plain text, and this process TLS: set `pools: {tls: …}` for both"
-    if "tcp handshaker" in reason:  # a connection that ended while it began, with TLS or without
+        return "it uses plain text and this process TLS: set `pools: {tls: …}` for both"
+    if "tcp handshaker" in reason:  # the connection ended early, with TLS or without
         return ""
     if "handshake" in reason.lower() or "SSL_ERROR" in reason:
-        return f"no TLS connection comes about: {_tail(reason)}"
+        return f"the TLS handshake failed: {_tail(reason)}"
     return ""
 
 
 def _tail(reason: str) -> str:
-    """The end of gRPC's long sentence, which is what differs."""
     return reason.rpartition("last error: ")[2][-200:]

@@ -11,20 +11,20 @@ _WORDS = "I" if array("I").itemsize == TOKEN_BYTES and sys.byteorder == "little"
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Little-endian uint32, as token ids travel everywhere."""
+    """Encode token ids as little-endian uint32."""
     if _WORDS and isinstance(tokens, tuple | list):  # a third of the time that numpy takes
         return array(_WORDS, tokens).tobytes()
     return np.asarray(tokens, dtype="<u4").tobytes()
 
 
 def count_tokens(packed: bytes) -> int:
-    """How many ids ``pack_tokens`` packed."""
+    """Return the number of ids in ``packed``."""
     return len(packed) // TOKEN_BYTES
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """The inverse of ``pack_tokens``."""
-    if len(packed) == TOKEN_BYTES:  # as in nearly every run of tokens
+    """Decode ids that ``pack_tokens`` encoded."""
+    if len(packed) == TOKEN_BYTES:  # the usual case
         return [int.from_bytes(packed, "little")]
     tokens: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
     return tokens

@@ -26,7 +26,7 @@ from loadtest.simulator.table import SimulatedTable
 from loadtest.simulator.worker import SimulatedWorker, WorkerListener
 from router.request import GenerationRequest
 from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.chain import Giver
+from router.routing.placement.chain import Source
 from router.routing.placement.cost import WorkerLoad
 from router.routing.placement.placer import Placer
 from router.routing.placement.prefix_index import PrefixIndex
@@ -45,7 +45,7 @@ class _Chosen(NamedTuple):
     prefill_id: str | None
     decode_id: str
     uncached_tokens: int
-    prefix: Sequence[Giver] = ()
+    prefix: Sequence[Source] = ()
 
 
 class SimulatedRouter(WorkerListener):
@@ -141,7 +141,7 @@ class SimulatedRouter(WorkerListener):
         prefill_id = chosen.prefill_id
         worker_of = self._table.worker
         prefill = worker_of(prefill_id) if prefill_id is not None else None
-        prefix = [(worker_of(giver.worker_id), giver.blocks) for giver in chosen.prefix]
+        prefix = [(worker_of(source.worker_id), source.blocks) for source in chosen.prefix]
         attempt = self._attempt_of(record, worker_of(chosen.decode_id), prefill, prefix)
         self._attempts[record.id] = attempt
         self._clock.after(CONTROL_NS, attempt.start)

@@ -1,1 +1,1 @@
-"""A request's life, without HTTP: admission, placement, streams to workers, shares, records."""
+"""Life of a request without HTTP: admission, placement, streams to workers, shares, records."""

@@ -1,7 +1,7 @@
-"""One choice of an answer: its tokens become what a client may be shown. Sans-IO.
+"""Converts the tokens of one choice of a response into what the client receives. Sans-IO.
 
-Runs of tokens go in (``push``), what is new comes out (``take``). Nearly all answers are plain:
-text and nothing else, of which nearly every run is one token. For those there is a shorter way.
+Runs of tokens go in (``push``), deltas come out (``take``). Most responses are plain text, and most
+of their runs have one token. For those there is a fast path (``push_plain``, ``take_texts``).
 """
 
 from array import array
@@ -22,7 +22,7 @@ from router.request import GenerationRequest
 
 
 class ShownLogprob(NamedTuple):
-    """Log-probability of one token, and where its text begins in the choice's text."""
+    """Log-probability of one token, with the offset of its text in the choice's text."""
 
     token_id: int
     logprob: float
@@ -32,45 +32,39 @@ class ShownLogprob(NamedTuple):
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice since the client was last written to."""
+    """New content of one choice, since the last write to the client."""
 
     choice: int
     text: str = ""
-    reasoning: str = ""  # thinking, which is no part of the text
+    reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
     logprobs: list[ShownLogprob] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # where they are asked for
+    token_ids: list[int] = field(default_factory=list)  # if requested
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # of the client's stops, the one that ended it
+    stop_reason: str | int | None = None  # stop string or token of the client
 
     @property
     def only_text(self) -> bool:
-        """Whether text is all that is new, as of nearly every token."""
+        """True if only text is new, as for nearly every token."""
         return not (
             self.finish_reason or self.logprobs or self.calls or self.reasoning or self.token_ids
         ) and bool(self.text)
 
 
 class RunResult(NamedTuple):
-    """What to do after a run of tokens."""
+    """Result of a run of tokens."""
 
     fresh_tokens: int = 0
-    stopped: bool = False  # a stop string ended the choice: the worker must be told
-    gap: bool = False  # tokens are missing: ask for a resume
+    stopped: bool = False  # by a stop string: the worker must be notified
+    gap: bool = False  # tokens are missing: a resume is needed
 
 
 ONE_TOKEN = RunResult(1)  # nearly every run
-_MOST_APART = 16  # tokens that wait for a client: of more it gets the texts as one
+_MAX_TEXTS = 16  # of waiting tokens that a client gets one by one; more are joined
 
 
 class ChoiceRecord:
-    """One of the ``n`` answers.
-
-    Args:
-        index: Its place among them.
-        request: What was asked.
-        tokenizer: For its text.
-    """
+    """Record of one of the ``n`` choices."""
 
     def __init__(self, index: int, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
         self.index = index
@@ -90,10 +84,10 @@ class ChoiceRecord:
         self._silent = request.prompt_logprobs_only  # its one token is not shown
         self._checked_schema = request.checked_schema
         self._checked_tools = request.checked_tools
-        self._arguments: dict[int, tuple[str, str]] = {}  # of calls, with the name of the tool
-        self._content: list[str] = []  # where it is looked at when it is complete
-        self.violations: tuple[str, ...] = ()  # keywords of the schema that it does not keep
-        self._tells_ids = shown.token_ids
+        self._arguments: dict[int, tuple[str, str]] = {}  # by call: tool name, arguments
+        self._content: list[str] = []  # kept if a complete response is checked
+        self.violations: tuple[str, ...] = ()  # keywords of the schema that it violates
+        self._sends_ids = shown.token_ids
         self._stop_token_ids = request.sampling.stop_token_ids
         self.reasoning_tokens = 0
         self._ids = array("I")  # a list would take nine times the memory of every open stream
@@ -102,8 +96,8 @@ class ChoiceRecord:
         self.stop_reason: str | int | None = None
         self.completion_tokens = 0
         self._pending = Delta(index)
-        self._texts: list[str] = []  # of single tokens, ahead of what is pending
-        # Nothing but text can come, token by token, until the end.
+        self._texts: list[str] = []  # of single tokens, before the pending text
+        # Only text can follow, token by token, until the end.
         self.plain = not (
             shown.stops
             or shown.token_ids
@@ -116,13 +110,13 @@ class ChoiceRecord:
 
     @property
     def token_ids(self) -> list[int]:
-        """All that have come; made anew each time."""
+        """All received tokens, as a new list."""
         return self._ids.tolist()
 
     def push_plain(self, run: TokenRun) -> bool:
-        """Take a run of one token of a plain answer that goes on; False: `push` must take it.
+        """Take a run of one token in a plain response; return False if `push` must take it.
 
-        As `push` does, without asking for what cannot be there: this is nearly every token.
+        It does what `push` does without the checks that a plain response does not need.
         """
         packed = run.token_ids
         if len(packed) != TOKEN_BYTES or run.index != self.next_index or run.finish_reason:
@@ -134,21 +128,20 @@ class ChoiceRecord:
         text = self._detokenizer.push(token_id)
         if text:
             if self._pending.text:
-                self._set_apart()
+                self._split_off()
             self._texts.append(text)
-            if len(self._texts) > _MOST_APART:
+            if len(self._texts) > _MAX_TEXTS:
                 self._texts = ["".join(self._texts)]
         return True
 
-    def _set_apart(self) -> None:
-        """What is pending of a plain answer is a text of its own: of a token before this one."""
+    def _split_off(self) -> None:
         self._texts.append(self._pending.text)
         self._pending.text = ""
 
     def take_texts(self) -> list[str]:
-        """Of a plain answer, the text of each token that the client has not got yet.
+        """Return the new texts of a plain response, one per token; `take` has what follows.
 
-        What `take` has comes behind them. With a client that is far behind they are one.
+        Texts are joined if the client is far behind.
         """
         texts = self._texts
         self._texts = []
@@ -158,17 +151,17 @@ class ChoiceRecord:
         return texts
 
     def push(self, run: TokenRun) -> RunResult:
-        """Take a run of tokens of this choice."""
+        """Take a run of tokens."""
         if self.finish_reason is not None:
             return RunResult()
         if self.plain and self._pending.text:
-            self._set_apart()
+            self._split_off()
         if run.index > self.next_index:
             return RunResult(gap=True)
         if self._silent:
             self._end("length", None)
             return RunResult()
-        ids = unpack_tokens(run.token_ids)  # a stop token is not among them
+        ids = unpack_tokens(run.token_ids)  # without a stop token
         skip = self.next_index - run.index
         fresh = 0
         for offset in range(skip, len(ids)):
@@ -194,7 +187,7 @@ class ChoiceRecord:
             thought = self._thinking.thinking
             self._show_parts(*self._thinking.push(text))
             self.reasoning_tokens += thought or self._thinking.thinking
-        if self._tells_ids:
+        if self._sends_ids:
             self._pending.token_ids.append(token_id)
         if logprob is not None:
             top = zip(unpack_tokens(logprob.top_ids), logprob.top_logprobs, strict=True)
@@ -211,7 +204,7 @@ class ChoiceRecord:
                 reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason
         self.violations = self._check(reason)
-        # An end token of the model's own is no reason: the answer was complete.
+        # The model's own end token is not reported: the response was complete.
         asked = stop_token if stop_token in self._stop_token_ids else None
         self.stop_reason = self._pending.stop_reason = asked if stop_string is None else stop_string
 
@@ -235,29 +228,29 @@ class ChoiceRecord:
             self._add(*self._tools.push(text))
 
     def _check(self, reason: str) -> tuple[str, ...]:
-        """The keywords that a complete answer does not keep, of those that no grammar follows."""
+        """Return the schema keywords that a complete response violates and no grammar enforces."""
         if reason == "stop" and self._checked_schema:
             return violations(self._checked_schema, "".join(self._content))
         if reason != "tool_calls" or not self._checked_tools:
             return ()
         called = self._arguments.values()
         known = [
-            (self._checked_tools[name], said)
-            for name, said in called
+            (self._checked_tools[name], arguments)
+            for name, arguments in called
             if name in self._checked_tools
         ]
         return tuple(sorted({keyword for pair in known for keyword in violations(*pair)}))
 
     def _add(self, text: str, calls: Iterable[CallDelta]) -> None:
-        """One delta for each call, however many pieces of it came: clients look at one only."""
+        """Merge the parts of a call into one delta: clients use only one."""
         pending = self._pending
         pending.text += text
         if self._checked_schema:
             self._content.append(text)
         for call in calls:
             if self._checked_tools:
-                name, said = self._arguments.get(call.index, (call.name or "", ""))
-                self._arguments[call.index] = (name, said + call.arguments)
+                name, before = self._arguments.get(call.index, (call.name or "", ""))
+                self._arguments[call.index] = (name, before + call.arguments)
             if pending.calls and pending.calls[-1].index == call.index:
                 last = pending.calls[-1]
                 pending.calls[-1] = replace(last, arguments=last.arguments + call.arguments)
@@ -266,7 +259,7 @@ class ChoiceRecord:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything to take."""
+        """True if `take` returns a delta."""
         pending = self._pending
         return bool(
             pending.text
@@ -279,7 +272,7 @@ class ChoiceRecord:
         )
 
     def take(self) -> Delta | None:
-        """What the client has not got yet, or None. Tokens of several steps come out as one."""
+        """Return what the client has not received, or None. Several steps give one delta."""
         if not self.has_news:
             return None
         pending = self._pending
@@ -290,7 +283,7 @@ class ChoiceRecord:
         return pending
 
     def release_payload(self) -> None:
-        """Drop what only a running request needs."""
+        """Drop data that only a running request needs."""
         self._ids = array("I")
         self._pending = Delta(self.index)
         self._texts = []

@@ -78,8 +78,8 @@ class PulledPrefix(Climber):
         with self.fleet.avoiding(self.names[0]):
             answer = await self.fleet.ask(size, salt, self.mode)
         assert f"decode={self.names[1]}" in answer.route
-        [giver] = answer.story["prefix_from"]
-        assert giver["worker_id"] == self.names[0]
+        [source] = answer.story["prefix_from"]
+        assert source["worker_id"] == self.names[0]
         assert answer.cached_tokens > size * 9 // 10
         self.check(answer, size, salt)
 

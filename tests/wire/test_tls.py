@@ -83,7 +83,7 @@ async def test_a_client_without_the_fleets_ca_is_refused(ours: Path, others: Pat
     """Its own certificate is another CA's, and it believes that one."""
     async with served(FleetTls(files(ours))) as address:
         reason = await refused(address, FleetTls(files(others)))
-        assert "not one of this fleet" in distrust(reason)
+        assert "not valid for this fleet" in distrust(reason)
 
 
 async def test_a_client_that_believes_us_and_shows_another_certificate_is_refused(
@@ -111,7 +111,7 @@ async def test_plain_text_against_tls_and_the_other_way_round(ours: Path) -> Non
         assert await refused(address, None)
     async with served(None) as address:
         reason = await refused(address, FleetTls(files(ours)))
-        assert "speaks plain text" in distrust(reason)
+        assert "uses plain text" in distrust(reason)
 
 
 async def test_a_certificate_that_expired_while_it_was_in_use_is_refused(
@@ -141,7 +141,7 @@ async def test_a_certificate_of_our_ca_for_another_fleet_is_refused(
     certificates._sign(tmp_path, "fleet", certificates._read_ca(ours), [other], DAY)
     async with served(FleetTls(files(tmp_path, other))) as address:
         reason = await refused(address, FleetTls(files(ours)))
-        assert "not one of this fleet" in distrust(reason)
+        assert "not valid for this fleet" in distrust(reason)
 
 
 async def test_certificates_are_replaced_while_a_stream_runs(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ async def test_certificates_are_replaced_while_a_stream_runs(tmp_path: Path) -> 
         second = channels.to(address)
         assert second is not first
         assert await echoed(second) == b"hello"
-        assert "not one of this fleet" in distrust(await refused(address, old))
+        assert "not valid for this fleet" in distrust(await refused(address, old))
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
     await channels.close()
@@ -233,7 +233,7 @@ def test_one_that_has_expired_is_not_even_begun_with(tmp_path: Path) -> None:
 
 
 def test_one_for_another_fleet_says_for_which(ours: Path) -> None:
-    with pytest.raises(CertificateError, match=f"is for {NAME}.* look for x.baton.internal"):
+    with pytest.raises(CertificateError, match=f"is for {NAME}.* requires x.baton.internal"):
         FleetTls(files(ours, "x.baton.internal"))
 
 

@@ -22,7 +22,7 @@ SIZES = st.lists(st.integers(1, 20 * MIB), min_size=1, max_size=8)  # some are a
 
 
 def granted(credit: ReceiveCredit, now_ns: int = 0) -> dict[int, int]:
-    return {grant.claim: grant.frames for grant in credit.grants(now_ns, 0)}
+    return {grant.demand: grant.frames for grant in credit.grants(now_ns, 0)}
 
 
 def test_while_nothing_is_decoded_only_bytes_in_flight_are_limited() -> None:
@@ -95,9 +95,9 @@ def test_a_debt_is_forgotten_after_a_while() -> None:
     credit = ReceiveCredit(SHARE, LIMIT_BYTES)
     credit.decoding(on=True, now_ns=0)
     for cpu_ns in range(0, 10**10, 10**7):
-        claim = credit.ask("a", "peer", [4 * MIB], urgent_ns=0)
-        assert [grant.claim for grant in credit.grants(0, cpu_ns)] == [claim]
-        credit.give_back(claim, 4 * MIB, 0, cpu_ns + 10**7)
+        demand = credit.ask("a", "peer", [4 * MIB], urgent_ns=0)
+        assert [grant.demand for grant in credit.grants(0, cpu_ns)] == [demand]
+        credit.give_back(demand, 4 * MIB, 0, cpu_ns + 10**7)
     waits = credit.ask("b", "peer", [1])
     assert granted(credit) == {}
     assert credit.due_ns(0) == pytest.approx(SAVED_UP_NS, rel=0.01)
@@ -106,10 +106,10 @@ def test_a_debt_is_forgotten_after_a_while() -> None:
 
 def receive(credit: ReceiveCredit, at_ns: int, cpu_ns: int, *peers: str) -> None:
     """4 MiB from each of these at once, in 10 ms and so much CPU time."""
-    claims = [credit.ask(peer, peer, [4 * MIB]) for peer in peers]
+    demands = [credit.ask(peer, peer, [4 * MIB]) for peer in peers]
     assert len(credit.grants(at_ns, at_ns // 5)) == len(peers)
-    for claim in claims:
-        credit.give_back(claim, 4 * MIB, at_ns + 10**7, at_ns // 5 + cpu_ns)
+    for demand in demands:
+        credit.give_back(demand, 4 * MIB, at_ns + 10**7, at_ns // 5 + cpu_ns)
 
 
 def test_what_a_byte_costs_is_measured_peer_by_peer_less_what_all_else_takes() -> None:
@@ -129,9 +129,9 @@ def test_what_took_more_than_was_expected_is_made_up_for() -> None:
     credit = ReceiveCredit(0.02, LIMIT_BYTES)
     credit.decoding(on=True, now_ns=0)
     size_bytes, expected_ns = 16 * MIB, 16 * MIB / BYTES_PER_CPU_NS
-    claim = credit.ask("a", "peer", [size_bytes])
+    demand = credit.ask("a", "peer", [size_bytes])
     credit.grants(0, 0)
-    credit.give_back(claim, size_bytes, 1, round(1.5 * expected_ns))
+    credit.give_back(demand, size_bytes, 1, round(1.5 * expected_ns))
     credit.ask("a", "peer", [1])
     debt_ns = 1.5 * expected_ns - 0.02 * SAVED_UP_NS
     assert credit.grants(1, 0) == []
@@ -160,18 +160,18 @@ class CreditModel(RuleBasedStateMachine):
         self.is_decoding = False
         self.asked: dict[int, tuple[str, list[int]]] = {}
         self.flying: dict[int, tuple[str, list[int]]] = {}
-        self.overtaken: dict[int, dict[str, int]] = {}  # bytes to others since a claim was made
+        self.overtaken: dict[int, dict[str, int]] = {}  # bytes to others since a demand was made
         self.bound_bytes: dict[int, int] = {}  # of them: what is before it, and a frame
         self.paced_ns = self.paced_bytes = self.missed_bytes = 0  # since decoding began
 
     def take_grants(self) -> int:
         total = 0
         for grant in self.credit.grants(self.now_ns, self.cpu_ns):
-            owner, sizes = self.asked.pop(grant.claim)
+            owner, sizes = self.asked.pop(grant.demand)
             assert 1 <= grant.frames <= len(sizes)
-            self.overtaken.pop(grant.claim)
+            self.overtaken.pop(grant.demand)
             sizes = sizes[: grant.frames]
-            self.flying[grant.claim] = (owner, sizes)
+            self.flying[grant.demand] = (owner, sizes)
             for others in self.overtaken.values():
                 others[owner] = others.get(owner, 0) + sum(sizes)
             total += sum(sizes)
@@ -182,21 +182,21 @@ class CreditModel(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(OWNERS), sizes=SIZES)
     def ask(self, owner: str, sizes: list[int]) -> None:
         own = sum(sum(others) for who, others in self.asked.values() if who == owner)
-        claim = self.credit.ask(owner, owner, sizes)
-        self.asked[claim] = (owner, sizes)
-        self.overtaken[claim] = {}
-        self.bound_bytes[claim] = own + sizes[0] + 20 * MIB
+        demand = self.credit.ask(owner, owner, sizes)
+        self.asked[demand] = (owner, sizes)
+        self.overtaken[demand] = {}
+        self.bound_bytes[demand] = own + sizes[0] + 20 * MIB
         self.take_grants()
 
     @rule(data=st.data(), part=st.sampled_from([0.0, 0.5, 1.0]))
     def end_one(self, data: st.DataObject, part: float) -> None:
         if self.flying:
-            claim = data.draw(st.sampled_from(sorted(self.flying)))
-            _, sizes = self.flying.pop(claim)
+            demand = data.draw(st.sampled_from(sorted(self.flying)))
+            _, sizes = self.flying.pop(demand)
             came_bytes = int(part * sum(sizes))
             self.missed_bytes += sum(sizes) - came_bytes
             self.cpu_ns += round(came_bytes / BYTES_PER_CPU_NS)
-            self.credit.give_back(claim, came_bytes, self.now_ns, self.cpu_ns)
+            self.credit.give_back(demand, came_bytes, self.now_ns, self.cpu_ns)
             self.take_grants()
 
     @rule(owner=st.sampled_from(OWNERS))
@@ -205,10 +205,10 @@ class CreditModel(RuleBasedStateMachine):
         self.missed_bytes += sum(lost)
         waited = self.credit.drop(owner, self.now_ns, self.cpu_ns)
         assert set(waited) == {c for c, (who, _) in self.asked.items() if who == owner}
-        for claims in (self.asked, self.flying):
-            for claim in [c for c, (who, _) in claims.items() if who == owner]:
-                del claims[claim]
-                self.overtaken.pop(claim, None)
+        for demands in (self.asked, self.flying):
+            for demand in [c for c, (who, _) in demands.items() if who == owner]:
+                del demands[demand]
+                self.overtaken.pop(demand, None)
         self.take_grants()
 
     @rule(passed_ns=st.integers(1, 3_000_000_000))
@@ -241,24 +241,24 @@ class CreditModel(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_overtaken_for_long(self) -> None:
-        for claim, others in self.overtaken.items():
-            others.pop(self.asked[claim][0], None)
-            assert all(got_bytes <= self.bound_bytes[claim] for got_bytes in others.values())
+        for demand, others in self.overtaken.items():
+            others.pop(self.asked[demand][0], None)
+            assert all(got_bytes <= self.bound_bytes[demand] for got_bytes in others.values())
 
     def teardown(self) -> None:
         """When all that flies ends and time goes on, all that waits is served."""
         for _ in range(10_000):
-            for claim in list(self.flying):
-                _, sizes = self.flying.pop(claim)
+            for demand in list(self.flying):
+                _, sizes = self.flying.pop(demand)
                 self.cpu_ns += round(sum(sizes) / BYTES_PER_CPU_NS)
-                self.credit.give_back(claim, sum(sizes), self.now_ns, self.cpu_ns)
+                self.credit.give_back(demand, sum(sizes), self.now_ns, self.cpu_ns)
             if not self.asked:
                 break
             self.now_ns = self.credit.due_ns(self.now_ns) or self.now_ns
             assert self.take_grants(), "nothing flies, it is time, and nobody is served"
         assert not self.asked
-        for claim in list(self.flying):
-            self.credit.give_back(claim, 0, self.now_ns, self.cpu_ns)
+        for demand in list(self.flying):
+            self.credit.give_back(demand, 0, self.now_ns, self.cpu_ns)
         assert self.flying or self.credit.in_flight_bytes == 0
 
 
@@ -278,7 +278,7 @@ async def test_a_pull_waits_for_what_another_gives_back_and_a_dead_one_for_nothi
     assert pacer.waits("b") and not first.done()
     pacer.drop("d")
     assert (await dead).frames == 0
-    first.cancel()  # its claim goes with it
+    first.cancel()  # its demand goes with it
     await asyncio.sleep(0)
     assert not pacer.waits("b")
     pacer.give_back(held, 40 * MIB)
@@ -322,15 +322,15 @@ def calls_for(hand_offs: int) -> int:
 
     sys.setprofile(count)
     try:
-        claims = []
+        demands = []
         for urgent_ns, name in enumerate(names, 1):
-            claims.append(credit.ask(name, "peer", [4 * MIB] * 16, urgent_ns=urgent_ns))
+            demands.append(credit.ask(name, "peer", [4 * MIB] * 16, urgent_ns=urgent_ns))
             credit.grants(0, 0)
             credit.due_ns(0)
         for name in names:
             credit.waits(name)
-        for claim in claims[: hand_offs // 2]:
-            credit.give_back(claim, 0, 0, 0)
+        for demand in demands[: hand_offs // 2]:
+            credit.give_back(demand, 0, 0, 0)
             credit.grants(0, 0)
             credit.due_ns(0)
         for now_ns, name in enumerate(names):
@@ -372,7 +372,7 @@ def test_the_lowest_of_a_queue_is_what_a_search_finds(events: list[tuple[str, in
             queue.put(number, rank)
             ranks[number] = rank
         elif what == "take":
-            queue.take_out(number)
+            queue.discard(number)
             ranks.pop(number, None)
         assert queue.first() == min(((r, n) for n, r in ranks.items()), default=None)
 
@@ -382,6 +382,6 @@ def test_a_queue_does_not_keep_what_left_it() -> None:
     queue.put(0, 0)
     for number in range(1, 1000):
         queue.put(number, number)
-        queue.take_out(number)
+        queue.discard(number)
         assert queue.first() == (0, 0)
     assert len(queue._heap) < 50

@@ -140,7 +140,7 @@ async def test_a_step_loop_that_stands_still_is_not_ready() -> None:
             await router.until(lambda: router.status.state == "ready", 4.0)
             await router.submit("b", [1, 2, 3], prefill)
             await router.until(lambda: router.asks, 6.0)
-            assert "does not answer" in router.asks[0].reason.message
+            assert "does not respond" in router.asks[0].reason.message
             assert not router.asks[0].peer_died
             local = pb.PrefillReplacement(request_id="b", attempt=1, compute_locally=True)
             await router.send(replacement=local)

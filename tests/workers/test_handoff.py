@@ -405,7 +405,7 @@ async def test_a_prefill_worker_that_sends_too_few_first_tokens_is_not_used():
             want = await golden(router, PROMPT, sampling=sampling, hash_seed=b"t" * 16)
             await router.submit("a", PROMPT, few, sampling=sampling)
             await router.until(lambda: router.asks)
-            assert "1 first tokens came for 2 choices" in router.asks[0].reason.message
+            assert "1 first tokens arrived for 2 choices" in router.asks[0].reason.message
             local = pb.PrefillReplacement(request_id="a", attempt=1, compute_locally=True)
             await router.send(replacement=local)
             assert not (await router.ended("a")).HasField("error")

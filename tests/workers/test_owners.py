@@ -73,7 +73,7 @@ async def test_pulls_that_raise_are_failed_pulls() -> None:
         assert failures == ["pull"] * number
         listener.on_peer_needed.assert_not_called()
         handoff.on_event(PrefillEvent(heartbeat=Renew()))  # the peer lives: try again
-    reason = "a pull broke: RuntimeError: by design"
+    reason = "a pull failed: RuntimeError: by design"
     listener.on_peer_needed.assert_called_once_with(handoff._target, reason, False)
     await handoff._tasks.close()
 

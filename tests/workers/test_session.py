@@ -122,7 +122,7 @@ def test_a_worker_without_work_says_so_and_then_only_answers() -> None:
         )
         if not session._dirty.is_set():
             return None
-        session._answered = session._heard
+        session._acknowledged = session._read
         return session._frame
 
     for may_rest in (True, False):
@@ -135,13 +135,13 @@ def test_a_worker_without_work_says_so_and_then_only_answers() -> None:
     stream = session.connected(may_rest=True)
     said(b"idle, 1 step", b"idle")
     assert said(b"idle, 5 steps", b"idle") is None, "what a canary changes can wait"
-    session.hear(stream)
+    session.note_frame(stream)
     answer = said(b"idle, 5 steps", b"idle")
     assert answer is not None
     assert answer.HasField("status"), "until the router asks"
-    session.hear(stream)
+    session.note_frame(stream)
     assert said(b"idle, 5 steps", b"idle") == pb.WorkerFrame()
-    session.hear(stream - 1)
+    session.note_frame(stream - 1)
     assert said(b"idle, 5 steps", b"idle") is None, "a frame of an older stream is no question"
     busy = said(b"busy", b"")
     assert busy is not None

@@ -83,7 +83,7 @@ async def test_a_decode_worker_of_another_ca_gets_nothing_and_says_so(tmp_path: 
             await router.submit("a", PROMPT, prefill)
             await router.until(lambda: router.asks, 10.0)
             ask = router.asks.pop()
-            assert "not one of this fleet" in ask.reason.message
+            assert "not valid for this fleet" in ask.reason.message
             assert not ask.peer_died, "nobody died: it is a question of trust"
             answer = pb.PrefillReplacement(request_id="a", attempt=1, compute_locally=True)
             await router.send(replacement=answer)

@@ -85,7 +85,7 @@ class Exchange(Response):
             for active in self._active:
                 self._router.gateway.cancel(active)
                 self._router.request_log.write(active, self._context.endpoint, status)
-                self._router.gateway.delivered(active)
+                self._router.gateway.on_response_sent(active)
             self._report(status)
 
     async def _watch(self, receive: Receive) -> None:

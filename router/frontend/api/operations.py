@@ -17,7 +17,7 @@ from baton.types.errors import UnavailableError
 from router.frontend.access import access_of, check_operator, is_operator
 from router.frontend.api.parts import Endpoints, RouterParts
 from router.routing.watch.rates import rates
-from router.routing.watch.stories import Order, latest, story_of
+from router.routing.watch.request_reports import Order, latest, report_of
 
 _ROLES = ("prefill", "decode")
 _WORKER_STATES = ("starting", "ready", "draining", "dead")
@@ -119,7 +119,7 @@ def routes(router: RouterParts) -> Endpoints:
         """Return the request report, by Baton's request id or the client's own."""
         access = access_of(request.headers, router.settings)
         tenant = None if access.operator else access.tenant
-        explanation = story_of(router.gateway.kept, request_id, tenant)
+        explanation = report_of(router.gateway.kept, request_id, tenant)
         # Requests of other tenants are reported as unknown.
         if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
             raise HTTPException(

@@ -1,1 +1,1 @@
-"""The routers of one host that share a port, and what makes them look like one."""
+"""Routers of one host that share a port and answer as one."""

@@ -1,17 +1,18 @@
-"""Makes the routers of a group answer as one: what a call needs of the others is fetched.
+"""Lets any router of a group answer for all of them.
 
-Most calls need nothing: every router sees all workers, and responses, adapters, batches and orders
-are shared already. Three kinds do.
+Most calls need one router only: every router sees all workers, and responses, adapters, batches and
+admin commands are shared. Three kinds of calls need the others:
 
-- Sums: every router has its own part of the answer.
-- Finds: one router knows, and it is not known which.
-- News: what one was told, the others shall know before the caller asks them.
+- sums: every router has a part of the answer;
+- searches: one router has the answer, and it is not known which;
+- announcements: a change must reach the other routers before the caller contacts them.
 """
 
 import asyncio
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -25,12 +26,12 @@ from router.routing.group.siblings import OWN_ANSWER, Siblings
 from router.routing.group.together import latest_of, load_of, series_of
 
 _PID = b"x-baton-router"
-_FINDS = re.compile(
+_SEARCHES = re.compile(
     r"(GET /fleet/requests/[^/]+|GET /v1/responses/[^/]+|POST /v1/responses/[^/]+/cancel)"
 )
-# 503: without Redis a router finds nothing but what runs on itself.
+# 503: without Redis a router finds only responses that run on itself.
 _MAY_BE_ELSEWHERE = (400, 404, 503)
-_NEWS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_ANNOUNCEMENTS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _JSON: Mapping[str, Callable[[list[Any], Mapping[str, str]], Any]] = {
     "/load": load_of,
     "/fleet/series": series_of,
@@ -39,20 +40,16 @@ _JSON: Mapping[str, Callable[[list[Any], Mapping[str, str]], Any]] = {
 
 
 def _path_of(scope: Scope) -> str:
-    """Path and query as they were sent."""
     path, query = (scope[name].decode("latin-1") for name in ("raw_path", "query_string"))
     return f"{path}?{query}" if query else path
 
 
 class _Answer:
-    """An answer that is held back."""
-
     def __init__(self) -> None:
         self.start: Message = {}
         self.body = b""
 
     async def take(self, message: Message) -> None:
-        """As an application's ``send``."""
         if message["type"] == "http.response.start":
             self.start = message
         elif message["type"] == "http.response.body":
@@ -60,11 +57,9 @@ class _Answer:
 
     @property
     def status(self) -> int:
-        """Of HTTP."""
         return int(self.start["status"])
 
     async def send(self, send: Send, body: bytes | None = None) -> None:
-        """Send it, or another body in its place."""
         body = self.body if body is None else body
         kept = [header for header in self.start["headers"] if header[0] != b"content-length"]
         length = (b"content-length", b"%d" % len(body))
@@ -72,36 +67,28 @@ class _Answer:
         await send({"type": "http.response.body", "body": body})
 
 
+@dataclass(frozen=True, slots=True)
 class AnyRouter:
-    """The application of a router that has siblings.
+    """ASGI application of a router that has siblings; ``together`` is explained in `Pages`."""
 
-    Args:
-        app: Of this router alone.
-        siblings: The others.
-        past: Metrics of routers that are no more.
-        together: How gauges are put together.
-    """
-
-    def __init__(
-        self, app: ASGIApp, siblings: Siblings, past: PastPages, together: Mapping[str, str]
-    ) -> None:
-        self._app = app
-        self._siblings = siblings
-        self._past = past
-        self._together = together
+    app: ASGIApp
+    siblings: Siblings
+    past: PastPages
+    together: Mapping[str, str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one call."""
-        if scope["type"] != "http" or not (how := self._way_of(scope)):
-            await self._app(scope, receive, send)
+        """Answer one call, with the help of other routers if it needs them."""
+        if scope["type"] != "http" or not (handler := self._handler(scope)):
+            await self.app(scope, receive, send)
             return
-        await how(scope, receive, send)
+        await handler(scope, receive, send)
 
-    def _way_of(self, scope: Scope) -> Callable[[Scope, Receive, Send], Any] | None:
+    def _handler(self, scope: Scope) -> Callable[[Scope, Receive, Send], Any] | None:
         method = scope["method"]
         path = scope["path"]
-        if path.startswith("/v1/") and not path.startswith("/v1/responses/") and path not in _NEWS:
-            return None  # nearly all
+        unshared = path.startswith("/v1/") and not path.startswith("/v1/responses/")
+        if unshared and path not in _ANNOUNCEMENTS:
+            return None  # nearly all calls
         own = any(name == OWN_ANSWER.encode() for name, _ in scope["headers"])
         if path == "/metrics":
             return self._own_page if own else self._page
@@ -109,84 +96,84 @@ class AnyRouter:
             return None
         if method == "GET" and path in _JSON:
             return self._sum
-        if path in _NEWS:
-            return self._news
-        return self._find if _FINDS.fullmatch(f"{method} {path}") else None
+        if path in _ANNOUNCEMENTS:
+            return self._announce
+        return self._search if _SEARCHES.fullmatch(f"{method} {path}") else None
 
     # --- sums ------------------------------------------------------------------------------------
 
     async def _own_page(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = _Answer()
-        await self._app(scope, receive, own.take)
+        await self.app(scope, receive, own.take)
         if own.status == 200:
-            self._past.keep(own.body)
+            self.past.keep(own.body)
             own.start["headers"].append((_PID, b"%d" % os.getpid()))
         await own.send(send)
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = _Answer()
-        await self._app(scope, receive, own.take)
+        await self.app(scope, receive, own.take)
         if own.status != 200 or scope["method"] != "GET":
             await own.send(send)
             return
-        answers = await self._siblings.ask_all("/metrics", Headers(scope=scope))
-        heard = {int(found.headers.get(_PID.decode(), 0)) for found in answers.values()}
+        answers = await self.siblings.ask_all("/metrics", Headers(scope=scope))
+        answered = {int(found.headers.get(_PID.decode(), 0)) for found in answers.values()}
         pages = [own.body, *(found.content for found in answers.values())]
-        page = await asyncio.to_thread(self._added, own.body, pages, heard)
+        page = await asyncio.to_thread(self._add_up, own.body, pages, answered)
         await own.send(send, page)
 
-    def _added(self, own: bytes, pages: list[bytes], heard: set[int]) -> bytes:
-        self._past.keep(own)
-        together = Pages(self._together)
+    def _add_up(self, own: bytes, pages: list[bytes], answered: set[int]) -> bytes:
+        self.past.keep(own)
+        together = Pages(self.together)
         for page in pages:
             together.add(page)
-        for page in self._past.unheard(heard):
+        for page in self.past.missing(answered):
             together.add(page, past=True)
         return together.render()
 
     async def _sum(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = _Answer()
-        await self._app(scope, receive, own.take)
+        await self.app(scope, receive, own.take)
         if own.status != 200:
             await own.send(send)
             return
         query = scope["query_string"].decode("latin-1")
         path = _path_of(scope)
-        answers = await self._siblings.ask_all(path, Headers(scope=scope))
+        answers = await self.siblings.ask_all(path, Headers(scope=scope))
         parts = [orjson.loads(own.body), *(found.json() for found in answers.values())]
         asked = dict(parse_qsl(query))
         await own.send(send, orjson.dumps(_JSON[scope["path"]](parts, asked)))
 
-    # --- finds and news --------------------------------------------------------------------------
+    # --- searches and announcements --------------------------------------------------------------
 
-    async def _find(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _search(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = _Answer()
-        await self._app(scope, receive, own.take)
+        await self.app(scope, receive, own.take)
         if own.status in _MAY_BE_ELSEWHERE:
             headers = Headers(scope=scope)
-            for index in self._siblings.alive:
-                found = await self._siblings.ask(index, scope["method"], _path_of(scope), headers)
+            for index in self.siblings.alive:
+                found = await self.siblings.ask(index, scope["method"], _path_of(scope), headers)
                 if found is not None and found.status_code == 200:
                     own.start["status"] = 200
                     own.body = found.content
                     break
         await own.send(send)
 
-    async def _news(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _announce(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = bytearray()
 
-        async def listen() -> Message:
+        async def record() -> Message:
             message = await receive()
             body.extend(message.get("body", b""))
             return message
 
         own = _Answer()
-        await self._app(scope, listen, own.take)
+        await self.app(scope, record, own.take)
         if own.status == 200:
             headers = Headers(scope=scope)
-            told = [
-                self._siblings.ask(index, "POST", scope["path"], headers, bytes(body))
-                for index in self._siblings.alive
+            calls = [
+                self.siblings.ask(index, "POST", scope["path"], headers, bytes(body))
+                for index in self.siblings.alive
             ]
-            await asyncio.gather(*told)  # one that does not hear follows within half a second
+            await asyncio.gather(*calls)  # a router that misses it follows within half a second
         await own.send(send)

@@ -1,4 +1,4 @@
-"""What one router has of its group: the others, and their metrics."""
+"""Group of routers, as one of its members uses it."""
 
 import asyncio
 import logging
@@ -16,13 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RouterGroup:
-    """The group, as one of its routers has it.
-
-    Args:
-        member: Which one it is.
-        metrics: Its own.
-        count_failure: Told of a background task's name when it raised.
-    """
+    """The other routers of a group, and the group's metrics."""
 
     def __init__(
         self, member: Member, metrics: Metrics, count_failure: Callable[[str], None]
@@ -33,22 +27,22 @@ class RouterGroup:
         self._past = PastPages(member.folder, member.index, metrics.together)
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The application of the group, around that of the router."""
+        """Wrap the router's application in that of the group."""
         if self._member.count == 1:
             return app
         return AnyRouter(app, self._siblings, self._past, self._metrics.together)
 
     async def join(self, make_connection: MakeConnection, tls: object | None) -> None:
-        """This router serves now: see `Siblings.start`."""
+        """Join the group, now that this router serves; see `Siblings.start`."""
         await asyncio.to_thread(self._past.sum_up)
         await self._siblings.start(make_connection, tls)
 
     def leave(self) -> None:
-        """It accepts no more."""
+        """Stop accepting connections of clients."""
         self._siblings.leave()
 
     async def close(self) -> None:
-        """It ends."""
+        """Leave the group and save this router's metrics."""
         await self._siblings.close()
         if self._member.count > 1:
             self._past.keep(self._metrics.render())

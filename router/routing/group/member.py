@@ -1,4 +1,4 @@
-"""Where one router stands among those that share its port."""
+"""Position of one router among those that share its port."""
 
 import socket
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One of ``count`` routers.
+    """Position of one router in a group of ``count``.
 
     Attributes:
-        index: Its place, from 0; its next life has the same.
-        folder: Of the group, for this user only: sockets by which the routers reach each other.
-        sockets: That listen on the port, one for each place; a single one where the kernel cannot
-            share a port among several (``SO_REUSEPORT``). Their holder outlives the routers.
+        index: Position from 0, which a restarted router keeps.
+        folder: Folder of the group, private to this user, with the routers' Unix sockets.
+        sockets: Sockets that listen on the port, one per position; a single one if the kernel
+            cannot share a port (``SO_REUSEPORT``). Their owner outlives the routers.
     """
 
     index: int
@@ -23,23 +23,23 @@ class Member:
 
     @property
     def own_socket(self) -> socket.socket:
-        """The one that this router accepts from."""
+        """The socket that this router accepts from."""
         return self.sockets[self.index % len(self.sockets)]
 
     @property
     def siblings(self) -> tuple[int, ...]:
-        """The places of the others."""
+        """Positions of the other routers."""
         return tuple(index for index in range(self.count) if index != self.index)
 
     def http_path(self, index: int) -> Path:
-        """Where the router of that place answers the others."""
+        """Return the Unix socket on which a router answers the others."""
         return self.folder / f"{index}.http"
 
     def alive_path(self, index: int) -> Path:
-        """Where it says that it lives."""
+        """Return the Unix socket on which a router sends its heartbeats."""
         return alive_path(self.folder, index)
 
 
 def alive_path(folder: Path, index: int) -> Path:
-    """Where the router of that place says that it lives, with its process id, once it serves."""
+    """Return the Unix socket on which a serving router sends process id and heartbeats."""
     return folder / f"{index}.alive"

@@ -1,8 +1,8 @@
-"""Pages of metrics of several routers, added up. Sans-IO.
+"""Sum of several routers' metrics pages. Sans-IO.
 
-Counters and histograms are sums, over earlier lives of the routers too: a sum that fell would look
-like a restart of everything. Gauges are what their declarations say (``MetricSpec.together``): most
-describe the fleet, which every router sees whole.
+Counters and histograms are added, over restarts of the routers too: a sum that fell would look like
+a restart of everything. Gauges are aggregated as declared (``MetricSpec.together``): most describe
+the fleet, which every router sees whole.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,14 +18,14 @@ _LIKE_COUNTERS = (b"counter", b"histogram")
 class _Family:
     header: list[bytes] = field(default_factory=list)
     kind: bytes = b"untyped"
-    values: dict[bytes, float] = field(default_factory=dict)  # by series, as it is spelled
+    values: dict[bytes, float] = field(default_factory=dict)  # by series
 
 
 class Pages:
     """Adds pages in Prometheus' text format.
 
     Args:
-        together: Of gauges that are not the largest of all values: ``sum`` or ``min``.
+        together: ``sum`` or ``min`` for gauges whose aggregate is not the maximum.
     """
 
     def __init__(self, together: Mapping[str, str]) -> None:
@@ -33,7 +33,7 @@ class Pages:
         self._families: dict[bytes, _Family] = {}
 
     def add(self, page: bytes, *, past: bool = False) -> None:
-        """Add a page; of one that is ``past``, what only grows."""
+        """Add a page; of a ``past`` router only its counters and histograms."""
         family = _Family()
         name = b""
         for line in page.splitlines():
@@ -64,7 +64,7 @@ class Pages:
             family.values[series] = together
 
     def render(self) -> bytes:
-        """One page."""
+        """Return the sum as one page."""
         return b"".join(line + b"\n" for line in self._lines())
 
     def _lines(self) -> Iterable[bytes]:

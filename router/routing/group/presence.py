@@ -1,8 +1,7 @@
-"""How routers of a group know of each other's life and death: by connections that end.
+"""Failure detection between the routers of a group.
 
-A router that serves holds a socket open; whoever connects is told its process id and then, every
-half a second, that it is still there. A death closes the connections at once; a router that hangs
-falls silent.
+A serving router accepts connections on a Unix socket, and sends its process id and then a heartbeat
+every half a second. A death closes the connections at once; a router that hangs falls silent.
 """
 
 import asyncio
@@ -14,16 +13,12 @@ from pathlib import Path
 from baton.telemetry.alive_clock import ALIVE
 
 BEAT_S = 0.5
-SILENCE_S = 2.5  # a router that says nothing for so long hangs
+SILENCE_S = 2.5  # a router that is silent for so long hangs
 RETRY_S = 0.1
 
 
 class Presence:
-    """Says that this router lives.
-
-    Args:
-        path: Where; taken over from an earlier life that may still be there.
-    """
+    """Heartbeats of this router on a Unix socket, taken over from an earlier process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,14 +26,14 @@ class Presence:
         self._listeners: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
-        """Begin to."""
+        """Start serving heartbeats on the Unix socket."""
         scratch = self._path.with_suffix(f".{os.getpid()}")
         scratch.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._talk, scratch)
-        scratch.replace(self._path)  # at no time is there no socket of that name
+        scratch.replace(self._path)  # a socket of that name exists at all times
 
     def close(self) -> None:
-        """Say no more."""
+        """Stop serving heartbeats and close all connections."""
         if self._server is not None:
             self._server.close()
         for writer in self._listeners:
@@ -57,19 +52,14 @@ class Presence:
 
 
 async def watch_life(path: Path, on_change: Callable[[bool], None]) -> None:
-    """Follow one router's lives, without end.
-
-    Args:
-        path: Where it says that it lives.
-        on_change: Told of its life and death; of the first look too.
-    """
+    """Watch a router's socket across restarts, forever, and call back when it comes or goes."""
     known: bool | None = None
 
-    def note(lives: bool) -> None:
+    def note(alive: bool) -> None:
         nonlocal known
-        if lives is not known:
-            known = lives
-            on_change(lives)
+        if alive is not known:
+            known = alive
+            on_change(alive)
 
     while True:
         ended_well = False
@@ -77,19 +67,19 @@ async def watch_life(path: Path, on_change: Callable[[bool], None]) -> None:
             async with ALIVE.timeout(SILENCE_S):
                 reader, writer = await asyncio.open_unix_connection(path)
             try:
-                ended_well = await _until_its_end(reader, lambda: note(True))
+                ended_well = await _read_to_end(reader, lambda: note(True))
             finally:
                 writer.close()
-        if not ended_well:  # else its next life may be here already: look at once
+        if not ended_well:  # else its successor may serve already: check at once
             note(False)
             await asyncio.sleep(RETRY_S)
 
 
-async def _until_its_end(reader: asyncio.StreamReader, on_sign: Callable[[], None]) -> bool:
-    """Read until the other side closes; whether it had said anything.
+async def _read_to_end(reader: asyncio.StreamReader, on_sign: Callable[[], None]) -> bool:
+    """Read heartbeats until the router closes the connection; return whether there were any.
 
     Raises:
-        TimeoutError: It has not closed, and says nothing.
+        TimeoutError: The router is silent, with the connection open.
     """
     signs = 0
     while True:

@@ -1,4 +1,4 @@
-"""One router among its siblings: accepts for those that are dead, and asks those that live."""
+"""Other routers of the group: takes over connections of dead ones, and asks live ones."""
 
 import asyncio
 import contextlib
@@ -17,18 +17,13 @@ _LOG = logging.getLogger(__name__)
 
 _ANSWER_LIMIT_S = 2.0
 OWN_ANSWER = "x-baton-own"
-"""A call with this header is answered by the router that it reaches, for itself alone."""
+"""Header of a call that the receiving router answers for itself alone."""
 
 MakeConnection = Callable[[], asyncio.Protocol]
 
 
 class Siblings:
-    """The other routers of the group.
-
-    Args:
-        member: Which one this is.
-        count_failure: Told of a background task's name when it raised.
-    """
+    """The other routers of the group."""
 
     def __init__(self, member: Member, count_failure: Callable[[str], None]) -> None:
         self._member = member
@@ -48,18 +43,13 @@ class Siblings:
         )
 
     async def start(self, make_connection: MakeConnection, tls: object | None) -> None:
-        """Begin to answer the others, and to watch over their parts of the port.
-
-        Args:
-            make_connection: A protocol for each connection that comes.
-            tls: What clients' connections begin with; siblings speak without.
-        """
+        """Start answering the others, without TLS, and watching their parts of the port."""
         member = self._member
         loop = asyncio.get_running_loop()
 
         async def accept(index: int) -> asyncio.Server:
-            lent = member.sockets[index].dup()
-            return await loop.create_server(make_connection, sock=lent, ssl=tls)  # type: ignore[arg-type]
+            shared = member.sockets[index].dup()
+            return await loop.create_server(make_connection, sock=shared, ssl=tls)  # type: ignore[arg-type]
 
         self._accept = accept
         path = member.http_path(member.index)
@@ -73,7 +63,7 @@ class Siblings:
             self._tasks.keep(watch, f"router {index}")
 
     def leave(self) -> None:
-        """Accept no more, and have the others take over; calls under way go on."""
+        """Stop accepting connections, which the others take over; running calls finish."""
         self._leaving = True
         self._presence.close()
         for server in (self._answers, *self._taken_over.values()):
@@ -82,7 +72,7 @@ class Siblings:
         self._taken_over.clear()
 
     async def close(self) -> None:
-        """Leave, and hang up."""
+        """Leave, and close all connections."""
         self.leave()
         await self._tasks.close()
         for client in self._clients.values():
@@ -90,9 +80,8 @@ class Siblings:
 
     # --- their parts of the port -----------------------------------------------------------------
 
-    def _note(self, index: int, lives: bool) -> None:
-        """A sibling is there, or is not."""
-        if lives:
+    def _note(self, index: int, alive: bool) -> None:
+        if alive:
             self._alive.add(index)
         else:
             self._alive.discard(index)
@@ -100,12 +89,12 @@ class Siblings:
             self._tasks.spawn(self._share_port(index), "share the port")
 
     async def _share_port(self, index: int) -> None:
-        """Connections that wait for a router that is dead are taken by those that live."""
+        """Accept the connections of a dead router, until it is back."""
         if index in self._alive:
             if (server := self._taken_over.pop(index, None)) is not None:
                 server.close()
         elif index not in self._taken_over and self._accept is not None:
-            _LOG.info("router %d is not there: taking its connections", index)
+            _LOG.info("taking over connections of router=%d, which is gone", index)
             server = await self._accept(index)
             if index in self._alive or self._leaving or index in self._taken_over:
                 server.close()
@@ -115,7 +104,7 @@ class Siblings:
     # --- questions to them -----------------------------------------------------------------------
 
     async def ask_all(self, path: str, headers: Mapping[str, str]) -> dict[int, httpx.Response]:
-        """What those that live answer with 200 to a GET, by their places."""
+        """Return the answers with status 200 of all live siblings to a GET, by position."""
         indices = sorted(self._alive)
         asked = [self.ask(index, "GET", path, headers) for index in indices]
         answers = zip(indices, await asyncio.gather(*asked), strict=True)
@@ -123,13 +112,13 @@ class Siblings:
 
     @property
     def alive(self) -> list[int]:
-        """The places of those that live."""
+        """Positions of the live siblings."""
         return sorted(self._alive)
 
     async def ask(
         self, index: int, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
     ) -> httpx.Response | None:
-        """What one answers for itself; None where it does not in time."""
+        """Ask a sibling for its own answer; None if it does not answer in time."""
         passed = {name: headers[name] for name in _PASSED if name in headers}
         with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
             return await self._clients[index].request(

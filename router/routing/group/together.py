@@ -1,4 +1,4 @@
-"""What several routers answer to one question, put together. Sans-IO."""
+"""Merges the answers of several routers to one question. Sans-IO."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ _DEFAULT_LIMIT = 50
 
 
 def load_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, int]:
-    """``GET /load``: all requests that are not over."""
+    """Merge ``GET /load``: all requests that have not ended."""
     return {"server_load": sum(part["server_load"] for part in parts)}
 
 
 def latest_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, Any]:
-    """``GET /fleet/requests``: the newest or slowest of all.
+    """Merge ``GET /fleet/requests``: the newest or slowest of all.
 
-    Each router has told ages as of its own moment: here they are as of the latest one. Routers of a
-    group are on one host, and have one monotonic clock.
+    Each router gives ages as of its own time; the result has ages as of the latest one. Routers of
+    a group are on one host, and have one monotonic clock.
     """
-    at_s = max(part.get("at_s", 0.0) for part in parts)  # none: of the version before
+    at_s = max(part.get("at_s", 0.0) for part in parts)  # missing in the version before
     found = [
         {**request, "age_s": round(request["age_s"] + at_s - part.get("at_s", at_s), 6)}
         for part in parts
@@ -33,10 +33,10 @@ def latest_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, Any]:
 
 
 def series_of(parts: list[Any], asked: Mapping[str, str]) -> dict[str, Any]:
-    """``GET /fleet/series``: a second that all have closed is one sample.
+    """Merge ``GET /fleet/series``: each second that all routers have closed gives one sample.
 
-    Samples of the same second have the same number in all routers. Percentiles of several routers
-    cannot be had of theirs: the 50th is their mean, by tokens, the 99th the largest.
+    Samples of the same second have the same number in all routers. Percentiles cannot be merged
+    exactly: p50 is the mean weighted by tokens, p99 the maximum.
     """
     last = min(part["last"] for part in parts)
     seconds: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -57,17 +57,17 @@ def _second(samples: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         **samples[0],
         **{name: sum(sample[name] for sample in samples) for name in _COUNTED},
-        **{name: _usual(samples, name) for name in ("ttft_p50_s", "itl_p50_s")},
-        **{name: _largest(samples, name) for name in ("ttft_p99_s", "itl_p99_s")},
+        **{name: _weighted_mean(samples, name) for name in ("ttft_p50_s", "itl_p50_s")},
+        **{name: _maximum(samples, name) for name in ("ttft_p99_s", "itl_p99_s")},
         "handoffs": dict(handoffs),
     }
 
 
-def _usual(samples: list[dict[str, Any]], name: str) -> float | None:
-    told = [(sample[name], sample["generated_tokens"] + 1) for sample in samples if sample[name]]
-    weight = sum(tokens for _, tokens in told)
-    return sum(value * tokens for value, tokens in told) / weight if told else None
+def _weighted_mean(samples: list[dict[str, Any]], name: str) -> float | None:
+    known = [(sample[name], sample["generated_tokens"] + 1) for sample in samples if sample[name]]
+    weight = sum(tokens for _, tokens in known)
+    return sum(value * tokens for value, tokens in known) / weight if known else None
 
 
-def _largest(samples: list[dict[str, Any]], name: str) -> float | None:
+def _maximum(samples: list[dict[str, Any]], name: str) -> float | None:
     return max((sample[name] for sample in samples if sample[name] is not None), default=None)

@@ -1,1 +1,1 @@
-"""Which workers serve a request: the prefix index, the load that is booked, one cost in seconds."""
+"""Choice of workers for a request: prefix index, booked load, one cost in seconds."""

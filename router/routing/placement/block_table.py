@@ -1,8 +1,8 @@
-"""Which workers hold which blocks: one table by block hash, for all workers together. Sans-IO.
+"""Table of the workers that have each block, by block hash, for all workers. Sans-IO.
 
-Workers are small numbers, hashes are 16 bytes each and come one behind the other. There are two
-tables that give the same answers: one in C++ (``native/``) of some 50 bytes a block and tens of
-nanoseconds a look, and a plain one for machines without a compiler.
+Workers are small numbers. Hashes are 16 bytes each, concatenated. Two tables give the same answers:
+one in C++ (``native/``) with some 50 bytes a block and tens of nanoseconds a lookup, and a plain
+one for machines without a compiler.
 """
 
 import ctypes
@@ -16,111 +16,108 @@ from router.routing.placement.native.library import load
 
 HASH_BYTES = 16
 Hashes = bytes | Sequence[bytes]
-"""One behind the other, or one by one."""
+"""Block hashes, concatenated or as a sequence."""
 PARTS = 256
-"""A table is swept by parts of about equal size."""
+"""Number of parts of about equal size that a table is swept in."""
 _FIRST_WORKERS = 256
 
 
 class Changed(NamedTuple):
-    """How many blocks came or went, and the xor of their hashes' first 8 bytes."""
+    """Number of added or removed blocks, and xor of their hashes' first 8 bytes."""
 
     blocks: int
     checksum: int
 
 
 class LiveWorkers:
-    """The workers whose blocks count."""
+    """Set of the workers whose blocks count."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
         self.bits = bytearray(_FIRST_WORKERS // 8)
 
     def add(self, worker: int) -> None:
-        """Count its blocks from now on."""
+        """Count the blocks of a worker from now on."""
         self.numbers.add(worker)
         while worker >= len(self.bits) * 8:
             self.bits += bytes(len(self.bits))
         self.bits[worker // 8] |= 1 << worker % 8
 
     def discard(self, worker: int) -> None:
-        """Count them no longer."""
+        """Stop counting the blocks of a worker."""
         self.numbers.discard(worker)
         self.bits[worker // 8] &= ~(1 << worker % 8) & 0xFF
 
 
 class BlockTable(Protocol):
-    """See the module. Numbers of workers are below 65,535."""
+    """Workers by block hash. Numbers of workers are below 65,535."""
 
     @property
     def blocks(self) -> int:
-        """Different blocks."""
+        """Number of different blocks."""
 
     @property
     def memory_bytes(self) -> int:
-        """Of the table, roughly."""
+        """Approximate size of the table, in bytes."""
 
     def add(self, worker: int, hashes: bytes, most: int) -> Changed:
-        """A worker has these blocks; of those that it had not, only the first ``most`` count."""
+        """Add blocks of a worker, at most ``most`` that it does not have yet."""
 
     def remove(self, worker: int, hashes: bytes) -> Changed:
-        """A worker has them no longer."""
+        """Remove blocks of a worker."""
 
     def match(
         self, hashes: bytes, live: LiveWorkers, others: Sequence["BlockTable"] = ()
     ) -> list[tuple[int, int]]:
-        """Of each live worker that has the first block, how many it has from there on.
+        """Return how many leading blocks each live worker has that has the first one.
 
-        Args:
-            hashes: Of a prompt's blocks.
-            live: Who counts.
-            others: Tables of the same kind: a block in any of them is had.
+        ``others`` are tables of the same kind whose blocks count, too.
         """
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
-        """Take workers out of some of the ``PARTS``."""
+        """Remove workers from some of the ``PARTS``."""
 
     def hashes_of(self, worker: int) -> list[bytes]:
-        """All that a worker has; looks at everything."""
+        """Return all blocks of a worker, by a scan of the table."""
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all blocks of all workers."""
 
 
 def block_table() -> BlockTable:
-    """The native table, or the plain one where there is no compiler."""
+    """Return a native table, or a plain one without a compiler."""
     library = load()
     return PlainBlockTable() if library is None else NativeBlockTable(library)
 
 
 def packed(hashes: Hashes) -> bytes:
-    """The hashes, one behind the other."""
+    """Return the hashes concatenated."""
     return hashes if isinstance(hashes, bytes) else b"".join(hashes)
 
 
 def each_hash(hashes: bytes) -> Iterator[bytes]:
-    """The hashes, one by one."""
+    """Return an iterator over concatenated hashes."""
     return (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
 
 
 class PlainBlockTable:
-    """A ``BlockTable`` of dictionaries."""
+    """Block table of dictionaries."""
 
     def __init__(self) -> None:
         self.parts: list[dict[bytes, set[int]]] = [{} for _ in range(PARTS)]
 
     @property
     def blocks(self) -> int:
-        """See ``BlockTable``."""
+        """Number of different blocks."""
         return sum(map(len, self.parts))
 
     @property
     def memory_bytes(self) -> int:
-        """See ``BlockTable``."""
+        """Approximate size of the table, in bytes."""
         return 400 * self.blocks
 
     def add(self, worker: int, hashes: bytes, most: int) -> Changed:
-        """See ``BlockTable``."""
+        """Add blocks of a worker; see ``BlockTable``."""
         blocks = checksum = 0
         for block_hash in each_hash(hashes):
             if blocks == most:
@@ -133,7 +130,7 @@ class PlainBlockTable:
         return Changed(blocks, checksum)
 
     def remove(self, worker: int, hashes: bytes) -> Changed:
-        """See ``BlockTable``."""
+        """Remove blocks of a worker; see ``BlockTable``."""
         blocks = checksum = 0
         for block_hash in each_hash(hashes):
             part = self.parts[block_hash[-1]]
@@ -150,7 +147,7 @@ class PlainBlockTable:
     def match(
         self, hashes: bytes, live: LiveWorkers, others: Sequence[BlockTable] = ()
     ) -> list[tuple[int, int]]:
-        """See ``BlockTable``."""
+        """Match a prompt; see ``BlockTable``."""
         tables = [self, *(other for other in others if isinstance(other, PlainBlockTable))]
         alive = live.numbers
         found = []
@@ -167,7 +164,7 @@ class PlainBlockTable:
         return found + [(worker, count + 1) for worker in alive] if hashes else []
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
-        """See ``BlockTable``."""
+        """Remove workers from some parts; see ``BlockTable``."""
         for part in self.parts[first_part : first_part + parts]:
             for block_hash, workers in list(part.items()):
                 workers.difference_update(gone)
@@ -175,20 +172,16 @@ class PlainBlockTable:
                     del part[block_hash]
 
     def hashes_of(self, worker: int) -> list[bytes]:
-        """See ``BlockTable``."""
+        """Return all blocks of a worker."""
         return [name for part in self.parts for name, workers in part.items() if worker in workers]
 
     def clear(self) -> None:
-        """See ``BlockTable``."""
+        """Remove all blocks of all workers."""
         self.parts = [{} for _ in range(PARTS)]
 
 
 class NativeBlockTable:
-    """A ``BlockTable`` in C++.
-
-    Args:
-        library: From ``router.routing.placement.native.library``.
-    """
+    """Block table in C++, with the library of ``router.routing.placement.native.library``."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -207,22 +200,22 @@ class NativeBlockTable:
 
     @property
     def blocks(self) -> int:
-        """See ``BlockTable``."""
+        """Number of different blocks."""
         return int(self._library.baton_blocks_count(self.handle))
 
     @property
     def memory_bytes(self) -> int:
-        """See ``BlockTable``."""
+        """Approximate size of the table, in bytes."""
         return int(self._library.baton_blocks_bytes(self.handle))
 
     def widen(self, workers: int) -> None:
-        """Make room for so many workers."""
+        """Make room for more workers."""
         if workers > self.room:
             self.room = max(workers, 2 * self.room)
             self._library.baton_blocks_widen(self.handle, self.room)
 
     def add(self, worker: int, hashes: bytes, most: int) -> Changed:
-        """See ``BlockTable``."""
+        """Add blocks of a worker; see ``BlockTable``."""
         self.widen(worker + 1)
         checksum = ctypes.c_uint64(0)
         blocks = self._library.baton_blocks_add(
@@ -236,7 +229,7 @@ class NativeBlockTable:
         return Changed(blocks, checksum.value)
 
     def remove(self, worker: int, hashes: bytes) -> Changed:
-        """See ``BlockTable``."""
+        """Remove blocks of a worker; see ``BlockTable``."""
         self.widen(worker + 1)
         checksum = ctypes.c_uint64(0)
         blocks = self._library.baton_blocks_remove(
@@ -247,7 +240,7 @@ class NativeBlockTable:
     def match(
         self, hashes: bytes, live: LiveWorkers, others: Sequence[BlockTable] = ()
     ) -> list[tuple[int, int]]:
-        """See ``BlockTable``."""
+        """Match a prompt; see ``BlockTable``."""
         tables = [self]
         tables += [other for other in others if isinstance(other, NativeBlockTable)]
         most = max(len(live.bits) * 8, max([table.room for table in tables]))
@@ -259,7 +252,7 @@ class NativeBlockTable:
             self._workers = np.zeros(most, np.uint16)
             self._lengths = np.zeros(most, np.uint32)
             self._found_at = self._workers.ctypes.data, self._lengths.ctypes.data
-        # No array of ctypes: each length is a type of its own, and takes longer to make than this.
+        # Not a ctypes array: each length is a new type, which takes longer to create than this.
         found = self._library.baton_blocks_match(
             b"".join([table.packed_handle for table in tables]),
             len(tables),
@@ -274,7 +267,7 @@ class NativeBlockTable:
         return list(zip(workers, lengths, strict=True))
 
     def sweep(self, first_part: int, parts: int, gone: Collection[int]) -> None:
-        """See ``BlockTable``."""
+        """Remove workers from some parts; see ``BlockTable``."""
         if not gone or not self.blocks:
             return
         self.widen(max(gone) + 1)
@@ -284,7 +277,7 @@ class NativeBlockTable:
         self._library.baton_blocks_sweep(self.handle, bytes(bits), first_part, parts)
 
     def hashes_of(self, worker: int) -> list[bytes]:
-        """See ``BlockTable``."""
+        """Return all blocks of a worker."""
         self.widen(worker + 1)
         count = self._library.baton_blocks_list(self.handle, worker, None, 0)
         found = ctypes.create_string_buffer(max(count, 1) * HASH_BYTES)
@@ -292,5 +285,5 @@ class NativeBlockTable:
         return list(each_hash(found.raw[: count * HASH_BYTES]))
 
     def clear(self) -> None:
-        """See ``BlockTable``."""
+        """Remove all blocks of all workers."""
         self._library.baton_blocks_clear(self.handle)

@@ -1,28 +1,28 @@
-"""Load that was placed and that the worker's own reports do not show yet. Sans-IO.
+"""Load that was placed and that the worker's reports do not show yet. Sans-IO.
 
 A status frame is up to 250 ms old. Requests placed since then would be invisible, and a burst would
-go to one worker. So each placement is booked before it is sent, and counts until a report that is
-young enough to hold it has come. An engine looks for new requests between two steps, which may be
-a second apart, so a report says itself how old the load in it is.
+go to one worker. So each placement is booked before it is sent, and counts until a report arrives
+that is recent enough to include it. An engine reads new requests between two steps, which may be a
+second apart, so a report contains the age of its load.
 
-What ends is taken off in the same way: the report still shows it. Else every worker would look
-fuller than it is but one that has just come, which would draw twice its part.
+Ends are subtracted in the same way, while reports still show the request. Otherwise every worker
+would look fuller than it is except a new one, which would attract twice its share.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# A report counts for bookings at least this much older than it: the submission needs to arrive,
-# and a prefill worker gets it from the decode worker.
+# A report counts for bookings at least this much older than it: the submission must arrive first,
+# at a prefill worker by way of the decode worker.
 _SETTLE_NS = 50_000_000
 
 
 class Unreported(NamedTuple):
-    """Load that a worker's last report does not hold yet.
+    """Load that a worker's last report does not include.
 
-    ``tokens`` of prompts to compute, ``context`` tokens before each of them, in all; ``streams``,
-    which are less than none where more have ended than begun.
+    ``tokens`` are prompt tokens to compute; ``context`` is the sum over them of the tokens before
+    each; ``streams`` is negative if more have ended than begun.
     """
 
     tokens: int = 0
@@ -44,11 +44,11 @@ class _Booking:
 
 @dataclass(slots=True)
 class _Worker:
-    """Bookings by request; those that no report holds yet stand in both, and in the sum."""
+    """Bookings by request; unreported ones are in both dicts, and in the sums."""
 
     live: dict[str, _Booking] = field(default_factory=dict)
     unreported: dict[str, _Booking] = field(default_factory=dict)
-    ended: list[tuple[int, int]] = field(default_factory=list)  # when, and how many streams
+    ended: list[tuple[int, int]] = field(default_factory=list)  # (end in ns, streams)
     tokens: int = 0
     context: int = 0
     streams: int = 0
@@ -68,7 +68,7 @@ class LoadBook:
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
-        self._unreported: dict[str, _Worker] = {}  # those of them with a sum
+        self._unreported: dict[str, _Worker] = {}  # workers with unreported load
         self._workers_of: dict[str, set[str]] = {}  # by request
         self._changed: set[str] = set()
 
@@ -83,16 +83,9 @@ class LoadBook:
         context: int = 0,
         adapter: str = "",
     ) -> None:
-        """Count a placement.
+        """Book a placement: prompt tokens to compute, and sequences to run.
 
-        Args:
-            worker_id: Where.
-            request_id: What.
-            tokens: Of the prompt, to be computed there.
-            streams: Sequences that will run there.
-            now_ns: Monotonic clock.
-            context: Tokens before each of ``tokens``, in all.
-            adapter: The adapter's digest.
+        ``context`` is the sum over ``tokens`` of the tokens before each.
         """
         booking = _Booking(tokens, context, streams, now_ns, adapter)
         worker = self._workers.get(worker_id)
@@ -107,14 +100,14 @@ class LoadBook:
         self._workers_of.setdefault(request_id, set()).add(worker_id)
 
     def brings(self, worker_id: str, adapter: str) -> bool:
-        """Whether a request that was placed there makes the worker load this adapter."""
+        """Return whether a booked request makes the worker load this adapter."""
         worker = self._workers.get(worker_id)
         return worker is not None and any(
             booking.adapter == adapter for booking in worker.live.values()
         )
 
     def computed(self, request_id: str) -> None:
-        """The first token came: the prompt is no longer a load."""
+        """End the prompt's load at the first token."""
         for worker_id in self._workers_of.get(request_id, ()):
             worker = self._workers[worker_id]
             booking = worker.live[request_id]
@@ -127,14 +120,14 @@ class LoadBook:
                 self._note(worker_id, worker)
 
     def take_back(self, worker_id: str | None, request_id: str) -> None:
-        """Another worker does the request's part of this one."""
+        """Remove the booking at a worker that another one replaces."""
         booked_on = self._workers_of.get(request_id, set())
         if worker_id is not None and worker_id in booked_on:
             booked_on.discard(worker_id)
             self._drop(worker_id, request_id)
 
     def release(self, request_id: str, now_ns: int | None = None) -> None:
-        """The request ended; at ``now_ns`` if it ran to its end, so that reports still show it."""
+        """End a request; ``now_ns`` is set if it ran to its end, as reports still show it."""
         for worker_id in self._workers_of.pop(request_id, ()):
             self._drop(worker_id, request_id, now_ns)
 
@@ -151,7 +144,7 @@ class LoadBook:
         self._note(worker_id, worker)
 
     def reported(self, worker_id: str, as_of_ns: int) -> None:
-        """A report of the worker came, of how things stood there at that time."""
+        """Note a report of the worker with its load as of ``as_of_ns``."""
         worker = self._workers.get(worker_id)
         if worker is None or not (worker.unreported or worker.ended):
             return
@@ -174,7 +167,7 @@ class LoadBook:
             self._unreported.pop(worker_id, None)
 
     def forget(self, worker_id: str) -> None:
-        """Drop the bookings of a worker that is gone."""
+        """Remove the bookings of a worker that is gone."""
         worker = self._workers.pop(worker_id, None)
         self._unreported.pop(worker_id, None)
         self._changed.add(worker_id)
@@ -183,16 +176,16 @@ class LoadBook:
                 self._workers_of[request_id].discard(worker_id)
 
     def unreported(self, worker_id: str) -> Unreported:
-        """What the worker's last report does not hold yet."""
+        """Return the load that a worker's last report does not include."""
         worker = self._unreported.get(worker_id)
         return worker.sum if worker is not None else _NOTHING
 
     def changed(self) -> set[str]:
-        """The workers of which this has changed since the last call; for one reader."""
+        """Return the workers whose unreported load has changed since the last call."""
         changed = self._changed
         self._changed = set()
         return changed
 
     def booked(self) -> Iterator[tuple[str, Unreported]]:
-        """The workers of which reports do not tell all, and what they do not tell."""
+        """Return the workers with unreported load, and that load."""
         return ((worker_id, worker.sum) for worker_id, worker in self._unreported.items())

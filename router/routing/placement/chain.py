@@ -1,72 +1,66 @@
-"""From whom leading blocks of a prompt are had, one giver after the other. Pure.
+"""Choice of the sources from which leading blocks of a prompt are pulled in turn. Pure functions.
 
-    held here ──▶ the link from who is near and has some ──▶ from who has more ──▶ the rest
+    held here ──▶ link from a near source that has some ──▶ from one that has more ──▶ the rest
 
-Each link brings what its giver has beyond all that came before it, at its edge's rate and after a
-turn. What pulled blocks cost is the same wherever they lie in a prompt, and computing them costs
-more the later they lie: so what is computed lies behind all that is pulled.
+Each link brings the blocks of its source beyond all that came before, at its edge's rate and after
+a fixed overhead. Pulling a block costs the same anywhere in a prompt, and computing it costs more
+the later it is: so all pulled blocks precede all computed ones.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Before the first byte of a link comes: two engines are asked, each between two of its steps.
+# Time until the first byte of a link: two engines respond, each between two of its steps.
 PULL_OVERHEAD_S = 0.03
-# So many of those that hold most are priced for a prompt, and pulled from.
-MAX_GIVERS = 4
+# Number of workers with most blocks of a prompt that are priced as its sources.
+MAX_SOURCES = 4
 MAX_LINKS = 3
-# Rates that differ by less are one: edges that others use at the same time look so slow. If always
-# the same worker gives, its copy stays in its cache, and others make room.
+# Smaller differences in rate are ignored, as edges look slow while other pulls use them. Pulling
+# from the same source each time keeps its copy in its cache, and lets others make room.
 CLEARLY_FASTER = 2.0
 
 
-class Giver(NamedTuple):
-    """A worker that others can have leading blocks of a prompt from, and how many."""
+class Source(NamedTuple):
+    """Worker from which leading blocks of a prompt can be pulled, and their number."""
 
     worker_id: str
     blocks: int
 
 
 class Chain(NamedTuple):
-    """Givers in the order in which they are asked, each of more blocks; how long that takes."""
+    """Sources in pull order, each with more blocks than the one before; total duration."""
 
-    links: tuple[Giver, ...]
+    links: tuple[Source, ...]
     seconds: float
 
 
 def cheapest_chains(
     held_blocks: int,
-    givers: Sequence[Giver],
+    sources: Sequence[Source],
     bytes_per_s: Sequence[float],
     block_bytes: int,
 ) -> list[Chain]:
-    """For each end that may be worth it the cheapest chain, of ``MAX_LINKS`` at most.
+    """Return the cheapest chain of at most ``MAX_LINKS`` links for each useful last source.
 
-    Args:
-        held_blocks: Leading ones that are here already.
-        givers: Those with most blocks first.
-        bytes_per_s: From each of them.
-        block_bytes: Of one block.
-
-    Returns:
-        Those that bring most first; none where nobody has more than is here.
+    ``sources`` and the result are sorted, those with most blocks first. ``bytes_per_s`` has the
+    rate of the edge from each source. ``held_blocks`` are at the worker already.
     """
-    ends: list[tuple[Giver, float]] = []
-    for giver, rate in zip(givers, bytes_per_s, strict=True):
-        # Who is not clearly faster than one that has as much is of no use.
-        if giver.blocks > held_blocks and (not ends or rate > ends[-1][1] * CLEARLY_FASTER):
-            ends.append((giver, rate))
+    ends: list[tuple[Source, float]] = []
+    for source, rate in zip(sources, bytes_per_s, strict=True):
+        # A source is useless unless it is clearly faster than one that has as many blocks.
+        if source.blocks > held_blocks and (not ends or rate > ends[-1][1] * CLEARLY_FASTER):
+            ends.append((source, rate))
 
-    def link_s(giver: Giver, rate: float, before: int) -> float:
-        return PULL_OVERHEAD_S + (giver.blocks - before) * block_bytes / rate
+    def link_s(source: Source, rate: float, before: int) -> float:
+        return PULL_OVERHEAD_S + (source.blocks - before) * block_bytes / rate
 
-    chains = [Chain((giver,), link_s(giver, rate, held_blocks)) for giver, rate in ends]
+    chains = [Chain((source,), link_s(source, rate, held_blocks)) for source, rate in ends]
     for _ in range(min(MAX_LINKS, len(ends)) - 1):
         longer = list(chains)
-        for end, (giver, rate) in enumerate(ends):
+        for end, (source, rate) in enumerate(ends):
             for before in chains[end + 1 :]:
-                seconds = before.seconds + link_s(giver, rate, before.links[-1].blocks)
+                seconds = before.seconds + link_s(source, rate, before.links[-1].blocks)
                 if seconds < longer[end].seconds:
-                    longer[end] = Chain((*before.links, giver), seconds)
+                    longer[end] = Chain((*before.links, source), seconds)
         chains = longer
     return chains

@@ -1,19 +1,18 @@
-"""What a placement costs, in seconds, and which one to take. Sans-IO.
+"""Cost of placements in seconds, and the choice of one. Sans-IO.
 
     P → D   queue(P) + bring(P) + pull(P) + compute(P) + crowding(P) + exposed transfer(P, D)
                                                 + room(D) + decode(D) + slowdown(P, D)
     W       queue(W) + bring(W) + pull(W) + compute(W) + crowding(W)
                                                 + room(W) + decode(W) + slowdown(W)
 
-and for a LoRA adapter that one of them does not hold yet, the time to load it there.
+and for a LoRA adapter that a worker does not hold yet, the time to load it.
 
 One unit for everything, so that nothing needs a weight: the seconds that this request waits, plus
-those by which it delays the streams that run already (slowdown) and the requests that come later
-(crowding). Leading blocks that the worker has below its pool, in host memory or on disk, are
-brought back, and those that other workers hold are pulled from them (``chain.py``), where that
-takes less time than to compute them. Rates are those that the workers fitted to their own steps;
-until they have, the priors below stand in. A prompt token takes longer the more tokens are before
-it.
+the seconds by which it delays running streams (slowdown) and later requests (crowding). Leading
+blocks that the worker has in host memory or on disk are brought back, and those of other workers
+are pulled (``chain.py``), if that is faster than computing them. Rates are those that the workers
+fitted to their own steps; until then the priors below are used. A prompt token takes longer the
+more tokens precede it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,42 +24,40 @@ import msgspec
 
 from baton.types.geometry import BLOCK_TOKENS, context_tokens
 from router.request import Mode
-from router.routing.placement.chain import Chain, Giver, cheapest_chains
+from router.routing.placement.chain import Chain, Source, cheapest_chains
 
-# Until a worker reports: a small model on a laptop, and loopback.
+# Priors until a worker reports: a small model on a laptop, and loopback.
 PRIOR_PREFILL_TOKENS_PER_S = 1500.0
 PRIOR_DECODE_STEP_S = 0.03
 PRIOR_EDGE_BYTES_PER_S = 500e6
-# What one prefill and one hand-off cost beside tokens and bytes; no worker measures it.
+# Cost of one prefill and one hand-off beside tokens and bytes; no worker measures it.
 PREFILL_OVERHEAD_S = 0.01
 EDGE_OVERHEAD_S = 0.005
-# Before the first block comes out of a tier, and for a block, until a worker has measured.
+# Time until the first block comes out of a tier, and per block, until a worker has measured.
 BRING_OVERHEAD_S = 0.002
 PRIOR_TIER_BLOCK_S = {"memory": 0.0005, "disk": 0.003}
 # Rank 8 for a small model, read and checked (measured: 0.1 s).
 PRIOR_ADAPTER_LOAD_S = 0.1
-# One more sequence in a batch makes its step longer by about this part (measured: 29 → 50 ms from
-# batch 1 to 32).
+# Share by which one more sequence lengthens a step (measured: 29 → 50 ms from batch 1 to 32).
 STEP_SHARE_PER_STREAM = 0.023
 # The last layer group cannot hide behind compute.
 EXPOSED_SHARE = 0.05
-# Of each role, so many workers are priced in pairs: those that are best by their own part.
+# Number of workers of each role that are priced in pairs: the best by their own part.
 PAIRED_OF_A_ROLE = 6
-# So many of the cheapest placements are told in full, and chosen among.
+# Number of cheapest placements that are reported in full, and chosen among.
 COMPARED = 16
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A live worker as this router sees it, with what it booked itself.
+    """A live worker as this router sees it, with the load that the router booked.
 
-    ``cached_blocks`` is how much of the present prompt the worker holds, by the prefix index;
-    ``queued_context`` is how many tokens are before each of ``queued_tokens``, in all;
-    ``answering`` streams stand still while a prompt is computed, the others are prompts;
-    ``adapter_s`` is how long it would have to load the prompt's adapter; ``crowding`` is how many
-    seconds later requests wait longer for each second that a worker of its role computes;
-    ``edges_bytes_per_s`` are measured, by the worker that KV came from; ``givers`` are others from
-    which it can have what it lacks of the prompt's leading blocks, those with most first;
-    ``tier_blocks`` of them it has in its pool or below, and needs ``tier_s`` to bring them back.
+    ``cached_blocks`` is the part of the prompt that the worker holds, by the prefix index;
+    ``queued_context`` is the sum over ``queued_tokens`` of the tokens before each; ``answering``
+    streams stand still while a prompt is computed, the others are prompts; ``adapter_s`` is the
+    time to load the prompt's adapter; ``crowding`` is the delay of later requests per second that
+    a worker of its role computes; ``edges_bytes_per_s`` are measured, by source; ``sources`` have
+    leading blocks of the prompt that the worker lacks, those with most first; ``tier_blocks`` are
+    in its pool or in tiers below, and take ``tier_s`` to bring back.
     """
 
     worker_id: str
@@ -69,42 +66,42 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int = 0
     queued_context: int = 0
     streams: int = 0
-    answering: int | None = None  # of them, those that write answers; None: all
+    answering: int | None = None  # streams that generate responses; None: all
     room_blocks: int = 1 << 30  # free and cached
     total_blocks: int = 1 << 30
     cached_blocks: int = 0
-    givers: tuple[Giver, ...] = ()
+    sources: tuple[Source, ...] = ()
     tier_blocks: int = 0
     tier_s: float = 0.0
     adapter_s: float = 0.0
     crowding: float = 0.0
-    prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S  # of such prompts as it had
-    prefill_token_s: float = 0.0  # one token behind no context; 0: the rate stands for it
-    prefill_context_s: float = 0.0  # more for each token of context
+    prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S  # over the prompts that it had
+    prefill_token_s: float = 0.0  # one token without context; 0: use the rate
+    prefill_context_s: float = 0.0  # more per token of context
     decode_step_s: float = PRIOR_DECODE_STEP_S
     block_bytes: int = 0
     block_tokens: int = BLOCK_TOKENS
-    format_id: str = ""  # equal on both sides of a pair that can hand over
+    format_id: str = ""  # equal on both sides of a pair between which KV can move
     edges_bytes_per_s: Mapping[str, float] = {}
-    unmeasured_bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S  # what is expected of the others
+    unmeasured_bytes_per_s: float = PRIOR_EDGE_BYTES_PER_S  # expected rate of other edges
 
     def prompt_s(self, tokens: int, context: int) -> float:
-        """How long it computes so many prompt tokens, with so many before each of them in all."""
+        """Return the time to compute prompt tokens, given the sum of the tokens before each."""
         token_s = self.prefill_token_s or 1 / self.prefill_tokens_per_s
         return tokens * token_s + context * self.prefill_context_s
 
     def edge_bytes_per_s(self, source_id: str) -> float:
-        """As measured from there to here, or what is expected."""
+        """Return the rate of the edge from a source, as measured or expected."""
         return self.edges_bytes_per_s.get(source_id) or self.unmeasured_bytes_per_s
 
     @property
     def queue_s(self) -> float:
-        """How long it computes the prompts that wait there."""
+        """Time to compute the waiting prompts, in seconds."""
         return self.prompt_s(self.queued_tokens, self.queued_context)
 
 
 class Terms(NamedTuple):
-    """The parts of one candidate's cost, all in seconds."""
+    """Parts of one candidate's cost, all in seconds."""
 
     queue_s: float
     adapter_s: float
@@ -119,7 +116,7 @@ class Terms(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """What is compared."""
+        """Total cost, by which candidates are compared."""
         before_s = self.first_token_s + self.transfer_s + self.room_s
         return before_s + self.decode_s + self.slowdown_s + self.crowding_s
 
@@ -130,17 +127,17 @@ class Terms(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A placement. ``prefill`` is None where the worker computes the prompt itself."""
+    """A placement. ``prefill`` is None if the decode worker computes the prompt itself."""
 
     prefill: WorkerLoad | None
     decode: WorkerLoad
     terms: Terms
     uncached_tokens: int  # to be computed
-    links: tuple[Giver, ...] = ()  # from which whoever computes is to pull leading blocks first
+    links: tuple[Source, ...] = ()  # pulled from first by the worker that computes
 
     @property
     def mode(self) -> Mode:
-        """As ``x-baton-mode`` names it."""
+        """Mode of the placement, as in ``x-baton-mode``."""
         return "colocated" if self.prefill is None else "disaggregated"
 
     @property
@@ -149,13 +146,13 @@ class Candidate(NamedTuple):
         return self.decode if self.prefill is None else self.prefill
 
     def explain(self) -> dict[str, object]:
-        """For ``GET /fleet/requests/{id}``."""
+        """Return the candidate for ``GET /fleet/requests/{id}``."""
         return {
             "prefill": self.prefill.worker_id if self.prefill else None,
             "decode": self.decode.worker_id,
             "mode": self.mode,
             "uncached_tokens": self.uncached_tokens,
-            "prefix_from": [giver._asdict() for giver in self.links],
+            "prefix_from": [source._asdict() for source in self.links],
             "cost_s": round(self.terms.total_s, 6),
             "terms": {name: round(value, 6) for name, value in self.terms._asdict().items()},
         }
@@ -170,18 +167,18 @@ def candidates(
     choices: int = 1,
     moves_kv: bool = True,
 ) -> list[Candidate]:
-    """The cheapest of the placements that ``mode`` allows, in their order; at most ``COMPARED``.
+    """Return the cheapest placements that ``mode`` allows, sorted; at most ``COMPARED``.
 
-    Every worker alone is priced. Of pairs, those of the few prefill and the few decode workers that
-    are best by their own part of the cost: all of them in a small fleet, and never P × D.
+    Every worker alone is priced. Pairs are priced for the few prefill and the few decode workers
+    that are best by their own part of the cost: all of them in a small fleet, and never P × D.
 
     Args:
         workers: Live workers that take new requests; of equal ones, the first are paired.
-        mode: ``disaggregated`` wants two different workers, ``colocated`` one, ``auto`` either.
+        mode: ``disaggregated`` needs two workers, ``colocated`` one, ``auto`` allows both.
         prompt_tokens: Length of the prompt.
-        expected_tokens: Tokens that one answer is expected to have.
-        choices: Answers to run at once.
-        moves_kv: False where prefill alone makes the answer: one token, logprobs, an embedding.
+        expected_tokens: Expected output tokens of one choice.
+        choices: Number of choices that run at once.
+        moves_kv: False if prefill alone gives the response: one token, logprobs, an embedding.
     """
     work = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
     parts = [(work.prompt(worker), work.answer(worker)) for worker in workers]
@@ -206,14 +203,10 @@ def candidates(
 def choose(
     compared: Sequence[Candidate], *, tie_s: float, pick: Callable[[Sequence[Candidate]], Candidate]
 ) -> Candidate:
-    """The cheapest; among those that differ from it by less than ``tie_s``, one at random.
+    """Return the cheapest, or at random one that costs less than ``tie_s`` more.
 
-    Without the random choice, routers that see the same figures all run to the same worker.
-
-    Args:
-        compared: Sorted by cost, not empty.
-        tie_s: Below this, a difference is noise.
-        pick: Such as ``random.choice``.
+    Without the random choice, routers that see the same figures all choose the same worker.
+    ``compared`` is sorted and not empty.
     """
     limit = compared[0].terms.total_s + tie_s
     return pick([candidate for candidate in compared if candidate.terms.total_s < limit])
@@ -228,16 +221,7 @@ def price(
     choices: int = 1,
     moves_kv: bool = True,
 ) -> Candidate:
-    """One placement, whether it may be chosen or not.
-
-    Args:
-        prefill: The worker that computes the prompt, or None for ``decode`` itself.
-        decode: The worker that holds the request.
-        prompt_tokens: As in `candidates`, and so are the others.
-        expected_tokens: Tokens that one answer is expected to have, or had.
-        choices: Answers to run at once.
-        moves_kv: Whether a pair hands anything over.
-    """
+    """Price one placement, whether it is allowed or not; arguments as in ``candidates``."""
     work = _Work(prompt_tokens, expected_tokens, choices, moves_kv)
     answer = work.answer(decode)
     if prefill is None:
@@ -246,11 +230,11 @@ def price(
 
 
 class _Prompt(NamedTuple):
-    """What computing the prompt on a worker costs; ``own_s`` is all of it."""
+    """Cost of computing the prompt on a worker; ``own_s`` is its sum."""
 
     worker: WorkerLoad
     uncached_tokens: int
-    links: tuple[Giver, ...]
+    links: tuple[Source, ...]
     queue_s: float
     bring_s: float
     pull_s: float
@@ -261,9 +245,9 @@ class _Prompt(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What writing the answer on a worker costs, and the KV that it lacks.
+    """Cost of generating the response on a worker, and the KV that it lacks.
 
-    ``with_adapter_s`` is all of it but the KV's way; ``own_s`` supposes that way to be usual.
+    ``with_adapter_s`` is the sum without the transfer; ``own_s`` assumes a usual edge for it.
     """
 
     worker: WorkerLoad
@@ -294,7 +278,7 @@ class _Work(NamedTuple):
                 bring_s = worker.tier_s
         pull_s = 0.0
         least_s = compute_s
-        links: tuple[Giver, ...] = ()
+        links: tuple[Source, ...] = ()
         for chain in self._chains(worker, held_blocks):
             rest, rest_s = self._compute(worker, chain.links[-1].blocks)
             if chain.seconds + rest_s < least_s:
@@ -302,8 +286,8 @@ class _Work(NamedTuple):
                 links = chain.links
                 uncached = rest
                 compute_s = rest_s
-                pull_s = max(chain.seconds - worker.queue_s, 0.0)  # while others are computed
-        # Streams wait while a prompt is computed. Prompts that came before it do not.
+                pull_s = max(chain.seconds - worker.queue_s, 0.0)  # overlaps the queue
+        # Streams wait while a prompt is computed. Prompts before it do not.
         delayed = worker.streams if worker.answering is None else worker.answering
         queue_s = worker.queue_s
         slowdown_s = compute_s * delayed
@@ -325,15 +309,14 @@ class _Work(NamedTuple):
 
     @staticmethod
     def _chains(worker: WorkerLoad, held_blocks: int) -> list[Chain]:
-        givers = worker.givers
-        if not givers or givers[0].blocks <= held_blocks:
+        sources = worker.sources
+        if not sources or sources[0].blocks <= held_blocks:
             return []
-        rates = [worker.edge_bytes_per_s(giver.worker_id) for giver in givers]
-        return cheapest_chains(held_blocks, givers, rates, worker.block_bytes)
+        rates = [worker.edge_bytes_per_s(source.worker_id) for source in sources]
+        return cheapest_chains(held_blocks, sources, rates, worker.block_bytes)
 
     def _compute(self, worker: WorkerLoad, held_blocks: int) -> tuple[int, float]:
-        """Tokens to compute behind so many blocks, and how long that takes."""
-        # The last token is always computed: its logits are wanted.
+        # The last token is always computed: its logits are needed.
         held = min(held_blocks * worker.block_tokens, self.prompt_tokens - 1)
         uncached = self.prompt_tokens - held
         context = context_tokens(held, self.prompt_tokens)
@@ -348,7 +331,7 @@ class _Work(NamedTuple):
             -(self.prompt_tokens + self.choices * self.expected_tokens) // worker.block_tokens
         )
         lacking = max(0, blocks - worker.cached_blocks - worker.room_blocks)
-        # Running answers free the whole pool in about one answer's time: wait in proportion.
+        # Running responses free the whole pool in about one response's time: wait in proportion.
         room_s = lacking / max(worker.total_blocks, 1) * self.expected_tokens * step_s
         lacking_bytes = self._lacking_bytes(worker)
         own_s = worker.adapter_s + room_s + decode_s + slowdown_s
@@ -365,7 +348,7 @@ class _Work(NamedTuple):
 def _halves(
     parts: Sequence[tuple[_Prompt, _Answer]],
 ) -> list[tuple[list[_Prompt], list[_Answer]]]:
-    """The prefill and the decode workers that are worth pairing, by format."""
+    """Return the prefill and the decode workers that are worth pairing, by KV format."""
     formats: dict[str, tuple[list[_Prompt], list[_Answer]]] = {}
     for prompt, answer in parts:
         prompts, answers = formats.setdefault(prompt.worker.format_id, ([], []))
@@ -384,7 +367,7 @@ def _halves(
 
 
 def _alone_s(prompt: _Prompt, answer: _Answer) -> float:
-    """The adapter is loaded once."""
+    """Return the cost on one worker, which loads the adapter once."""
     return prompt.own_s + answer.with_adapter_s - answer.worker.adapter_s
 
 
@@ -414,7 +397,7 @@ def _pair(prompt: _Prompt, answer: _Answer) -> Candidate:
     decode = answer.worker
     terms = Terms(
         queue_s=prompt.queue_s,
-        adapter_s=decode.adapter_s + prefill.adapter_s,  # decode has it before it asks prefill
+        adapter_s=decode.adapter_s + prefill.adapter_s,  # decode loads it before it asks prefill
         bring_s=prompt.bring_s,
         pull_s=prompt.pull_s,
         compute_s=prompt.compute_s,

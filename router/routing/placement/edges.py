@@ -1,7 +1,7 @@
-"""How fast KV comes from one worker to another, as far as anybody has measured it.
+"""Bandwidth of KV transfer between workers, as measured.
 
-A decode worker reports what its own pulls showed. Of an edge that it has not used yet others may
-tell: links are those of hosts, so that whoever is behind the same one need not learn it anew.
+A decode worker reports the rates of its own pulls. The rate of an edge without measurement is
+estimated from others: a link belongs to hosts, so workers behind the same link share estimates.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ _SAMPLED_EDGES = 8  # of a report; a large fleet has hundreds in each
 
 
 class HostRates(NamedTuple):
-    """Medians of measured bytes/s; 'out' and 'into' are of edges between two hosts."""
+    """Medians of measured bytes/s; ``out`` and ``into`` are of edges between two hosts."""
 
     between: dict[tuple[str, str], float]
     out: dict[str, float]
@@ -23,29 +23,24 @@ class HostRates(NamedTuple):
 
 
 class Links:
-    """What is expected of edges that nobody has used, by the hosts at their ends."""
+    """Expected rates of unused edges, by the hosts at their ends."""
 
     def __init__(self) -> None:
         self._hosts: Mapping[str, str] = {}
         self._rates = HostRates({}, {}, {})
-        self.tell = False  # anything of edges that nobody has used
+        self.has_estimates = False
 
     def learn(self, hosts: Mapping[str, str], reported: "Iterable[ReportedEdges]") -> None:
-        """Take what was measured in place of what was known.
-
-        Args:
-            hosts: By worker. With a single one there is nothing to tell apart.
-            reported: By whoever pulls.
-        """
+        """Replace the estimates by those of new measurements. With a single host there are none."""
         self._hosts = hosts if len(set(hosts.values())) > 1 else {}
         self._rates = _host_rates(self._hosts, reported) if self._hosts else HostRates({}, {}, {})
-        self.tell = bool(self._hosts)
+        self.has_estimates = bool(self._hosts)
 
     def bytes_per_s(self, source_id: str, host: str) -> float:
-        """From a worker to a host; 0: nothing tells.
+        """Return the expected rate from a worker to a host; 0 without an estimate.
 
-        Where no edge between the two hosts was measured, the slower of what leaves the one and of
-        what reaches the other, each on edges that cross a link.
+        If no edge between the two hosts was measured, it is the slower of the edges that leave the
+        one and of those that reach the other, each over edges that cross a link.
         """
         source = self._hosts.get(source_id)
         if source is None:
@@ -60,14 +55,9 @@ class Links:
 
 
 class ReportedEdges(Mapping[str, float]):
-    """Bytes/s to one worker by the worker that KV comes from, read when someone asks.
+    """Bytes/s to one worker by source, read from its report on first use.
 
-    As a mapping it holds what the worker has measured; ``get`` and ``rates`` answer for other edges
-    with what ``links`` expects of them.
-
-    Args:
-        status: The worker's report.
-        links: What others' measurements tell.
+    As a mapping it holds measurements; ``get`` and ``rates`` estimate other edges by ``links``.
     """
 
     def __init__(self, status: WorkerStatus, links: Links | None = None) -> None:
@@ -75,11 +65,11 @@ class ReportedEdges(Mapping[str, float]):
         self._links = links or Links()
         self._read: dict[str, float] | None = None
         self.host = status.identity.host
-        self.sample = _measured(_spread(status))  # some of them
+        self.sample = _measured(_spread(status))
 
     @classmethod
     def none(cls) -> "ReportedEdges":
-        """Of a worker that has not reported."""
+        """Return the edges of a worker that has not reported."""
         return cls(WorkerStatus())
 
     def _rates(self) -> dict[str, float]:
@@ -91,9 +81,9 @@ class ReportedEdges(Mapping[str, float]):
         return self._rates()[source_id]
 
     def get(self, source_id: str, default: float | None = None) -> float | None:  # type: ignore[override]
-        """Measured here, or expected by what others measured."""
+        """Return the rate of an edge, measured here or estimated from others."""
         found = self._rates().get(source_id)
-        if found or not self._links.tell:
+        if found or not self._links.has_estimates:
             return found or default
         return self._links.bytes_per_s(source_id, self.host) or default
 
@@ -104,14 +94,14 @@ class ReportedEdges(Mapping[str, float]):
         return len(self._rates())
 
     def rates(self, source_ids: Iterable[str]) -> list[float]:
-        """As ``get``, of several; 0 where nothing tells."""
+        """Return the rates of several edges, as ``get``; 0 without measurement or estimate."""
         measured = self._rates()
-        if not self._links.tell:
+        if not self._links.has_estimates:
             return [measured.get(source_id, 0.0) for source_id in source_ids]
         return [self.get(source_id) or 0.0 for source_id in source_ids]
 
     def usual_bytes_per_s(self) -> float:
-        """Mean of some; 0: none was measured."""
+        """Return the mean of a sample of edges; 0 if none was measured."""
         return fmean(self.sample.values()) if self.sample else 0.0
 
 
@@ -120,7 +110,7 @@ def _measured(edges: Iterable[EdgeRate]) -> dict[str, float]:
 
 
 def _spread(status: WorkerStatus) -> Iterable[EdgeRate]:
-    """A few of a report's edges, of each worker's other ones, so that together they reach all."""
+    """Return a few edges of a report; different ones per worker, so that all are covered."""
     edges = status.edges
     stride = -(-len(edges) // _SAMPLED_EDGES)
     if stride < 2:

@@ -10,27 +10,24 @@ from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from router.routing.placement.prefix_index import Applied, PrefixIndex
 
-_HOLD_S = 0.001  # one more item may come on top: some milliseconds at most
+_HOLD_S = 0.001  # one more item may follow: some milliseconds at most
 
 
 class EventSource(Protocol):
-    """KV events of all workers, gaps healed; ``baton.registry.event_feed.EventFeed`` is one."""
+    """KV events of all workers, without gaps; implemented by `baton.registry.event_feed`."""
 
     def want(self, incarnation: bytes) -> None:
-        """Send a snapshot of the incarnation, though nothing was missed on the way."""
+        """Send a snapshot of the incarnation, even if no event was missed."""
 
     def __aiter__(self) -> AsyncIterator[FeedItem | Refreshed]:
-        """Items without end."""
+        """Yield events for as long as the router runs."""
 
 
 class IndexFeeder:
-    """A task that applies KV events to the prefix index.
+    """Task that applies KV events to the prefix index.
 
-    Args:
-        prefix_index: The router's.
-        events: Of all workers; None: the index stays empty, and routing goes by load alone.
-        metrics: Of the router.
-        on_refreshed: Told which incarnations have refreshed their keys, while Redis answers.
+    Without ``events`` the index stays empty, and routing uses load alone. ``on_refreshed`` gets the
+    incarnations that refreshed their keys, while Redis answers.
     """
 
     def __init__(
@@ -49,19 +46,19 @@ class IndexFeeder:
         )
 
     def start(self) -> None:
-        """Begin to read. Needs a running event loop."""
+        """Start reading. Needs a running event loop."""
         events = self._events
         if events is not None:
             self._tasks.keep(lambda: self._run(events), "prefix index")
 
     async def close(self) -> None:
-        """Stop reading."""
+        """Stop reading KV events."""
         await self._tasks.close()
 
     async def _run(self, events: EventSource) -> None:
         pause = _Pause()
         async for item in events:
-            # The source heals gaps in what it read. Here the index has dropped the blocks of a
+            # The source fills gaps in what it read. Here the index has dropped the blocks of a
             # worker that it took for dead, and the worker is alive.
             if isinstance(item, Refreshed):
                 self._on_refreshed(item.incarnations)
@@ -75,10 +72,10 @@ class IndexFeeder:
                 events.want(item.incarnation)
                 self._metrics.inc("baton_prefix_index_sequence_gaps")
             if pause.is_due():
-                await asyncio.sleep(0)  # a backlog must not hold up tokens
+                await asyncio.sleep(0)  # a backlog must not delay tokens
 
     async def _take_in(self, snapshot: Snapshot) -> Applied:
-        """A slice at a time: tokens pass in between."""
+        """Apply a snapshot in slices, between which tokens pass."""
         steps = self._prefix_index.take_in(snapshot)
         pause = _Pause()
         while True:
@@ -91,13 +88,10 @@ class IndexFeeder:
 
 
 class _Pause:
-    """When the loop has been held for long enough: that depends on the items."""
-
     def __init__(self) -> None:
         self._since_s = time.monotonic()
 
     def is_due(self) -> bool:
-        """Whether to let it go now; asked between two items."""
         now_s = time.monotonic()
         if now_s - self._since_s < _HOLD_S:
             return False

@@ -1,12 +1,12 @@
-"""Places a request: which workers can serve it, what each choice costs, and the booking."""
+"""Places requests: finds eligible workers, prices the choices, and books the load."""
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from batonpb.common_pb2 import Capabilities
 
@@ -17,7 +17,7 @@ from baton.types.geometry import context_tokens
 from router.request import GenerationRequest
 from router.routing.placement.block_table import HASH_BYTES, Hashes, packed
 from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.chain import Giver
+from router.routing.placement.chain import Source
 from router.routing.placement.cost import (
     PAIRED_OF_A_ROLE,
     Candidate,
@@ -26,85 +26,59 @@ from router.routing.placement.cost import (
     choose,
 )
 from router.routing.placement.crowding import Crowding
-from router.routing.placement.placed import Described
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
-from router.routing.placement.shortlist import Shortlist
+from router.routing.placement.shortlist import Described, Shortlist
+from router.routing.placement.worker_columns import Workers
 from router.routing.placement.worker_load import NO_TIERS, Rates, Reports, load_of, loads_of
 from router.routing.workers.table import Slot
 from router.settings import RouterSettings
 
-_INITIAL_ANSWER_TOKENS = 128.0
-_ANSWER_WEIGHT = 0.05  # of one answer in the mean of their lengths
+_INITIAL_OUTPUT_TOKENS = 128.0
+_OUTPUT_WEIGHT = 0.05  # of one response in the mean of their lengths
 _STEP_S = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a request is to run.
+    """Workers that serve a request.
 
     Attributes:
-        chosen: The workers, and what they are predicted to cost.
-        prefix: From which workers whoever computes the prompt is to pull leading blocks, in order.
-        candidates: The cheapest of those that were compared, for ``GET /fleet/requests/{id}``.
-        placed_ns: When it was decided and booked, on the monotonic clock.
+        prefix: Sources that the computing worker pulls leading blocks from, in order.
+        candidates: Cheapest candidates, for ``GET /fleet/requests/{id}``.
+        placed_ns: Time of the decision and the booking, on the monotonic clock.
     """
 
     chosen: Candidate
     candidates: Sequence[Candidate]
     placed_ns: int
-    prefix: Sequence[Giver] = ()
+    prefix: Sequence[Source] = ()
 
     @property
     def decode_id(self) -> str:
-        """The worker that holds the request."""
+        """Worker that holds the request."""
         return self.chosen.decode.worker_id
 
     @property
     def prefill_id(self) -> str | None:
-        """The worker that computes the prompt for it; None where it does so itself."""
+        """Worker that computes the prompt; None if the decode worker does."""
         return self.chosen.prefill.worker_id if self.chosen.prefill is not None else None
 
 
 class _Prompt(NamedTuple):
-    """What is to be placed: its hashes, who holds how many of them, and who gives which."""
-
     request: GenerationRequest
     hashes: bytes
     held: Mapping[bytes, int]
-    givers: tuple[Giver, ...]
+    sources: tuple[Source, ...]
     avoid: bytes
-
-
-class Workers(Protocol):
-    """The workers of the fleet; ``router.routing.workers.table.WorkerTable`` is it."""
-
-    @property
-    def usable(self) -> list[Slot]:
-        """Those that take new requests."""
-
-    def __iter__(self) -> Iterator[Slot]:
-        """All."""
-
-    def get(self, worker_id: str) -> Slot | None:
-        """The one of that name."""
-
-    def news(self) -> set[str] | None:
-        """A set that gets the names of workers that change; None: nobody tells, so look at all."""
 
 
 class Placer:
     """Chooses workers for requests and books the load; sends nothing.
 
     Args:
-        settings: Which difference in cost is a tie.
-        workers: The workers and their last reports.
-        prefix_index: Which incarnation holds which blocks.
-        book: Load that reports do not show yet.
-        clock_ns: Monotonic; the simulator has its own.
-        random_source: Draws among equals.
-        hashes_of: Names the full blocks of a prompt; None: as the workers compute them.
+        hashes_of: Hash function of a prompt's full blocks; None for that of the workers.
     """
 
     def __init__(
@@ -130,18 +104,18 @@ class Placer:
         self._random = random_source or random.Random()
         self._shortlist = Shortlist(self._reports, self._crowding, self._random.getrandbits(32))
         self._hashes_of = hashes_of or partial(prompt_hashes, seeds=self._seeds)
-        self._answer_tokens = RunningMean(_ANSWER_WEIGHT, prior=_INITIAL_ANSWER_TOKENS)
+        self._output_tokens = RunningMean(_OUTPUT_WEIGHT, prior=_INITIAL_OUTPUT_TOKENS)
 
     @property
     def answer_s(self) -> float:
-        """How long one answer is expected to take, roughly."""
-        return self._answer_tokens.value * _STEP_S
+        """Approximate expected time to generate one response."""
+        return self._output_tokens.value * _STEP_S
 
     def check_served(self, request: GenerationRequest) -> None:
-        """Refuse what no worker that is ready could serve.
+        """Refuse a request that no ready worker could serve.
 
         Raises:
-            UnavailableError: Says which workers there are, or what role is missing.
+            UnavailableError: The message lists the workers, or the missing role.
         """
         usable = self._workers.usable
         if not usable:
@@ -152,24 +126,24 @@ class Placer:
         for role in ("prefill", "decode"):
             if all(slot.role != role for slot in usable):
                 raise UnavailableError(
-                    f"x-baton-mode is disaggregated, and no {role} worker is ready"
+                    f"x-baton-mode is disaggregated, but no {role} worker is ready"
                 )
 
     def cost_tokens(self, request: GenerationRequest, uncached_tokens: int) -> float:
-        """What a request takes of the fleet: prompt tokens to compute, answer tokens expected."""
+        """Return the work of a request: prompt tokens to compute plus expected output tokens."""
         return uncached_tokens + request.sampling.n * self._expected_tokens(request)
 
     def _expected_tokens(self, request: GenerationRequest) -> int:
-        return min(request.sampling.max_tokens, round(self._answer_tokens.value))
+        return min(request.sampling.max_tokens, round(self._output_tokens.value))
 
     def learn(self, request: GenerationRequest, completion_tokens: int) -> None:
-        """A request is complete: the length of its answers enters the running mean."""
+        """Add the length of a complete response to the running mean."""
         if request.pooling or request.prompt_logprobs_only:
             return
-        self._answer_tokens.add(completion_tokens / request.sampling.n)
+        self._output_tokens.add(completion_tokens / request.sampling.n)
 
     def eligible(self, request: GenerationRequest, avoid: bytes = b"") -> list[Slot]:
-        """Workers that may serve the request; ``avoid`` is an incarnation that just failed."""
+        """Return workers that may serve the request; ``avoid`` is an incarnation that failed."""
         usable = list(self._workers.usable)
         if avoid:
             usable = [slot for slot in usable if slot.incarnation != avoid]
@@ -181,23 +155,19 @@ class Placer:
         return [slot for slot in usable if slot.worker_id in pinned_ids]
 
     def could_place(self, request: GenerationRequest, avoid: bytes) -> bool:
-        """Whether workers other than the incarnation ``avoid`` can serve the request now."""
+        """Return whether workers other than the incarnation ``avoid`` can serve the request now."""
         roles = {slot.role for slot in self.eligible(request, avoid)}
         return roles >= {"prefill", "decode"} if request.mode == "disaggregated" else bool(roles)
 
     def hash_seed(self, request: GenerationRequest, capabilities: Capabilities) -> bytes:
-        """The seed of the request's block hashes on a worker of these capabilities."""
+        """Return the seed of the request's block hashes on a worker with these capabilities."""
         return self._seeds.seed(request, capabilities)
 
     def place(self, request: GenerationRequest, avoid: bytes = b"") -> Placement:
-        """Choose workers and book the load, so that the next choice counts it.
-
-        Args:
-            request: What is to run.
-            avoid: An incarnation that just failed it.
+        """Choose workers, not the incarnation ``avoid``, and book the load for the next choice.
 
         Raises:
-            UnavailableError: No worker that is ready can serve it in its mode.
+            UnavailableError: No ready worker can serve the request in its mode.
         """
         now_ns = self._clock_ns()
         rates = self._shortlist.update(self._workers, now_ns, self._news)
@@ -207,10 +177,10 @@ class Placer:
         hashes = packed(self._hashes_of(request, usable))
         reusable = b"" if request.whole_prompt else hashes
         held = self._prefix_index.prefixes(reusable, now_ns) if reusable else {}
-        givers: tuple[Giver, ...] = ()
+        sources: tuple[Source, ...] = ()
         if held and request.pinned is None and self._settings.pull_prefixes:
-            givers = self._shortlist.givers(held)
-        prompt = _Prompt(request, reusable, held, givers, avoid)
+            sources = self._shortlist.sources(held)
+        prompt = _Prompt(request, reusable, held, sources, avoid)
         found = self._cheapest_of_all(prompt, rates, now_ns)
         if found is None:
             found = self._cheapest_of_few(prompt, rates, now_ns)
@@ -218,7 +188,7 @@ class Placer:
         self._book_load(request, chosen, now_ns)
         if not request.probe:
             holders = (chosen.computes.incarnation, chosen.decode.incarnation)
-            for incarnation in dict.fromkeys(holders):  # a set has another order in each process
+            for incarnation in dict.fromkeys(holders):  # in an order that is always the same
                 self._prefix_index.expect(incarnation, hashes, now_ns)
         return Placement(
             chosen=chosen,
@@ -227,26 +197,26 @@ class Placer:
             prefix=self._held_now(chosen.links, hashes) if chosen.links else (),
         )
 
-    def _held_now(self, links: Sequence[Giver], hashes: Hashes) -> list[Giver]:
-        """Without what givers are only expected to have soon: nobody can pull that."""
+    def _held_now(self, links: Sequence[Source], hashes: Hashes) -> list[Source]:
+        """Exclude blocks that sources are only expected to store soon: they cannot be pulled."""
         held = self._prefix_index.prefixes(hashes)
         there = []
         before = 0
-        for giver in links:
-            slot = self._workers.get(giver.worker_id)
+        for source in links:
+            slot = self._workers.get(source.worker_id)
             if slot is None:
                 continue
             memory = tier_incarnation(slot.incarnation, TIERS[0])
             held_blocks = max(held.get(slot.incarnation, 0), held.get(memory, 0))
-            if (blocks := min(giver.blocks, held_blocks)) > before:
-                there.append(Giver(giver.worker_id, blocks))
+            if (blocks := min(source.blocks, held_blocks)) > before:
+                there.append(Source(source.worker_id, blocks))
                 before = blocks
         return there
 
     def _cheapest_of_all(
         self, prompt: "_Prompt", rates: Rates, now_ns: int
     ) -> tuple[Candidate, Sequence[Candidate]] | None:
-        """The choice, and what was compared; None where not all workers can be priced at once."""
+        """Return the choice and the candidates; None if not all workers can be priced at once."""
         request = prompt.request
         if request.pinned is not None or request.goes_on or request.adapter_digest:
             return None
@@ -256,7 +226,7 @@ class Placer:
             expected_tokens=self._expected_tokens(request),
             choices=request.sampling.n,
             moves_kv=request.sampling.max_tokens > 1,
-            givers=prompt.givers,
+            sources=prompt.sources,
         )
         placed = self._shortlist.cheapest(
             asked, prompt.held, self._book, now_ns, avoid=prompt.avoid
@@ -273,7 +243,7 @@ class Placer:
     def _cheapest_of_few(
         self, prompt: "_Prompt", rates: Rates, now_ns: int
     ) -> tuple[Candidate, Sequence[Candidate]]:
-        """The same among the workers of the shortlist, or those that the client named."""
+        """Choose among the workers of the shortlist, or those that the client pinned."""
         request = prompt.request
         if request.pinned is None:
             loads = self._worth_pricing(prompt, rates, now_ns)
@@ -293,7 +263,7 @@ class Placer:
         return choose(compared, tie_s=self._settings.tie_s, pick=self._random.choice), compared
 
     def _worth_pricing(self, prompt: "_Prompt", rates: Rates, now_ns: int) -> list[WorkerLoad]:
-        """The few workers that may be the best, as the cost model takes them."""
+        """Return the few workers that may be the best, as input of the cost model."""
         request = prompt.request
         usable = self._shortlist.usable
         below = self._shortlist.tiers(prompt.held)
@@ -305,7 +275,7 @@ class Placer:
             self._book,
             now_ns,
             keep=PAIRED_OF_A_ROLE,
-            given_blocks=prompt.givers[0].blocks if prompt.givers else 0,
+            source_blocks=prompt.sources[0].blocks if prompt.sources else 0,
             avoid=prompt.avoid,
         )
         return [
@@ -317,7 +287,7 @@ class Placer:
                 rates,
                 self._reports,
                 self._crowding,
-                prompt.givers,
+                prompt.sources,
                 tiers.get(slot.worker_id, NO_TIERS),
             )
             for slot, cached_blocks in best
@@ -338,6 +308,4 @@ class Placer:
 
 
 def _unmet(request: GenerationRequest) -> UnavailableError:
-    return UnavailableError(
-        f"x-baton-mode {request.mode} cannot be met by the workers that are ready"
-    )
+    return UnavailableError(f"x-baton-mode is {request.mode}, which the ready workers cannot serve")

@@ -1,14 +1,14 @@
-"""The prefix index of one router: which incarnation holds which blocks, by hash. Sans-IO.
+"""Prefix index of one router: blocks of each incarnation, by hash. Sans-IO.
 
     batch 1 ── 2 ── 3 ──╳── 5 ── 6        a hole: 4 is lost, a snapshot is needed
                             └────┴─ kept until the snapshot comes, then applied where newer
 
-What the index says is a hint: a worker that no longer has a block recomputes it. So a set that
-waits for its snapshot stays in use; only a dead incarnation is dropped at once.
+The index is a hint: a worker that no longer has a block recomputes it. So an entry that waits for
+its snapshot stays in use; only a dead incarnation is dropped at once.
 
-An incarnation's blocks stand in one table under a small number. Forgetting it takes the number off
-the list of those that count; the table is swept a little with every further item, and the number is
-used again when it is nowhere any more. A snapshot is read under a new number.
+An incarnation's blocks are in one table under a small number. Forgetting it removes the number from
+the live ones; each further item sweeps a small part of the table, and the number is reused when it
+is nowhere in it. A snapshot is read under a new number.
 """
 
 from collections import deque
@@ -30,13 +30,13 @@ _MAX_KEPT_BATCHES = 1024
 _EXPECTED_TABLES = 3
 _EXPECTED_STEP_NS = 1_000_000_000
 _MAX_EXPECTED_BLOCKS = 262_144  # in each of the tables
-_SLICE_HASHES = 1024  # of a snapshot, between two looks at the clock: less than a millisecond
-_SWEEP_BLOCKS = 4096  # of the table, about, with each item
-_SWEEP_BLOCKS_OF_BEAT = 256  # less with those that come from every worker each second
+_SLICE_HASHES = 1024  # of a snapshot, between two yields: less than a millisecond
+_SWEEP_BLOCKS = 4096  # of the table, approximately, per item
+_SWEEP_BLOCKS_OF_BEAT = 256  # per heartbeat, which every worker sends each second
 
 
 class Applied(Enum):
-    """What came of a feed item."""
+    """Result of applying a feed item."""
 
     DONE = "done"
     OLD = "old"
@@ -44,8 +44,6 @@ class Applied(Enum):
 
 
 class _HeldBlocks:
-    """What is known of one incarnation's blocks."""
-
     __slots__ = ("blocks", "checksum", "kept", "number", "sequence", "waiting")
 
     def __init__(self, number: int) -> None:
@@ -58,12 +56,12 @@ class _HeldBlocks:
 
 
 class _Numbers:
-    """Hands out small numbers; one that was given back is free when all parts were swept."""
+    """Allocator of small numbers; a retired one is free when all parts were swept."""
 
     def __init__(self) -> None:
         self._next = 0
         self._free: list[int] = []
-        self.retired: dict[int, int] = {}  # number: parts that are left to sweep
+        self.retired: dict[int, int] = {}  # number: parts left to sweep
 
     def take(self) -> int:
         if self._free:
@@ -81,14 +79,13 @@ class _Numbers:
 
 
 class _Expected:
-    """Blocks that are about to be stored, for two to three seconds: a table for each second."""
+    """Blocks that will be stored soon, kept for two to three seconds: a table per second."""
 
     def __init__(self) -> None:
         self.tables: list[BlockTable] = [block_table() for _ in range(_EXPECTED_TABLES)]
         self._step = 0
 
     def at(self, now_ns: int) -> list[BlockTable]:
-        """The tables, the newest first, as they are now."""
         step = now_ns // _EXPECTED_STEP_NS
         for _ in range(min(max(step - self._step, 0), _EXPECTED_TABLES)):
             oldest = self.tables.pop()
@@ -98,19 +95,18 @@ class _Expected:
         return self.tables
 
     def rename(self, before: int, after: int) -> None:
-        """The worker ``before`` has another number now."""
         for table in self.tables:
             if hashes := table.hashes_of(before):
                 table.add(after, b"".join(hashes), len(hashes))
 
 
 class PrefixIndex:
-    """The blocks of all incarnations.
+    """Blocks of all incarnations.
 
     Args:
-        max_hashes: Per incarnation; further ones are dropped (no pool holds so many blocks).
-        max_incarnations: Beyond it the one that was added first is dropped.
-        table: Where they stand; None: the best that this machine can have.
+        max_hashes: Limit per incarnation; more are dropped (no pool holds so many blocks).
+        max_incarnations: Limit beyond which the oldest incarnation is dropped.
+        table: Block table; None for the best one of this machine.
     """
 
     def __init__(
@@ -127,19 +123,19 @@ class PrefixIndex:
         self._incarnations: dict[int, bytes] = {}  # by number
         self._numbers = _Numbers()
         self._live = LiveWorkers()
-        self._part = 0  # that is swept next
-        self._sweep_due = 0  # blocks to look at
+        self._part = 0  # swept next
+        self._sweep_due = 0  # number of blocks
         self.gaps = 0
         self.snapshots = 0
 
-    # ---------------------------------------------------------------- what is said of workers
+    # ---------------------------------------------------------------- updates
 
     def apply(self, item: FeedItem) -> Applied:
-        """Take an item of the feed.
+        """Apply an item of the feed.
 
         Returns:
-            ``SNAPSHOT_NEEDED`` asks the caller to fetch one for ``item.incarnation``. It is said
-            again for every further item until the snapshot has come, so a lost answer heals.
+            ``SNAPSHOT_NEEDED`` requests a snapshot of ``item.incarnation``. It is returned for each
+            further item until the snapshot has come, so a lost one is requested again.
         """
         self._sweep(_SWEEP_BLOCKS_OF_BEAT if isinstance(item, Heartbeat) else _SWEEP_BLOCKS)
         match item:
@@ -154,7 +150,7 @@ class PrefixIndex:
                 return self._apply_heartbeat(item)
 
     def take_in(self, snapshot: Snapshot) -> Generator[None, None, Applied]:
-        """Take a snapshot a slice at a time; until the last one the index answers as before."""
+        """Apply a snapshot in slices; the old entries stay valid until the last one."""
         self._sweep(_SWEEP_BLOCKS)
         entry = self._entry(snapshot.incarnation)
         if not entry.waiting and snapshot.sequence < entry.sequence:
@@ -180,16 +176,16 @@ class PrefixIndex:
         return result
 
     def forget(self, incarnation: bytes) -> None:
-        """Drop a dead incarnation, at once, however many blocks it held."""
+        """Drop a dead incarnation, at once and in constant time."""
         entry = self._held.pop(incarnation, None)
         if entry is not None:
             self._retire(entry)
 
     def expect(self, incarnation: bytes, hashes: Hashes, now_ns: int) -> None:
-        """A request was placed on ``incarnation`` that will store blocks of these hashes.
+        """Note that a request placed on ``incarnation`` will store blocks of these hashes.
 
-        No event says so yet. They count for two seconds and more, so that the same prompt, asked
-        again at once, goes where it was computed.
+        They count for at least two seconds before events confirm them, so that the same prompt,
+        repeated at once, goes to the same worker.
         """
         newest = self._expected.at(now_ns)[0]
         number = self._entry(incarnation).number
@@ -215,11 +211,7 @@ class PrefixIndex:
         self._numbers.retire(entry.number)
 
     def _sweep(self, blocks: int) -> None:
-        """Take numbers that count no longer out of a few parts of the tables.
-
-        Args:
-            blocks: To look at; what is less than a part is looked at with a later item.
-        """
+        """Remove retired numbers from parts of about so many blocks, or accumulate the rest."""
         gone = self._numbers.retired
         if not gone:
             return
@@ -284,12 +276,12 @@ class PrefixIndex:
         if not entry.kept or batch.sequence > entry.kept[-1].sequence:
             entry.kept.append(batch)
 
-    # ---------------------------------------------------------------- what is asked
+    # ---------------------------------------------------------------- queries
 
     def prefixes(self, hashes: Hashes, now_ns: int | None = None) -> dict[bytes, int]:
-        """How many of ``hashes``, from the first on, each incarnation holds that has the first.
+        """Return how many leading ``hashes`` each incarnation holds that has the first one.
 
-        With ``now_ns`` those count too that it is expected to hold soon.
+        With ``now_ns``, expected blocks count, too.
         """
         expected = self._expected.at(now_ns) if now_ns is not None else ()
         found = self._table.match(packed(hashes), self._live, expected)
@@ -297,17 +289,17 @@ class PrefixIndex:
         return {named[number]: length for number, length in found}
 
     def prefix_blocks(self, incarnation: bytes, hashes: Hashes, now_ns: int | None = None) -> int:
-        """The same of one incarnation."""
+        """Return how many leading ``hashes`` one incarnation holds."""
         return self.prefixes(hashes, now_ns).get(incarnation, 0)
 
     def hashes_of(self, incarnation: bytes) -> frozenset[bytes]:
-        """The hashes of all blocks that the incarnation holds, as far as events told."""
+        """Return the hashes of all blocks of the incarnation, as far as events report them."""
         entry = self._held.get(incarnation)
         return frozenset(self._table.hashes_of(entry.number) if entry is not None else ())
 
     @property
     def total_hashes(self) -> int:
-        """Hashes over all incarnations."""
+        """Number of hashes over all incarnations."""
         return sum(entry.blocks for entry in self._held.values())
 
 

@@ -1,28 +1,27 @@
 """Prices of all workers for one prompt, and of pairs of the best, in C++.
 
-What ``cost.candidates`` finds among all workers, to the same bits: a hundred nanoseconds a worker
-instead of ten microseconds. Without a compiler the few workers of the shortlist are priced instead
-(``shortlist.py``).
+The result is that of ``cost.candidates`` for all workers, with the same bits, at a hundred
+nanoseconds a worker instead of ten microseconds. Without a compiler only the few workers of the
+shortlist are priced (``shortlist.py``).
 
-    rows      one for each worker, of what its report says   written when it reports
-    booked    what the report does not say yet               written when that changes
-    cached    how much of the prompt it holds                written for each prompt, and taken back
+    rows      figures of each worker's report       written when it reports
+    booked    load that the report does not show    written when it changes
+    cached    blocks of the prompt that it has      written for each prompt, and reset
 
-Single numbers go in and out through memoryviews: numpy takes as long for one as C++ for a hundred
-prices.
+Single numbers are read and written through memoryviews: numpy takes as long for one as C++ for a
+hundred prices.
 """
 
 import ctypes
 from collections.abc import Iterable, Mapping
-from struct import Struct
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from router.request import Mode
 from router.routing.placement.booked_load import Unreported
-from router.routing.placement.chain import MAX_GIVERS, PULL_OVERHEAD_S, Giver
+from router.routing.placement.chain import MAX_SOURCES, PULL_OVERHEAD_S, Source
 from router.routing.placement.cost import (
     COMPARED,
     EDGE_OVERHEAD_S,
@@ -34,16 +33,13 @@ from router.routing.placement.cost import (
 from router.routing.placement.edges import ReportedEdges
 from router.routing.placement.worker_load import Rates, Report
 
-_ROW = Struct("14d")
-_ASKED = Struct(f"{12 + MAX_GIVERS}d")
-_NOBODY = (0,) * MAX_GIVERS
 NO_TIERS_AT_ALL: Mapping[int, tuple[int, float]] = {}
 
 
 class Asked(NamedTuple):
-    """What a prompt asks of workers; as in ``cost.candidates``.
+    """Demand of a prompt, see ``cost.candidates``.
 
-    ``givers`` can give the others leading blocks of it, those with most first.
+    ``sources`` have leading blocks that other workers can pull, those with most first.
     """
 
     mode: Mode
@@ -51,86 +47,152 @@ class Asked(NamedTuple):
     expected_tokens: int
     choices: int
     moves_kv: bool
-    givers: tuple[Giver, ...] = ()
+    sources: tuple[Source, ...] = ()
+
+
+class Row(ctypes.Structure):
+    """Report of one worker: ``BatonRow`` in ``pricing.cpp``."""
+
+    _fields_ = [
+        ("queued_tokens", ctypes.c_double),
+        ("queued_context", ctypes.c_double),
+        ("streams", ctypes.c_double),
+        ("answering", ctypes.c_double),
+        ("room_blocks", ctypes.c_double),
+        ("total_blocks", ctypes.c_double),
+        ("token_s", ctypes.c_double),
+        ("context_s", ctypes.c_double),
+        ("step_s", ctypes.c_double),
+        ("block_bytes", ctypes.c_double),
+        ("block_tokens", ctypes.c_double),
+        ("format", ctypes.c_double),
+        ("is_decode", ctypes.c_double),
+        ("unmeasured_bytes_per_s", ctypes.c_double),
+    ]
+
+
+class Prompt(ctypes.Structure):
+    """One prompt, and the constants of ``cost.py``: ``BatonPrompt`` in ``pricing.cpp``."""
+
+    _fields_ = [
+        ("prompt_tokens", ctypes.c_double),
+        ("expected_tokens", ctypes.c_double),
+        ("choices", ctypes.c_double),
+        ("moves_kv", ctypes.c_double),
+        ("crowding_prefill", ctypes.c_double),
+        ("crowding_decode", ctypes.c_double),
+        ("prefill_overhead_s", ctypes.c_double),
+        ("edge_overhead_s", ctypes.c_double),
+        ("step_share", ctypes.c_double),
+        ("exposed_share", ctypes.c_double),
+        ("pull_overhead_s", ctypes.c_double),
+        ("sources", ctypes.c_double),
+        ("source_blocks", ctypes.c_double * MAX_SOURCES),
+    ]
+
+
+class PricingBuffers:
+    """Memory that Python and C++ share, by name, with its addresses.
+
+    Addresses are kept, because numpy takes as long for one as C++ for all prices.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.rows: Any = (Row * workers)()
+        self.prompt = Prompt(
+            prefill_overhead_s=PREFILL_OVERHEAD_S,
+            edge_overhead_s=EDGE_OVERHEAD_S,
+            step_share=STEP_SHARE_PER_STREAM,
+            exposed_share=EXPOSED_SHARE,
+            pull_overhead_s=PULL_OVERHEAD_S,
+        )
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        self.addresses = {
+            "rows": ctypes.addressof(self.rows),
+            "prompt": ctypes.addressof(self.prompt),
+        }
+        self._add("booked", (workers, 3))
+        self._add("cached", (workers,))
+        self._add("tiers", (workers, 2))  # blocks, and the time to bring them back
+        self._add("pulls", (workers, 1 + MAX_SOURCES))  # whether measured, bytes/s per source
+        self._add("again", (workers,), np.int32)  # workers that are priced again
+        self._add("alone_s", (workers,))
+        self._add("prompts", (workers, 2))
+        self._add("answers", (workers, 2))
+        self._add("chosen", (COMPARED, 2), np.int32)
+        self._add("costs_s", (COMPARED,))
+        self.make_formats(0)
+
+    def make_formats(self, formats: int) -> None:
+        """Replace the buffers that have a part for each KV format."""
+        self._add("halves", (formats, 2, PAIRED_OF_A_ROLE), np.int32)
+        self._add("rates", (formats, PAIRED_OF_A_ROLE, PAIRED_OF_A_ROLE))
+
+    def cells(self, name: str) -> "memoryview[float]":
+        """Return a flat view of an array of floats."""
+        return cast("memoryview[float]", self.arrays[name].reshape(-1).data)
+
+    def _add(self, name: str, shape: tuple[int, ...], dtype: type = np.float64) -> None:
+        array: npt.NDArray[Any] = np.zeros(shape, dtype)
+        self.arrays[name] = array
+        self.addresses[name] = array.ctypes.data
 
 
 class Pricing:
-    """The rows of some workers.
-
-    Args:
-        library: From ``router.routing.placement.native.library``.
-        workers: How many.
-    """
+    """Prices of some workers."""
 
     def __init__(self, library: ctypes.CDLL, workers: int) -> None:
         self._library = library
         self._workers = workers
-        self._rows = np.zeros((workers, _ROW.size // 8))
-        self._row_bytes = self._rows.reshape(-1).data.cast("B")
+        self._buffers = buffers = PricingBuffers(workers)
+        self._queued_tokens = np.ctypeslib.as_array(buffers.rows)["queued_tokens"]
+        self._booked_cells = buffers.cells("booked")
+        self._cached_cells = buffers.cells("cached")
+        self._pull_cells = buffers.cells("pulls")
+        self._rate_cells = buffers.cells("rates")
         self._names = [""] * workers
         self._edges: list[ReportedEdges] = [ReportedEdges.none()] * workers
-        self._booked = np.zeros((workers, 3))
-        self._cached = np.zeros(workers)
-        self._book_cells = _cells(self._booked)
-        self._cached_cells = _cells(self._cached)
-        self._asked = bytearray(_ASKED.size)
-        self._tiers = np.zeros((workers, 2))  # blocks, and the seconds until they are back
-        # Bytes/s from each giver, behind whether any was measured.
-        self._pulls = np.zeros((workers, 1 + MAX_GIVERS))
-        self._pull_cells = _cells(self._pulls)
-        self._again = np.zeros(workers, np.int32)  # of which those are known
-        self._alone_s = np.zeros(workers)
-        self._prompts = np.zeros((workers, 2))
-        self._answers = np.zeros((workers, 2))
         self._formats: dict[str, int] = {}
-        self._chosen = np.zeros((COMPARED, 2), np.int32)
-        self._costs = np.zeros(COMPARED)
-        self._halves = np.zeros((0, 2, PAIRED_OF_A_ROLE), np.int32)
-        self._rates = np.zeros((0, PAIRED_OF_A_ROLE, PAIRED_OF_A_ROLE))
-        self._rate_cells = _cells(self._rates)
-        self._read_of: list[list[list[int]]] = []  # halves whose rates these are
-        self._at = _Addresses.of(self)
+        self._rates_of: list[list[list[int]]] = []  # halves whose rates were read last
 
     def write(self, index: int, worker_id: str, role: str, report: Report, rates: Rates) -> None:
-        """A worker has reported."""
+        """Write the row of a worker that has reported."""
         number = self._formats.setdefault(report.format_id, len(self._formats))
-        if number >= len(self._halves):
-            self._halves = np.zeros((number + 1, *self._halves.shape[1:]), np.int32)
-            self._rates = np.zeros((number + 1, *self._rates.shape[1:]))
-            self._rate_cells = _cells(self._rates)
-            self._at = _Addresses.of(self)
+        if number >= len(self._buffers.arrays["halves"]):
+            self._buffers.make_formats(number + 1)
+            self._rate_cells = self._buffers.cells("rates")
         line = rates.prompt_line(role, report)
         streams = report.streams
         self._names[index] = worker_id
         self._edges[index] = report.edges_bytes_per_s
-        _ROW.pack_into(
-            self._row_bytes,
-            _ROW.size * index,
-            report.queued_tokens,
-            report.queued_context,
-            streams,
-            streams if report.answering is None else report.answering,
-            report.room_blocks,
-            report.total_blocks,
-            rates.token_s(role, report),
-            line.context_s,
-            report.decode_step_s or rates.decode_step_s,
-            report.block_bytes,
-            report.block_tokens,
-            number,
-            role == "decode",
-            rates.edge_bytes_per_s,
+        self._buffers.rows[index] = Row(
+            queued_tokens=report.queued_tokens,
+            queued_context=report.queued_context,
+            streams=streams,
+            answering=streams if report.answering is None else report.answering,
+            room_blocks=report.room_blocks,
+            total_blocks=report.total_blocks,
+            token_s=rates.token_s(role, report),
+            context_s=line.context_s,
+            step_s=report.decode_step_s or rates.decode_step_s,
+            block_bytes=report.block_bytes,
+            block_tokens=report.block_tokens,
+            format=number,
+            is_decode=role == "decode",
+            unmeasured_bytes_per_s=rates.edge_bytes_per_s,
         )
 
     @property
     def waiting_tokens(self) -> npt.NDArray[np.float64]:
-        """Prompt tokens that wait at each worker, by its report and by what is booked."""
-        waiting: npt.NDArray[np.float64] = self._rows[:, 0] + self._booked[:, 0]
+        """Prompt tokens that wait at each worker, reported and booked."""
+        waiting: npt.NDArray[np.float64] = (
+            self._queued_tokens + self._buffers.arrays["booked"][:, 0]
+        )
         return waiting
 
     def book(self, index: int, load: Unreported) -> None:
-        """What a worker's report does not hold yet is this from now on."""
-        cells = self._book_cells
+        """Write the load of a worker that its report does not show."""
+        cells = self._booked_cells
         at = 3 * index
         cells[at], cells[at + 1], cells[at + 2] = load
 
@@ -144,69 +206,60 @@ class Pricing:
         avoid: int = -1,
         first: int = 0,
     ) -> tuple[list[list[int]], list[float]]:
-        """The cheapest placements, in their order: who computes and who holds, and what it costs.
+        """Return the cheapest placements, sorted: indices of both workers, and costs.
 
         Args:
             asked: The prompt.
-            cached: By worker, how many of the prompt's blocks it has.
-            crowding: Seconds that others wait for each second computed, in prefill and in decode.
-            tiers: By worker, how many blocks it has in its pool or below, and how long they take.
-            avoid: A worker that is not to be taken; -1: none.
-            first: Where to begin to look: of equal workers the first ones are paired.
+            cached: Number of the prompt's blocks that a worker has, by index.
+            crowding: Delay of others per second computed, in prefill and in decode.
+            tiers: Blocks in pool and tiers, and the time to bring them back, by index.
+            avoid: Index of a worker to exclude; -1 for none.
+            first: Index at which the scan begins: of equal workers the first ones are paired.
         """
-        giver_blocks = (*(giver.blocks for giver in asked.givers), *_NOBODY)[:MAX_GIVERS]
-        _ASKED.pack_into(
-            self._asked,
-            0,
-            asked.prompt_tokens,
-            asked.expected_tokens,
-            asked.choices,
-            asked.moves_kv,
-            *crowding,
-            PREFILL_OVERHEAD_S,
-            EDGE_OVERHEAD_S,
-            STEP_SHARE_PER_STREAM,
-            EXPOSED_SHARE,
-            PULL_OVERHEAD_S,
-            len(asked.givers),
-            *giver_blocks,
-        )
+        self._write_prompt(asked, crowding)
         cells = self._cached_cells
         for index, blocks in cached:
             cells[index] = blocks
         below = list(tiers)
         if below:
-            self._tiers[below] = list(tiers.values())
+            self._buffers.arrays["tiers"][below] = list(tiers.values())
         priced = self._price(asked.mode, avoid, first)
-        if asked.givers and (measured := self._measured_pulls(priced[0], asked)):
-            self._again[: len(measured)] = measured
+        if asked.sources and (measured := self._measured_pulls(priced[0], asked)):
+            self._buffers.arrays["again"][: len(measured)] = measured
             priced = self._price(asked.mode, avoid, first, len(measured))
             for index in measured:
-                self._pull_cells[index * (1 + MAX_GIVERS)] = 0.0
+                self._pull_cells[index * (1 + MAX_SOURCES)] = 0.0
         for index, _ in cached:
             cells[index] = 0.0
         if below:
-            self._tiers[below] = 0.0
+            self._buffers.arrays["tiers"][below] = 0.0
         return priced
 
-    def _measured_pulls(self, pairs: list[list[int]], asked: Asked) -> list[int]:
-        """Note measured rates from the givers, for those few that may be the best.
+    def _write_prompt(self, asked: Asked, crowding: tuple[float, float]) -> None:
+        prompt = self._buffers.prompt
+        prompt.prompt_tokens = asked.prompt_tokens
+        prompt.expected_tokens = asked.expected_tokens
+        prompt.choices = asked.choices
+        prompt.moves_kv = asked.moves_kv
+        prompt.crowding_prefill, prompt.crowding_decode = crowding
+        prompt.sources = len(asked.sources)
+        for place, source in enumerate(asked.sources):
+            prompt.source_blocks[place] = source.blocks
 
-        Returns:
-            For which there are any.
-        """
+    def _measured_pulls(self, pairs: list[list[int]], asked: Asked) -> list[int]:
+        """Write measured rates from the sources, for the few workers that may be the best."""
         few = {computes for computes, _ in pairs}
-        for prefills, decodes in self._halves.tolist():
+        for prefills, decodes in self._buffers.arrays["halves"].tolist():
             few.update(prefills if asked.mode == "disaggregated" else prefills + decodes)
         few.discard(-1)
-        most = asked.givers[0].blocks
+        most = asked.sources[0].blocks
         held = self._cached_cells
         cells = self._pull_cells
-        givers = [giver.worker_id for giver in asked.givers]
+        sources = [source.worker_id for source in asked.sources]
         measured = []
         for index in few:
-            if held[index] < most and any(rates := self._edges[index].rates(givers)):
-                at = index * (1 + MAX_GIVERS)
+            if held[index] < most and any(rates := self._edges[index].rates(sources)):
+                at = index * (1 + MAX_SOURCES)
                 cells[at] = 1.0
                 for place, rate in enumerate(rates, start=at + 1):
                     cells[place] = rate
@@ -216,52 +269,52 @@ class Pricing:
     def _price(
         self, mode: Mode, avoid: int, first: int, again: int = 0
     ) -> tuple[list[list[int]], list[float]]:
-        at = self._at
+        at = self._buffers.addresses
+        arrays = self._buffers.arrays
         count = self._workers
         formats = len(self._formats)
         self._library.baton_price_workers(
-            at.rows,
+            at["rows"],
             count,
-            at.asked,
-            at.booked,
-            at.cached,
-            at.tiers,
-            at.pulls,
+            at["prompt"],
+            at["booked"],
+            at["cached"],
+            at["tiers"],
+            at["pulls"],
             avoid,
             first,
             formats,
-            at.alone_s,
-            at.prompts,
-            at.answers,
-            at.halves,
-            at.again,
+            at["alone_s"],
+            at["prompts"],
+            at["answers"],
+            at["halves"],
+            at["again"],
             again,
         )
         pairs = mode != "colocated"
-        if pairs and ((halves := self._halves.tolist()) != self._read_of or not again):
+        if pairs and ((halves := arrays["halves"].tolist()) != self._rates_of or not again):
             self._read_edges(halves)
-            self._read_of = halves
+            self._rates_of = halves
         found = self._library.baton_price_cheapest(
-            at.rows,
+            at["rows"],
             count,
-            at.asked,
+            at["prompt"],
             first,
             formats,
             mode != "disaggregated",
             pairs,
-            at.alone_s,
-            at.prompts,
-            at.answers,
-            at.halves,
-            at.rates,
+            at["alone_s"],
+            at["prompts"],
+            at["answers"],
+            at["halves"],
+            at["rates"],
             COMPARED,
-            at.chosen,
-            at.costs,
+            at["chosen"],
+            at["costs_s"],
         )
-        return self._chosen[:found].tolist(), self._costs[:found].tolist()
+        return arrays["chosen"][:found].tolist(), arrays["costs_s"][:found].tolist()
 
     def _read_edges(self, halves: list[list[list[int]]]) -> None:
-        """Measured rates of the few pairs that are priced."""
         names = self._names
         cells = self._rate_cells
         for number, (prefills, decodes) in enumerate(halves):
@@ -273,38 +326,3 @@ class Pricing:
                 for rate in self._edges[decode].rates(of_prefills):
                     cells[at] = rate
                     at += PAIRED_OF_A_ROLE
-
-
-def _cells(array: npt.NDArray[np.float64]) -> "memoryview[float]":
-    """Its numbers in a row, one by one."""
-    return cast("memoryview[float]", array.reshape(-1).data)
-
-
-class _Addresses(NamedTuple):
-    """Where the arrays lie: to ask numpy takes as long as all of the prices."""
-
-    rows: int
-    asked: int
-    booked: int
-    cached: int
-    tiers: int
-    pulls: int
-    again: int
-    alone_s: int
-    prompts: int
-    answers: int
-    halves: int
-    rates: int
-    chosen: int
-    costs: int
-
-    @classmethod
-    def of(cls, pricing: Pricing) -> "_Addresses":
-        arrays = vars(pricing)
-        return cls(*(_address_of(arrays[f"_{name}"]) for name in cls._fields))
-
-
-def _address_of(array: npt.NDArray[np.generic] | bytearray) -> int:
-    if isinstance(array, bytearray):
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
-    return int(array.ctypes.data)

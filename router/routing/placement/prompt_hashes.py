@@ -1,6 +1,6 @@
-"""Hashes of a prompt's blocks, as the workers compute them, one behind the other.
+"""Hashes of a prompt's blocks, as the workers compute them, concatenated.
 
-In C++ where that can be compiled (``native/``), a third of a microsecond a block instead of two.
+C++ (``native/``) takes a third of a microsecond per block, Python two.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ _MAX_SEEDS = 1024
 
 
 class HashSeedCache:
-    """Seeds of block hashes by KV format, adapter and scope: a tenant with a salt (bounded)."""
+    """Bounded cache of block hash seeds by KV format, adapter and cache scope."""
 
     def __init__(self) -> None:
         self._seeds: dict[tuple[str, str, str], bytes] = {}
-        self._formats: dict[int, tuple[Capabilities, str]] = {}  # by the object, which is kept
+        self._formats: dict[int, tuple[Capabilities, str]] = {}  # by id of the object, kept alive
 
     def seed(self, request: GenerationRequest, capabilities: Capabilities) -> bytes:
-        """The seed of the request's block hashes on a worker of these capabilities."""
+        """Return the seed of the request's block hashes on a worker with these capabilities."""
         digest = request.adapter_digest
         key = (self._format(capabilities), digest, request.cache_scope)
         seed = self._seeds.get(key)
@@ -44,7 +44,6 @@ class HashSeedCache:
         return seed
 
     def _format(self, capabilities: Capabilities) -> str:
-        """A worker says once what it can: to read that again for each request takes longest."""
         known = self._formats.get(id(capabilities))
         if known is None:
             if len(self._formats) >= _MAX_SEEDS:
@@ -54,10 +53,10 @@ class HashSeedCache:
 
 
 def prompt_hashes(request: GenerationRequest, slots: Sequence[Slot], seeds: HashSeedCache) -> bytes:
-    """Hashes of the prompt's full blocks, 16 bytes each.
+    """Return the hashes of the prompt's full blocks, 16 bytes each.
 
-    The workers of a fleet share one format. Where some differ (a rolling upgrade), the hashes are
-    those of the first worker and match nothing on the others, which is safe.
+    The workers of a fleet share one format. If some differ (a rolling upgrade), the hashes are of
+    the first worker and match nothing on the others, which is safe.
     """
     link = slots[0].link
     if link is None:
@@ -70,11 +69,11 @@ def prompt_hashes(request: GenerationRequest, slots: Sequence[Slot], seeds: Hash
 
 
 def native_hashes(library: ctypes.CDLL, seed: bytes, tokens: Sequence[int]) -> bytes:
-    """``block_hashes`` in C++."""
+    """Compute ``block_hashes`` in C++."""
     count = len(tokens) // BLOCK_TOKENS
     if not count:
         return b""
-    # A buffer of ctypes is of a type of its own for each length, which takes longer to make.
+    # Not a ctypes buffer: each length is a new type, which takes longer to create.
     names = bytearray(count * HASH_BYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(names))
     packed = pack_tokens(tokens)

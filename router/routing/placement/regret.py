@@ -1,19 +1,17 @@
-"""How much a choice of workers cost more than the best one would have. Sans-IO.
+"""Regret: cost of the chosen placement minus cost of the best one. Sans-IO.
 
-Regret is known only afterwards. Every candidate that was compared is priced again by the same
-cost model, fitted to what has come to light since:
+Regret is known only afterwards. Every candidate is priced again by the same cost model, with what
+has become known since:
 
-- the answer's real length instead of the expected one;
-- the rates that the workers report now instead of those of then;
-- where the request itself measured something, that figure, for **every** candidate that shares the
-  worker or the pair: the wait and the computing of the prompt for all candidates that compute on
-  the same worker, the decoding for all with the same decode worker, the exposed transfer for the
-  same pair.
+- the actual length of the response instead of the expected one;
+- the rates that the workers report now;
+- the request's own measurements, for **every** candidate that shares the worker or the pair: queue
+  and compute time of the prompt for all candidates that compute on the same worker, decode time for
+  all with the same decode worker, exposed transfer for the same pair.
 
-The regret is the price of the choice made less that of the cheapest. What is measured counts for
-all whom it concerns, so that one noisy step is no regret. What nobody can measure, the delay of
-others (slowdown and crowding), is part of both prices as it was when the choice was made: a request
-that waited longer so that others wait less was placed well.
+Measurements count for all candidates that they concern, so that one noisy step is no regret. The
+delay of other requests (slowdown and crowding) cannot be measured and is part of both prices as it
+was at the choice: a request that waited longer so that others wait less was placed well.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,17 +23,17 @@ import msgspec
 from router.routing.placement.cost import Candidate, Terms, WorkerLoad, price
 
 REPRICED_CANDIDATES = 12
-"""So many of the cheapest are priced again: the event loop pays for it at each request's end."""
+"""Number of cheapest candidates that are priced again at each request's end, in the event loop."""
 
 _REGRETS_AT_ONCE = 64
 _REGRETS_PER_S = 16.0
 
 
 class Allowance:
-    """Which requests are priced again: all while few end, and of many so many a second. Sans-IO.
+    """Rate limit of repricing: all requests while few end, a fixed rate otherwise. Sans-IO.
 
-    A regret takes as long as the rest of a request's end twice over. Which ones are left out does
-    not depend on what their regret would be, so that the mean and the distribution stay true.
+    A regret takes twice as long as the rest of a request's end. The choice of requests does not
+    depend on their regret, so that mean and distribution are unbiased.
     """
 
     def __init__(self) -> None:
@@ -43,7 +41,7 @@ class Allowance:
         self._since_ns = 0
 
     def take(self, now_ns: int) -> bool:
-        """Whether the one that ended now is among them."""
+        """Return whether the request that ended now is priced again."""
         gained = max(now_ns - self._since_ns, 0) / 1e9 * _REGRETS_PER_S
         self._since_ns = max(now_ns, self._since_ns)
         self._left = min(self._left + gained, _REGRETS_AT_ONCE)
@@ -54,7 +52,7 @@ class Allowance:
 
 
 class FittedRates(NamedTuple):
-    """What a worker reports of itself when the request is over; 0 where it has not measured."""
+    """Rates that a worker reports when the request ends; 0 if it has not measured."""
 
     prefill_tokens_per_s: float
     decode_step_s: float
@@ -64,14 +62,12 @@ class FittedRates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one request took on the workers chosen.
+    """Measurements of one request on the chosen workers.
 
     Attributes:
-        queue_s: Waited at the worker that computed the prompt.
-        compute_s: Computing the prompt.
-        exposed_s: Transfer that the client waited for.
+        exposed_s: Transfer time that the client waited for.
         decode_s: First token to last, without ``exposed_s``.
-        answer_tokens: Of one choice.
+        answer_tokens: Output tokens of one choice.
     """
 
     queue_s: float
@@ -83,7 +79,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regret:
-    """``seconds`` is 0 where the choice was the best one; ``best`` is that one."""
+    """Regret of one choice; ``seconds`` is 0 if it was ``best``."""
 
     seconds: float
     chosen_s: float
@@ -100,15 +96,9 @@ def regret(
     prompt_tokens: int,
     choices: int,
 ) -> Regret:
-    """What the choice cost more than the best of the candidates, in seconds.
+    """Return the regret of a choice among ``compared``, which is sorted.
 
-    Args:
-        chosen: The placement that the request ran on.
-        compared: Those that were priced when it was chosen, the cheapest first.
-        measured: What it took.
-        fitted: Asked for a worker's rates; workers that are gone keep those of then.
-        prompt_tokens: Length of the prompt.
-        choices: Answers that ran at once.
+    ``fitted`` gives a worker's current rates; None for one that is gone, whose old rates are used.
     """
     refitted_workers: dict[str, WorkerLoad] = {}
 
@@ -156,7 +146,7 @@ def _refit(worker: WorkerLoad, fitted: Callable[[str], FittedRates | None]) -> W
 
 
 def _with_measured(candidate: Candidate, chosen: Candidate, measured: Measured) -> Terms:
-    """A candidate's terms, with what the request measured on the workers that both share."""
+    """Return a candidate's terms, with the measurements on workers shared with the choice."""
     terms = candidate.terms
     if candidate.computes.worker_id == chosen.computes.worker_id:
         terms = terms._replace(

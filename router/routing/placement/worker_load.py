@@ -1,4 +1,4 @@
-"""The input of the cost model: a worker's last report, what was booked since, what it holds."""
+"""Input of the cost model: a worker's last report, load booked since, and cached blocks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from baton.types.geometry import BLOCK_TOKENS, context_tokens, head_bytes
 from baton.wire.compatibility import format_id
 from router.routing.placement.block_table import Hashes
 from router.routing.placement.booked_load import LoadBook, Unreported
-from router.routing.placement.chain import Giver
+from router.routing.placement.chain import Source
 from router.routing.placement.cost import (
     BRING_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
@@ -31,10 +31,10 @@ from router.routing.workers.table import Slot
 
 NO_TIERS = (0, 0.0)
 _SAMPLE_PROMPT_TOKENS = 4096
-_RATES_STAND_NS = 1_000_000_000
+_RATES_VALID_NS = 1_000_000_000
 _SMALL_FLEET = 32  # workers
-_UNNOTICED = 0.002
-_SAME_WITHIN = 0.1  # the fits of equal workers differ by a few percent
+_NEGLIGIBLE = 0.002
+_FIT_SPREAD = 0.1  # the fits of equal workers differ by a few percent
 
 
 def loads_of(
@@ -46,49 +46,43 @@ def loads_of(
     adapter: str = "",
     reports: "Reports | None" = None,
 ) -> list[WorkerLoad]:
-    """The slots as the cost model takes them, each of them.
-
-    Args:
-        slots: Usable ones.
-        hashes: Of the prompt's full blocks.
-        prefix_index: Which worker holds which of them.
-        book: Load that reports do not show yet.
-        now_ns: Monotonic clock.
-        adapter: Digest of the prompt's LoRA adapter, hexadecimal; empty for none.
-        reports: Those that were read for an earlier prompt.
-    """
+    """Return the input of the cost model for each usable slot, from reports and bookings."""
     reports = reports or Reports()
-    connected = [(slot, reports.of(slot)) for slot in slots if slot.link is not None]
+    connected = [
+        ReportedWorker(slot, slot.incarnation, reports.of(slot))
+        for slot in slots
+        if slot.link is not None
+    ]
     rates = reports.expected(connected, now_ns)
     held = prefix_index.prefixes(hashes, now_ns) if hashes else {}
     return [
-        load_of(slot, held.get(slot.incarnation, 0), book, adapter, rates, reports)
-        for slot, _ in connected
+        load_of(worker.slot, held.get(worker.incarnation, 0), book, adapter, rates, reports)
+        for worker in connected
     ]
 
 
 class PromptLine(NamedTuple):
-    """A prompt token takes ``token_s``, and ``context_s`` for each token before it; 0: not told."""
+    """Time per prompt token, plus ``context_s`` per token before it; 0 if not measured."""
 
     token_s: float = 0.0
     context_s: float = 0.0
-    sample_s: float = 0.0  # a prompt of a usual length, to compare lines by
+    sample_s: float = 0.0  # time of a prompt of usual length, for comparisons
 
     @classmethod
     def fitted(cls, token_s: float, context_s: float) -> "PromptLine":
-        """As a worker reports it."""
+        """Return the line that a worker reports."""
         context = context_tokens(0, _SAMPLE_PROMPT_TOKENS)
         sample_s = _SAMPLE_PROMPT_TOKENS * token_s + context * context_s
         return cls(token_s, context_s, sample_s)
 
     def is_like(self, usual: "PromptLine") -> bool:
-        """Whether workers of these lines differ by less than what fits differ by."""
-        return abs(self.sample_s - usual.sample_s) <= _SAME_WITHIN * usual.sample_s
+        """Return whether two workers differ by less than fits of equal workers do."""
+        return abs(self.sample_s - usual.sample_s) <= _FIT_SPREAD * usual.sample_s
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What is expected of a worker that has not measured itself yet."""
+    """Expected rates of workers that have not measured."""
 
     prefill_tokens_per_s: float = PRIOR_PREFILL_TOKENS_PER_S
     decode_step_s: float = PRIOR_DECODE_STEP_S
@@ -97,10 +91,10 @@ class Rates:
 
     @classmethod
     def expected(cls, reports: Sequence[tuple[str, "Report"]]) -> "Rates":
-        """The mean of its peers, so that nobody is preferred for not having measured.
+        """Return the means of other workers, so that missing measurements are no advantage.
 
-        The same holds for edges: in a fleet of fast links, a pair that has not handed over yet
-        must not be taken for a slow one, or it never will.
+        The same holds for edges: with fast links, a pair without a transfer must not count as slow,
+        or it will never get one.
         """
         prefills = [rate for _, report in reports if (rate := report.prefill_tokens_per_s)]
         steps = [step for _, report in reports if (step := report.decode_step_s)]
@@ -113,26 +107,26 @@ class Rates:
             fmean(prefills) if prefills else PRIOR_PREFILL_TOKENS_PER_S,
             fmean(steps) if steps else PRIOR_DECODE_STEP_S,
             fmean(edges) if edges else PRIOR_EDGE_BYTES_PER_S,
-            {role: _middle(of_role) for role, of_role in lines.items()},
+            {role: _median(of_role) for role, of_role in lines.items()},
         )
 
     def is_like(self, other: "Rates") -> bool:
-        """Whether what is expected has not changed by as much as anyone would notice."""
+        """Return whether the difference is negligible."""
         if self.prompt_lines.keys() != other.prompt_lines.keys():
             return False
         own, others = self._figures(), other._figures()  # noqa: SLF001 - of the same class
         pairs = zip(own, others, strict=True)
-        return all(abs(a - b) <= _UNNOTICED * abs(b) for a, b in pairs)
+        return all(abs(a - b) <= _NEGLIGIBLE * abs(b) for a, b in pairs)
 
     def _figures(self) -> list[float]:
         lines = [figure for role in sorted(self.prompt_lines) for figure in self.prompt_lines[role]]
         return [self.prefill_tokens_per_s, self.decode_step_s, self.edge_bytes_per_s, *lines]
 
     def prompt_line(self, role: str, report: "Report") -> PromptLine:
-        """The worker's own, unless it is so near to the usual one that the difference is noise.
+        """Return the worker's own line, or the usual one if the difference is noise.
 
-        Half a percent would send every prompt that is cached nowhere to the same few idle workers:
-        a tie is broken by the rate, again and again, and the cache follows.
+        Half a percent would send every uncached prompt to the same few idle workers: the rate would
+        break every tie the same way, and the cache would follow.
         """
         own = report.prompt_line
         usual = self.prompt_lines.get(role)
@@ -141,18 +135,17 @@ class Rates:
         return own
 
     def token_s(self, role: str, report: "Report") -> float:
-        """What a prompt token takes behind no context."""
+        """Return the time of a prompt token without context."""
         known_s = self.prompt_line(role, report).token_s
         return known_s or 1 / (report.prefill_tokens_per_s or self.prefill_tokens_per_s)
 
 
-def _middle(lines: Sequence[PromptLine]) -> PromptLine:
-    """That of a worker in the middle, so that one that is broken does not count."""
+def _median(lines: Sequence[PromptLine]) -> PromptLine:
     return sorted(lines, key=attrgetter("sample_s"))[len(lines) // 2]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's last report, read once: many prompts are placed between two of them."""
+    """A worker's last report, parsed once: many prompts are placed between two reports."""
 
     status: WorkerStatus
     capabilities: Capabilities
@@ -167,18 +160,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     decode_step_s: float
     adapters: frozenset[bytes]
     edges_bytes_per_s: ReportedEdges
-    edge_bytes_per_s: float  # mean of some that were measured; 0: none was
+    edge_bytes_per_s: float  # mean of a sample; 0: none was measured
     block_bytes: int
     block_tokens: int
     format_id: str
     tier_block_s: Mapping[str, float]  # by tier, the fastest first
 
     def tiers(self, cached_blocks: int, held: Mapping[str, int]) -> tuple[int, float]:
-        """How much of a prompt it has in its pool or below, and how long that takes to bring back.
+        """Return the blocks of a prompt in pool and tiers, and the time to bring them back.
 
-        Args:
-            cached_blocks: In its pool.
-            held: By tier, how many it or one above it has.
+        ``held`` has the number of blocks in each tier or one above it.
         """
         blocks = cached_blocks
         seconds = BRING_OVERHEAD_S
@@ -196,7 +187,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         links: Links | None = None,
         before: "Report | None" = None,
     ) -> "Report":
-        """As numbers; what a worker can is not read again where ``before`` has it."""
+        """Parse a report; unchanged capabilities are taken from ``before``."""
         blocks = status.kv_blocks
         edges = ReportedEdges(status, links)
         if before is not None and before.capabilities is capabilities:
@@ -229,7 +220,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _block_shape(capabilities: Capabilities) -> tuple[int, int, str]:
-    """Bytes and tokens of a block, and the name of its format."""
     groups = capabilities.kv_groups
     block_bytes = sum(
         len(group.layer_ids)
@@ -243,8 +233,16 @@ def _block_shape(capabilities: Capabilities) -> tuple[int, int, str]:
     return block_bytes, tokens, format_id(capabilities)
 
 
+class ReportedWorker(NamedTuple):
+    """A worker and its last report."""
+
+    slot: Slot
+    incarnation: bytes
+    report: Report
+
+
 class Reports:
-    """The last report of each worker, as numbers."""
+    """Last report of each worker, parsed."""
 
     def __init__(self) -> None:
         self._read: dict[str, Report] = {}
@@ -253,22 +251,22 @@ class Reports:
         self._rates_until_ns = -1
 
     def expected(
-        self, connected: Sequence[tuple[Slot, Report]], now_ns: int, *, changed: bool = False
+        self, connected: Sequence[ReportedWorker], now_ns: int, *, changed: bool = False
     ) -> "Rates":
-        """What is expected of workers that have not measured.
+        """Return the expected rates of workers that have not measured.
 
-        Read anew once a second, and in a small fleet whenever a report has ``changed``: with few
-        that have measured, an old mean would make those that have not look faster or slower.
+        They are computed once a second, and in a small fleet whenever a report has ``changed``:
+        there an outdated mean would make workers without measurement look faster or slower.
         """
         if now_ns >= self._rates_until_ns or (changed and len(connected) <= _SMALL_FLEET):
-            self._rates = Rates.expected([(slot.role, report) for slot, report in connected])
-            hosts = {slot.worker_id: report.status.identity.host for slot, report in connected}
-            self._links.learn(hosts, [report.edges_bytes_per_s for _, report in connected])
-            self._rates_until_ns = now_ns + _RATES_STAND_NS
+            self._rates = Rates.expected([(slot.role, report) for slot, _, report in connected])
+            hosts = {slot.worker_id: report.status.identity.host for slot, _, report in connected}
+            self._links.learn(hosts, [report.edges_bytes_per_s for *_, report in connected])
+            self._rates_until_ns = now_ns + _RATES_VALID_NS
         return self._rates
 
     def of(self, slot: Slot) -> Report:
-        """The worker's.
+        """Return the last report of a worker.
 
         Raises:
             ValueError: The worker is not connected.
@@ -295,13 +293,12 @@ def load_of(
     rates: Rates = Rates(),
     reports: Reports | None = None,
     crowding: Crowding | None = None,
-    givers: tuple[Giver, ...] = (),
+    sources: tuple[Source, ...] = (),
     tiers: tuple[int, float] = NO_TIERS,
 ) -> WorkerLoad:
-    """One worker's load: its last report, and what was booked since.
+    """Return one worker's load: its last report, and the load booked since.
 
-    ``givers`` can give it leading blocks of the prompt, those with most first; ``tiers`` is how
-    many it has in its pool or below, and how long it takes until they are back.
+    Arguments as in ``WorkerLoad``.
 
     Raises:
         ValueError: The worker is not connected.
@@ -316,11 +313,11 @@ def load_of(
     wait_per_s = crowding.wait_per_s(slot.role) if crowding is not None else 0.0
     booked = book.unreported(slot.worker_id)
     known = Known(slot, link.incarnation, report, booked, cached_blocks, tiers)
-    return known.load(rates, wait_per_s, adapter_s, givers)
+    return known.load(rates, wait_per_s, adapter_s, sources)
 
 
 class Known(NamedTuple):
-    """What is known of a worker when a prompt is placed."""
+    """State of a worker when a prompt is placed."""
 
     slot: Slot
     incarnation: bytes
@@ -334,9 +331,9 @@ class Known(NamedTuple):
         rates: Rates,
         wait_per_s: float,
         adapter_s: float = 0.0,
-        givers: tuple[Giver, ...] = (),
+        sources: tuple[Source, ...] = (),
     ) -> WorkerLoad:
-        """As the cost model takes it; the arguments are those of `load_of`."""
+        """Return the input of the cost model; arguments as in `load_of`."""
         slot = self.slot
         report = self.report
         booked = self.booked
@@ -354,7 +351,7 @@ class Known(NamedTuple):
             room_blocks=report.room_blocks,
             total_blocks=report.total_blocks,
             cached_blocks=self.cached_blocks,
-            givers=givers,
+            sources=sources,
             tier_blocks=self.tiers[0],
             tier_s=self.tiers[1],
             adapter_s=adapter_s,
@@ -372,7 +369,7 @@ class Known(NamedTuple):
 
 
 def fitted_rates(slot: Slot | None) -> FittedRates | None:
-    """What a live worker reports of itself now."""
+    """Return the current rates of a live worker."""
     status = slot.link.status if slot is not None and slot.link is not None else None
     if status is None:
         return None

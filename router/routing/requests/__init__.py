@@ -1,1 +1,1 @@
-"""The life of a request: admission, attempts, its resumable record, recovery. No HTTP here."""
+"""Life of a request: admission, attempts, resumable record, recovery. No HTTP here."""

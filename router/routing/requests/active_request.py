@@ -1,4 +1,4 @@
-"""A request under way: its record, its placement, and the event that wakes its HTTP handler."""
+"""Active request: its record, its placement, and the event that wakes its HTTP handler."""
 
 import asyncio
 import logging
@@ -17,19 +17,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class Wakeup(Protocol):
-    """Who is told that there is news: an `asyncio.Event`, or a stream that writes by itself."""
+    """Notification of news: an `asyncio.Event`, or a stream that writes by itself."""
 
     def set(self) -> None:
-        """There is."""
+        """Signal that the request has new events."""
 
 
 class ActiveRequest:
-    """One request from admission to its end.
-
-    Args:
-        record: What is known of it.
-        wakeup: Set whenever there is news; the active requests of one HTTP call share it.
-    """
+    """Request from admission to its end. The requests of one HTTP call share a ``wakeup``."""
 
     def __init__(self, record: RequestRecord, wakeup: Wakeup) -> None:
         self.record = record
@@ -37,40 +32,40 @@ class ActiveRequest:
         self.placement: Placement | None = None  # the latest; kept when a later attempt fails
         self.decode_id: str | None = None  # the worker that holds it, once placed
         self.prefill_id: str | None = None
-        self.placed_ns = 0  # the last time before its first token came
-        self.computed = False  # the present attempt has yielded a token
+        self.placed_ns = 0  # of the last placement before the first token
+        self.computed = False  # the current attempt has yielded a token
         self.admitted = False
         self.wants_prefill = False  # waits for a prefill worker to replace a lost one
         self.submitted_ns = 0
         self.cancelled_ns = 0
         self.delivered_ns = 0
         self.observed = False
-        self.gaps_s: list[float] = []  # between tokens that came one by one, with a hand-off
+        self.gaps_s: list[float] = []  # between tokens that arrived one by one, after a hand-off
         self.gaps = TokenGaps()
-        self.exposed_s = 0.0  # known when it is over, and so is the regret
+        self.exposed_s = 0.0  # known at the end, like the regret
         self.regret: Regret | None = None
-        self.summary: dict[str, Any] | None = None  # of the list; made once it is over
+        self.summary: dict[str, Any] | None = None  # for the list of requests, once it has ended
         self.timer: asyncio.TimerHandle | None = None
         self.repair_timer: asyncio.TimerHandle | None = None
-        # Attempt, next index of each choice, and when: of the last resume. No attempt is 0.
+        # Of the last resume: attempt (never 0), next index of each choice, time.
         self.resume_asked: tuple[int, list[int], int] = (0, [], 0)
-        self.early_end = False  # the worker has ended it, and a resume is to fill a hole
+        self.early_end = False  # the worker has ended it, and a resume must fill a hole
         self.prefill_asked = b""  # the incarnation that failed this attempt last
         # Answers to ``PrefillNeeded`` of this attempt, by the incarnation that failed.
         self.repairs: dict[bytes, PrefillReplacement] = {}
 
     @property
     def request(self) -> GenerationRequest:
-        """What was asked."""
+        """Request of the client, as admitted."""
         return self.record.request
 
     @property
     def id(self) -> str:
-        """The request id."""
+        """Id of the request."""
         return self.record.request.request_id
 
     def take_placement(self, placement: Placement) -> None:
-        """An attempt begins on these workers."""
+        """Begin an attempt on these workers."""
         self.placement = placement
         self.decode_id = placement.decode_id
         self.prefill_id = placement.prefill_id
@@ -83,23 +78,22 @@ class ActiveRequest:
         self.repairs = {}
 
     def notify(self) -> None:
-        """Tell the handler that there is news."""
+        """Wake the HTTP handler of the request."""
         self.wakeup.set()
 
     def stop_timers(self) -> None:
-        """Cancel the deadline and the limit on waiting for a prefill worker."""
+        """Cancel the deadline and the timeout of waiting for a prefill worker."""
         for timer in (self.timer, self.repair_timer):
             if timer is not None:
                 timer.cancel()
         self.timer = self.repair_timer = None
 
     def route_header(self) -> str:
-        """The value of ``x-baton-route``."""
+        """Return the value of ``x-baton-route``."""
         route = self.record.route
         if route is None:
             prefill = self.prefill_id
             decode = self.decode_id
-            mode = ""
             cached = 0
             mode = "disaggregated" if prefill else "colocated"
         else:
@@ -110,7 +104,7 @@ class ActiveRequest:
         return f"prefill={prefill or decode}; decode={decode}; mode={mode}; cached={cached}"
 
     def explain(self) -> dict[str, Any]:
-        """For ``GET /fleet/requests/{id}``: decision, timeline, final route. No text, no tokens."""
+        """Return decision, timeline and final route, without text and tokens."""
         record = self.record
         request = self.request
         placement = self.placement
@@ -135,7 +129,7 @@ class ActiveRequest:
             "finish_reasons": [choice.finish_reason for choice in record.choices],
             "candidates": [c.explain() for c in placement.candidates] if placement else [],
             "chosen": placement.chosen.explain() if placement else None,
-            "prefix_from": [giver._asdict() for giver in placement.prefix] if placement else [],
+            "prefix_from": [source._asdict() for source in placement.prefix] if placement else [],
             "route": None
             if route is None
             else {
@@ -175,8 +169,8 @@ class ActiveRequest:
 
 
 def as_error(active: ActiveRequest, fault: Exception) -> BatonError:
-    """The error that the client of ``active`` gets for ``fault``; the log has the rest."""
+    """Return the error that the client gets for ``fault``; the log has the rest."""
     if isinstance(fault, BatonError):
         return fault
-    _LOG.error("request %s failed inside the router", active.id, exc_info=fault)
+    _LOG.error("failed inside the router: request=%s", active.id, exc_info=fault)
     return InternalError("the router failed; see its log")

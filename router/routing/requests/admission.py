@@ -1,8 +1,8 @@
-"""The queue before placement: bounded, and fair between tenants. Sans-IO.
+"""Queue before placement: bounded, and fair between tenants. Sans-IO.
 
-Priorities are strict: lower numbers run first. Among equals tenants take turns
+Priorities are strict: lower numbers run first. Within a priority tenants take turns
 (``router/routing/requests/fair_queue.py``). A full queue is shared fairly as well: a tenant with
-fewer requests in it than others takes the newest place of the tenant that has most.
+fewer requests in it than others takes the newest place of the tenant with most.
 """
 
 from collections import Counter, defaultdict, deque
@@ -14,24 +14,24 @@ from router.routing.requests.fair_queue import FairQueue, Waiting
 
 _RATE_WINDOW_NS = 30_000_000_000
 _MAX_RETRY_AFTER_S = 600.0
-_MOST_AHEAD_TOKENS = 65_536.0  # that service at other routers counts against a tenant
+_MOST_AHEAD_TOKENS = 65_536.0  # charged at most for service at other routers
 
 
 class Admission:
-    """The requests that wait, how many run, and how fast they end.
+    """Waiting requests, number of running ones, and rate of ends.
 
     Args:
-        max_waiting: Requests that may wait at all routers together; one more is refused.
+        max_waiting: Limit of waiting requests at all routers together.
 
     Attributes:
-        limit: Of these, how many may wait at this one.
+        limit: Limit of waiting requests at this router.
     """
 
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = self.limit = max_waiting
         self.running = 0  # sequences
         self._running_of: Counter[str] = Counter()  # by tenant
-        self._waiting_of: Counter[str] = Counter()  # the same of those that wait
+        self._waiting_of: Counter[str] = Counter()  # sequences that wait, by tenant
         self._served_tokens: defaultdict[str, float] = defaultdict(float)
         self._levels: dict[int, FairQueue] = {}  # by priority; none is empty
         self._places: dict[str, Waiting] = {}  # by request
@@ -40,22 +40,17 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return len(self._places)
 
     def offer(self, entry: Waiting, now_ns: int, *, expected_s: float) -> Waiting | None:
-        """Queue up.
+        """Add a request to the queue; return the place that it has taken over, if any.
 
-        Args:
-            entry: The request.
-            now_ns: Monotonic clock.
-            expected_s: How long one request is expected to take; used until ends were seen.
-
-        Returns:
-            The place that ``entry`` has taken over, if any: its request ends with `refusal`.
+        The request of that place ends with `refusal`. ``expected_s`` is the expected duration of a
+        request, used until ends were seen.
 
         Raises:
-            QueueFullError: The queue is full, and no tenant has more in it than its share.
+            QueueFullError: The queue is full, and no tenant has more than its share in it.
         """
         loser = None
         if self.waiting >= self.limit:
@@ -70,7 +65,7 @@ class Admission:
         return loser
 
     def _loser(self, newcomer: str) -> Waiting | None:
-        """The newest place of the tenant with most, if ``newcomer`` stays below it even then."""
+        """Return the newest place of the tenant with most, if ``newcomer`` stays below it."""
         ranked = self._of_tenant.most_common(1)
         if not ranked or ranked[0][1] <= self._of_tenant[newcomer] + 1:
             return None
@@ -78,18 +73,18 @@ class Admission:
         return [place for place in lines if place is not None][-1]
 
     def refusal(self, tenant: str, now_ns: int, *, expected_s: float) -> QueueFullError:
-        """The error for a tenant without a place."""
+        """Return the error for a tenant without a place."""
         own = self._of_tenant[tenant]
         return QueueFullError(
-            f"{self.waiting} requests are waiting here, {own} of them this tenant's; the limit of "
-            f"all routers is {self.max_waiting} (max_queued_requests)",
+            f"the queue is full: {self.waiting} requests wait here, {own} of this tenant; "
+            f"the limit for all routers is {self.max_waiting} (max_queued_requests)",
             retry_after_s=self.retry_after_s(tenant, now_ns, expected_s=expected_s),
         )
 
     def retry_after_s(self, tenant: str, now_ns: int, *, expected_s: float) -> float:
-        """When a place is expected: the time in which the tenant's part drains at its present rate.
+        """Return the time in which the tenant's part of the queue drains at the current rate.
 
-        Tenants that wait share the rate.
+        Waiting tenants share the rate.
         """
         rate = self.drain_per_s(now_ns)
         if rate <= 0:
@@ -98,7 +93,7 @@ class Admission:
         return float(min(max(ceil(ahead / rate), 1), _MAX_RETRY_AFTER_S))
 
     def drain_per_s(self, now_ns: int) -> float:
-        """Requests that ended per second lately; 0 when too few did to tell."""
+        """Return the recent rate of ended requests; 0 if too few have ended."""
         while self._ends_ns and now_ns - self._ends_ns[0] > _RATE_WINDOW_NS:
             self._ends_ns.popleft()
         if len(self._ends_ns) < 2:
@@ -106,11 +101,7 @@ class Admission:
         return len(self._ends_ns) * 1e9 / max(now_ns - self._ends_ns[0], 1)
 
     def pop(self, window: int) -> Waiting | None:
-        """The next request that may run.
-
-        Args:
-            window: Sequences that may run at once. A request wider than the window runs alone.
-        """
+        """Take the next request that fits into the window; a wider request runs alone."""
         if not self._levels:
             return None
         priority = min(self._levels)
@@ -125,7 +116,7 @@ class Admission:
         return entry
 
     def charge(self, entry: Waiting, cost_tokens: float) -> None:
-        """A request was placed, and what it costs is known better now."""
+        """Correct the cost of a request that was placed."""
         more_tokens = cost_tokens - entry.cost_tokens
         self._served_tokens[entry.tenant] += more_tokens
         level = self._levels.get(entry.priority)
@@ -133,12 +124,10 @@ class Admission:
             level.charge(entry.tenant, more_tokens)
 
     def demands(self) -> dict[str, TenantDemand]:
-        """What there is to do for each tenant that has anything here, for the other routers."""
+        """Return the demand of each tenant with requests here, for the other routers."""
         busy = self._running_of.keys() | self._waiting_of.keys()
         for tenant in self._served_tokens.keys() - busy:
-            del self._served_tokens[
-                tenant
-            ]  # it begins anew: a pause earns nothing and owes nothing
+            del self._served_tokens[tenant]  # starts over: a pause gives no credit and no debt
         return {
             tenant: TenantDemand(
                 self._running_of[tenant], self._waiting_of[tenant], self._served_tokens[tenant]
@@ -147,12 +136,12 @@ class Admission:
         }
 
     def served_elsewhere(self, tenant: str, tokens: float) -> None:
-        """Another router has served a tenant: where it waits here, it waits longer."""
+        """Charge a tenant for service at another router: it waits longer here."""
         for level in self._levels.values():
             level.charge(tenant, tokens, ahead=_MOST_AHEAD_TOKENS)
 
     def leave(self, request_id: str) -> None:
-        """A waiting request goes away (cancelled, or its deadline passed); others are ignored."""
+        """Remove a waiting request (cancelled, or its deadline passed); others are ignored."""
         entry = self._places.get(request_id)
         if entry is not None:
             self._levels[entry.priority].remove(entry)
@@ -168,7 +157,7 @@ class Admission:
             del self._levels[entry.priority]
 
     def release(self, weight: int, now_ns: int, tenant: str = "default") -> None:
-        """A running request ended."""
+        """Note the end of a running request."""
         self.running -= weight
         _take(self._running_of, tenant, weight)
         self._ends_ns.append(now_ns)

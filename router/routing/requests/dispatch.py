@@ -1,6 +1,7 @@
-"""Begins an attempt: has the request placed, and sends it to the worker that is to hold it."""
+"""Begins attempts: has the request placed, and sends it to its decode worker."""
 
 import time
+from dataclasses import dataclass
 
 import msgspec
 from batonpb.common_pb2 import PrefixSource
@@ -23,109 +24,77 @@ from router.settings import RouterSettings
 def prefill_target(
     link: WorkerLink, token: FleetToken, active: ActiveRequest, reader: bytes
 ) -> PrefillTarget:
-    """A prefill worker, as the decode worker needs to know it, and may pull from it.
-
-    Args:
-        link: To the prefill worker.
-        token: The fleet's.
-        active: The request.
-        reader: Incarnation of the decode worker.
-    """
+    """Return the message that lets the decode worker ``reader`` pull from a prefill worker."""
     return PrefillTarget(
         worker_id=link.worker_id,
         incarnation=link.incarnation,
         address=link.address,
-        capability=_word(token, active, active.id, link.incarnation, reader),
+        capability=_sign_capability(token, active, active.id, link.incarnation, reader),
     )
 
 
 def prefix_sources(
     active: ActiveRequest, workers: WorkerTable, token: FleetToken, reader: WorkerLink
 ) -> list[PrefixSource]:
-    """Who has leading blocks that another worker, who computes the prompt, is to pull, in order.
-
-    Args:
-        active: The request.
-        workers: The links to them.
-        token: The fleet's.
-        reader: The worker that computes.
-    """
-    givers = active.placement.prefix if active.placement is not None else ()
+    """Return the sources of leading blocks for the worker that computes the prompt, in order."""
+    prefix = active.placement.prefix if active.placement is not None else ()
     sources: list[PrefixSource] = []
-    for giver in givers:
-        link = workers.link(giver.worker_id)
+    for worker_id, blocks in prefix:
+        link = workers.link(worker_id)
         if link is not None and link is not reader:
             pull_id = prefix_request_id(active.id, len(sources))
+            holder = link.incarnation
+            capability = _sign_capability(token, active, pull_id, holder, reader.incarnation)
             source = PrefixSource(
-                worker_id=link.worker_id,
-                incarnation=link.incarnation,
+                worker_id=worker_id,
+                incarnation=holder,
                 address=link.address,
-                blocks=giver.blocks,
-                capability=_word(token, active, pull_id, link.incarnation, reader.incarnation),
+                blocks=blocks,
+                capability=capability,
             )
             sources.append(source)
     return sources
 
 
-def _word(
+def _sign_capability(
     token: FleetToken, active: ActiveRequest, request_id: str, holder: bytes, reader: bytes
 ) -> bytes:
     left_s = max(active.request.deadline_ns - time.monotonic_ns(), 0) / 1e9
     return sign(token, request_id, holder, reader, time.time() + left_s)
 
 
+@dataclass(frozen=True, slots=True)
 class Dispatcher:
-    """Turns requests into submissions.
+    """Turns requests into submissions."""
 
-    Args:
-        settings: Leases, and when a prompt is sent on a call of its own.
-        workers: The links to them.
-        placer: Chooses workers and books their load.
-        observer: Metrics.
-        router_id: Stands on every submission.
-    """
-
-    def __init__(
-        self,
-        settings: RouterSettings,
-        workers: WorkerTable,
-        placer: Placer,
-        observer: Observer,
-        router_id: str,
-    ) -> None:
-        self._settings = settings
-        self._workers = workers
-        self._placer = placer
-        self._observer = observer
-        self._router_id = router_id
+    settings: RouterSettings
+    workers: WorkerTable
+    placer: Placer
+    observer: Observer
+    router_id: str
 
     def begin_attempt(self, active: ActiveRequest, avoid: bytes = b"", why: str = "") -> None:
-        """Place the request and send it.
-
-        Args:
-            active: Not placed, or to be placed again.
-            avoid: An incarnation that just failed it.
-            why: It failed.
+        """Place the request and send it; ``avoid`` is an incarnation that failed it, for ``why``.
 
         Raises:
-            UnavailableError: No worker that is ready can serve it.
+            UnavailableError: No ready worker can serve it.
         """
-        placement = self._placer.place(active.record.to_place, avoid)
+        placement = self.placer.place(active.record.to_place, avoid)
         active.take_placement(placement)
         active.record.next_attempt(why)
         computes_id = placement.chosen.computes.worker_id
         event = f"placed on {computes_id} → {placement.decode_id}"
         active.record.note(event, placement.placed_ns)
-        self._observer.placed(active)
-        link = self._workers.link(placement.decode_id)
+        self.observer.placed(active)
+        link = self.workers.link(placement.decode_id)
         if link is None:
-            raise UnavailableError("the worker that was chosen is gone")
-        prefill = self._workers.link(placement.prefill_id)
+            raise UnavailableError(f"the chosen worker {placement.decode_id} is gone")
+        prefill = self.workers.link(placement.prefill_id)
         submission = self._submission(active, link, prefill, placement.placed_ns)
         size = len(submission.prompt_tokens) + len(submission.sampling.grammar)
-        alone = size > self._settings.unary_prompt_bytes
+        alone = size > self.settings.unary_prompt_bytes
         link.submit(submission, alone=alone)
-        if prefill is not None:  # it hears of this from the decode worker; does it live?
+        if prefill is not None:  # the decode worker sends it the request; check that it is alive
             prefill.ask()
 
     def _submission(
@@ -133,14 +102,14 @@ class Dispatcher:
     ) -> Submission:
         request = active.request
         record = active.record
-        token = self._settings.fleet_token
+        token = self.settings.fleet_token
         target: PrefillTarget | None = None
         if prefill is not None:
             target = prefill_target(prefill, token, active, link.incarnation)
-        prefix = prefix_sources(active, self._workers, token, prefill or link)
+        prefix = prefix_sources(active, self.workers, token, prefill or link)
         emitted = record.emitted
         sampling = request.sampling
-        if emitted:  # behind all scores of the prompt
+        if emitted:  # the client has the scores of the prompt already
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Submission(
             request_id=active.id,
@@ -151,12 +120,12 @@ class Dispatcher:
             sampling=sampling_to_wire(sampling),
             emitted=emitted,
             tenant=request.tenant,
-            hash_seed=self._placer.hash_seed(request, link.capabilities),
+            hash_seed=self.placer.hash_seed(request, link.capabilities),
             deadline_remaining_ns=max(request.deadline_ns - now_ns, 1),
             prefill=target,
             traceparent=request.traceparent,
-            router_id=self._router_id,
-            lease_ms=self._settings.lease_ms,
+            router_id=self.router_id,
+            lease_ms=self.settings.lease_ms,
             probe=request.probe,
             adapter=adapter_to_wire(request.adapter),
             pooling=request.pooling,

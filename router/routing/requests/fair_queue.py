@@ -1,14 +1,14 @@
-"""Which tenant is next, among requests of one priority: start-time fair queueing. Sans-IO.
+"""Fair queue of tenants' requests of one priority: start-time fair queueing. Sans-IO.
 
     tenant a  [ a7 a8 a9 … ]  tag 900 ─┐
     tenant b  [ b2 ]          tag 640 ─┼─▶ the smallest tag goes next, and the clock is set to it
-    tenant c  [ c1 c2 ]       tag 700 ─┘   (equal tags: first come)
+    tenant c  [ c1 c2 ]       tag 700 ─┘   (equal tags: first come, first served)
 
-Each served request moves its tenant's tag on by what it costs, in tokens. So tenants that wait all
-the time are served equal numbers of tokens, give or take one request each; within a tenant it is
-first come, first served. A tenant that comes back after a pause gets the clock as its tag: a pause
-earns nothing, and a newcomer waits for no more than one request of each other tenant. Tags that the
-clock has passed are dropped.
+Each served request advances its tenant's tag by its cost, in tokens. So tenants that always wait
+are served equal numbers of tokens, within one request each; within a tenant the order is first
+come, first served. A tenant that returns after a pause gets the clock as its tag: a pause earns no
+credit, and a newcomer waits for no more than one request of each other tenant. Tags that the clock
+has passed are dropped.
 """
 
 from collections import deque
@@ -19,11 +19,11 @@ from router.request import GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A place in the queue.
+    """Place in the queue.
 
     Attributes:
-        weight: How many sequences the request runs.
-        cost_tokens: Prompt tokens to compute and answer tokens expected.
+        weight: Number of sequences of the request.
+        cost_tokens: Prompt tokens to compute plus expected output tokens.
     """
 
     priority: int
@@ -34,7 +34,7 @@ class Waiting:
 
     @classmethod
     def of(cls, request: GenerationRequest, cost_tokens: float) -> "Waiting":
-        """The place of ``request``, which is expected to cost so much."""
+        """Return the place of a request with its expected cost."""
         return cls(
             priority=request.priority,
             request_id=request.request_id,
@@ -47,11 +47,11 @@ class Waiting:
 @dataclass(slots=True)
 class _Line:
     tag: float
-    places: deque[tuple[int, Waiting]] = field(default_factory=deque)  # (order of arrival, who)
+    places: deque[tuple[int, Waiting]] = field(default_factory=deque)  # (order of arrival, place)
 
 
 class FairQueue:
-    """Requests of one priority."""
+    """Queue of the requests of one priority."""
 
     def __init__(self) -> None:
         self.clock = 0.0
@@ -63,7 +63,7 @@ class FairQueue:
         return sum(len(line.places) for line in self._lines.values())
 
     def push(self, entry: Waiting) -> None:
-        """Get into the tenant's line."""
+        """Append a request to the tenant's line."""
         line = self._lines.get(entry.tenant)
         if line is None:
             tag = max(self.clock, self._tags.pop(entry.tenant, 0.0))
@@ -72,11 +72,11 @@ class FairQueue:
         line.places.append((self._arrivals, entry))
 
     def head(self) -> Waiting:
-        """The next request. The queue must not be empty."""
+        """Return the next request. The queue must not be empty."""
         return self._next().places[0][1]
 
     def pop(self) -> Waiting:
-        """Take the next request out of the queue."""
+        """Remove and return the next request."""
         line = self._next()
         entry = line.places.popleft()[1]
         self.clock = line.tag
@@ -86,9 +86,9 @@ class FairQueue:
         return entry
 
     def charge(self, tenant: str, tokens: float, *, ahead: float | None = None) -> None:
-        """A served request turned out to cost so much more (or less) than was reckoned.
+        """Correct the cost of a served request by ``tokens``.
 
-        With ``ahead`` the tenant's tag is put no further before the clock than that.
+        With ``ahead`` the tenant's tag ends at most that far after the clock.
         """
         line = self._lines.get(tenant)
         if ahead is not None:
@@ -100,19 +100,18 @@ class FairQueue:
             self._tags[tenant] += tokens
 
     def remove(self, entry: Waiting) -> None:
-        """Leave without having been served: nothing is owed."""
+        """Remove a request that was not served, at no cost."""
         line = self._lines[entry.tenant]
         line.places = deque(place for place in line.places if place[1] is not entry)
         if not line.places:
             self._rest(entry.tenant)
 
     def _rest(self, tenant: str) -> None:
-        """The tenant does not wait any more. Tags that the clock has passed are dropped."""
         self._tags[tenant] = self._lines.pop(tenant).tag
         self._tags = {name: tag for name, tag in self._tags.items() if tag > self.clock}
 
     def newest_of(self, tenant: str) -> Waiting | None:
-        """The tenant's last in line."""
+        """Return the last request in the tenant's line."""
         line = self._lines.get(tenant)
         return line.places[-1][1] if line is not None else None
 

@@ -1,4 +1,4 @@
-"""The waits between the tokens of one answer: how many, how long, and the longest. Sans-IO."""
+"""Gaps between the output tokens of one request: count, mean, and the longest. Sans-IO."""
 
 from typing import NamedTuple
 
@@ -6,17 +6,17 @@ KEPT_GAPS = 3
 
 
 class Gap(NamedTuple):
-    """One wait between two tokens of an answer."""
+    """Gap between two output tokens."""
 
     seconds: float
-    before_token: int  # of all tokens of the request, from 0: the one that came late
+    before_token: int  # index, over all tokens of the request, of the late one
     ended_ns: int  # the router's monotonic clock
 
 
 class TokenGaps:
-    """All gaps of one request in bounded memory: their sum, and the longest few.
+    """Gaps of one request in bounded memory: their sum, and the longest few.
 
-    Tokens that came in one frame share its gap in equal parts, as in ``baton_inter_token_seconds``.
+    Tokens of one frame share its gap in equal parts, as in ``baton_inter_token_seconds``.
     """
 
     __slots__ = ("_count", "_longest", "_sum_s")
@@ -27,8 +27,8 @@ class TokenGaps:
         self._longest: list[Gap] = []
 
     def add(self, gap_s: float, tokens: int, before_token: int, now_ns: int) -> None:
-        """Take in the gap before ``tokens`` tokens that came together, ``gap_s`` for each."""
-        # Called for every token of every answer: of nearly all this is all.
+        """Add the gap before ``tokens`` tokens that arrived together, ``gap_s`` for each."""
+        # Called for every token: the branch is rarely taken.
         self._count += tokens
         self._sum_s += gap_s * tokens
         if len(self._longest) < KEPT_GAPS or gap_s > self._longest[-1].seconds:
@@ -38,12 +38,12 @@ class TokenGaps:
 
     @property
     def longest(self) -> tuple[Gap, ...]:
-        """At most ``KEPT_GAPS``, the longest first."""
+        """Longest gaps, at most ``KEPT_GAPS``, sorted."""
         return tuple(self._longest)
 
     @property
     def usual_s(self) -> float:
-        """The mean of the others, or of all where there are no others; 0 without any gap."""
+        """Mean of the other gaps, or of all if there are no others; 0 without gaps."""
         others = self._count - len(self._longest)
         if others > 0:
             return max(self._sum_s - sum(gap.seconds for gap in self._longest), 0.0) / others

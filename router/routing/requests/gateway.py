@@ -1,11 +1,11 @@
-"""Admits requests, has them placed, and follows each to its one end.
+"""Admits requests, has them placed, and follows each to its end.
 
     handler ── submit ──▶ queue ── window ──▶ place ──▶ worker link
        ▲                                                   │ frames
        └── wakeup ◀── record ◀── on_frame / on_dead ◀──────┘
 
-Everything here runs in one event loop and nothing in it waits: a frame, a death or a timer is
-handled, and the HTTP handlers that it concerns are woken.
+Everything here runs in one event loop and never waits: a frame, a death or a timer is handled, and
+the affected HTTP handlers are woken.
 """
 
 import asyncio
@@ -57,19 +57,11 @@ from router.settings import RouterSettings
 
 _LOG = logging.getLogger(__name__)
 
-_LINGER_S = 10.0  # how long an ended request is kept for its worker's confirmation
+_LINGER_S = 10.0  # for which an ended request is kept until its worker confirms the end
 
 
 class Gateway:
-    """One router's requests and workers.
-
-    Args:
-        settings: Limits and timeouts.
-        tokenizer: For the text of answers.
-        directory: Which workers there are.
-        prefix_index: Which worker holds which blocks; fed from outside.
-        observer: Metrics.
-    """
+    """Requests and workers of one router. The prefix index is fed from outside."""
 
     def __init__(
         self,
@@ -82,9 +74,9 @@ class Gateway:
         self.settings = settings
         self.prefix_index = prefix_index
         self.router_id = f"router-{secrets.token_hex(4)}"
-        life = secrets.token_bytes(16)
+        incarnation = secrets.token_bytes(16)
         hello = Hello(
-            router_id=self.router_id, router_incarnation=life, wire=own_wire(), may_rest=True
+            router_id=self.router_id, router_incarnation=incarnation, wire=own_wire(), may_rest=True
         )
         self.workers = WorkerTable(directory, settings, hello, self, observer.task_failed)
         self.admission = Admission(settings.max_queued_requests)
@@ -105,20 +97,20 @@ class Gateway:
         self.kept = KeptRecords(settings.kept_records)
         self._pumping = False
         self._closing = False
-        self.stopping = False  # the fleet is: answers may finish, lost workers were told to go
+        self.stopping = False  # the fleet stops: responses may finish, lost workers have exited
 
     def start(self) -> None:
         """Connect to the workers. Needs a running event loop."""
         self.workers.start()
 
     async def close(self) -> None:
-        """End every request and hang up."""
+        """End every request and close all links."""
         self.end_all()
-        await asyncio.sleep(0.05)  # let the cancels out
+        await asyncio.sleep(0.05)  # so that cancels are sent
         await self.workers.close()
 
     def end_all(self) -> None:
-        """End every request: the router is shutting down."""
+        """End every request, as the router is shutting down."""
         self._closing = True
         for active in list(self._active.values()):
             self._finish(active, UnavailableError("the router is shutting down"))
@@ -126,15 +118,11 @@ class Gateway:
     # --- requests --------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, wakeup: Wakeup) -> ActiveRequest:
-        """Take a request in.
-
-        Args:
-            request: What to do.
-            wakeup: Set whenever there is news of it.
+        """Admit a request; ``wakeup`` is set whenever there is news of it.
 
         Raises:
-            QueueFullError: Too many wait already.
-            UnavailableError: No worker can serve it in the mode asked for.
+            QueueFullError: The queue is full.
+            UnavailableError: No worker can serve the request in its mode.
         """
         if self._closing:
             raise UnavailableError("the router is shutting down")
@@ -144,7 +132,7 @@ class Gateway:
         loser = None
         if not request.probe:
             cost_tokens = self._placer.cost_tokens(request, len(request.prompt))
-            entry = Waiting.of(request, cost_tokens)  # what of it is cached is not known yet
+            entry = Waiting.of(request, cost_tokens)  # as if nothing were cached
             loser = self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
             self.kept.keep(active)
         self._active[active.id] = active
@@ -155,31 +143,29 @@ class Gateway:
             self._place(active)
         else:
             if loser is not None:
-                self._push_out(self._active[loser.request_id])
+                self._evict(self._active[loser.request_id])
             self.pump()
         return active
 
-    def _push_out(self, active: ActiveRequest) -> None:
-        """End a request whose place in the full queue goes to a tenant that has fewer there."""
-        request = active.request
-        now_ns = monotonic_ns()
-        error = self.admission.refusal(request.tenant, now_ns, expected_s=self._placer.answer_s)
-        self._finish(active, error)
+    def _evict(self, active: ActiveRequest) -> None:
+        tenant = active.request.tenant
+        expected_s = self._placer.answer_s
+        self._finish(active, self.admission.refusal(tenant, monotonic_ns(), expected_s=expected_s))
 
     def cancel(self, active: ActiveRequest, reason: str = "the client went away") -> None:
-        """The client went away, or said that it needs the answer no more."""
+        """Cancel a request whose client has disconnected or does not need the response."""
         if not active.record.ended:
             self._observer.cancelled(active)
         self._finish(active, CancelledError_(reason))
 
     @property
     def in_flight(self) -> int:
-        """Requests that have not ended, and those whose worker has not confirmed the end."""
+        """Number of requests that have not ended, or whose worker has not confirmed the end."""
         return len(self._active)
 
     def pump(self) -> None:
-        """Place what fits into this router's part of the window."""
-        if self._pumping:  # a placement failed at once, which freed its place: the loop sees it
+        """Place the requests that fit into this router's part of the window."""
+        if self._pumping:  # a placement failed at once and freed its place: the loop sees it
             return
         window = self.shares.window(len(self.workers.usable) * self.settings.window_requests)
         self._pumping = True
@@ -189,7 +175,7 @@ class Gateway:
                 active.admitted = True
                 active.record.ticket = self.tickets.draw()
                 self._place(active)
-                if active.placement is not None:  # by now it is known what is cached
+                if active.placement is not None:  # now it is known what is cached
                     uncached_tokens = active.placement.chosen.uncached_tokens
                     cost_tokens = self._placer.cost_tokens(active.request, uncached_tokens)
                     self.admission.charge(entry, cost_tokens)
@@ -215,13 +201,12 @@ class Gateway:
         self._finish(active, DeadlineError(f"the request did not end within {waited_s:g} s"))
 
     def _finish(self, active: ActiveRequest, error: BatonError) -> None:
-        """End with an error; the worker is told to stop."""
         if not active.record.fail(error, monotonic_ns()):
             return
-        self._tell_cancelled(active)
-        self._after_end(active)
+        self._cancel_at_worker(active)
+        self._release(active)
 
-    def _tell_cancelled(self, active: ActiveRequest, choices: tuple[int, ...] = ()) -> None:
+    def _cancel_at_worker(self, active: ActiveRequest, choices: tuple[int, ...] = ()) -> None:
         if not choices:
             active.cancelled_ns = monotonic_ns()
         self._send_cancel(active, choices)
@@ -233,8 +218,8 @@ class Gateway:
         cancel = Cancel(request_id=active.id, attempt=active.record.attempt, choices=choices)
         link.send(RouterFrame(cancel=cancel))
 
-    def _after_end(self, active: ActiveRequest) -> None:
-        """The client's view has ended: free its place, keep it until the worker confirms."""
+    def _release(self, active: ActiveRequest) -> None:
+        """Free the place of a request that has ended; keep it until the worker confirms."""
         now_ns = monotonic_ns()
         active.stop_timers()
         active.wants_prefill = False
@@ -248,27 +233,27 @@ class Gateway:
             self._active.pop(active.id, None)
         else:
             loop = asyncio.get_running_loop()
-            active.timer = loop.call_later(_LINGER_S, self._linger_over, active)
+            active.timer = loop.call_later(_LINGER_S, self._expire_lingering, active)
         if active.record.error is None:
             self._placer.learn(active.request, active.record.completion_tokens)
         active.notify()
         self.pump()
 
-    def delivered(self, active: ActiveRequest) -> None:
-        """The handler has written the last byte, or the client has gone."""
+    def on_response_sent(self, active: ActiveRequest) -> None:
+        """Note that the handler has written the last byte, or the client has disconnected."""
         active.delivered_ns = monotonic_ns()
         if active.id not in self._active or active.record.times is not None:
-            self._observer.over(active)
+            self._observer.record_finished(active)
         active.record.release_payload()
 
-    def _linger_over(self, active: ActiveRequest) -> None:
+    def _expire_lingering(self, active: ActiveRequest) -> None:
         if self._active.pop(active.id, None) is not None and active.delivered_ns:
-            self._observer.over(active)
+            self._observer.record_finished(active)
 
     # --- events of the workers -------------------------------------------------------------------
 
     def on_live(self, link: WorkerLink, *, same_life: bool) -> None:
-        """A worker answers: resume the requests that it holds, or place waiting ones on it."""
+        """Resume the requests of a live worker, or place waiting ones on it."""
         self.workers.note_live(link)
         self._stream_repair.on_live(link)
         if same_life:
@@ -281,19 +266,19 @@ class Gateway:
         self.pump()
 
     def on_broken(self, link: WorkerLink, kind: str) -> None:
-        """A stream broke and is being opened again."""
+        """Count a broken stream, which is being reopened."""
         self._observer.stream_error(kind)
 
     def on_dead(self, link: WorkerLink, incarnation: bytes, reason: str, *, died: bool) -> None:
-        """A worker died: its requests are placed again, or end."""
-        _LOG.warning("%s is dead to this router: %s", link.worker_id, reason)
+        """Place the requests of a dead worker again, or end them."""
+        _LOG.warning("worker is dead to this router: worker=%s: %s", link.worker_id, reason)
         self._observer.stream_error("dead")
         self.workers.note_dead(link)
         self.prefix_index.forget(incarnation)
         self._book.forget(link.worker_id)
         for active in self._held_by(link.worker_id):
             if active.record.ended:
-                self._linger_over(active)
+                self._expire_lingering(active)
             else:
                 self._move(active, incarnation, f"{link.worker_id}: {reason}", died=died)
 
@@ -323,7 +308,6 @@ class Gateway:
         self._place(active, avoid, why)
 
     def _move_away(self, link: WorkerLink) -> None:
-        """A worker leaves: others go on with what it holds, where there are any."""
         leaves = UnavailableError(f"{link.worker_id} is leaving")
         for active in self._held_by(link.worker_id):
             if active.record.ended or active.request.probe or not may_try_again(active.record):
@@ -334,29 +318,27 @@ class Gateway:
                 self._retry(active, link.incarnation, "worker leaving", leaves)
 
     def _fail_placed(self, active: ActiveRequest, error: BatonError) -> None:
-        """End a request that no worker holds any more."""
         self._active.pop(active.id, None)
         self._fail_at(active, error)
 
     def _fail_at(self, active: ActiveRequest, error: BatonError) -> None:
-        """End a request whose worker has the error already."""
         if active.record.fail(error, monotonic_ns()):
-            self._after_end(active)
+            self._release(active)
 
     def on_submit_failed(self, link: WorkerLink, submission: Submission, reason: str) -> None:
-        """A long prompt did not arrive."""
+        """Retry or fail a request whose submission did not arrive."""
         active = self._active.get(submission.request_id)
         if active is None or active.record.ended or active.record.attempt != submission.attempt:
             return
         error = UnavailableError(f"{link.worker_id} did not take the request: {reason}")
-        self._send_cancel(active)  # the worker may have it, and only the answer be lost
+        self._send_cancel(active)  # the worker may have it, and only the reply be lost
         if may_try_again(active.record):
             self._retry(active, link.incarnation, "submit failed", error)
         else:
             self._fail_placed(active, error)
 
     def on_frame(self, link: WorkerLink, frame: WorkerFrame) -> None:
-        """Everything that a worker did in one step. A fault in one request ends only that one."""
+        """Handle the results of one worker step. A fault in one request ends only that one."""
         now_ns = monotonic_ns()
         if frame.HasField("status"):
             self.workers.note_transfers(link, frame.status.transfers)
@@ -377,7 +359,7 @@ class Gateway:
                     self._on_run(link, active, run, now_ns)
                 except Exception as fault:  # noqa: BLE001 - logged there
                     self._finish(active, as_error(active, fault))
-        self._observer.frame_over()
+        self._observer.flush_gaps()
         for needed in frame.prefill_needed:
             active = self._runs_for(link, needed.request_id, needed.attempt)
             if active is not None:
@@ -388,11 +370,10 @@ class Gateway:
                 self._on_end(link, active, end, now_ns)
 
     def _runs_for(self, link: WorkerLink, request_id: str, attempt: int) -> ActiveRequest | None:
-        """The request that a worker works for; None, and the worker is told, if it is over."""
         active = self._active.get(request_id)
         if active is not None and attempt >= active.record.attempt:
             return active
-        self._stream_repair.call_off(link, request_id, attempt)
+        self._stream_repair.cancel_ended(link, request_id, attempt)
         return None
 
     def _on_run(self, link: WorkerLink, active: ActiveRequest, run: TokenRun, now_ns: int) -> None:
@@ -410,9 +391,9 @@ class Gateway:
                 self._book.computed(active.id)
             self._observer.tokens(active, before_ns, now_ns, result.fresh_tokens)
         if result.stopped:
-            self._tell_cancelled(active, () if record.ended else (run.choice,))
+            self._cancel_at_worker(active, () if record.ended else (run.choice,))
         if record.ended:
-            self._after_end(active)
+            self._release(active)
         else:
             active.notify()
 
@@ -425,16 +406,16 @@ class Gateway:
         record.times = end.times
         if active.cancelled_ns:
             self._observer.released(now_ns - active.cancelled_ns)
-        if record.ended:  # for the client; now for the worker too
+        if record.ended:  # for the client; now for the worker, too
             active.stop_timers()
             self._active.pop(active.id, None)
             if active.delivered_ns:
-                self._observer.over(active)
+                self._observer.record_finished(active)
             return
         if not end.HasField("error"):
             if self._stream_repair.may_end_early(link, active):
                 return
-            error: BatonError = InternalError("the worker ended the request before its answer")
+            error: BatonError = InternalError("the worker ended the request before its response")
             self._fail_placed(active, error)
             return
         error = error_from_wire(end.error)
@@ -443,7 +424,7 @@ class Gateway:
             return
         movable = end.error.retryable and may_try_again(record)
         if movable and not isinstance(error, DeadlineError):
-            # Better elsewhere, but a worker that forgot the request may take it again.
+            # Another worker is better, but one that forgot the request may take it again.
             alone = not self._placer.eligible(record.to_place, link.incarnation)
             avoid = b"" if alone else link.incarnation
             self._retry(active, avoid, end.error.code, error)

@@ -1,8 +1,8 @@
-"""Tries grammars before admission: off the event loop, with a time limit, one after the other.
+"""Compiles grammars before admission: off the event loop, with a time limit, one at a time.
 
-Of each tenant only one grammar waits for the process, so tenants take turns: many expensive
-grammars of one delay another's by one. A caller that cannot wait any longer leaves; a grammar that
-is being tried then is tried to its end, because its verdict is kept.
+Only one grammar of each tenant waits for the process, so tenants take turns: many expensive
+grammars of one tenant delay another's by one. A caller may leave; a compilation that runs is then
+finished, because its verdict is kept.
 """
 
 import asyncio
@@ -24,28 +24,21 @@ from baton.types.errors import BatonError, GrammarError, UnavailableError
 COMPILE_LIMIT_S = 2.0
 START_LIMIT_S = 60.0
 _KEPT_VERDICTS = 256
-_KEPT_CHARACTERS = 16 << 20  # of them all
-_MAX_WAITING = 256  # of one tenant
+_KEPT_CHARACTERS = 16 << 20  # in total
+_MAX_WAITING = 256  # per tenant
 _EXPENSIVE = "too expensive: "
 
 
 @dataclass(slots=True)
 class _TenantQueue:
-    """A tenant's grammars that wait."""
-
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiting: int = 0
 
 
 class GrammarChecker:
-    """One process that compiles new grammars; verdicts on earlier ones are kept.
+    """Process that compiles new grammars, and verdicts on earlier ones.
 
-    It is started with the first grammar, and again after one that it did not survive.
-
-    Args:
-        vocabulary: Makes the model's vocabulary; may take long.
-        metrics: Of the router.
-        limit_s: A grammar that takes longer to compile is refused.
+    It starts with the first grammar, and again after a grammar that killed it.
     """
 
     def __init__(
@@ -64,27 +57,21 @@ class GrammarChecker:
         self._tasks = BackgroundTasks(
             "grammars", lambda name: metrics.inc("baton_task_failures", task=name)
         )
-        self._lines: dict[str, _TenantQueue] = {}  # of tenants that have any
+        self._lines: dict[str, _TenantQueue] = {}  # of tenants that wait
 
     async def check(
         self, param: str, kind: GrammarKind, source: str, tenant: str = "default"
     ) -> str:
-        """The llguidance grammar of what a client asks for.
-
-        Args:
-            param: The request's field, for errors.
-            kind: What ``source`` is.
-            source: What the client wrote, as text.
-            tenant: Whose it is.
+        """Return the llguidance grammar of a client's ``source``, given in field ``param``.
 
         Raises:
-            GrammarError: It cannot be used, or costs too much; says why.
-            UnavailableError: Too many of the tenant's are waiting, or none can be tried now.
+            GrammarError: The grammar is invalid or too expensive.
+            UnavailableError: Too many grammars of the tenant wait, or the process fails.
         """
         if len(source) > MAX_SOURCE_CHARACTERS:
             self._refused("too_large")
             raise GrammarError(
-                f"{param}: has {len(source)} characters, at most {MAX_SOURCE_CHARACTERS} are taken",
+                f"{param}: has {len(source)} characters, the limit is {MAX_SOURCE_CHARACTERS}",
                 param=param,
             )
         question = Question(kind, source)
@@ -99,7 +86,7 @@ class GrammarChecker:
         return verdict.grammar
 
     async def close(self) -> None:
-        """End the process."""
+        """End the compiler process."""
         await self._tasks.close()
         await self._kill()
 
@@ -122,7 +109,7 @@ class GrammarChecker:
 
     def _tried(self, verdict: asyncio.Future[Verdict]) -> None:
         self._turn.release()
-        verdict.cancel()  # no effect unless the trial was cut short
+        verdict.cancel()  # no effect unless the compilation was cut short
         if not verdict.cancelled():
             verdict.exception()  # retrieved even if no caller waits any more
 
@@ -137,10 +124,10 @@ class GrammarChecker:
 
     async def _try(self, question: Question) -> Verdict:
         verdict = self._known.get(question)
-        if verdict is not None:  # tried while this one waited
+        if verdict is not None:  # compiled while this one waited
             return verdict
         if self._process is not None and _is_gone(self._process):
-            await self._kill()  # it died between two questions: neither is to blame
+            await self._kill()  # it died between two grammars: neither is to blame
         process = self._process or await self._start()
         began_s = monotonic()
         try:
@@ -153,7 +140,7 @@ class GrammarChecker:
             await self._kill()
             verdict = Verdict(error=f"{_EXPENSIVE}it is nested too deeply, or needs much memory")
         except asyncio.CancelledError:
-            await self._kill()  # its answer to this one would be taken for the next one's
+            await self._kill()  # its reply would be taken for that to the next grammar
             raise
         self._metrics.observe("baton_grammar_compile_seconds", monotonic() - began_s)
         self._keep(question, verdict)
@@ -184,7 +171,7 @@ class GrammarChecker:
                 loaded = await self._ask(process, vocabulary)
         except (OSError, EOFError) as error:
             await self._kill()
-            raise UnavailableError("grammars cannot be tried: their process fails") from error
+            raise UnavailableError("grammars cannot be compiled: the process fails") from error
         except BaseException:
             await self._kill()
             raise

@@ -1,4 +1,4 @@
-"""The latest requests, for ``GET /fleet/requests/{id}``."""
+"""Latest requests, for ``GET /fleet/requests/{id}``."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -7,31 +7,25 @@ from dataclasses import dataclass, field
 from router.routing.requests.active_request import ActiveRequest
 
 PARTS_OF_A_CALL = 64
-"""Kept of one call, so that a call with thousands of inputs does not push out all others."""
+"""Limit of kept requests per call, so that one with thousands of inputs leaves room for others."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call with several prompts or inputs, each of which is a request."""
-
     requests: int = 0
     kept: deque[str] = field(default_factory=deque)
 
 
 class KeptRecords:
-    """Requests that run or have run, the oldest forgotten first; of one call only the last few.
-
-    Args:
-        limit: Requests that are kept.
-    """
+    """Running and ended requests, of which the oldest are forgotten first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._active: OrderedDict[str, ActiveRequest] = OrderedDict()
-        self._calls: dict[str, _Call] = {}  # those with any request in _active
+        self._calls: dict[str, _Call] = {}  # with requests in _active
 
     def keep(self, active: ActiveRequest) -> None:
-        """A request was taken in."""
+        """Keep a request that was admitted."""
         if active.request.part_of:
             call = self._calls.setdefault(active.request.part_of, _Call())
             call.requests += 1
@@ -47,21 +41,21 @@ class KeptRecords:
         name = active.request.part_of
         if name:
             call = self._calls[name]
-            call.kept.popleft()  # the parts of a call are kept in their order
+            call.kept.popleft()  # the parts of a call are kept in order
             if not call.kept:
                 del self._calls[name]
 
     def get(self, request_id: str) -> ActiveRequest | None:
-        """A request that is still here."""
+        """Return a request that is still kept."""
         return self._active.get(request_id)
 
     def parts(self, call_id: str) -> tuple[int, list[ActiveRequest]] | None:
-        """Of a call with several prompts or inputs: how many, and those that are still here."""
+        """Return the number of a call's requests, and those that are still kept."""
         call = self._calls.get(call_id)
         if call is None:
             return None
         return call.requests, [self._active[name] for name in call.kept]
 
     def newest_first(self) -> Iterator[ActiveRequest]:
-        """All that are here."""
+        """Iterate over all kept requests."""
         return reversed(self._active.values())

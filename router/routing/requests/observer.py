@@ -1,7 +1,7 @@
-"""The router's metrics of requests. Probes are in none of them.
+"""Metrics of requests. Probes are not counted.
 
-All durations are on the router's clock except the parts that the worker reports of its own; what is
-left of a request's time is the phase ``unattributed``, so that the phases always add up.
+All durations are on the router's clock except those that the worker reports. The rest of a
+request's time is the phase ``unattributed``, so that the phases always add up.
 """
 
 from collections.abc import Callable
@@ -15,36 +15,32 @@ from router.routing.requests.record import RequestRecord
 
 
 class Observer:
-    """Turns what happens to requests into metrics.
-
-    Args:
-        metrics: Of the component ``router``.
-    """
+    """Turns events of requests into metrics."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
         self.series = LiveSeries()
         self._gaps = metrics.histogram("baton_inter_token_seconds")
-        self._frame_gaps: dict[float, int] = {}  # seconds, and how many tokens
+        self._frame_gaps: dict[float, int] = {}  # gap in seconds: tokens
         self._regrets = Allowance()
         self.fitted: Callable[[str], FittedRates | None] = lambda _: None
-        """Asked for the rates that a worker reports, when a request is over."""
+        """Returns the rates that a worker reports, at the end of a request."""
 
     def queue(self, waiting: int, limit: int) -> None:
-        """The length of the queue changed."""
+        """Record the length of the queue."""
         self.metrics.set("baton_queue_requests", waiting, tenant="all")
         self.metrics.set("baton_queue_limit_requests", limit)
 
     def answered(self, endpoint: str, status: int, tenant: str) -> None:
-        """An HTTP request ended."""
+        """Count an HTTP request that ended."""
         self.metrics.inc("baton_requests", endpoint=endpoint, status=str(status), tenant=tenant)
 
     def rejected(self, code: str, tenant: str) -> None:
-        """A request was refused before it began."""
+        """Count a request that was refused before it began."""
         self.metrics.inc("baton_rejections", code=code, tenant=tenant)
 
     def placed(self, active: ActiveRequest) -> None:
-        """A request was given to workers."""
+        """Count the placement of a request."""
         if active.request.probe or active.placement is None:
             return
         chosen = active.placement.chosen
@@ -54,51 +50,51 @@ class Observer:
         self.metrics.observe("baton_predicted_seconds", predicted_s, mode=mode)
 
     def retried(self, reason: str, *, goes_on: bool = False) -> None:
-        """A request was placed again; ``goes_on`` behind tokens of its answer."""
+        """Count a request that was placed again; ``goes_on``: to resume its response."""
         if goes_on:
             self.metrics.inc("baton_migrations", reason=reason)
         else:
             self.metrics.inc("baton_retries", reason=reason)
 
     def fallback(self, reason: str) -> None:
-        """A request runs otherwise than chosen."""
+        """Count a request that runs otherwise than chosen."""
         self.metrics.inc("baton_fallbacks", reason=reason)
 
     def poison(self) -> None:
-        """A request was ended because workers died of it."""
+        """Count a request that was ended because workers died with it."""
         self.metrics.inc("baton_poison_requests")
 
     def stream_error(self, kind: str) -> None:
-        """A stream to a worker broke."""
+        """Count a broken stream to a worker."""
         self.metrics.inc("baton_stream_errors", kind=kind)
 
     def task_failed(self, name: str) -> None:
-        """A background task of the router raised."""
+        """Count a failed background task."""
         self.metrics.inc("baton_task_failures", task=name)
 
     def cancelled(self, active: ActiveRequest) -> None:
-        """The client went away."""
+        """Count a client that disconnected."""
         if not active.request.probe:
             self.metrics.inc("baton_cancellations", phase=_phase(active))
 
     def timed_out(self, active: ActiveRequest) -> None:
-        """The deadline passed."""
+        """Count a request whose deadline passed."""
         if not active.request.probe:
             self.metrics.inc("baton_timeouts", phase=_phase(active))
 
     def released(self, took_ns: int) -> None:
-        """The worker confirmed the end of a request that was cancelled."""
+        """Record how long a worker took to confirm a cancel."""
         self.metrics.observe("baton_release_seconds", took_ns / 1e9)
 
-    def frame_over(self) -> None:
-        """All tokens of a frame were told of. Most had the same gap, which is counted here."""
+    def flush_gaps(self) -> None:
+        """Record the gaps of a frame's tokens. Most have the same gap, which is counted."""
         for gap_s, tokens in self._frame_gaps.items():
             self._gaps.observe(gap_s, tokens)
             self.series.tokens(gap_s, tokens)
         self._frame_gaps.clear()
 
     def tokens(self, active: ActiveRequest, before_ns: int, now_ns: int, fresh: int) -> None:
-        """Tokens came, the last ones before at ``before_ns`` (0: these are the first)."""
+        """Note tokens; the previous ones arrived at ``before_ns`` (0: these are the first)."""
         if active.request.probe:
             return
         record = active.record
@@ -126,15 +122,15 @@ class Observer:
             active.gaps_s.append(gap_s)
 
     def first_byte(self, active: ActiveRequest, now_ns: int) -> None:
-        """The first content byte of an answer went out."""
+        """Record the time to the first content byte of a response."""
         if not active.request.probe and not active.request.pooling:
             wait_s = (now_ns - active.request.arrived_ns) / 1e9
             tenant = active.request.tenant
             self.metrics.observe("baton_time_to_first_token_seconds", wait_s, tenant=tenant)
             self.series.first_token(wait_s)
 
-    def over(self, active: ActiveRequest) -> None:
-        """A request is over for client and worker: count it once."""
+    def record_finished(self, active: ActiveRequest) -> None:
+        """Record a request that has ended for client and worker, once."""
         if active.observed or active.request.probe:
             return
         active.observed = True
@@ -179,7 +175,7 @@ class Observer:
             inc("baton_finished_choices", reason=reason, tenant=tenant)
             for keyword in choice.violations:
                 inc("baton_schema_violations", keyword=keyword)
-            # Only the model's end token says that a grammar was satisfied.
+            # Only the model's end token shows that a grammar was completed.
             sampling = active.request.sampling
             own_stop = (*active.request.shown.stops, *sampling.stop_token_ids)
             whole = reason in ("stop", "tool_calls") and choice.stop_reason not in own_stop
@@ -187,7 +183,6 @@ class Observer:
                 inc("baton_grammar_incomplete", reason=reason)
 
     def _regret(self, active: ActiveRequest) -> None:
-        """What the choice of workers cost too much, where the request ran as it was placed."""
         record = active.record
         placement = active.placement
         times = record.times
@@ -224,18 +219,16 @@ class Observer:
 
 
 def phases(active: ActiveRequest, exposed_s: float = 0.0) -> dict[str, float]:
-    """A request's time in parts (seconds) that add up to arrival until the last byte out.
+    """Return the parts of an ended request's time in seconds, which add up to its total.
 
-    Args:
-        active: Over.
-        exposed_s: How much of the time between first and second token was the hand-off.
+    ``exposed_s`` is the part of the second token's wait that the hand-off took.
     """
     record = active.record
     times = record.times if not record.moves else None  # those of the last worker only
     arrived_ns = record.request.arrived_ns
     end_ns = active.delivered_ns
     placed_ns = active.placed_ns or end_ns
-    # The worker rounds otherwise: its parts must not exceed the time on this router's clock.
+    # The worker rounds differently: its parts must not exceed the time on this router's clock.
     window_s = _between_s(active.placed_ns, record.first_token_ns)
     worker_queue_s = min(times.queue_ns / 1e9, window_s) if times is not None else 0.0
     prefill_s = min(times.prefill_ns / 1e9, window_s - worker_queue_s) if times is not None else 0.0

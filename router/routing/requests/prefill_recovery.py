@@ -1,11 +1,12 @@
-"""A prefill worker failed a request that a decode worker holds: replaces it, or ends the request.
+"""Replaces a prefill worker that failed a request of a decode worker, or ends the request.
 
-The decode worker keeps its reservation and asks (``PrefillNeeded``); what is decided stands in
+The decode worker keeps its reservation and sends ``PrefillNeeded``. The decision is in
 ``router/routing/requests/recovery_policy.py``.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from time import monotonic_ns
 
 from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
@@ -23,33 +24,21 @@ from router.routing.workers.table import Slot, WorkerTable
 from router.settings import RouterSettings
 
 
+@dataclass(frozen=True, slots=True)
 class PrefillRecovery:
-    """Answers ``PrefillNeeded``, at once or when another prefill worker has come.
+    """Answers ``PrefillNeeded``, at once or when another prefill worker comes up.
 
-    Args:
-        settings: How long to wait for one.
-        workers: The workers and their last reports.
-        book: Load that reports do not show yet.
-        observer: Metrics.
-        end: Ends a request whose worker has the error already.
+    ``end`` ends a request whose worker has the error already.
     """
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        workers: WorkerTable,
-        book: LoadBook,
-        observer: Observer,
-        end: Callable[[ActiveRequest, BatonError], None],
-    ) -> None:
-        self._settings = settings
-        self._workers = workers
-        self._book = book
-        self._observer = observer
-        self._end = end
+    settings: RouterSettings
+    workers: WorkerTable
+    book: LoadBook
+    observer: Observer
+    end: Callable[[ActiveRequest, BatonError], None]
 
     def on_needed(self, active: ActiveRequest, needed: PrefillNeeded) -> None:
-        """The decode worker asks, or asks again because a stream broke since it did."""
+        """Answer a decode worker, which may repeat its message after a broken stream."""
         record = active.record
         failed = needed.failed.incarnation
         if record.ended or needed.attempt != record.attempt:
@@ -72,8 +61,8 @@ class PrefillRecovery:
             case "replace":
                 self._try_replacement(active)
             case "local":
-                self._observer.fallback("local prefill")
-                self._book.take_back(active.prefill_id, active.id)
+                self.observer.fallback("local prefill")
+                self.book.take_back(active.prefill_id, active.id)
                 active.prefill_id = None
                 self._answer(active, PrefillReplacement(compute_locally=True))
             case "wait":
@@ -82,19 +71,19 @@ class PrefillRecovery:
                 self._refuse(active, repair.refusal or TransferError("the hand-off failed"))
 
     def _repeat(self, active: ActiveRequest, failed: bytes) -> bool:
-        """Give the same answer again, unless what it names is gone as well."""
+        """Repeat the same answer; return False if the worker that it names is gone as well."""
         if failed != active.prefill_asked:
-            return True  # an old question: its answer has failed since, and was asked about
+            return True  # an old message: its answer has failed and was followed by another
         answer = active.repairs[failed]
         if answer.HasField("prefill"):
-            link = self._workers.link(answer.prefill.worker_id)
+            link = self.workers.link(answer.prefill.worker_id)
             if link is None or not link.live or link.incarnation != answer.prefill.incarnation:
                 return False
         self._answer(active, answer)
         return True
 
     def on_live(self, active_requests: Iterable[ActiveRequest]) -> None:
-        """A worker came up: some of ``active_requests`` may wait for a prefill worker."""
+        """Replace prefill workers of ``active_requests`` that wait, now that a worker came up."""
         for active in active_requests:
             if active.wants_prefill and not active.record.ended:
                 self._try_replacement(active)
@@ -102,17 +91,16 @@ class PrefillRecovery:
     def _prefills(self, active: ActiveRequest) -> list[Slot]:
         return [
             slot
-            for slot in self._workers.usable
+            for slot in self.workers.usable
             if slot.role == "prefill" and slot.worker_id != active.decode_id
         ]
 
     def _try_replacement(self, active: ActiveRequest) -> None:
-        """The least loaded prefill worker that has not failed this request, if there is one."""
         tried = active.record.failed_prefills
         fit = [slot for slot in self._prefills(active) if slot.incarnation not in tried]
         link = None
         if fit:
-            best = min(fit, key=lambda slot: load_of(slot, 0, self._book).queued_tokens)
+            best = min(fit, key=lambda slot: load_of(slot, 0, self.book).queued_tokens)
             link = best.link
         if link is None:
             self._wait(active)
@@ -122,11 +110,11 @@ class PrefillRecovery:
         if active.repair_timer is not None:
             active.repair_timer.cancel()
             active.repair_timer = None
-        self._book.take_back(active.prefill_id, active.id)
+        self.book.take_back(active.prefill_id, active.id)
         active.prefill_id = link.worker_id
         active.record.note(f"prefill replaced by {link.worker_id}", now_ns)
         tokens = len(active.request.prompt)
-        self._book.book(
+        self.book.book(
             link.worker_id,
             active.id,
             tokens=tokens,
@@ -134,12 +122,12 @@ class PrefillRecovery:
             streams=0,
             now_ns=now_ns,
         )
-        self._observer.retried("prefill replaced")
-        decode = self._workers.link(active.decode_id)
+        self.observer.retried("prefill replaced")
+        decode = self.workers.link(active.decode_id)
         reader = decode.incarnation if decode is not None else b""
-        token = self._settings.fleet_token
+        token = self.settings.fleet_token
         target = prefill_target(link, token, active, reader)
-        prefix = prefix_sources(active, self._workers, token, link)
+        prefix = prefix_sources(active, self.workers, token, link)
         answer = PrefillReplacement(
             prefill=target, prefix=prefix[0] if prefix else None, prefix_then=prefix[1:]
         )
@@ -151,22 +139,22 @@ class PrefillRecovery:
             return
         active.wants_prefill = True
         active.record.note("waits for another prefill worker", monotonic_ns())
-        limit_s = self._settings.repair_wait_s
+        limit_s = self.settings.repair_wait_s
         loop = asyncio.get_running_loop()
         active.repair_timer = loop.call_later(limit_s, self._give_up, active, limit_s)
 
     def _give_up(self, active: ActiveRequest, limit_s: float) -> None:
-        error = f"the prefill worker was lost and no other one came within {limit_s:g} s"
+        error = f"the prefill worker was lost and no other came up within {limit_s:g} s"
         self._refuse(active, TransferError(error))
 
     def _refuse(self, active: ActiveRequest, error: BatonError) -> None:
         if error.code == "poison_request":
-            self._observer.poison()
+            self.observer.poison()
         self._answer(active, PrefillReplacement(refuse=error_to_wire(error)))
-        self._end(active, error)
+        self.end(active, error)
 
     def _answer(self, active: ActiveRequest, replacement: PrefillReplacement) -> None:
-        link = self._workers.link(active.decode_id)
+        link = self.workers.link(active.decode_id)
         if link is not None:
             replacement.request_id = active.id
             replacement.attempt = active.record.attempt

@@ -1,15 +1,15 @@
 """Readiness by experiment: a short request through every live pair of workers.
 
-Where that would be many pairs, a round probes only as many as bring every worker's turn once, each
-with the next partner in the following round.
+If there are many pairs, a round probes only enough to include every worker once, each with its next
+partner in the following round.
 
-How often is for the router to say, not for its callers: who asks is told the last result, and a new
-round begins in the background when that is old. Only where the workers have changed, or where the
-last result is much too old, callers wait for the round.
+The router sets the rate, not its callers: a caller gets the last result, and a new round starts in
+the background if that is old. Callers wait for a round only if the workers have changed, or if the
+last result is much too old.
 
-It asks for two tokens, because prefill samples the first one: only the second proves the hand-off.
-A fleet that is merely busy is ready: a probe that came too late counts as failed only where neither
-worker of the pair has made a step meanwhile.
+A probe requests two tokens: prefill samples the first, and only the second proves the hand-off. A
+busy fleet is ready: a probe that timed out counts as failed only if neither worker of the pair has
+made a step meanwhile.
 """
 
 import asyncio
@@ -29,20 +29,15 @@ _AT_ONCE = 4
 _PROMPT = (1, 2, 3)
 _TOKENS = 2
 _MANY_PAIRS = 16
-_FIRST = -(2**31)  # the priority before all others
-_MUCH_TOO_OLD = 3  # times ``probe_every_s``
+_FIRST = -(2**31)  # priority before all others
+_MUCH_TOO_OLD = 3  # multiple of ``probe_every_s``
 
 
 class Prober:
-    """Keeps the last result for ``probe_every_s``; callers that come meanwhile share it.
+    """Keeps the last result for ``probe_every_s``; callers share it.
 
-    A result is for one set of workers: when the set changes, they are probed again, though not
+    A result is for one set of workers: when the set changes they are probed again, though not
     sooner than ``probe_pause_s`` after the last round.
-
-    Args:
-        gateway: Sends the probes.
-        settings: How often, and how long a probe may take.
-        tasks: Owner of rounds in the background.
     """
 
     def __init__(self, gateway: Gateway, settings: RouterSettings, tasks: BackgroundTasks) -> None:
@@ -52,15 +47,14 @@ class Prober:
         self._lock = asyncio.Lock()
         self._last: dict[str, Any] = {}
         self._last_s = 0.0
-        self._last_lives: frozenset[bytes] = frozenset()
+        self._last_incarnations: frozenset[bytes] = frozenset()
         self._round: asyncio.Task[None] | None = None
         self._rounds = 0
 
     async def check(self, *, first: bool = True) -> dict[str, Any]:
-        """The state of the fleet: ``ready``, or ``not ready`` with the reasons.
+        """Return the state of the fleet: ``ready``, or ``not ready`` with the reasons.
 
-        Args:
-            first: Probes that this call begins come before all requests; else they take turns.
+        Probes precede all requests if ``first``; otherwise they take turns.
         """
         every_s = self._settings.probe_every_s
         async with self._lock:
@@ -77,19 +71,19 @@ class Prober:
         return monotonic() - self._last_s
 
     @property
-    def _lives(self) -> frozenset[bytes]:
+    def _incarnations(self) -> frozenset[bytes]:
         return frozenset(slot.incarnation for slot in self._gateway.workers.usable)
 
     @property
     def _changed(self) -> bool:
-        return not self._last or self._lives != self._last_lives
+        return not self._last or self._incarnations != self._last_incarnations
 
     async def _renew(self, *, first: bool) -> None:
-        lives = self._lives
+        incarnations = self._incarnations
         result = await self._probe_all(_FIRST if first else 0)
         self._last = result
         self._last_s = monotonic()
-        self._last_lives = lives
+        self._last_incarnations = incarnations
 
     async def _probe_all(self, priority: int) -> dict[str, Any]:
         starting = [slot.worker_id for slot in self._gateway.workers if slot.state == "starting"]
@@ -99,7 +93,7 @@ class Prober:
         gate = asyncio.Semaphore(_AT_ONCE)
         results = await asyncio.gather(*(self._probe(pair, gate, priority) for pair in pairs))
         good = bool(results) and all(result["ok"] for result in results)
-        ready = good and expected == served  # a pool that is still starting is waited for
+        ready = good and expected == served  # wait for a pool that is starting
         return {
             "status": "ready" if ready else "not ready",
             "pairs": results,
@@ -107,7 +101,7 @@ class Prober:
         }
 
     def _pairs(self) -> list[Pinned]:
-        """Prefill workers with decode workers; with one pool only, each worker alone."""
+        """Return pairs of prefill and decode workers; with one pool only, each worker alone."""
         usable = self._gateway.workers.usable
         prefills = [slot.worker_id for slot in usable if slot.role == "prefill"]
         decodes = [slot.worker_id for slot in usable if slot.role == "decode"]
@@ -155,7 +149,6 @@ class Prober:
             }
 
     def _steps(self, pair: Pinned) -> dict[bytes, int]:
-        """Engine steps so far of the pair's workers, by incarnation."""
         links = [self._gateway.workers.link(name) for name in (pair.prefill, pair.decode)]
         return {link.incarnation: link.status.steps for link in links if link and link.status}
 
@@ -167,9 +160,9 @@ class Prober:
 def pairs_of(
     prefills: Sequence[str], decodes: Sequence[str], round_number: int
 ) -> list[tuple[str, str]]:
-    """The pairs that a round probes: all of a few, else some in which every worker has a part.
+    """Return the pairs that a round probes: all of a few, else some that include every worker.
 
-    In as many rounds as the smaller pool has workers, every pair has had its turn.
+    After as many rounds as the smaller pool has workers, every pair has been probed.
     """
     if len(prefills) * len(decodes) <= _MANY_PAIRS:
         return [(prefill, decode) for prefill in prefills for decode in decodes]

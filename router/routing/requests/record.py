@@ -1,9 +1,9 @@
-"""The record of one request: what was emitted, what may be shown, how it ended. Sans-IO.
+"""Record of one request: received tokens, what the client may see, and the end. Sans-IO.
 
-Frames of the worker go in (``on_run``, ``on_route``, ``fail`` …), text and the end come out
-(``take``). An emitted token is never taken back: from this record alone the answer can go on.
+Frames of the worker go in (``on_run``, ``on_route``, ``fail`` …), deltas and the end come out
+(``take``). An emitted token is final: another worker can resume the response from this record.
 
-    received ── index 0 … ── next_index      duplicates below are dropped, a hole asks for a resume
+    received ── index 0 … ── next_index      duplicates below are dropped, a hole needs a resume
     shown    ── pending ── held              pending waits for the client, held for a stop string
 """
 
@@ -22,17 +22,12 @@ from router.routing.choice import ONE_TOKEN, ChoiceRecord, Delta, RunResult
 
 
 class RequestRecord:
-    """One request over all its attempts.
-
-    Args:
-        request: What was asked.
-        tokenizer: For the text of the answers.
-    """
+    """Record of one request over all its attempts."""
 
     def __init__(self, request: GenerationRequest, tokenizer: TextTokenizer) -> None:
         self.request = request
         self.prompt_tokens = len(request.prompt)
-        self.ticket = 0  # given when it leaves the queue; order at workers is (priority, ticket)
+        self.ticket = 0  # drawn when it leaves the queue; workers order by (priority, ticket)
         self.attempt = 0
         self.error: BatonError | None = None
         self.route: RequestRoute | None = None
@@ -40,8 +35,8 @@ class RequestRecord:
         self.prompt_logprobs: PromptLogprobs | None = None
         self.embedding = b""
         self._logprobs_intake = PromptLogprobsIntake(self.prompt_tokens - 1)
-        self.sent = False  # something of the answer has left for the client
-        self.moves: list[str] = []  # why the answer went on at another worker, each time
+        self.sent = False  # the client has a part of the response
+        self.moves: list[str] = []  # reason of each migration
         self.paused_ns = 0  # between the last token at one worker and the first at the next
         self._pauses = False
         self.ended = False
@@ -62,13 +57,13 @@ class RequestRecord:
         ]
 
     def note(self, event: str, now_ns: int) -> None:
-        """Write an event into the timeline (bounded)."""
+        """Append an event to the timeline, which is bounded."""
         if len(self.timeline) < 256:
             self.timeline.append((event, now_ns))
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another worker can go on with the answer, behind the tokens that have come."""
+        """True if another worker can resume the response after the received tokens."""
         request = self.request
         if request.pooling or request.prompt_logprobs_only or not self.begun:
             return False
@@ -76,7 +71,7 @@ class RequestRecord:
 
     @property
     def emitted(self) -> list[Emitted]:
-        """What the next worker must take as given, per choice; empty for an answer that begins."""
+        """Tokens that the next worker resumes after, per choice; empty for a new response."""
         if not self.moves:
             return []
         return [
@@ -88,10 +83,10 @@ class RequestRecord:
 
     @property
     def to_place(self) -> GenerationRequest:
-        """The request as its next attempt computes it: with the longest answer as prompt.
+        """Request of the next attempt, whose prompt includes the longest choice.
 
-        The pools that a client asked for are those in which its answer begins: it is not broken
-        off because one of them is empty later.
+        A mode that the client asked for applies to the start of the response: it is not aborted
+        when a pool is empty later.
         """
         if not self.can_go_on:
             return self.request
@@ -103,17 +98,13 @@ class RequestRecord:
         return replace(self.request, prompt=prompt, sampling=sampling, mode=mode, goes_on=True)
 
     def next_attempt(self, why: str = "") -> int:
-        """Begin an attempt.
+        """Begin an attempt, ``why`` the previous one ended, and return its number.
 
-        An answer that has begun goes on behind its tokens, which are facts; one of which nothing
-        has come starts anew.
-
-        Args:
-            why: What ended the attempt before.
+        A response that has begun is resumed after its tokens; one without tokens starts anew.
         """
         goes_on = self.can_go_on
         if self.sent and not goes_on:
-            raise InternalError("an answer that has begun cannot be started again")
+            raise InternalError("cannot resume: the client has a part of the response")
         self.attempt += 1
         self.route = None
         if goes_on:
@@ -129,43 +120,43 @@ class RequestRecord:
 
     @property
     def next_indices(self) -> list[int]:
-        """Per choice, the first token index that has not come: what a resume asks for."""
+        """First missing token index of each choice, from which a resume continues."""
         return [choice.next_index for choice in self.choices]
 
     @property
     def begun(self) -> bool:
-        """Whether any token has come."""
+        """True once a token has arrived."""
         return self.first_token_ns > 0
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended well."""
+        """True once every choice has a finish reason."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed for this request."""
+        """Number of prompt tokens that were not computed for this request."""
         return self.route.cached_tokens if self.route is not None else 0
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens generated, those that ended a choice included."""
+        """Number of generated tokens, with those that ended a choice."""
         first, *others = self.choices
         return first.completion_tokens + sum(choice.completion_tokens for choice in others)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of the tokens generated, those of the thinking, its tags included."""
+        """Number of generated tokens that are thinking, with its tags."""
         return sum(choice.reasoning_tokens for choice in self.choices)
 
     def on_route(self, route: RequestRoute, now_ns: int) -> None:
-        """The worker reports where the request runs."""
+        """Note the workers of the current attempt."""
         if route.attempt == self.attempt and not self.ended:
             self.route = route
             self.note("routed", now_ns)
 
     def on_run(self, run: TokenRun, now_ns: int) -> RunResult:
-        """Tokens came. Those of another attempt, or after the end, are dropped."""
+        """Take tokens. Those of another attempt, or after the end, are dropped."""
         if run.attempt != self.attempt or self.ended or run.choice >= len(self.choices):
             return RunResult()
         choice = self.choices[run.choice]
@@ -176,7 +167,7 @@ class RequestRecord:
         if run.HasField("prompt_logprobs"):
             return RunResult(gap=not self._take_prompt_logprobs(run.prompt_logprobs))
         if self.request.wants_prompt_logprobs and self.prompt_logprobs is None:
-            return RunResult(gap=True)  # a step on a new stream was faster than its resume
+            return RunResult(gap=True)  # a step on a new stream overtook its resume
         self.embedding = run.embedding
         result = choice.push(run)
         if not result.fresh_tokens and not run.finish_reason:
@@ -184,7 +175,7 @@ class RequestRecord:
         if self._pauses:
             self._pauses = False
             self.paused_ns += now_ns - self.last_token_ns
-            self.note("goes on", now_ns)
+            self.note("response resumed", now_ns)
         if not self.first_token_ns:
             self.first_token_ns = now_ns
             self.note("first token", now_ns)
@@ -197,14 +188,14 @@ class RequestRecord:
         return result
 
     def _take_prompt_logprobs(self, part: common_pb2.PromptLogprobs) -> bool:
-        """A slice of the prompt logprobs came; False if one before it is missing."""
+        """Take a slice of the prompt logprobs; return False if one before it is missing."""
         columns = (part.logprobs, part.ranks, part.top_ids, part.top_logprobs)
         taken = self._logprobs_intake.put(part.begin, PromptLogprobs(part.alternatives, *columns))
         self.prompt_logprobs = self._logprobs_intake.complete
         return taken
 
     def fail(self, error: BatonError, now_ns: int) -> bool:
-        """End with an error. Returns False if it had ended before: the first end counts."""
+        """End with an error; return False if the request had ended before."""
         if self.ended:
             return False
         self.ended = True
@@ -214,15 +205,15 @@ class RequestRecord:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is anything for the client: text, an end, or an error."""
+        """True if there is text, an end or an error for the client."""
         return self.error is not None or any(choice.has_news for choice in self.choices)
 
     def take(self) -> list[Delta]:
-        """Everything that the client has not got yet."""
+        """Return everything that the client has not received."""
         return [delta for choice in self.choices if (delta := choice.take()) is not None]
 
     def take_texts(self) -> list[str]:
-        """New texts, one of each token, where an answer is nothing else; `take` has what is left.
+        """Return new texts of a plain response, one per token; `take` has the rest.
 
         So a stream has the same chunks whether its tokens were written one by one or together.
         """
@@ -231,14 +222,14 @@ class RequestRecord:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `take_texts` has all that there is for the client now."""
+        """True if `take_texts` returns all that there is for the client now."""
         choice = self.choices[0]
         return choice.plain and not (choice.finish_reason or self.error or len(self.choices) > 1)
 
     def release_payload(self) -> None:
-        """The answer was written: keep its figures for ``explain``, drop its tokens."""
+        """Keep the figures of a response that was written, and drop its tokens."""
         sampling = self.request.sampling
-        grammar = sampling.grammar[:1]  # whether there was one
+        grammar = sampling.grammar[:1]  # still shows that there was one
         sampling = msgspec.structs.replace(sampling, grammar=grammar, logit_bias=())
         self.request = replace(
             self.request, prompt=(), sampling=sampling, checked_schema="", checked_tools={}

@@ -1,7 +1,7 @@
-"""What to do when a worker fails a request: another one, local, wait, or give up. Sans-IO.
+"""Decision after a worker failed a request: replace, compute locally, wait, or fail. Sans-IO.
 
-A request carries the incarnations that died while holding it. After two it is a *query of death*
-and ends: whatever kills workers must not be handed to a third.
+A request records the incarnations that died while they held it. After two it is a poison request
+and ends: it must not kill a third worker.
 """
 
 from collections.abc import Sequence
@@ -13,31 +13,31 @@ from router.request import GenerationRequest
 
 MAX_DEATHS = 2
 MAX_ATTEMPTS = 2
-MAX_MOVES = 8  # of an answer that goes on: workers may leave one after the other
+MAX_MOVES = 8  # migrations of a response: workers may leave one after the other
 
 
 class FailureRecord(Protocol):
-    """What of a request decides; ``router.routing.requests.record.RequestRecord`` is it."""
+    """Part of a record that the decision uses; see `router.routing.requests.record`."""
 
     @property
     def request(self) -> GenerationRequest:
-        """What was asked."""
+        """Request of the client, as admitted."""
 
     @property
     def attempt(self) -> int:
-        """The how-many-th placement it is at."""
+        """Number of the current placement, from 1."""
 
     @property
     def sent(self) -> bool:
-        """Whether the client has a part of the answer."""
+        """True if the client has a part of the response."""
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another worker can go on behind what has come of the answer."""
+        """True if another worker can resume the response."""
 
     @property
     def died_holding(self) -> set[bytes]:
-        """Incarnations that died while they held it."""
+        """Incarnations that died while they held the request."""
 
     @property
     def failed_prefills(self) -> set[bytes]:
@@ -46,19 +46,18 @@ class FailureRecord(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """The decision. ``refusal`` is set exactly when ``action`` is ``"refuse"``."""
+    """Decision. ``refusal`` is set exactly when ``action`` is ``"refuse"``."""
 
     action: Literal["replace", "local", "wait", "refuse"]
     refusal: BatonError | None = None
 
 
 def is_poison(record: FailureRecord) -> PoisonRequestError | None:
-    """The error of a request of which workers die."""
+    """Return the error of a poison request; None for other requests."""
     if len(record.died_holding) < MAX_DEATHS:
         return None
     return PoisonRequestError(
-        f"{len(record.died_holding)} workers died while they held this request; it is not tried "
-        "again"
+        f"{len(record.died_holding)} workers died while they held this request; it is not retried"
     )
 
 
@@ -70,14 +69,10 @@ def after_prefill_failure(
     others: Sequence[bytes],
     may_wait: bool,
 ) -> Repair:
-    """The decode worker reports that its prefill worker failed; it keeps its reservation.
+    """Decide after a prefill worker failed, and add the failure to the record.
 
-    Args:
-        record: The request; the failure is written into it.
-        failed: Incarnation of the prefill worker.
-        peer_died: It is gone, not just out of reach or unwilling.
-        others: Incarnations of the live prefill workers.
-        may_wait: Whether there is time left for a new prefill worker to appear.
+    The decode worker keeps its reservation. ``others`` are the live prefill workers. With
+    ``peer_died`` the failed one is gone, not just unreachable or unwilling.
     """
     record.failed_prefills.add(failed)
     if peer_died:
@@ -87,7 +82,7 @@ def after_prefill_failure(
         return Repair("refuse", poison)
     if any(other not in record.failed_prefills for other in others):
         return Repair("replace")
-    # A crash of unknown cause may be this prompt's doing: computing it locally would put the
+    # A crash of unknown cause may be caused by this prompt: computing it locally would put the
     # decode worker, with all its streams, at the same risk. A fresh prefill worker is cheaper.
     if record.request.mode == "auto" and not peer_died:
         return Repair("local")
@@ -95,12 +90,12 @@ def after_prefill_failure(
         return Repair("wait")
     return Repair(
         "refuse",
-        TransferError("the prefill worker failed, and no other one is there to take its place"),
+        TransferError("the prefill worker failed, and there is no other prefill worker"),
     )
 
 
 def may_try_again(record: FailureRecord) -> bool:
-    """Whether the request may be placed once more, going on behind its tokens or starting anew."""
+    """Return whether the request may be placed again, to resume its response or start anew."""
     if record.can_go_on:
         return record.attempt <= MAX_MOVES
     return not record.sent and record.attempt < MAX_ATTEMPTS
@@ -109,16 +104,9 @@ def may_try_again(record: FailureRecord) -> bool:
 def after_worker_death(
     record: FailureRecord, *, dead: bytes, reason: str, died: bool
 ) -> BatonError | None:
-    """The worker that held the request is gone.
+    """Return the error to end with after the worker is gone, or None to place the request again.
 
-    Args:
-        record: The request; a death is written into it.
-        dead: Incarnation of the worker.
-        reason: For people.
-        died: It is proven to be dead. One that is silent, or was stopped, has not died of this.
-
-    Returns:
-        The error to end with, or None: place it again.
+    With ``died`` its death is proven (neither silence nor a regular stop), and added to the record.
     """
     if died:
         record.died_holding.add(dead)
@@ -127,5 +115,5 @@ def after_worker_death(
         return poison
     if may_try_again(record):
         return None
-    where = " in the middle of the answer" if record.sent else ""
+    where = " in the middle of the response" if record.sent else ""
     return WorkerLostError(f"the worker was lost{where}: {reason}")

@@ -1,8 +1,8 @@
-"""After a stream lost frames: asks for what is missing, and calls off what nobody waits for.
+"""Repairs after lost frames: requests missing tokens, and cancels requests that have ended here.
 
-Frames of one stream keep their order, so tokens are missing only when a stream broke. A resume asks
-for them, and until its answer has come the worker goes on with what is new: runs that show the same
-hole again, and perhaps the end. Neither is a reason to ask again.
+Frames of one stream keep their order, so tokens are missing only after a broken stream. A resume
+requests them. Until it is answered the worker sends new tokens, which show the same hole again, and
+perhaps the end. Neither is a reason to request it again.
 """
 
 from collections import OrderedDict
@@ -13,23 +13,23 @@ from batonpb.decode_pb2 import Cancel, Resume, RouterFrame
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.workers.link import WorkerLink
 
-_KEPT_STRANGERS = 4096
-_ASK_AGAIN_NS = 1_000_000_000  # a resume that is answered at all is answered by then
+_KEPT_CANCELS = 4096
+_ASK_AGAIN_NS = 1_000_000_000  # within which a worker answers a resume, if at all
 
 
 class StreamRepair:
-    """What this router has asked for, and what it has called off."""
+    """Resumes that this router has requested, and requests that it has cancelled."""
 
     def __init__(self) -> None:
-        self._called_off: OrderedDict[tuple[str, str, int], None] = OrderedDict()
+        self._cancelled: OrderedDict[tuple[str, str, int], None] = OrderedDict()
 
     def on_live(self, link: WorkerLink) -> None:
-        """A stream is open: what was said on the last one may not have arrived."""
-        for key in [key for key in self._called_off if key[0] == link.worker_id]:
-            del self._called_off[key]
+        """Note a new stream: messages on the previous one may be lost."""
+        for key in [key for key in self._cancelled if key[0] == link.worker_id]:
+            del self._cancelled[key]
 
     def resume(self, link: WorkerLink, active: ActiveRequest) -> None:
-        """Ask for all that this router lacks of a request."""
+        """Request all that this router lacks of a request."""
         record = active.record
         now_ns = monotonic_ns()
         indices = record.next_indices
@@ -40,16 +40,16 @@ class StreamRepair:
         link.send(RouterFrame(resume=resume))
 
     def hole(self, link: WorkerLink, active: ActiveRequest, choice: int) -> None:
-        """A run of ``choice`` begins behind what has come: ask, once for each hole."""
+        """Request missing tokens of ``choice``, once per hole."""
         if not self._asked(active, choice):
             self.resume(link, active)
 
     def may_end_early(self, link: WorkerLink, active: ActiveRequest) -> bool:
-        """The worker has ended a request well, and a part of the answer is missing.
+        """Handle the good end of a request with missing tokens.
 
         Returns:
-            Whether the part may still come. After a resume the worker says the end again, behind
-            all that is missing: the second end without it is the worker's fault.
+            Whether they may still arrive. After a resume the worker repeats the end after all
+            missing tokens: a second end without them is a fault of the worker.
         """
         if active.early_end:
             return False
@@ -59,14 +59,14 @@ class StreamRepair:
         active.early_end = True
         return True
 
-    def call_off(self, link: WorkerLink, request_id: str, attempt: int) -> None:
-        """The worker runs a request, or an attempt of it, that is over here: tell it once."""
+    def cancel_ended(self, link: WorkerLink, request_id: str, attempt: int) -> None:
+        """Cancel, once, a request or an attempt that a worker runs and that has ended here."""
         key = (link.worker_id, request_id, attempt)
-        if key in self._called_off:
+        if key in self._cancelled:
             return
-        self._called_off[key] = None
-        if len(self._called_off) > _KEPT_STRANGERS:
-            self._called_off.popitem(last=False)
+        self._cancelled[key] = None
+        if len(self._cancelled) > _KEPT_CANCELS:
+            self._cancelled.popitem(last=False)
         link.send(RouterFrame(cancel=Cancel(request_id=request_id, attempt=attempt)))
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""What the routers of a fleet have a right to together: places at workers, places in the queue."""
+"""Shares of one router in the fleet's limits: running sequences and queued requests."""

@@ -1,4 +1,4 @@
-"""Tells the other routers what there is to do here, and hears the same of them; off every path."""
+"""Exchanges demand with the other routers through Redis, off the path of requests."""
 
 import asyncio
 import logging
@@ -13,47 +13,38 @@ from router.routing.shares.shares import Shares
 
 _LOG = logging.getLogger(__name__)
 
-TELL_EVERY_S = 0.2
+EXCHANGE_EVERY_S = 0.2
 
 
 class Queue(Protocol):
-    """A router's queue; ``router.routing.requests.admission.Admission`` is it."""
+    """Queue of a router; implemented by ``router.routing.requests.admission.Admission``."""
 
     max_waiting: int
     limit: int
 
     @property
     def waiting(self) -> int:
-        """Requests in it."""
+        """Number of requests in the queue."""
 
     def demands(self) -> dict[str, TenantDemand]:
-        """What there is to do for each tenant that has anything here."""
+        """Return the demand of each tenant with requests here."""
 
     def served_elsewhere(self, tenant: str, tokens: float) -> None:
-        """Another router has served a tenant."""
+        """Charge a tenant for service at another router."""
 
 
 class DemandSource(Protocol):
-    """Where routers tell; ``baton.registry.router_demands.RouterDemands`` is it."""
+    """Shared demands; implemented by ``baton.registry.router_demands.RouterDemands``."""
 
     async def exchange(self, router_id: str, own: RouterDemand) -> dict[str, RouterDemand]:
-        """Tell of one router, and hear of all others."""
+        """Publish the demand of one router, and return those of all others."""
 
     async def forget(self, *router_ids: str) -> None:
-        """Take routers out that are gone."""
+        """Remove routers that are gone."""
 
 
 class ShareFeed:
-    """A task that keeps a router's shares current.
-
-    Args:
-        router_id: Of this router.
-        admission: Its queue, and how many run.
-        shares: What it brings up to date.
-        on_change: Called when more may run.
-        source: Shared by all routers of the fleet; None: there is one router, or no Redis.
-        count_failure: Told the task's name when it raised.
-    """
+    """Task that keeps a router's shares current, unless there is a single router or no Redis."""
 
     def __init__(
         self,
@@ -73,27 +64,27 @@ class ShareFeed:
         self._background = BackgroundTasks("shares", count_failure)
 
     def start(self) -> None:
-        """Begin. Needs a running event loop."""
+        """Start the task. Needs a running event loop."""
         source = self._source
         if source is not None:
             self._background.keep(lambda: self._run(source), "shares")
 
     async def close(self) -> None:
-        """End; the others need not wait until they notice."""
+        """Stop, and remove this router so that the others need no timeout."""
         await self._background.close()
         if self._source is not None and self._beat:
             try:
                 await self._source.forget(self._router_id)
             except RegistryUnavailableError:
-                _LOG.debug("registry away: the others notice by the silence")
+                _LOG.debug("Redis is unavailable: the others notice by the silence")
 
     async def _run(self, source: DemandSource) -> None:
         while True:
             await self.exchange(source)
-            await asyncio.sleep(TELL_EVERY_S)
+            await asyncio.sleep(EXCHANGE_EVERY_S)
 
     async def exchange(self, source: DemandSource) -> None:
-        """Tell and hear once."""
+        """Exchange demands with the other routers once."""
         admission = self._admission
         shares = self._shares
         self._beat += 1
@@ -101,12 +92,12 @@ class ShareFeed:
         try:
             others = await source.exchange(self._router_id, own)
             now_ns = monotonic_ns()
-            for tenant, tokens in shares.hear(own, others, now_ns).items():
+            for tenant, tokens in shares.update(own, others, now_ns).items():
                 admission.served_elsewhere(tenant, tokens)
             if gone := shares.gone(now_ns):
                 await source.forget(*gone)
         except RegistryUnavailableError:
-            _LOG.debug("registry away: limits are this router's own")
+            _LOG.debug("Redis is unavailable: the limits apply to this router alone")
             shares.alone()
         admission.limit = shares.queue_limit(admission.max_waiting)
         self._on_change()

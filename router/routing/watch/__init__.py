@@ -1,1 +1,1 @@
-"""What is made of finished and running requests for people: why one was slow, and lists of them."""
+"""Reports on requests for people: why one was slow, lists of requests, and a log."""

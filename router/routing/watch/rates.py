@@ -1,4 +1,4 @@
-"""How fast the workers are, as they report it: what `GET /fleet` does not tell."""
+"""Rates that the workers report, beyond those in `GET /fleet`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,10 +7,10 @@ from router.routing.workers.table import Slot
 
 
 def rates(slots: Iterable[Slot]) -> dict[str, dict[str, Any]]:
-    """By worker: what it has measured of itself, None where it has measured nothing yet.
+    """Return each worker's measurements, None where it has none.
 
-    Prefill in tokens/s, a decode step in seconds, prompt tokens that wait or are being computed,
-    and, for a decode worker, bytes/s by the prefill worker that they come from.
+    They are prefill in tokens/s, a decode step in seconds, prompt tokens that wait or are being
+    computed, and, for a decode worker, bytes/s by prefill worker.
     """
     return {
         slot.worker_id: {

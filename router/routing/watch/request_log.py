@@ -1,7 +1,7 @@
-"""One line in the log for every request that is over, where ``logs.requests`` asks for it.
+"""Log of ended requests, one line each, if ``logs.requests`` is set.
 
-Figures always; prompt and answer only where the tenant's key says ``log_text: true``, and then
-with everything that a rule of ``logs.redact`` matches replaced by the rule's name.
+Lines have figures. They have prompt and response only if the tenant's key has ``log_text: true``,
+with each match of a rule of ``logs.redact`` replaced by the rule's name.
 """
 
 import logging
@@ -21,30 +21,20 @@ _LOG = logging.getLogger("baton.requests")
 
 
 class Redactor:
-    """Replaces what rules match.
-
-    Args:
-        rules: Name to regular expression; applied in this order.
-    """
+    """Replaces matches of rules, which are applied in order."""
 
     def __init__(self, rules: Mapping[str, str]) -> None:
         self._rules = [(f"[{name}]", re.compile(rule)) for name, rule in rules.items()]
 
     def __call__(self, text: str) -> str:
-        """The text, with ``[name]`` wherever the rule of that name matches."""
+        """Return the text, with ``[name]`` in place of each match of that rule."""
         for shown, rule in self._rules:
             text = rule.sub(shown, text)
         return text
 
 
 class RequestLog:
-    """Writes the lines.
-
-    Args:
-        logs: Whether, and how.
-        api_keys: Say which tenants want their texts in it.
-        tokenizer: Of the model.
-    """
+    """Writes the lines of the log."""
 
     def __init__(
         self,
@@ -58,13 +48,7 @@ class RequestLog:
         self._tokenizer = tokenizer
 
     def write(self, active: ActiveRequest, endpoint: str, status: int) -> None:
-        """A request is over for its client. Its tokens must still be there.
-
-        Args:
-            active: The request.
-            endpoint: As in ``baton_requests_total``.
-            status: HTTP; 499 where the client left.
-        """
+        """Log a request that has ended for its client (status 499 if it left), with its tokens."""
         if not self._logs.requests or active.request.probe:
             return
         with request_context(active.id, active.request.traceparent):
@@ -79,12 +63,9 @@ class RequestLog:
         return any(key.log_text and key.tenant == tenant for key in self._api_keys.values())
 
     def refused(self, error: BatonError, endpoint: str, tenant: str) -> None:
-        """A request was refused before it began; ids are those of the context.
+        """Log a request that was refused before it began; the context has its ids.
 
-        Args:
-            error: Why.
-            endpoint: As in ``baton_requests_total``.
-            tenant: ``all`` where nobody knows yet.
+        The tenant is ``all`` if it is not known yet.
         """
         if self._logs.requests:
             fields = {"endpoint": endpoint, "status": error.status, "tenant": tenant}
@@ -96,8 +77,8 @@ class RequestLog:
         return {"prompt": self._text(active.request.prompt), "answers": answers}
 
     def _text(self, tokens: Sequence[int]) -> str:
-        # Cut before decoding, as a prompt may be long, and redacted before the last cut, so that
-        # half of a secret at the end is not shown for want of its other half.
+        # Cut before decoding, as a prompt may be long, and redacted before the last cut, so that a
+        # secret at the end is not missed because a part of it was cut off.
         limit = self._logs.max_text_chars
         text = self._redact(self._tokenizer.decode(list(tokens[: 2 * limit])))
         return text if len(text) <= limit else f"{text[:limit]}…"

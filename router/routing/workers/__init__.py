@@ -1,1 +1,1 @@
-"""The workers as a router sees them: a slot and a stream for each. Nothing here knows of cost."""
+"""Workers as a router sees them: a slot and a stream for each, independent of costs."""

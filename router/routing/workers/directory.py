@@ -1,4 +1,4 @@
-"""Where the router's list of workers comes from."""
+"""Interface of the directory of workers."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -7,15 +7,14 @@ from baton.registry.workers import WorkerChange
 
 
 class WorkerDirectory(Protocol):
-    """Says which workers there are, for as long as it is iterated.
+    """Directory of the registered workers; see ``baton.registry.workers.RegistryWatcher``.
 
-    It does not say which are alive: that is known from the streams to the workers.
-    ``baton.registry.workers.RegistryWatcher`` is one.
+    It does not know which workers are alive: the streams to the workers do.
     """
 
     @property
     def known(self) -> bool:
-        """Whether every present worker has been named."""
+        """True once every registered worker has been listed."""
 
     def __aiter__(self) -> AsyncIterator[WorkerChange]:
-        """Every present worker first, then each change."""
+        """Yield every registered worker, then each change."""

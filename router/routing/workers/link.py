@@ -1,14 +1,14 @@
-"""One multiplexed stream to one worker: heartbeats, reopening, and noticing that it died.
+"""Link to one worker: a multiplexed stream, heartbeats, reopening, and detection of its death.
 
     connecting ──first status──▶ live ──stream breaks──▶ reopening ──within reopen_s──▶ live
                                   │                          └─ refused, or too late ─▶ dead
                                   └──silent for silence_s──▶ dead        dead ──first status──▶ live
 
-What counts as silence, and when a worker that has no work is asked: `silence.py`.
+`silence.py` defines silence, and when a worker without work gets a heartbeat.
 
 A lost stream is not a cancel: the worker keeps its requests by lease, and when the same incarnation
-answers again the listener resumes them. A refused connection means that nobody listens there any
-more, so that incarnation is dead at once. The link goes on trying: a new life may come up.
+answers again the listener resumes them. A refused connection means that no process listens there,
+so that incarnation is dead at once. The link keeps trying: a new incarnation may come up.
 
 Dead to this router is not always dead: a refused connection or another incarnation proves a death
 (unless the worker was draining: that one was stopped). Silence proves none.
@@ -41,46 +41,39 @@ from router.routing.workers.silence import Exchange, Rest
 
 _LOG = logging.getLogger(__name__)
 
-_WATCH_S = 0.1  # between two looks, at least
+_WATCH_S = 0.1  # between two checks, at least
 _RETRY_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
-_GATHERED_FRAMES = 64  # that travel as one: a worker handles them in one go, which takes 20 ms
+_GATHERED_FRAMES = 64  # per write: a worker handles them at once, which takes 20 ms
 _GATHERED_BYTES = 256 << 10
-_RETIRED_S = 15.0  # longer than a submission on a call of its own takes
+_RETIRED_S = 15.0  # longer than a submission in a call of its own takes
 
 
 class LinkListener(Protocol):
-    """Told of a link's events. Calls come in the event loop and must not block."""
+    """Receiver of a link's events. Calls come in the event loop and must not block."""
 
     def on_live(self, link: "WorkerLink", *, same_life: bool) -> None:
-        """The worker answers. ``same_life``: the incarnation that was live before the break."""
+        """Handle a live worker. ``same_life``: the incarnation that was live before the break."""
 
     def on_frame(self, link: "WorkerLink", frame: WorkerFrame) -> None:
-        """A frame came; its status, if any, is in ``link.status`` already."""
+        """Handle a frame, whose status, if any, is in ``link.status`` already."""
 
     def on_dead(self, link: "WorkerLink", incarnation: bytes, reason: str, *, died: bool) -> None:
-        """The incarnation is dead to this router. ``died``: and it was no orderly end."""
+        """Handle an incarnation that is dead to this router. ``died``: not by a regular stop."""
 
     def on_broken(self, link: "WorkerLink", kind: str) -> None:
-        """The stream broke; it is being opened again."""
+        """Handle a broken stream, which is being reopened."""
 
     def on_submit_failed(self, link: "WorkerLink", submission: Submission, reason: str) -> None:
-        """A submission on a call of its own did not arrive."""
+        """Handle a submission in a call of its own that did not arrive."""
 
 
 class WorkerLink:
-    """The stream of this router to one worker.
+    """Stream of this router to one worker.
 
     Args:
-        worker_id: The slot.
-        address: host:port of its gRPC server.
-        listener: Told of everything.
-        hello: First frame of each stream; holds this router's identity.
-        token: The fleet's token.
-        tls: For the connection; None is plain text.
-        heartbeat_s: Our heartbeats; they renew the lease of our requests.
-        silence_s: The worker is dead when it sends nothing for so long, though it should.
-        reopen_s: A broken stream must be open again within this time.
-        count_failure: Told the name of each background task that raised.
+        heartbeat_s: Interval of our heartbeats, which renew the lease of our requests.
+        silence_s: Silence after which a worker that should send something is dead.
+        reopen_s: Time limit of reopening a broken stream.
     """
 
     def __init__(
@@ -105,8 +98,8 @@ class WorkerLink:
         self.status_ns = 0
         self.incarnation = b""
         self._live = False
-        self.distrust = ""  # why the worker and this router do not trust each other
-        self._told = ""
+        self.distrust = ""  # why worker and router do not trust each other
+        self._logged_distrust = ""
         self._listener = listener
         self._hello = hello
         self._token = token or FleetToken()
@@ -117,9 +110,9 @@ class WorkerLink:
         self._out: deque[RouterFrame] = deque()
         self._wake = asyncio.Event()
         self._exchange = Exchange(ALIVE.now_ns())
-        self._beat_ns = 0  # after which the next heartbeat was due when it was last looked at
-        self._owes = asyncio.Event()  # the worker may: look how long it has been silent
-        self._asks = False  # a heartbeat at once
+        self._beat_ns = 0  # interval until the next heartbeat, as of its last computation
+        self._owes = asyncio.Event()  # the worker must answer: check how long it has been silent
+        self._asks = False  # send a heartbeat at once
         self.rest = Rest()
         self.heard_ns = 0
         self._broken_ns = 0  # on ALIVE's clock; 0: the stream is not broken
@@ -128,7 +121,7 @@ class WorkerLink:
 
     @property
     def status(self) -> WorkerStatus | None:
-        """The worker's last report."""
+        """Last report of the worker."""
         return self._status
 
     @status.setter
@@ -138,7 +131,7 @@ class WorkerLink:
 
     @property
     def live(self) -> bool:
-        """Whether the stream is open and the worker answers."""
+        """True while the stream is open and the worker answers."""
         return self._live
 
     @live.setter
@@ -148,38 +141,38 @@ class WorkerLink:
 
     @property
     def known(self) -> bool:
-        """Whether the worker is live, or its stream broke so recently that it may be."""
+        """True if the worker is live, or its stream broke so recently that it may be."""
         return self.live or self._broken_ns != 0
 
     @property
     def resting(self) -> bool:
-        """Whether the worker has no work, and owes us nothing."""
+        """True if the worker has no work and need not send anything."""
         return self._live and self._exchange.owes_nothing
 
     def ask(self) -> None:
-        """Have a worker at rest say that it lives; if it does not, that is a silence."""
+        """Send a heartbeat to a worker at rest, which must answer."""
         if self.resting:
             self._asks = True
             self._wake.set()
 
     def start(self) -> None:
-        """Start to connect."""
+        """Start connecting to the worker."""
         self._tasks.keep(self._run, "link")
 
     async def close(self) -> None:
-        """Hang up. Says nothing to the listener."""
+        """Close the stream, without an event."""
         await self._tasks.close()
         self.live = False
 
     def send(self, frame: RouterFrame) -> None:
-        """Queue a frame; it goes out in order, after a break as well, and not to a dead worker."""
+        """Queue a frame, to be sent in order, even after a break, but not to a dead worker."""
         if not self.known:
             return
         self._out.append(frame)
         self._wake.set()
 
     def submit(self, submission: Submission, *, alone: bool) -> None:
-        """Hand a request over; ``alone`` on a call of its own, so that it delays no tokens."""
+        """Send a submission; ``alone`` in a call of its own, so that it delays no tokens."""
         if not alone:
             self.send(RouterFrame(submit=submission))
             return
@@ -204,9 +197,7 @@ class WorkerLink:
     def die(self, reason: str, *, died: bool = False) -> None:
         """Declare the live incarnation dead to this router, if there is one.
 
-        Args:
-            reason: For people.
-            died: Whether it is proven to be gone; one that was draining has left in order.
+        With ``died`` its death is proven; a draining worker has stopped regularly.
         """
         if not self.known:
             return
@@ -217,8 +208,8 @@ class WorkerLink:
         self._out.clear()
         try:
             self._listener.on_dead(self, self.incarnation, reason, died=died)
-        except Exception:  # noqa: BLE001 - logged; the link must be opened again all the same
-            _LOG.exception("the death of %s could not be handled", self.worker_id)
+        except Exception:  # noqa: BLE001 - logged; the link must be reopened anyway
+            _LOG.exception("cannot handle the death of worker=%s", self.worker_id)
 
     async def _run(self) -> None:
         channel: grpc.aio.Channel | None = None
@@ -239,8 +230,8 @@ class WorkerLink:
                     self._after_break(reason, refused)
                     self._note_distrust(reason)
                 except Exception:  # noqa: BLE001 - logged; no caller would see it
-                    _LOG.exception("the link to %s failed inside the router", self.worker_id)
-                    self.die("the router failed to handle what it said")
+                    _LOG.exception("link failed inside the router: worker=%s", self.worker_id)
+                    self.die("the router failed to handle a frame of the worker")
                 if self.heard_ns != heard_before:
                     failures = 0
                 delay_s = _RETRY_S[min(failures, len(_RETRY_S) - 1)]
@@ -251,15 +242,15 @@ class WorkerLink:
                 await channel.close(grace=None)
 
     def _credentials(self) -> grpc.ChannelCredentials | None:
-        """Another object when our certificate has changed: the next stream then shows that."""
         return self._tls.channel_credentials() if self._tls is not None else None
 
     def _note_distrust(self, reason: str) -> None:
-        """Say once that a worker and this router do not trust each other, and why."""
         self.distrust = distrust(reason)
-        if self.distrust and self.distrust != self._told:
-            _LOG.error("%s at %s: %s", self.worker_id, self.address, self.distrust)
-        self._told = self.distrust or self._told
+        if self.distrust and self.distrust != self._logged_distrust:
+            _LOG.error(
+                "refused: worker=%s address=%s: %s", self.worker_id, self.address, self.distrust
+            )
+        self._logged_distrust = self.distrust or self._logged_distrust
 
     def _after_break(self, reason: str, refused: bool) -> None:
         if self.live:
@@ -273,7 +264,7 @@ class WorkerLink:
             self.die(reason, died=refused)
 
     async def _serve_once(self, stub: DecodeStub) -> tuple[str, bool]:
-        """One stream from open to end; returns why it ended, and whether it was refused."""
+        """Run one stream; return why it ended, and whether the connection was refused."""
         call = stub.Serve(metadata=self._token.metadata)
         self._exchange.opened(ALIVE.now_ns())
         ended: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
@@ -291,7 +282,6 @@ class WorkerLink:
             await asyncio.gather(*parts, return_exceptions=True)
 
     async def _watch(self) -> None:
-        """End when the worker has been silent for too long."""
         while True:
             since_ns = self._exchange.silent_since_ns
             if since_ns is None:
@@ -306,14 +296,14 @@ class WorkerLink:
             if self._broken_ns:
                 left_ns = 0
                 if now_ns - self._broken_ns > self._reopen_s * 1e9:
-                    self.die("the stream could not be opened again in time")
+                    self.die("the stream was not reopened in time")
             await asyncio.sleep(max(left_ns / 1e9, _WATCH_S))
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[RouterFrame, WorkerFrame]") -> None:
         first = True
         while True:
             frame = await call.read()
-            if not isinstance(frame, WorkerFrame):  # grpc's mark of the end
+            if not isinstance(frame, WorkerFrame):  # gRPC's end of stream
                 code = await call.code()
                 details = await call.details()
                 if code is not grpc.StatusCode.OK:
@@ -331,7 +321,7 @@ class WorkerLink:
                 self._pace_changed()
             else:
                 self._exchange.took(frame.heard, now_ns)
-                if not (first or frame.tokens):  # nothing is new: the last report holds
+                if not (first or frame.tokens):  # nothing is new: the last report is current
                     self.status_ns = self.heard_ns
             if self.live:
                 self._listener.on_frame(self, frame)
@@ -339,18 +329,18 @@ class WorkerLink:
     def _take_status(self, status: WorkerStatus, first: bool) -> None:
         incarnation = status.identity.incarnation
         same_life = incarnation == self.incarnation and self._broken_ns != 0
-        goes_on = self.live and not first
-        if not same_life and not goes_on:
-            # The old one, which requests may still wait for.
-            self.die("the worker has another life", died=True)
+        continues = self.live and not first
+        if not same_life and not continues:
+            # The old incarnation, which requests may still wait for.
+            self.die("the worker was restarted", died=True)
         if status.HasField("capabilities"):
             self.capabilities = status.capabilities
         self.status = status
         self.status_ns = self.heard_ns
-        if goes_on:
+        if continues:
             return
         self.incarnation = incarnation
-        self.distrust = self._told = ""
+        self.distrust = self._logged_distrust = ""
         self.live = True
         self._broken_ns = 0
         self._wake.set()
@@ -391,8 +381,8 @@ class WorkerLink:
     def _next_frames(self) -> list[RouterFrame]:
         """Return the frames that the next write takes from the queue, at least one.
 
-        gRPC takes one write at a time, and a write of a busy router lasts for several turns of its
-        loop. So frames that wait travel together, where the worker can read them.
+        gRPC takes one write at a time, and a write of a busy router lasts for several iterations of
+        its loop. So waiting frames travel together, if the worker can read them.
         """
         if self.capabilities.wire.max < GATHERED_WIRE:
             return [self._out[0]]
@@ -406,18 +396,17 @@ class WorkerLink:
         return frames
 
     def _next_beat_s(self) -> float:
-        """Until the next heartbeat, from the last frame on."""
         self._beat_ns = self._current_beat_ns()
         return self._beat_ns / 1e9
 
     def _pace_changed(self) -> None:
-        """Wake the writer if its next heartbeat is due earlier than when it began to wait."""
+        """Wake the writer if its next heartbeat is due earlier than expected."""
         if self._current_beat_ns() < self._beat_ns:
             self._wake.set()
             self._owes.set()
 
     def _current_beat_ns(self) -> int:
-        """A worker that has nothing to do holds nothing by a lease."""
+        """Return the heartbeat interval; an idle worker holds no leases."""
         status = self._status
         idle = status is not None and not (status.running or status.waiting or status.answering)
         heartbeat_ns = int(self._heartbeat_s * 1e9)
@@ -428,7 +417,7 @@ class WorkerLink:
 async def _part(
     work: Callable[[], Awaitable[None]], ended: "asyncio.Future[tuple[str, bool]]"
 ) -> None:
-    """One of the loops of a stream. The first that ends, ends the stream, and says why."""
+    """Run one of the loops of a stream. The first that ends sets the reason in ``ended``."""
     reason = "the stream ended"
     refused = False
     try:
@@ -437,7 +426,7 @@ async def _part(
         reason = error.details() or error.code().name
         refused = "Connection refused" in reason
     except asyncio.InvalidStateError:
-        pass  # the other side has hung up
+        pass  # the other side has closed the stream
     except Exception as error:
         if not ended.done():
             ended.set_exception(error)

@@ -1,4 +1,4 @@
-"""Watches over the workers that have no work: their streams are silent, so Redis is looked at."""
+"""Checks workers without work, whose streams are silent, by their keys in Redis."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Set
@@ -8,25 +8,21 @@ from router.routing.workers.link import WorkerLink
 from router.routing.workers.silence import STALE_S
 
 _LOOK_S = 1.0
-_AT_ONCE = 16  # are asked, then streams have their turn
+_AT_ONCE = 16  # heartbeats, then other tasks run
 _PAUSE_S = 0.01
 
 
 class RestingWorkers:
-    """Asks those that Redis no longer shows.
-
-    Args:
-        links: The present ones.
-    """
+    """Sends heartbeats to resting workers whose keys Redis no longer shows."""
 
     def __init__(self, links: Callable[[], Iterable[WorkerLink]]) -> None:
         self._links = links
-        self._fresh: set[bytes] = set()  # shown by Redis since the last look
-        self._read_ns = 0  # Redis answered
-        self._since_ns = 0  # and has done so without a pause
+        self._fresh: set[bytes] = set()  # shown by Redis since the last check
+        self._read_ns = 0  # last answer of Redis
+        self._since_ns = 0  # first answer without a pause since
 
     def refreshed(self, incarnations: Set[bytes]) -> None:
-        """Redis answered: these have refreshed their keys since it last did."""
+        """Note the incarnations that refreshed their keys, as read from Redis."""
         now_ns = monotonic_ns()
         if now_ns - self._read_ns > STALE_S * 1e9:
             self._since_ns = now_ns
@@ -34,7 +30,7 @@ class RestingWorkers:
         self._fresh |= incarnations
 
     async def run(self) -> None:
-        """Look at each, again and again."""
+        """Check each worker periodically."""
         while True:
             await asyncio.sleep(_LOOK_S)
             for number, link in enumerate(self._silent(), start=1):
@@ -43,7 +39,6 @@ class RestingWorkers:
                     await asyncio.sleep(_PAUSE_S)
 
     def _silent(self) -> list[WorkerLink]:
-        """Those that must be asked."""
         now_ns = monotonic_ns()
         fresh = self._fresh
         self._fresh = set()
@@ -53,7 +48,7 @@ class RestingWorkers:
         for link in self._links():
             if link.incarnation in fresh:
                 link.rest.seen(now_ns)
-                if link.resting:  # it would have said if anything had changed
+                if link.resting:  # its last report is current
                     link.status_ns = now_ns
             elif link.resting and link.rest.asks(now_ns, link.heard_ns, since_ns):
                 silent.append(link)

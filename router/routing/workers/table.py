@@ -1,4 +1,4 @@
-"""The workers as this router sees them: a slot for each, its stream, its last report."""
+"""Table of the workers as this router sees them: slot, stream and last report of each."""
 
 import asyncio
 import logging
@@ -23,18 +23,17 @@ from router.settings import RouterSettings
 
 _LOG = logging.getLogger(__name__)
 
-BELIEVE_OLDER_S = 5.0
-"""A record of an earlier life counts after all when the later life has been dead for so long."""
+TRUST_OLDER_AFTER_S = 5.0
+"""Time that a later incarnation must be dead before the record of an earlier one counts."""
 
 _STATES = ("starting", "ready", "draining")
 
 
 class Slot:
-    """One place in a pool, over all the lives of its worker.
+    """Place of a worker in a pool, over all its incarnations.
 
     Args:
-        record: What the directory says of it.
-        emulated: The timing model that its engine must have; "": a real engine.
+        emulated: Timing model that its engine must have; "" for a real engine.
     """
 
     def __init__(self, record: WorkerRecord, emulated: str = "") -> None:
@@ -42,15 +41,15 @@ class Slot:
         self._record = record
         self._emulated = emulated
         self._link: WorkerLink | None = None
-        self._looked_at: tuple[Capabilities | None, bool] = (None, False)
+        self._checked: tuple[Capabilities | None, bool] = (None, False)
         self.dead_since_ns: int | None = None
         self.epoch = record.epoch
-        self.listed = True  # whether the directory names it
-        self.older: WorkerRecord | None = None  # the directory's word, if of an earlier life
+        self.listed = True  # in the directory
+        self.older: WorkerRecord | None = None  # the directory's record, if of an earlier epoch
 
     @property
     def record(self) -> WorkerRecord:
-        """What the directory said last."""
+        """Last record in the directory."""
         return self._record
 
     @record.setter
@@ -60,7 +59,7 @@ class Slot:
 
     @property
     def link(self) -> WorkerLink | None:
-        """The stream to it, if there is one."""
+        """Stream to the worker, if there is one."""
         return self._link
 
     @link.setter
@@ -77,17 +76,17 @@ class Slot:
 
     @property
     def worker_id(self) -> str:
-        """Such as ``decode-0``."""
+        """Id of the worker, such as ``decode-0``."""
         return self._record.worker_id
 
     @property
     def role(self) -> str:
-        """``prefill`` or ``decode``."""
+        """Role of the worker: ``prefill`` or ``decode``."""
         return self._record.role
 
     @property
     def state(self) -> str:
-        """One of starting, ready, draining, dead."""
+        """State of the worker: starting, ready, draining or dead."""
         link = self.link
         if link is not None and link.known and link.status is not None:
             if self.record.state == "draining":
@@ -99,17 +98,17 @@ class Slot:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the controller has begun another life, however long that takes."""
+        """True while the controller starts another incarnation."""
         return self.listed and self.record.state == "starting"
 
     @property
     def incarnation(self) -> bytes:
-        """Of the life that is connected, or was last; empty before the first."""
+        """Incarnation that is or was last connected; empty before the first."""
         return self.link.incarnation if self.link is not None else b""
 
     @property
     def refusal(self) -> str:
-        """Why this worker is in the wrong fleet, or not trusted, or ""."""
+        """Reason why the worker is in the wrong fleet or not trusted, or ""."""
         link = self.link
         if link is not None and link.distrust:
             return link.distrust
@@ -119,37 +118,36 @@ class Slot:
         if found == self._emulated:
             return ""
         kinds = [f"emulated ({timing})" if timing else "real" for timing in (found, self._emulated)]
-        return f"its engine is {kinds[0]}, this fleet's are {kinds[1]}: nothing is sent there"
+        return f"its engine is {kinds[0]}, the engines of this fleet are {kinds[1]}: not used"
 
     @property
     def usable(self) -> bool:
-        """Whether new requests may be placed here."""
+        """True if new requests may be placed here."""
         link = self._link
         return link is not None and link.live and self.state == "ready" and self._fits(link)
 
     def _fits(self, link: WorkerLink) -> bool:
-        """Whether it is of this fleet; what it can is not looked at again until it says it anew."""
         capabilities = link.capabilities
         if link.distrust:
             return False
-        if self._looked_at[0] is not capabilities:
-            spoken = wire_overlaps(capabilities.wire) and len(capabilities.kv_groups) > 0
-            self._looked_at = capabilities, spoken and not self.refusal
-        return self._looked_at[1]
+        if self._checked[0] is not capabilities:
+            complete = wire_overlaps(capabilities.wire) and len(capabilities.kv_groups) > 0
+            self._checked = capabilities, complete and not self.refusal
+        return self._checked[1]
 
     @property
     def gives_prefixes(self) -> bool:
-        """Whether others may pull what it holds of a prompt; one that drains gives, too."""
+        """True if other workers may pull prefixes from it; a draining worker allows it, too."""
         link = self.link
         return link is not None and link.live and self.state in ("ready", "draining")
 
     @property
     def goes_on(self) -> bool:
-        """Whether the worker can go on with an answer that began at another one."""
+        """True if the worker can resume a response that began at another one."""
         return self.link is not None and self.link.capabilities.wire.max >= EMITTED_WIRE
 
     def describe(self) -> dict[str, Any]:
-        """The worker's entry in ``GET /fleet``: every field in every state."""
+        """Return the worker's entry in ``GET /fleet``: every field in every state."""
         link = self.link
         state = self.state
         alive = state != "dead" and link is not None and link.status is not None
@@ -185,7 +183,6 @@ class Slot:
         }
 
     def _engine(self) -> str:
-        """``real``, ``emulated: …``, or "" while it has not said."""
         if self.link is None or not self.link.capabilities.numerics_id:
             return ""
         timing = emulation(self.link.capabilities)
@@ -193,14 +190,9 @@ class Slot:
 
 
 class WorkerTable:
-    """All slots; keeps a link to each worker that the directory names.
+    """Table of all slots, with a link to each worker in the directory.
 
-    Args:
-        directory: Which workers there are.
-        settings: Timeouts and the fleet token.
-        hello: This router's identity.
-        listener: Told of every link's events; it calls ``note_*`` first.
-        count_failure: Told the name of each background task that raised.
+    The listener gets every link's events, and calls ``note_*`` first.
     """
 
     def __init__(
@@ -218,7 +210,7 @@ class WorkerTable:
         self._slots: dict[str, Slot] = {}
         self._usable: list[Slot] = []
         self._usable_of: dict[str, Slot] = {}
-        self._unseen: set[str] = set()  # slots that changed since `usable` was asked for
+        self._unseen: set[str] = set()  # slots that changed since `usable` was last read
         self._readers = [self._unseen]
         folder = Path(settings.state_dir) if settings.state_dir else None
         self._transfers = TransferLedger(folder / "transfers.json" if folder else None)
@@ -231,13 +223,13 @@ class WorkerTable:
         )
 
     def start(self) -> None:
-        """Follow the directory."""
+        """Start following the directory."""
         self._tasks.keep(self._follow, "directory")
         self._tasks.keep(self.resting.run, "resting workers")
         self._tasks.keep(self._drop_dead_workers, "drop dead workers")
 
     async def close(self) -> None:
-        """Hang up on every worker."""
+        """Close the links to all workers."""
         self._transfers.save()
         await self._tasks.close()
         links = [slot.link for slot in self._slots.values() if slot.link is not None]
@@ -250,7 +242,7 @@ class WorkerTable:
             try:
                 self._apply(change)
             except Exception:  # noqa: BLE001 - logged and counted; the other changes still count
-                _LOG.exception("the record of %s could not be taken over", change.worker_id)
+                _LOG.exception("cannot apply the record of worker=%s", change.worker_id)
                 self._count_failure("directory")
 
     def _apply(self, change: WorkerChange) -> None:
@@ -260,21 +252,21 @@ class WorkerTable:
             self._gone(change.worker_id)
 
     async def _drop_dead_workers(self) -> None:
-        """Drop slots that have been dead for long."""
         while True:
-            await asyncio.sleep(min(1.0, BELIEVE_OLDER_S))
+            await asyncio.sleep(min(1.0, TRUST_OLDER_AFTER_S))
             now_ns = monotonic_ns()
             limit_ns = now_ns - int(self._settings.dead_shown_s * 1e9)
+            older_ns = now_ns - int(TRUST_OLDER_AFTER_S * 1e9)
             for worker_id, slot in list(self._slots.items()):
-                if slot.older is not None and _long_dead(slot, now_ns - int(BELIEVE_OLDER_S * 1e9)):
+                if slot.older is not None and _long_dead(slot, older_ns):
                     self._take(slot, slot.older)
-                # At a slot's address a new life may start at any time: keep trying to connect.
+                # A new incarnation may start at a slot's address at any time: keep connecting.
                 listed = slot.listed and slot.record.state != "dead"
                 connecting = slot.link is not None and (listed or slot.link.known)
                 if _long_dead(slot, limit_ns) and not (connecting or slot.is_begun):
                     self._hang_up(slot, died=False)
                     del self._slots[worker_id]
-                    self._tell(worker_id)
+                    self._note_change(worker_id)
 
     def _upsert(self, record: WorkerRecord) -> None:
         slot = self._slots.get(record.worker_id)
@@ -282,23 +274,23 @@ class WorkerTable:
             if record.state == "dead":
                 return
             slot = self._slots[record.worker_id] = Slot(record, self._settings.emulated)
-            slot.on_change = partial(self._tell, record.worker_id)
-            self._tell(record.worker_id)
+            slot.on_change = partial(self._note_change, record.worker_id)
+            self._note_change(record.worker_id)
         slot.listed = True
-        if record.epoch < slot.epoch:  # of an earlier life: left over in Redis, most likely
+        if record.epoch < slot.epoch:  # most likely left over in Redis
             slot.older = record
             return
         self._take(slot, record)
 
     def _take(self, slot: Slot, record: WorkerRecord) -> None:
         if slot.is_begun and record.state == "dead":
-            slot.dead_since_ns = None  # the life that has now ended never served
+            slot.dead_since_ns = None  # the incarnation that has ended never served
         slot.record = record
         slot.epoch = record.epoch
         slot.older = None
         link = slot.link
         if record.state == "dead":
-            # A worker that answers on its stream is alive, whatever the registry says.
+            # A worker that answers on its stream is alive, whatever the registry contains.
             if link is None or not link.live:
                 self._mark_dead(slot)
                 self._hang_up(slot, died=True)
@@ -330,8 +322,8 @@ class WorkerTable:
             return
         slot.listed = False
         slot.older = None
-        # Its record may have expired because Redis takes no writes. As long as the stream lives so
-        # does the worker; when it breaks for good, the slot is dropped like any other.
+        # Its record may have expired because Redis accepts no writes. While its stream exists the
+        # worker is alive; when it breaks for good, the slot is dropped like any other.
         if slot.link is None or not slot.link.known:
             self._mark_dead(slot)
             self._hang_up(slot, died=False)
@@ -358,24 +350,24 @@ class WorkerTable:
         self.changed = asyncio.Event()
 
     def note_live(self, link: WorkerLink) -> None:
-        """A link is live."""
+        """Note that a link is live."""
         slot = self._slots.get(link.worker_id)
         if slot is not None and slot.link is link:
             slot.dead_since_ns = None
             if slot.refusal:
-                _LOG.error("%s: %s", slot.worker_id, slot.refusal)
+                _LOG.error("refused: worker=%s: %s", slot.worker_id, slot.refusal)
             if link.status is not None:
                 slot.epoch = max(slot.epoch, link.status.identity.epoch)
             self._signal()
 
     def note_dead(self, link: WorkerLink) -> None:
-        """A link's incarnation died."""
+        """Note that a link's incarnation died."""
         slot = self._slots.get(link.worker_id)
         if slot is not None:
             self._mark_dead(slot)
 
     def note_transfers(self, link: WorkerLink, totals: TransferTotals) -> None:
-        """What this incarnation has received so far."""
+        """Note the transfer totals of an incarnation."""
         sums = (totals.count, totals.bytes, totals.failures)
         self._transfers.note(link.incarnation, sums)
 
@@ -383,48 +375,48 @@ class WorkerTable:
         return iter(self._slots.values())
 
     def get(self, worker_id: str) -> Slot | None:
-        """The slot of that name."""
+        """Return the slot of a worker."""
         return self._slots.get(worker_id)
 
     def link(self, worker_id: str | None) -> WorkerLink | None:
-        """The link to the worker of that name."""
+        """Return the link to a worker."""
         slot = self._slots.get(worker_id) if worker_id is not None else None
         return slot.link if slot is not None else None
 
     def leaves(self, link: WorkerLink) -> bool:
-        """Whether the worker takes nothing new, and its requests had better go elsewhere."""
+        """Return whether the worker is draining and its requests should move."""
         slot = self._slots.get(link.worker_id)
         return slot is not None and slot.link is link and slot.state == "draining"
 
     @property
     def usable(self) -> list[Slot]:
-        """Slots whose workers take new requests; only what changed is looked at again."""
+        """Slots whose workers take new requests; only changed ones are checked again."""
         if self._unseen:
-            anew = False
+            changed = False
             for worker_id in self._unseen:
                 slot = self._slots.get(worker_id)
                 now = slot if slot is not None and slot.usable else None
-                anew = anew or now is not self._usable_of.get(worker_id)
+                changed = changed or now is not self._usable_of.get(worker_id)
             self._unseen.clear()
-            if anew:
+            if changed:
                 self._usable = [slot for slot in self._slots.values() if slot.usable]
                 self._usable_of = {slot.worker_id: slot for slot in self._usable}
         return self._usable
 
     def news(self) -> set[str]:
-        """A set that gets the name of each worker of which anything changes; its reader clears it.
+        """Return a set to which the id of each changed worker is added; its reader clears it.
 
-        Nothing changes that is not told so: that of a thousand workers nobody need look at each.
+        It contains every change, so that a reader need not check a thousand workers.
         """
         self._readers.append(set(self._slots))
         return self._readers[-1]
 
-    def _tell(self, worker_id: str) -> None:
+    def _note_change(self, worker_id: str) -> None:
         for unseen in self._readers:
             unseen.add(worker_id)
 
     def describe(self) -> dict[str, Any]:
-        """The answer to ``GET /fleet``."""
+        """Return the answer to ``GET /fleet``."""
         count, payload, failures = self._transfers.total()
         limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
         shown = sorted(

@@ -1,4 +1,4 @@
-"""The sums of hand-offs in `/fleet`, over all lives of all workers and over router restarts."""
+"""Totals of hand-offs in `/fleet`, over all incarnations and over router restarts."""
 
 import contextlib
 import logging
@@ -18,8 +18,6 @@ Totals = tuple[int, int, int]  # count, bytes, failures
 
 
 class _Book(msgspec.Struct):
-    """What is kept: totals by incarnation (hex), and the sum of lives too old to be listed."""
-
     lives: dict[str, Totals] = {}
     past: Totals = (0, 0, 0)
 
@@ -28,7 +26,7 @@ class TransferLedger:
     """Totals that never fall.
 
     Args:
-        file: Where they outlive this process; None keeps them in memory only.
+        file: File that keeps them beyond this process; None for memory only.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -43,11 +41,11 @@ class TransferLedger:
         try:
             return msgspec.json.decode(file.read_bytes(), type=_Book)
         except msgspec.DecodeError as error:
-            _LOG.warning("%s is damaged, starting from zero: %s", file, error)
+            _LOG.warning("starting transfer totals from zero: %s is damaged: %s", file, error)
             return _Book()
 
     def note(self, incarnation: bytes, totals: Totals) -> None:
-        """A worker's report of this life."""
+        """Note the totals that an incarnation reports."""
         lives = self._book.lives
         key = incarnation.hex()
         before = lives.get(key, (0, 0, 0))
@@ -61,14 +59,14 @@ class TransferLedger:
             self.save()
 
     def total(self) -> Totals:
-        """The sum over all lives."""
+        """Return the sum over all incarnations."""
         total = self._book.past
         for part in self._book.lives.values():
             total = _add(total, part)
         return total
 
     def save(self) -> None:
-        """Write the file."""
+        """Write the totals to the file."""
         self._saved_ns = monotonic_ns()
         keep(self._file, self._book)
 

@@ -21,7 +21,7 @@ from loadtest.simulator.policies import FLEET
 from loadtest.simulator.report import Slo, as_json, bound_share, figures
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.workloads.traces import TraceRequest, read_trace
-from router.routing.placement.chain import Giver
+from router.routing.placement.chain import Source
 from router.routing.placement.placer import Placer
 from tests.soak import examples
 
@@ -81,7 +81,7 @@ def test_within_a_node_messages_take_another_link():
 
 
 def test_the_links_of_a_chain_are_pulled_one_after_the_other(monkeypatch):
-    """Before each giver another one is asked, for a block that it may have or not."""
+    """Before each source another one is asked, for a block that it may have or not."""
     asked = []
     place = Placer.place
 
@@ -90,7 +90,7 @@ def test_the_links_of_a_chain_are_pulled_one_after_the_other(monkeypatch):
         if not placement.prefix:
             return placement
         others = ({"prefill-0", "prefill-1"} - {placement.prefix[0].worker_id}).pop()
-        asked.append([Giver(others, 1), *placement.prefix])
+        asked.append([Source(others, 1), *placement.prefix])
         return replace(placement, prefix=asked[-1])
 
     trace, setup = read_trace(SAMPLE, 200), replace(SMALL, prefill_workers=4)

@@ -44,7 +44,7 @@ async def two(make_fleet):
         await make_fleet({"decode-0": Script(step_s=0.02)}, stored_responses=stored)
         for _ in range(2)
     ]
-    past = SimpleNamespace(keep=lambda page: None, unheard=lambda heard: [])
+    past = SimpleNamespace(keep=lambda page: None, missing=lambda answered: [])
     app = AnyRouter(fleets[0].server.config.app, Other(fleets[1].server.config.app), past, {})
     async with client_of(app) as client:
         yield fleets[1], client

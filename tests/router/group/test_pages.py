@@ -71,12 +71,12 @@ def test_what_a_life_counted_goes_on_counting(tmp_path: Path):
     past.keep(second)
     both = Pages(metrics.together)
     both.add(second)
-    for unheard in past.unheard(set()):
-        both.add(unheard, past=True)
+    for missing in past.missing(set()):
+        both.add(missing, past=True)
     found = values(both.render())
     assert found["baton_requests_total chat 200"] == 10
     assert found["baton_queue_requests"] == 1
-    assert len(past.unheard({gone})) == 1
+    assert len(past.missing({gone})) == 1
 
 
 def test_load_and_latest_requests():

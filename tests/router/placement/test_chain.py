@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.routing.placement.chain import (
-    MAX_GIVERS,
     MAX_LINKS,
+    MAX_SOURCES,
     PULL_OVERHEAD_S,
-    Giver,
+    Source,
     cheapest_chains,
 )
 from router.routing.placement.cost import WorkerLoad, price
@@ -19,11 +19,11 @@ BLOCK_BYTES = 368_640
 PROMPT_TOKENS = 2000
 
 rates = st.sampled_from((1e6, 3e6, 1e7, 1e8, 1e9, 1e10))
-holders = st.lists(st.tuples(st.integers(1, 120), rates), max_size=MAX_GIVERS)
+holders = st.lists(st.tuples(st.integers(1, 120), rates), max_size=MAX_SOURCES)
 
 
 def chain_s(held: int, links) -> float:
-    """A chain as it is described: each link brings what its giver has beyond the one before."""
+    """A chain as it is described: each link brings what its source has beyond the one before."""
     seconds = 0.0
     for blocks, rate in links:
         seconds += PULL_OVERHEAD_S + (blocks - held) * BLOCK_BYTES / rate
@@ -32,7 +32,7 @@ def chain_s(held: int, links) -> float:
 
 
 def priced(held: int, known, token_s: float = 1e-3):
-    givers = tuple(Giver(f"w{place}", blocks) for place, (blocks, _) in enumerate(known))
+    sources = tuple(Source(f"w{place}", blocks) for place, (blocks, _) in enumerate(known))
     worker = WorkerLoad(
         worker_id="decode-0",
         incarnation=b"",
@@ -41,7 +41,7 @@ def priced(held: int, known, token_s: float = 1e-3):
         prefill_token_s=token_s,
         prefill_context_s=1e-7,
         block_bytes=BLOCK_BYTES,
-        givers=givers,
+        sources=sources,
         edges_bytes_per_s={f"w{place}": rate for place, (_, rate) in enumerate(known)},
     )
     return price(prefill=None, decode=worker, prompt_tokens=PROMPT_TOKENS, expected_tokens=1)
@@ -61,7 +61,7 @@ def test_no_chain_and_no_computing_is_cheaper(held, known, token_s):
     found_s = chosen.terms.pull_s + chosen.terms.compute_s
     assert found_s == pytest.approx(min(costs), rel=1e-9)
     rate_of = {f"w{place}": rate for place, (_, rate) in enumerate(known)}
-    links = [(giver.blocks, rate_of[giver.worker_id]) for giver in chosen.links]
+    links = [(source.blocks, rate_of[source.worker_id]) for source in chosen.links]
     assert chosen.terms.pull_s == pytest.approx(chain_s(held, links))
 
 
@@ -76,18 +76,18 @@ def test_who_is_near_gives_what_it_has_and_the_rest_comes_from_afar():
 @pytest.mark.parametrize(
     ("far_rate", "ends"),
     [(1e10, [110]), (2e8, [80, 110]), (1e6, [80])],
-    ids=["as fast: one giver", "slower: both", "slower than computing: the near one alone"],
+    ids=["as fast: one source", "slower: both", "slower than computing: the near one alone"],
 )
 def test_by_edge_and_block_range_pulled_or_computed(far_rate, ends):
     chosen = priced(0, [(110, far_rate), (80, 1e10)])
-    assert [giver.blocks for giver in chosen.links] == ends
+    assert [source.blocks for source in chosen.links] == ends
 
 
 def test_what_is_here_is_asked_of_nobody():
-    assert cheapest_chains(80, [Giver("w0", 80), Giver("w1", 3)], [1e9, 1e10], BLOCK_BYTES) == []
+    assert cheapest_chains(80, [Source("w0", 80), Source("w1", 3)], [1e9, 1e10], BLOCK_BYTES) == []
 
 
 def test_of_equal_edges_the_one_with_most_is_asked_alone():
-    givers = [Giver(f"w{place}", 60 - 10 * place) for place in range(MAX_GIVERS)]
-    (chain,) = cheapest_chains(0, givers, [1e9] * MAX_GIVERS, BLOCK_BYTES)
-    assert chain.links == (givers[0],)
+    sources = [Source(f"w{place}", 60 - 10 * place) for place in range(MAX_SOURCES)]
+    (chain,) = cheapest_chains(0, sources, [1e9] * MAX_SOURCES, BLOCK_BYTES)
+    assert chain.links == (sources[0],)

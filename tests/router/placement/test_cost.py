@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from baton.registry.types import EventBatch
 from router.routing.placement.booked_load import LoadBook, Unreported
-from router.routing.placement.chain import PULL_OVERHEAD_S, Giver
+from router.routing.placement.chain import PULL_OVERHEAD_S, Source
 from router.routing.placement.cost import (
     EDGE_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
@@ -146,7 +146,7 @@ def test_blocks_that_decode_holds_do_not_travel():
 
 
 def lacking(**more) -> WorkerLoad:
-    return worker("decode-0", givers=(Giver("decode-9", 60),), **more)
+    return worker("decode-0", sources=(Source("decode-9", 60),), **more)
 
 
 class TestAPrefixThatAnotherWorkerHolds:

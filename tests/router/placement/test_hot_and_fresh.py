@@ -130,7 +130,7 @@ class Closed:
 @pytest.fixture(params=["native", pytest.param("plain", marks=pytest.mark.slow)])
 def eight(request, monkeypatch) -> Closed:
     if request.param == "plain":
-        monkeypatch.setattr("router.routing.placement.shortlist.load", lambda: None)
+        monkeypatch.setattr("router.routing.placement.worker_columns.load", lambda: None)
     elif load() is None:
         pytest.skip("no compiler")
     return Closed(8)

@@ -1,6 +1,8 @@
 """Prices in C++: the bits of Python's, over all workers."""
 
 import random
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -8,16 +10,15 @@ from batonpb.common_pb2 import EdgeRate
 
 from baton.registry.types import TIERS, EventBatch, tier_incarnation
 from benchmarks.placement import fleet
-from router.routing.placement import cost
+from router.routing.placement import cost, pricing
 from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.chain import MAX_GIVERS, MAX_LINKS
+from router.routing.placement.chain import MAX_LINKS, MAX_SOURCES
 from router.routing.placement.cost import candidates
 from router.routing.placement.crowding import Crowding
 from router.routing.placement.native.library import load
-from router.routing.placement.placed import Described
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.pricing import Asked, Pricing
-from router.routing.placement.shortlist import Shortlist
+from router.routing.placement.shortlist import Described, Shortlist
 from router.routing.placement.worker_load import Reports, loads_of
 
 pytestmark = pytest.mark.skipif(load() is None, reason="no compiler")
@@ -85,9 +86,9 @@ def test_what_is_found_is_what_python_finds_among_all(seed, mode):
     found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
     loads = with_tiers(loads_of(slots, hashes, index, book, 0), short, held)
     if held and mode == MODES[seed % 3]:  # somebody gives what it holds
-        givers = short.givers(held)
-        asked = asked._replace(givers=givers)
-        loads = [msgspec.structs.replace(load, givers=givers) for load in loads]
+        sources = short.sources(held)
+        asked = asked._replace(sources=sources)
+        loads = [msgspec.structs.replace(load, sources=sources) for load in loads]
         placed = short.cheapest(asked, held, book, 0)
         found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
     work = ("mode", "prompt_tokens", "expected_tokens", "choices", "moves_kv")
@@ -117,11 +118,11 @@ def test_chains_over_unlike_edges_are_priced_as_in_python(seed):
         )
     short = Shortlist(Reports(), Crowding(), seed)
     rates, held = short.update(Slots(slots), 0), index.prefixes(hashes, 0)
-    asked = Asked("colocated", draw.randrange(1000, 4000), 64, 1, True, short.givers(held))
+    asked = Asked("colocated", draw.randrange(1000, 4000), 64, 1, True, short.sources(held))
     placed = short.cheapest(asked, held, book, 0)
     found = Described(placed, asked, rates, {"prefill": 0.0, "decode": 0.0})
     loads = with_tiers(loads_of(slots, hashes, index, book, 0), short, held)
-    loads = [msgspec.structs.replace(load, givers=asked.givers) for load in loads]
+    loads = [msgspec.structs.replace(load, sources=asked.sources) for load in loads]
     expected = candidates(
         loads, mode="colocated", prompt_tokens=asked.prompt_tokens, expected_tokens=64
     )
@@ -130,7 +131,7 @@ def test_chains_over_unlike_edges_are_priced_as_in_python(seed):
     )
     assert [one.links for one in found] == [one.links for one in expected]
     # Nothing of it is left for the next prompt.
-    bare = asked._replace(givers=())
+    bare = asked._replace(sources=())
     costs = [one.cost_s for one in short.cheapest(bare, held, book, 0)]
     fresh = Shortlist(Reports(), Crowding(), seed)
     fresh.update(Slots(slots), 0)
@@ -228,7 +229,16 @@ def test_the_work_for_a_prompt_grows_with_reports_and_not_with_workers(monkeypat
     assert (len(written), looked) == (1, [slots[3].worker_id])
 
 
-assert (cost.PAIRED_OF_A_ROLE, MAX_GIVERS, MAX_LINKS) == (6, 4, 3), "as in pricing.cpp"
+def test_python_and_cpp_share_constants_and_fields():
+    source = Path(pricing.__file__).with_name("native").joinpath("pricing.cpp").read_text()
+    assert (cost.PAIRED_OF_A_ROLE, MAX_SOURCES, MAX_LINKS) == (6, 4, 3)
+    assert "kPaired = 6, kSources = 4, kLinks = 3;" in source
+    for struct in (pricing.Row, pricing.Prompt):
+        body = source.split(f"struct Baton{struct.__name__} {{")[1].split("};")[0]
+        fields = re.findall(r"\w+(?=[,;[])", re.sub("//.*", "", body))
+        assert [name for name in fields if name != "kSources"] == [
+            name for name, _ in struct._fields_
+        ]
 
 
 def test_a_block_costs_what_its_tier_costs():
@@ -261,4 +271,4 @@ def test_a_block_costs_what_its_tier_costs():
     placed = short.cheapest(asked, held, LoadBook(), 1)
     costs = {one.holds.slot.worker_id: one.cost_s for one in placed}
     assert costs[slots[2].worker_id] == pytest.approx(costs[slots[3].worker_id])
-    assert [giver.blocks for giver in short.givers(held)] == [60, 60]
+    assert [source.blocks for source in short.sources(held)] == [60, 60]

@@ -35,7 +35,7 @@ class FakeLink(WorkerLink):
         self.unary: list[pb.Submission] = []
         slot = Slot(record_of(worker_id, "fake", worker_id.split("-")[0]))
         gateway.workers._slots[worker_id] = slot
-        slot.on_change = partial(gateway.workers._tell, worker_id)
+        slot.on_change = partial(gateway.workers._note_change, worker_id)
         slot.link = self
 
     def start(self) -> None:

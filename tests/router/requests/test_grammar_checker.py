@@ -114,7 +114,7 @@ async def test_tenants_take_turns_and_a_full_line_is_the_tenants_own(make_checke
 async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(vocabulary, make_checker):
     checker = make_checker()
     checker._vocabulary = lambda: "not a vocabulary"
-    with pytest.raises(UnavailableError, match="cannot be tried"):
+    with pytest.raises(UnavailableError, match="cannot be compiled"):
         await checker.check("guided_regex", "regex", "a+")
     checker._vocabulary = lambda: vocabulary
     assert await checker.check("guided_regex", "regex", "a+")
@@ -178,7 +178,7 @@ REFUSED = [
     ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_grammar": "start: b"}, "guided_grammar", "unknown name"),
     ({"guided_grammar": 'root ::= "a'}, "guided_grammar", "at line 1"),
-    ({"guided_regex": "x" * (MAX_SOURCE_CHARACTERS + 1)}, "guided_regex", "at most 262144"),
+    ({"guided_regex": "x" * (MAX_SOURCE_CHARACTERS + 1)}, "guided_regex", "the limit is 262144"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
     ({"guided_choice": []}, "guided_choice", "at least 1 item"),
     (

@@ -14,7 +14,7 @@ from baton.types.block_hashes import block_hashes
 from baton.wire.capability import refusal
 from baton.wire.fleet_token import FleetToken
 from baton.wire.requests import prefix_request_id
-from router.routing.watch.stories import story_of
+from router.routing.watch.request_reports import report_of
 from tests.router.requests.fake_links import FakeLink, fake_gateway, request, run
 
 PROMPT = tuple(range(1000))
@@ -137,7 +137,7 @@ async def test_who_is_near_is_named_first_and_then_who_has_more(unlike):
         assert (source.incarnation, source.address) == (holder.incarnation, holder.address)
         pull = (prefix_request_id("r", number), holder.incarnation, idle.incarnation)
         assert refusal(source.capability, TOKEN, *pull, time.time()) == ""
-    told = story_of(gateway.kept, "r")["prefix_from"]
+    told = report_of(gateway.kept, "r")["prefix_from"]
     assert told == [
         {"worker_id": "decode-0", "blocks": NEAR // 16},
         {"worker_id": "decode-1", "blocks": FAR // 16},
@@ -145,14 +145,14 @@ async def test_who_is_near_is_named_first_and_then_who_has_more(unlike):
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-async def test_a_giver_that_is_dead_is_no_link(unlike, gone):
+async def test_a_dead_source_is_no_link(unlike, gone):
     gateway, *_, idle = unlike
     unlike[1 + gone].live = False
     sent = submission(gateway, idle)
     assert sent.prefix.worker_id == f"decode-{1 - gone}" and not sent.prefix_then
 
 
-async def test_what_a_giver_will_only_have_soon_is_not_asked_of_it(unlike):
+async def test_blocks_that_a_source_will_have_soon_are_not_pulled(unlike):
     gateway, _, far, idle = unlike
     gateway.prefix_index.forget(far.incarnation)
     seed = gateway._placer.hash_seed(request(), far.capabilities)

@@ -117,7 +117,7 @@ async def test_runs_of_unknown_requests_are_answered_with_one_cancel(one):
     assert len(one.link.sent("cancel")) == 2, "the first one may have been lost"
 
 
-async def test_an_older_attempt_is_called_off_where_it_runs(one):
+async def test_an_older_attempt_is_cancelled_where_it_runs(one):
     """Defect 6: a long prompt that overtook its resume ran beside the second attempt."""
     other = FakeLink(one.gateway, "decode-1")
     error = common.Error(code="unavailable", message="does not hold it", retryable=True)
@@ -131,18 +131,18 @@ async def test_an_older_attempt_is_called_off_where_it_runs(one):
     assert one.record.choices[0].token_ids == IDS
 
 
-async def test_a_prefill_asked_for_by_an_unknown_request_is_called_off(one):
+async def test_a_prefill_asked_for_by_an_unknown_request_is_cancelled(one):
     needed = pb.PrefillNeeded(request_id="who", attempt=1)
     one.link.say(prefill_needed=[needed])
     one.link.say(prefill_needed=[needed])
     assert [c.request_id for c in one.link.sent("cancel")] == ["who"]
 
 
-async def test_what_was_called_off_is_remembered_within_bounds(one, monkeypatch):
-    monkeypatch.setattr(stream_repair, "_KEPT_STRANGERS", 4)
+async def test_what_was_cancelled_is_remembered_within_bounds(one, monkeypatch):
+    monkeypatch.setattr(stream_repair, "_KEPT_CANCELS", 4)
     for number in range(9):
         one.link.say(tokens=[run(0, [7], request_id=f"who-{number}")])
-    assert len(one.gateway._stream_repair._called_off) == 4
+    assert len(one.gateway._stream_repair._cancelled) == 4
 
 
 async def test_a_cancel_that_a_broken_stream_may_have_lost_is_said_again(one):

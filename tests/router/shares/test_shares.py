@@ -31,7 +31,7 @@ def windows(*demands: RouterDemand, total: int = TOTAL) -> list[int]:
     for index, own in enumerate(demands):
         shares = Shares()
         others = {str(i): other for i, other in enumerate(demands) if i != index}
-        shares.hear(own, others, 0)
+        shares.update(own, others, 0)
         found.append(shares.window(total))
     return found
 
@@ -41,7 +41,7 @@ def windows(*demands: RouterDemand, total: int = TOTAL) -> list[int]:
 
 def test_alone_all_is_its_own():
     shares = Shares()
-    shares.hear(demand(a=(5, 500)), {}, 0)
+    shares.update(demand(a=(5, 500)), {}, 0)
     assert (shares.window(TOTAL), shares.queue_limit(100)) == (TOTAL, 100)
 
 
@@ -78,12 +78,12 @@ def test_together_they_keep_to_the_limit(tenants):
 
 def test_who_is_silent_is_not_counted_and_later_named():
     shares, busy = Shares(), demand(a=(0, 500))
-    shares.hear(busy, {"x": demand(b=(0, 500))}, 0)
+    shares.update(busy, {"x": demand(b=(0, 500))}, 0)
     assert shares.window(TOTAL) == 32
-    shares.hear(busy, {"x": demand(b=(0, 500))}, SILENT_NS)
+    shares.update(busy, {"x": demand(b=(0, 500))}, SILENT_NS)
     assert shares.window(TOTAL) == 64
     assert shares.gone(20 * SILENT_NS) == ["x"]
-    shares.hear(busy, {"x": demand(beat=2, b=(0, 500))}, SILENT_NS + MS)
+    shares.update(busy, {"x": demand(beat=2, b=(0, 500))}, SILENT_NS + MS)
     assert shares.window(TOTAL) == 32
     shares.alone()
     assert shares.window(TOTAL) == 64
@@ -91,9 +91,9 @@ def test_who_is_silent_is_not_counted_and_later_named():
 
 def test_the_queue_is_shared_and_a_full_one_elsewhere_leaves_a_part():
     shares = Shares()
-    shares.hear(demand(), {"x": demand(queued=30)}, 0)
+    shares.update(demand(), {"x": demand(queued=30)}, 0)
     assert shares.queue_limit(100) == 70
-    shares.hear(demand(), {"x": demand(beat=2, queued=100)}, 0)
+    shares.update(demand(), {"x": demand(beat=2, queued=100)}, 0)
     assert shares.queue_limit(100) == 50
     queue = Admission(100)
     queue.limit = 1
@@ -155,7 +155,7 @@ def test_tenants_are_served_alike_over_all_routers_and_the_window_holds(loads):
             if now_ms % 200 == i * 60:
                 told[i] = router.told()
                 others = {str(k): it for k, it in told.items() if k != i}
-                for tenant, tokens in router.shares.hear(told[i], others, now_ms * MS).items():
+                for tenant, tokens in router.shares.update(told[i], others, now_ms * MS).items():
                     router.queue.served_elsewhere(tenant, tokens)
         if now_ms >= 15_000:
             most.append(sum(router.queue.running for router in routers))

@@ -49,7 +49,7 @@ PLANTED = {
             moves=("worker leaving", "worker lost"),
             stalls_s=(1.8, 0.02, 0.02),
         ),
-        ["1.80 s", "decode-0 took it over", "2 moves", "worker lost"],
+        ["1.80 s", "decode-0 resumed it", "2 migrations", "worker lost"],
     ),
     "preempted": (
         facts(2.5, {"decode": 2.3}, preemptions=2, stalls_s=(1.8, 0.3, 0.02)),
@@ -84,7 +84,7 @@ PLANTED = {
     "slow_client": (facts(5.0, {"delivery": 4.5}), ["4.50 s", "client"]),
     "tokenize": (facts(1.0, {"tokenize": 0.6}), ["0.60 s", "tokenizing"]),
     "unattributed": (facts(1.0, {"unattributed": 0.6}), ["0.60 s", "network"]),
-    "nothing_slow": (facts(), ["0.40 s in all", "0.30 s of it writing 16 tokens"]),
+    "nothing_slow": (facts(), ["0.40 s in total", "0.30 s of it generating 16 tokens"]),
 }
 
 

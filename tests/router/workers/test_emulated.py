@@ -41,8 +41,12 @@ async def test_a_real_fleet_bears_no_such_label(make_fleet) -> None:
 @pytest.mark.parametrize(
     ("fleets", "alien", "said"),
     [
-        ("", EMULATED, "its engine is emulated (epyc-135m), this fleet's are real"),
-        ("epyc-135m", "exact/bf16", "its engine is real, this fleet's are emulated (epyc-135m)"),
+        ("", EMULATED, "its engine is emulated (epyc-135m), the engines of this fleet are real"),
+        (
+            "epyc-135m",
+            "exact/bf16",
+            "its engine is real, the engines of this fleet are emulated (epyc-135m)",
+        ),
         ("epyc-135m", "emulated/h100-70b", "its engine is emulated (h100-70b)"),
     ],
 )

@@ -163,7 +163,7 @@ async def test_an_older_record_with_another_address_never_hangs_up_a_live_stream
 
 async def test_an_older_record_counts_when_the_later_life_is_dead_for_long(worker, monkeypatch):
     """A controller that lost its memory counts lives from one again: it is not ignored for ever."""
-    monkeypatch.setattr("router.routing.workers.table.BELIEVE_OLDER_S", 0.2)
+    monkeypatch.setattr("router.routing.workers.table.TRUST_OLDER_AFTER_S", 0.2)
     record = msgspec.structs.replace(record_of("decode-0", worker.address), epoch=3)
     directory = StaticDirectory([record])
     async with running(directory) as (table, _):

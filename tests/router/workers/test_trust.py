@@ -50,7 +50,7 @@ async def test_a_worker_that_is_not_trusted_is_named_with_the_reason(
         fleet.directory.put(record_of("decode-0", worker.address, "decode"))
         links = fleet.router.gateway.workers
         await until(lambda: any(slot.refusal for slot in links))
-        told = "not one of this fleet" if wrong == "another CA" else "it speaks plain text"
+        told = "not valid for this fleet" if wrong == "another CA" else "it uses plain text"
         assert told in (await shown(fleet))["refused"]
         assert caplog.text.count(told) == 1, "once, though it is tried again and again"
         assert (await fleet.complete()).status_code == 503

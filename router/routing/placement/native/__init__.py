@@ -1,1 +1,1 @@
-"""The block table in C++: compiled at the first start, optional, and equal to the plain one."""
+"""Block table and pricing in C++: compiled at the first start, optional, equal to Python."""

@@ -1,6 +1,6 @@
-// Names of a prompt's blocks: keyed BLAKE2b-128 over (parent, tokens), as baton/types/block_hashes.py
-// says and hashlib computes. A block of 16 tokens is one compression behind the key's, which is the
-// same for all.
+// Hashes of a prompt's blocks: keyed BLAKE2b-128 over (parent, tokens), as specified in
+// baton/types/block_hashes.py and computed by hashlib. A block of 16 tokens takes one compression
+// after the key's, which is the same for all.
 
 #include <cstdint>
 #include <cstring>
@@ -39,7 +39,7 @@ void mix(uint64_t& a, uint64_t& b, uint64_t& c, uint64_t& d, uint64_t x, uint64_
   b = turned(b ^ c, 63);
 }
 
-// `bytes` so far, this block included; little-endian machines only, as all that run Baton.
+// `bytes` is the total with this block. Little-endian only, like all machines that run Baton.
 void compress(uint64_t state[8], const uint8_t block[kBlockBytes], uint64_t bytes, bool last) {
   uint64_t word[16], v[16];
   std::memcpy(word, block, sizeof word);
@@ -49,7 +49,7 @@ void compress(uint64_t state[8], const uint8_t block[kBlockBytes], uint64_t byte
   }
   v[12] ^= bytes;
   if (last) v[14] = ~v[14];
-#pragma GCC unroll 12  // the order of the words is then known when this is compiled
+#pragma GCC unroll 12  // so that the compiler knows the order of the words
   for (int round = 0; round < kRounds; ++round) {
     const uint8_t* at = kOrder[round % 10];
     mix(v[0], v[4], v[8], v[12], word[at[0]], word[at[1]]);

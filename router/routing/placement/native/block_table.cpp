@@ -1,8 +1,8 @@
-// Which workers hold which blocks; see block_table.py beside this folder, which says what it does.
+// Table of the workers that have each block; block_table.py beside this folder is the specification.
 //
 // 2048 parts, each an open-addressed table with linear probing, so that growing moves a 2048th of
 // everything at a time. A block is one entry of 32 bytes: its whole hash, and up to seven workers.
-// A block that more workers hold has a bit set of workers beside the table.
+// A block that more workers have gets a bit set of workers outside the table.
 
 #include <algorithm>
 #include <cstdint>
@@ -19,13 +19,13 @@ constexpr int kPartsOfASweep = kParts / 256;  // see PARTS of block_table.py
 constexpr int kInline = 7;
 constexpr uint16_t kInSet = 0xFFFF;
 constexpr uint64_t kFirstSlots = 8;
-constexpr int kAhead = 8;  // blocks of a batch whose entries are fetched before they are needed
-constexpr uint64_t kFirstLook = 4, kLongestLook = 32;  // blocks of a prompt that are found at once
+constexpr int kAhead = 8;  // blocks of a batch whose entries are prefetched
+constexpr uint64_t kFirstLook = 4, kLongestLook = 32;  // blocks of a prompt per lookup
 constexpr uint32_t kSetsOfAChunk = 256;
 
 struct Entry {
   uint64_t low, high;
-  uint16_t workers[kInline];  // with kInSet: the first two are the number of a set
+  uint16_t workers[kInline];  // with kInSet: the first two hold the number of a set
   uint16_t count;             // 0: an empty slot
 };
 static_assert(sizeof(Entry) == 32, "two in a cache line");
@@ -33,18 +33,18 @@ static_assert(sizeof(Entry) == 32, "two in a cache line");
 struct Part {
   Entry* slots = nullptr;
   uint64_t mask = 0, used = 0;
-  uint64_t share = 128;  // of 256 slots, so many are used before it grows
+  uint64_t share = 128;  // used slots of 256 above which it grows
 };
 
 struct Table {
   Part parts[kParts];
-  std::vector<std::unique_ptr<uint64_t[]>> chunks;  // of sets, `words` each: none moves when more come
+  std::vector<std::unique_ptr<uint64_t[]>> chunks;  // of sets, `words` each; sets never move
   uint32_t sets = 0;
   std::vector<uint32_t> free_sets;
   uint32_t words;
   uint64_t blocks = 0;
 
-  // The parts fill evenly; that they do not all grow at one time, each has a share of its own.
+  // The parts fill evenly. Different shares prevent that all of them grow at one time.
   explicit Table(uint32_t workers) : words((workers + 63) / 64) {
     for (int i = 0; i < kParts; ++i) parts[i].share = 128 + i * 80 / kParts;
   }
@@ -85,7 +85,7 @@ Hash hash_at(const uint8_t* hashes, uint64_t index) {
   return hash;
 }
 
-// Hashes are uniform, but who says so may be wrong: all of their bits choose the slot.
+// Workers may send hashes that are not uniform, so all bits choose the slot.
 uint64_t mixed(Hash hash) {
   return (hash.low ^ hash.high * 0x9E3779B97F4A7C15ull) * 0xD6E8FEB86659FD93ull;
 }
@@ -129,7 +129,7 @@ bool grow(Part& part) {
   return true;
 }
 
-// Close the gap behind a removed entry, so that no probe ends too early.
+// Close the gap of a removed entry, so that no probe ends too early.
 void erase(Part& part, Entry* gone) {
   uint64_t hole = static_cast<uint64_t>(gone - part.slots);
   for (uint64_t at = (hole + 1) & part.mask; part.slots[at].count != 0; at = (at + 1) & part.mask) {
@@ -150,7 +150,7 @@ bool holds(Table* table, Entry* entry, uint32_t worker) {
   return false;
 }
 
-// 1: added; 0: held already; -1: no memory.
+// Return 1 if added, 0 if present, -1 without memory.
 int add(Table* table, Hash hash, uint32_t worker) {
   Part& part = part_of(table, hash);
   Entry* entry = find(part, hash);
@@ -217,7 +217,7 @@ bool remove(Table* table, Hash hash, uint32_t worker) {
   return true;
 }
 
-// Take the workers of `gone` out of an entry; whether nobody is left.
+// Remove the workers in `gone` from an entry; return whether none is left.
 bool without(Table* table, Entry* entry, const uint64_t* gone) {
   if (entry->count == kInSet) {
     uint64_t* set = table->set_of(*entry);
@@ -244,8 +244,8 @@ void fetch_set(Table* table, const Entry& entry) {
   for (uint32_t word = 0; word < table->words; word += 8) __builtin_prefetch(set + word);
 }
 
-// The workers of a block's entries, one from each table or none, as a set: mostly one of the tables'
-// own, which need not be copied, else in `gathered`.
+// Return the workers of a block's entries (at most one per table) as a set: usually a table's own
+// set without a copy, otherwise `gathered`.
 const uint64_t* holders(Table** tables, uint32_t tables_count, const Entry* const* entries,
                         std::vector<uint64_t>& gathered) {
   size_t words = gathered.size();
@@ -282,7 +282,7 @@ Table* baton_blocks_new(uint32_t workers) { return new (std::nothrow) Table(work
 
 void baton_blocks_delete(Table* table) { delete table; }
 
-// Room for more workers: every set becomes longer.
+// Make room for more workers: every set becomes longer.
 void baton_blocks_widen(Table* table, uint32_t workers) {
   uint32_t words = (workers + 63) / 64;
   if (words <= table->words) return;
@@ -304,7 +304,7 @@ uint64_t baton_blocks_bytes(Table* table) {
   return bytes;
 }
 
-// Both return how many blocks changed hands, and fold those into `checksum`.
+// Both return the number of changed blocks, and fold them into `checksum`.
 uint64_t baton_blocks_add(Table* table, const uint8_t* hashes, uint64_t count, uint32_t worker,
                           uint64_t most, uint64_t* checksum) {
   uint64_t added = 0;
@@ -333,11 +333,11 @@ uint64_t baton_blocks_remove(Table* table, const uint8_t* hashes, uint64_t count
   return removed;
 }
 
-// For each worker of `live` that holds the first block in one of the tables: how many it holds from
-// there on. Returns how many workers that are.
+// Find for each worker of `live` that has the first block how many leading blocks it has, in any of
+// the tables. Return the number of those workers.
 //
-// A look waits for memory, so several blocks are looked for at once: while the entries of some are
-// read, those of the next are on their way, and so are the sets that they name.
+// A lookup waits for memory, so several blocks are looked up at once: while the entries of some are
+// read, those of the next, and their sets, are being fetched.
 uint32_t baton_blocks_match(Table** tables, uint32_t tables_count, const uint8_t* hashes,
                             uint64_t count, const uint64_t* live, uint32_t words,
                             uint16_t* workers, uint32_t* lengths) {
@@ -387,7 +387,7 @@ uint32_t baton_blocks_match(Table** tables, uint32_t tables_count, const uint8_t
   return found;
 }
 
-// Take the workers of `gone` out of some of 256 parts, each of which is several of ours.
+// Remove the workers in `gone` from some of 256 parts, each of which is several of ours.
 void baton_blocks_sweep(Table* table, const uint64_t* gone, uint32_t first, uint32_t count) {
   uint32_t end = (first + count) * kPartsOfASweep;
   for (uint32_t number = first * kPartsOfASweep; number < end && number < kParts; ++number) {
@@ -395,14 +395,14 @@ void baton_blocks_sweep(Table* table, const uint64_t* gone, uint32_t first, uint
     for (uint64_t at = 0; part.slots != nullptr && at <= part.mask;) {
       Entry* entry = &part.slots[at];
       if (entry->count != 0 && without(table, entry, gone))
-        drop_entry(table, part, entry);  // another one may be here now
+        drop_entry(table, part, entry);  // another one may be in this slot now
       else
         ++at;
     }
   }
 }
 
-// The hashes that a worker holds, as far as `room` goes; returns how many there are.
+// List the hashes of a worker, at most `room`; return their number.
 uint64_t baton_blocks_list(Table* table, uint32_t worker, uint8_t* hashes, uint64_t room) {
   uint64_t found = 0;
   for (Part& part : table->parts)

@@ -1,4 +1,4 @@
-"""Compiles what is here once per machine, and loads it; ``BATON_NATIVE=0`` does without."""
+"""Compiles the C++ code once per machine, and loads it, unless ``BATON_NATIVE=0``."""
 
 import ctypes
 import functools
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton.engine.compiled import Functions, compiled, declared
 
-# No contraction: prices are to have the bits that Python's have.
+# No contraction: prices must have the same bits as in Python.
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-w", "-ffp-contract=off")
 _SOURCES = ("block_names.cpp", "block_table.cpp", "pricing.cpp")
 _POINTER = ctypes.c_void_p
@@ -45,12 +45,12 @@ _FUNCTIONS: Functions = {
         ),
     ),
 }
-"""Result and arguments of what the library exports."""
+"""Result and arguments of each exported function."""
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library; None where it cannot be had."""
+    """Return the library; None if it is disabled or cannot be compiled."""
     if os.environ.get("BATON_NATIVE") == "0":
         return None
     try:

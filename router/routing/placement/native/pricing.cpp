@@ -9,28 +9,32 @@
 
 namespace {
 
-enum Column {
-  kQueuedTokens, kQueuedContext, kStreams, kAnswering, kRoomBlocks, kTotalBlocks, kTokenS, kContextS,
-  kStepS, kBlockBytes, kBlockTokens, kFormat, kIsDecode, kUnmeasured, kColumns
-};
-
-constexpr int kPaired = 6, kGivers = 4, kLinks = 3;
+constexpr int kPaired = 6, kSources = 4, kLinks = 3;
 constexpr double kClearlyFaster = 2.0;
 
-struct Prompt {
-  double own_s, compute_s;
+// Report of one worker; `Row` in pricing.py has the same fields.
+struct BatonRow {
+  double queued_tokens, queued_context, streams, answering;
+  double room_blocks, total_blocks, token_s, context_s;
+  double step_s, block_bytes, block_tokens, format;
+  double is_decode, unmeasured_bytes_per_s;
 };
 
-struct Answer {
-  double with_adapter_s, own_s, lacking_bytes;
+// One prompt and the constants of cost.py; `Prompt` in pricing.py has the same fields.
+struct BatonPrompt {
+  double prompt_tokens, expected_tokens, choices, moves_kv;
+  double crowding_prefill, crowding_decode;
+  double prefill_overhead_s, edge_overhead_s, step_share, exposed_share;
+  double pull_overhead_s, sources;
+  double source_blocks[kSources];  // that each source has, the largest first
 };
 
-struct Best {  // the smallest few, in the order of their arrival where equal
+struct Best {  // the smallest few; equal ones in the order of their arrival
   double own_s[kPaired];
   int32_t worker[kPaired];
   int count = 0;
 
-  void offer(double value, int32_t who) {
+  void offer(double value, int32_t candidate) {
     if (count == kPaired && value >= own_s[count - 1]) return;
     int at = count < kPaired ? count++ : count - 1;
     for (; at > 0 && own_s[at - 1] > value; --at) {
@@ -38,7 +42,7 @@ struct Best {  // the smallest few, in the order of their arrival where equal
       worker[at] = worker[at - 1];
     }
     own_s[at] = value;
-    worker[at] = who;
+    worker[at] = candidate;
   }
 };
 
@@ -46,12 +50,12 @@ struct Computed {
   double tokens, seconds;
 };
 
-// Tokens to compute behind so many blocks, and how long that takes.
-Computed compute(const double* row, double prompt_tokens, double overhead_s, double held_blocks) {
-  double held = held_blocks * row[kBlockTokens], most = prompt_tokens - 1;
+// Tokens to compute after the held blocks, and the time for them.
+Computed compute(const BatonRow* row, double prompt_tokens, double overhead_s, double held_blocks) {
+  double held = held_blocks * row->block_tokens, most = prompt_tokens - 1;
   double known = held < most ? held : most, tokens = prompt_tokens - known;
   double context = tokens * (known + prompt_tokens - 1) / 2;  // tokens before each, in all
-  return {tokens, overhead_s + (tokens * row[kTokenS] + context * row[kContextS])};
+  return {tokens, overhead_s + (tokens * row->token_s + context * row->context_s)};
 }
 
 double whole_up(double value, double by) { return std::ceil(value / by); }
@@ -60,46 +64,37 @@ double whole_up(double value, double by) { return std::ceil(value / by); }
 
 extern "C" {
 
-// What one prompt asks; the figures of cost.py.
-struct BatonAsked {
-  double prompt_tokens, expected_tokens, choices, moves_kv;
-  double crowding_prefill, crowding_decode;
-  double prefill_overhead_s, edge_overhead_s, step_share, exposed_share;
-  double pull_overhead_s, givers;
-  double given_blocks[kGivers];  // to be had from each other worker, the most first
-};
-
 struct BatonPulled {
-  double wire_s, rest_s;  // the rest is computed; infinite where nobody has what is lacking
+  double wire_s, rest_s;  // the rest is computed; infinite if no chain is worth it
 };
 
-// What chain.py finds: the cheapest way to bring blocks behind `held`, as the whole prompt then takes.
-// `pulls` says whether any edge was measured, then bytes/s from each giver; 0: as is usual.
-static BatonPulled baton_pull(const double* row, const BatonAsked* asked, const double* pulls, double held,
+// The chain of chain.py that brings blocks after `held` and makes the whole prompt cheapest.
+// `pulls` is 1 if any edge was measured, followed by bytes/s from each source; 0: the usual rate.
+static BatonPulled baton_pull(const BatonRow* row, const BatonPrompt* prompt, const double* pulls, double held,
                               double compute_s) {
-  double blocks[kGivers], link_rate[kGivers], least_s[kGivers];
-  int ends = 0, givers = static_cast<int>(asked->givers);
-  if (pulls[0] == 0 && givers > 1) givers = 1;  // nobody is faster than the one with most
-  for (int k = 0; k < givers; ++k) {
-    double rate = pulls[0] != 0 && pulls[1 + k] != 0 ? pulls[1 + k] : row[kUnmeasured];
-    if (!(asked->given_blocks[k] > held) || (ends > 0 && !(rate > link_rate[ends - 1] * kClearlyFaster))) continue;
-    blocks[ends] = asked->given_blocks[k];
+  double blocks[kSources], link_rate[kSources], least_s[kSources];
+  int ends = 0, sources = static_cast<int>(prompt->sources);
+  if (pulls[0] == 0 && sources > 1) sources = 1;  // none is faster than the one with most
+  for (int k = 0; k < sources; ++k) {
+    double rate = pulls[0] != 0 && pulls[1 + k] != 0 ? pulls[1 + k] : row->unmeasured_bytes_per_s;
+    if (!(prompt->source_blocks[k] > held) || (ends > 0 && !(rate > link_rate[ends - 1] * kClearlyFaster))) continue;
+    blocks[ends] = prompt->source_blocks[k];
     link_rate[ends] = rate;
     ++ends;
   }
   auto link_s = [&](int end, double before) {
-    return asked->pull_overhead_s + (blocks[end] - before) * row[kBlockBytes] / link_rate[end];
+    return prompt->pull_overhead_s + (blocks[end] - before) * row->block_bytes / link_rate[end];
   };
   for (int end = 0; end < ends; ++end) least_s[end] = link_s(end, held);
   for (int link = 1; link < (kLinks < ends ? kLinks : ends); ++link)
-    for (int end = 0; end < ends; ++end)  // those behind `end` have one link less, still
+    for (int end = 0; end < ends; ++end)  // those after `end` still have one link less
       for (int before = end + 1; before < ends; ++before) {
         double seconds = least_s[before] + link_s(end, blocks[before]);
         if (seconds < least_s[end]) least_s[end] = seconds;
       }
   BatonPulled best = {0, INFINITY};
   for (int end = 0; end < ends; ++end) {
-    double rest_s = compute(row, asked->prompt_tokens, asked->prefill_overhead_s, blocks[end]).seconds;
+    double rest_s = compute(row, prompt->prompt_tokens, prompt->prefill_overhead_s, blocks[end]).seconds;
     if (least_s[end] + rest_s < compute_s) {
       compute_s = least_s[end] + rest_s;
       best = {least_s[end], rest_s};
@@ -108,13 +103,13 @@ static BatonPulled baton_pull(const double* row, const BatonAsked* asked, const 
   return best;
 }
 
-// For each worker: what it costs alone, and the two halves of what it would cost in a pair.
-// `halves` gets, for each format, six prefill and six decode workers, -1 where there are fewer.
-// `tiers` has, for each, how many blocks it can have without computing, and how long that takes;
-// `pulls` what is known of the edges from the givers to it (baton_pull).
-// Workers are looked at from `first` on, so that among equals not always the same are paired. Where
-// `again` names some, only these are priced, and the others' prices are those of the call before.
-void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* asked,
+// Computes for each worker the cost alone, and the two halves of the cost in a pair.
+// `halves` gets, for each format, six prefill and six decode workers, -1 if there are fewer.
+// `tiers` has, for each worker, the blocks in pool and tiers, and the time to bring them back;
+// `pulls` has the measured edges from the sources to it (baton_pull).
+// The scan begins at `first`, so that among equals not always the same are paired. If `again` names
+// workers, only these are priced, and the others keep their prices of the previous call.
+void baton_price_workers(const BatonRow* rows, uint32_t count, const BatonPrompt* prompt,
                          const double* booked, const double* cached, const double* tiers, const double* pulls,
                          int32_t avoid, uint32_t first, uint32_t formats, double* alone_s, double* prompts, double* answers,
                          int32_t* halves, const int32_t* again, uint32_t again_count) {
@@ -124,20 +119,20 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
       alone_s[i] = INFINITY;
       continue;
     }
-    const double* row = rows + static_cast<size_t>(i) * kColumns;
+    const BatonRow* row = rows + i;
     const double* more = booked + static_cast<size_t>(i) * 3;
-    double token_s = row[kTokenS], context_s = row[kContextS], step_s = row[kStepS];
-    double streams = row[kStreams] + more[2];
-    double delayed = row[kAnswering] + more[2];
-    if (streams < 0) streams = 0;  // more have ended than the report showed
+    double token_s = row->token_s, context_s = row->context_s, step_s = row->step_s;
+    double streams = row->streams + more[2];
+    double delayed = row->answering + more[2];
+    if (streams < 0) streams = 0;  // more ended than the report showed
     if (delayed < 0) delayed = 0;
 
-    double queue_s = (row[kQueuedTokens] + more[0]) * token_s + (row[kQueuedContext] + more[1]) * context_s;
-    double compute_s = compute(row, asked->prompt_tokens, asked->prefill_overhead_s, cached[i]).seconds;
+    double queue_s = (row->queued_tokens + more[0]) * token_s + (row->queued_context + more[1]) * context_s;
+    double compute_s = compute(row, prompt->prompt_tokens, prompt->prefill_overhead_s, cached[i]).seconds;
     double bring_s = 0, held = cached[i], in_tiers = tiers[2 * static_cast<size_t>(i)];
     if (in_tiers > held) {
       double tier_s = tiers[2 * static_cast<size_t>(i) + 1];
-      double rest_s = compute(row, asked->prompt_tokens, asked->prefill_overhead_s, in_tiers).seconds;
+      double rest_s = compute(row, prompt->prompt_tokens, prompt->prefill_overhead_s, in_tiers).seconds;
       if (tier_s + rest_s < compute_s) {
         compute_s = rest_s;
         bring_s = tier_s;
@@ -145,28 +140,28 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
       }
     }
     double pull_s = 0;
-    if (asked->givers > 0 && asked->given_blocks[0] > held) {
-      BatonPulled pulled = baton_pull(row, asked, pulls + static_cast<size_t>(i) * (1 + kGivers), held, compute_s);
+    if (prompt->sources > 0 && prompt->source_blocks[0] > held) {
+      BatonPulled pulled = baton_pull(row, prompt, pulls + static_cast<size_t>(i) * (1 + kSources), held, compute_s);
       if (pulled.rest_s < INFINITY) {
         compute_s = pulled.rest_s;
         pull_s = pulled.wire_s > queue_s ? pulled.wire_s - queue_s : 0;
       }
     }
     double delays_s = compute_s * delayed;
-    double crowding = row[kIsDecode] != 0 ? asked->crowding_decode : asked->crowding_prefill;
+    double crowding = row->is_decode != 0 ? prompt->crowding_decode : prompt->crowding_prefill;
     double crowding_s = compute_s * crowding;
     double prompt_own_s = queue_s + bring_s + pull_s + compute_s + delays_s + crowding_s;
 
-    double marginal_s = step_s * asked->step_share;
-    double decode_s = asked->expected_tokens * (step_s + marginal_s * streams);
-    double slows_s = asked->expected_tokens * marginal_s * streams * asked->choices;
-    double blocks = whole_up(asked->prompt_tokens + asked->choices * asked->expected_tokens, row[kBlockTokens]);
-    double lacking = blocks - cached[i] - row[kRoomBlocks];
+    double marginal_s = step_s * prompt->step_share;
+    double decode_s = prompt->expected_tokens * (step_s + marginal_s * streams);
+    double slows_s = prompt->expected_tokens * marginal_s * streams * prompt->choices;
+    double blocks = whole_up(prompt->prompt_tokens + prompt->choices * prompt->expected_tokens, row->block_tokens);
+    double lacking = blocks - cached[i] - row->room_blocks;
     if (lacking < 0) lacking = 0;
-    double total = row[kTotalBlocks] > 1 ? row[kTotalBlocks] : 1;
-    double room_s = lacking / total * asked->expected_tokens * step_s;
-    double lacks = whole_up(asked->prompt_tokens, row[kBlockTokens]) - cached[i];
-    double lacking_bytes = asked->moves_kv != 0 && lacks > 0 ? lacks * row[kBlockBytes] : 0;
+    double total = row->total_blocks > 1 ? row->total_blocks : 1;
+    double room_s = lacking / total * prompt->expected_tokens * step_s;
+    double lacks = whole_up(prompt->prompt_tokens, row->block_tokens) - cached[i];
+    double lacking_bytes = prompt->moves_kv != 0 && lacks > 0 ? lacks * row->block_bytes : 0;
     double answer_s = room_s + decode_s + slows_s;
 
     alone_s[i] = prompt_own_s + answer_s;
@@ -179,10 +174,10 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
   for (uint32_t step = 0; step < count; ++step) {
     uint32_t i = first + step < count ? first + step : first + step - count;
     if (static_cast<int32_t>(i) == avoid) continue;
-    const double* row = rows + static_cast<size_t>(i) * kColumns;
-    Best* halves_of = &best[2 * static_cast<uint32_t>(row[kFormat])];
-    double wire_s = answers[2 * i + 1] / row[kUnmeasured] * asked->exposed_share;
-    if (row[kIsDecode] == 0)
+    const BatonRow* row = rows + i;
+    Best* halves_of = &best[2 * static_cast<uint32_t>(row->format)];
+    double wire_s = answers[2 * i + 1] / row->unmeasured_bytes_per_s * prompt->exposed_share;
+    if (row->is_decode == 0)
       halves_of[0].offer(prompts[2 * i], static_cast<int32_t>(i));
     else
       halves_of[1].offer(answers[2 * i] + wire_s, static_cast<int32_t>(i));
@@ -192,9 +187,9 @@ void baton_price_workers(const double* rows, uint32_t count, const BatonAsked* a
       halves[half * kPaired + k] = k < best[half].count ? best[half].worker[k] : -1;
 }
 
-// The cheapest `most` placements: (computes, holds, cost). Equal numbers: one worker does both.
+// Finds the cheapest `most` placements: (computes, holds, cost). One worker may do both.
 // `rates` has the measured bytes/s of the pairs of each format, row by row; 0: not measured.
-uint32_t baton_price_cheapest(const double* rows, uint32_t count, const BatonAsked* asked,
+uint32_t baton_price_cheapest(const BatonRow* rows, uint32_t count, const BatonPrompt* prompt,
                               uint32_t first, uint32_t formats, int32_t alone, int32_t pairs,
                               const double* alone_s, const double* prompts, const double* answers,
                               const int32_t* halves, const double* rates, uint32_t most,
@@ -223,10 +218,10 @@ uint32_t baton_price_cheapest(const double* rows, uint32_t count, const BatonAsk
         int32_t decode = halves[(2 * format + 1) * kPaired + d];
         if (prefill < 0 || decode < 0) continue;
         double rate = rates[(format * kPaired + p) * kPaired + d];
-        if (rate == 0) rate = rows[static_cast<size_t>(decode) * kColumns + kUnmeasured];
+        if (rate == 0) rate = rows[decode].unmeasured_bytes_per_s;
         double wire_s = answers[2 * decode + 1] / rate;
-        double hidden_s = wire_s - prompts[2 * prefill + 1], exposed_s = wire_s * asked->exposed_share;
-        double transfer_s = asked->edge_overhead_s + (hidden_s > exposed_s ? hidden_s : exposed_s);
+        double hidden_s = wire_s - prompts[2 * prefill + 1], exposed_s = wire_s * prompt->exposed_share;
+        double transfer_s = prompt->edge_overhead_s + (hidden_s > exposed_s ? hidden_s : exposed_s);
         offer(prompts[2 * prefill] + answers[2 * decode] + transfer_s, prefill, decode);
       }
   return found;

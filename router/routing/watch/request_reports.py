@@ -1,4 +1,4 @@
-"""A request's story for operators and its tenant: what is known of it, and why it was slow."""
+"""Request reports for operators and tenants: what is known of a request, and why it was slow."""
 
 import heapq
 from collections.abc import Iterable, Iterator
@@ -16,8 +16,8 @@ from router.routing.watch.why import Facts, why
 Order = Literal["newest", "slowest"]
 
 
-def story(active: ActiveRequest) -> dict[str, Any]:
-    """All that is told of one request. No text, no tokens."""
+def request_report(active: ActiveRequest) -> dict[str, Any]:
+    """Return the report of one request, without text and tokens."""
     facts = facts_of(active)
     cause, sentence, cost_s = why(facts)
     return {
@@ -28,26 +28,23 @@ def story(active: ActiveRequest) -> dict[str, Any]:
     }
 
 
-def story_of(kept: KeptRecords, name: str, tenant: str | None = None) -> dict[str, Any] | None:
-    """The story of a request, or of all parts of a call that are still here; None if unknown.
+def report_of(kept: KeptRecords, name: str, tenant: str | None = None) -> dict[str, Any] | None:
+    """Return the report of a request, or of the kept parts of a call; None if unknown.
 
-    Args:
-        kept: Where to look.
-        name: Of the request or call; or what its client calls it, of which the latest is meant.
-        tenant: Whose requests clients may have named so; None: anybody's.
+    ``name`` may be the client's id, of which the latest is found (of this tenant, if any).
     """
     active = kept.get(name) or next(_named_by_client(kept, name, tenant), None)
     if active is not None:
-        return story(active)
+        return request_report(active)
     parts = kept.parts(name)
     if parts is None:
         return None
     count, active_parts = parts
-    return {"id": name, "requests": count, "parts": [story(part) for part in active_parts]}
+    return {"id": name, "requests": count, "parts": [request_report(part) for part in active_parts]}
 
 
 def _named_by_client(kept: KeptRecords, name: str, tenant: str | None) -> Iterator[ActiveRequest]:
-    """The latest requests first; of a call with several parts only its last one is found."""
+    """Yield the latest requests first; of a call with several parts only the last one is found."""
     for active in kept.newest_first():
         request = active.request
         if name and request.client_id == name and tenant in (None, request.tenant):
@@ -55,7 +52,7 @@ def _named_by_client(kept: KeptRecords, name: str, tenant: str | None) -> Iterat
 
 
 def summary(active: ActiveRequest, now_ns: int) -> dict[str, Any]:
-    """One line of the list of requests; of one that is over it is made once."""
+    """Return one line of the list of requests, cached once the request has ended."""
     made = active.summary or _summary(active)
     if active.observed and active.delivered_ns:
         active.summary = made
@@ -91,15 +88,7 @@ def _summary(active: ActiveRequest) -> dict[str, Any]:
 def latest(
     kept: Iterable[ActiveRequest], now_ns: int, *, tenant: str | None, limit: int, order: Order
 ) -> list[dict[str, Any]]:
-    """The list of requests.
-
-    Args:
-        kept: In the order of their arrival, the latest first.
-        now_ns: What their ages count to.
-        tenant: Whose requests are told; None: everybody's.
-        limit: How many at most.
-        order: ``slowest`` looks at all that are kept, and takes those that took longest.
-    """
+    """Return the newest or slowest kept requests, of one tenant or of all."""
     own = (active for active in kept if tenant is None or active.request.tenant == tenant)
     if order == "slowest":
         chosen = heapq.nlargest(limit, own, key=elapsed_s)
@@ -109,13 +98,13 @@ def latest(
 
 
 def elapsed_s(active: ActiveRequest) -> float:
-    """Arrival to the last byte, or until now."""
+    """Return the time from arrival to the last byte, or until now."""
     end_ns = active.delivered_ns or monotonic_ns()
     return (end_ns - active.request.arrived_ns) / 1e9
 
 
 def facts_of(active: ActiveRequest) -> Facts:
-    """What `why` judges by."""
+    """Return the input of `why`."""
     record = active.record
     times = active.record.times
     over = active.delivered_ns > 0
@@ -167,7 +156,6 @@ def _placed_on(active: ActiveRequest) -> str:
 
 
 def _phases_so_far(active: ActiveRequest) -> dict[str, float]:
-    """Of a request whose last byte is not out: the parts that are over, and the one that runs."""
     record = active.record
     now_ns = monotonic_ns()
     marks = [
@@ -187,7 +175,7 @@ def _phases_so_far(active: ActiveRequest) -> dict[str, float]:
 
 
 def _peers_rate(others: list[WorkerLoad]) -> float:
-    """What other workers do: those of the prefill pool if there are any, else all."""
+    """Return the median rate of other workers: of the prefill pool if there is one, else of all."""
     prefills = [worker.prefill_tokens_per_s for worker in others if worker.role == "prefill"]
     rates = prefills or [worker.prefill_tokens_per_s for worker in others]
     return median(rates) if rates else 0.0
@@ -205,14 +193,13 @@ def _before_first_token(active: ActiveRequest) -> list[tuple[str, int]]:
 
 
 def _repairs_of(active: ActiveRequest) -> tuple[str, ...]:
-    """Of a request that moved, what came later is told by its moves."""
+    """Return repairs; after a migration only those before the first token."""
     moved = bool(active.record.moves)
     timeline = _before_first_token(active) if moved else active.record.timeline
     return tuple(event for event, _ in timeline if _is_repair(event))
 
 
 def _lost_to_repairs_s(active: ActiveRequest) -> float:
-    """From the first placement to the last thing that was repaired before the first token."""
     timeline = _before_first_token(active)
     placed = [at_ns for event, at_ns in timeline if event.startswith("placed on")]
     repaired = [
