@@ -41,7 +41,7 @@ from router.memory import allow_connections, collect_rarely, limit_arenas
 from router.routing.group.group import RouterGroup
 from router.routing.group.member import Member
 from router.routing.placement.index_feed import EventSource
-from router.routing.workers.directory import WorkerDirectory
+from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 

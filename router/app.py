@@ -30,7 +30,7 @@ from router.frontend.openapi.document import describe
 from router.routing.placement.index_feed import EventSource, IndexFeeder
 from router.routing.requests.tickets import TicketFeed, TicketSource
 from router.routing.shares.feed import DemandSource, ShareFeed
-from router.routing.workers.directory import WorkerDirectory
+from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 

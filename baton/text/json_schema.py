@@ -123,7 +123,6 @@ def _has_no_effect(keyword: str, part: Schema) -> bool:
 
 
 def _parts(schema: Any, place: str) -> Iterator[tuple[str, Schema]]:
-    """Yield the schema and all schemas inside it, each with its place."""
     if not isinstance(schema, dict):
         return
     yield place, schema

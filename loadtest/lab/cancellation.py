@@ -78,7 +78,6 @@ def _measure(fleet: Fleet, context: LabContext, count: int) -> list[Cell]:
 
 
 def _wait_idle(fleet: Fleet) -> float:
-    """Wait until the fleet is idle; return the time."""
     until_s = time.monotonic() + _LIMIT_S
     while time.monotonic() < until_s:
         if _left(fleet) == (0, 0):

@@ -134,7 +134,6 @@ def _dequantised(
 
 
 def _values(file: BinaryIO, tensor: GgufTensor, begin: int, size: int) -> npt.NDArray[np.float32]:
-    """Return the values in ``size`` bytes from ``begin`` of a tensor."""
     data = np.empty(size, dtype=np.uint8)
     file.seek(tensor.begin + begin)
     read_fully(file, data.data)

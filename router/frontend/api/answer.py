@@ -354,7 +354,6 @@ class Answer(Exchange):
             await self._write(send, chunks)
 
     def _collect(self) -> bytes:
-        """Return all new tokens as one piece."""
         if len(self._active) == 1 and 0 in self._shown:
             record = self._active[0].record
             if record.is_plain:

@@ -36,7 +36,7 @@ from router.routing.requests.grammar_checker import GrammarChecker
 from router.routing.requests.observer import Observer
 from router.routing.requests.readiness import Prober
 from router.routing.watch.request_log import RequestLog
-from router.routing.workers.directory import WorkerDirectory
+from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 

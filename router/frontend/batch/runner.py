@@ -240,7 +240,6 @@ class _Run:
             await self._save(files)
 
     async def _ask(self, line: LineRequest) -> httpx.Response:
-        """Send a line as a request, with retries, and return the response."""
         pause_s = _FIRST_PAUSE_S
         lost = 0
         while True:

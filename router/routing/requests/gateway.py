@@ -50,9 +50,8 @@ from router.routing.requests.recovery_policy import after_worker_death, may_try_
 from router.routing.requests.stream_repair import StreamRepair
 from router.routing.requests.tickets import Tickets
 from router.routing.shares.shares import Shares
-from router.routing.workers.directory import WorkerDirectory
 from router.routing.workers.link import WorkerLink
-from router.routing.workers.table import WorkerTable
+from router.routing.workers.table import WorkerDirectory, WorkerTable
 from router.settings import RouterSettings
 
 _LOG = logging.getLogger(__name__)

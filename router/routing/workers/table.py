@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any
+from typing import Any, Protocol
 
 from batonpb.common_pb2 import BlockCounts, Capabilities, TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
@@ -15,7 +15,6 @@ from baton.registry.types import WorkerRecord
 from baton.registry.workers import WorkerChange
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.compatibility import EMITTED_WIRE, emulation, wire_overlaps
-from router.routing.workers.directory import WorkerDirectory
 from router.routing.workers.link import LinkListener, WorkerLink
 from router.routing.workers.resting import RestingWorkers
 from router.routing.workers.transfer_totals import TransferLedger
@@ -27,6 +26,20 @@ TRUST_OLDER_AFTER_S = 5.0
 """Time that a later incarnation must be dead before the record of an earlier one counts."""
 
 _STATES = ("starting", "ready", "draining")
+
+
+class WorkerDirectory(Protocol):
+    """Directory of the registered workers; see ``baton.registry.workers.RegistryWatcher``.
+
+    It does not know which workers are alive: the streams to the workers do.
+    """
+
+    @property
+    def known(self) -> bool:
+        """True once every registered worker has been listed."""
+
+    def __aiter__(self) -> AsyncIterator[WorkerChange]:
+        """Yield every registered worker, then each change."""
 
 
 class Slot:

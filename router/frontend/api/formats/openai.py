@@ -171,7 +171,6 @@ def _call_chunk(call: CallDelta) -> dict[str, Any]:
 
 
 def _message(delta: Delta) -> dict[str, Any]:
-    """Return the message of a complete answer."""
     message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
     calls: dict[int, dict[str, Any]] = {}
     for call in delta.calls:

@@ -140,7 +140,6 @@ def _more(kind: Kind, text: str) -> dict[str, Any]:
 
 
 def _block(part: Part) -> dict[str, Any]:
-    """Return a block with all its content."""
     block = _begun(part)
     if part.kind == "call":
         # Arguments that `max_tokens` cut off are returned as far as they go.
