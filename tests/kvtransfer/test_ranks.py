@@ -54,9 +54,9 @@ async def test_decode_hears_of_a_rectangle_when_its_rank_knows() -> None:
     handoff = Handoff("p/1", pb.PrefillStart(), Mock())
     known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     said = [pb.PrefillEvent(published=pb.Published(block_begin=n)) for n in range(3)]
-    handoff.say(said[0])
-    handoff.say(said[1], known)
-    handoff.say(said[2])
+    handoff.send(said[0])
+    handoff.send(said[1], known)
+    handoff.send(said[2])
     assert [handoff.events.get_nowait()] == said[:1] and handoff.events.empty()
     known.set_result(None)
     await asyncio.sleep(0)
