@@ -22,7 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class NumericsSetupError(InternalError):
-    """This machine's kernels do not keep ``numerics: exact``."""
+    """Kernels of this machine do not keep ``numerics: exact``."""
 
     code = "numerics_setup"
 

@@ -148,7 +148,7 @@ class ClusterPools:
         return lines
 
     def answers(self) -> bool:
-        """Always true: this class restarts a silent controller itself, without a time limit."""
+        """Return True: this class restarts a silent controller itself, without a time limit."""
         return True
 
     def stop(self, *, leave: bool) -> None:

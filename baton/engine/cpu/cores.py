@@ -40,7 +40,7 @@ def cores_file() -> Path:
 
 
 class SharedCores:
-    """This worker's entry in the table; a context that marks its cores as in use.
+    """Entry of a worker in the table; a context that marks its cores as in use.
 
     Its cores count as in use from the start, so that they are not borrowed while a model is loaded;
     ``lend`` ends that.

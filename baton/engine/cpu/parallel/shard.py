@@ -215,7 +215,7 @@ def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) 
 
 
 class Shard:
-    """This rank's part of a model, and its connection to the others.
+    """Part of a model in one rank, and its connection to the others.
 
     Args:
         own_pools: Whether each rank has its own KV pool, with its heads only.
@@ -264,7 +264,7 @@ class Shard:
 
     @property
     def heads_in_pool(self) -> range | None:
-        """This rank's KV heads in the pool that it writes; None: all heads of the pool."""
+        """KV heads of this rank in the pool that it writes; None: all heads of the pool."""
         return None if self._own_pools else self.split.kv_heads
 
     def rows(self, name: str) -> slice:
