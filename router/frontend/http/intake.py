@@ -1,9 +1,9 @@
 """Limit of calls that start in one turn of the event loop, so that running streams continue.
 
-A call occupies the loop for about a millisecond until its request is at a worker. A thousand calls
-that arrive together would stop all streams for a second if they started in one turn, and their
-responses would end together and cause the next thousand calls. Therefore a few calls start in each
-turn, in order of arrival, and streams get their tokens between two turns.
+A call occupies the loop for about a millisecond until its request is at a worker. If thousands
+arrived together and started in one turn, all streams would stop for seconds. Therefore a turn
+starts a limited number, in order of arrival, and streams get their tokens between two turns. With
+fewer calls per turn, first tokens come later, and writes to streams take more of the time.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.telemetry.metrics import Metrics
 
-_CALLS_PER_TURN = 32
+_CALLS_PER_TURN = 256
 _EXTENSION = "baton.arrived_ns"
 
 
@@ -25,7 +25,7 @@ def arrived_ns_of(scope: Scope) -> int:
 
 
 class Intake:
-    """ASGI middleware that starts a few POST calls in each turn of the loop.
+    """ASGI middleware that limits the POST calls that start in each turn of the loop.
 
     Other calls are cheap or check the router's health, so they do not wait.
     """

@@ -4,7 +4,7 @@ import time
 from baton.telemetry.metrics import Metrics
 from router.frontend.http.intake import Intake, arrived_ns_of
 
-CALLS = 200
+CALLS = 2000
 
 
 class App:
@@ -41,7 +41,7 @@ async def test_calls_begin_in_order_and_few_in_each_turn():
     counting.cancel()
     assert [path for path, _ in app.begun] == [str(number) for number in range(CALLS)]
     in_turn = [turn for _, turn in app.begun]
-    assert max(in_turn.count(turn) for turn in in_turn) <= 64  # two batches can share a count
+    assert max(in_turn.count(turn) for turn in in_turn) <= 512  # two batches can share a count
     assert len(set(in_turn)) >= 4
     assert all(before_ns <= arrived_ns <= after_ns for arrived_ns in app.arrived_ns)
 
@@ -65,7 +65,7 @@ async def test_a_call_that_was_given_up_while_it_waited_takes_no_turn():
     intake = Intake(app, Metrics("router"))
     calls = [asyncio.create_task(call(intake, str(number))) for number in range(CALLS)]
     await asyncio.sleep(0)
-    for waiting in calls[70:170]:
+    for waiting in calls[600:700]:
         waiting.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     assert len(app.begun) == CALLS - 100
