@@ -110,7 +110,8 @@ def test_slow_streams_name_the_decode_worker(running: Fleet, client: Client) -> 
 
 def test_a_burst_beyond_the_pool_preempts_and_fails_nobody(running: Fleet, client: Client) -> None:
     before = metric(running, "baton_preemptions_total")
-    texts = [f"Story {number}: {'and then ' * 60}" for number in range(8)]
+    # 29 blocks each: six or more are at one of the two workers, which has room for four.
+    texts = [f"Story {number}: {'and then ' * 60}" for number in range(12)]
     answers = client.ask_together(texts, max_tokens=300, mode="colocated", ignore_eos=True)
     texts_of(answers)
     assert metric(running, "baton_preemptions_total") > before
