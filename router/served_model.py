@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ class ServedModel:
             chat_template=Path(template).read_text("utf-8") if template else None,
         )
         # Requests do not wait for it; they are encoded more slowly until it is ready.
-        threading.Thread(target=model.tokenizer.speed_up, name="tokenizer", daemon=True).start()
+        speed_up = partial(model.tokenizer.speed_up, model.template.source)
+        threading.Thread(target=speed_up, name="tokenizer", daemon=True).start()
         return model
 
     def check_name(self, name: str, tenant: str | None = None) -> str:
@@ -193,14 +194,20 @@ class ServedModel:
         begun = self.reasoning.begun_by(prompt)
         return self.reasoning.grammar(begun=begun, end_ids=ends, budget=budget)
 
-    def encode_rendered(self, text: str, *, special: bool = False, whole: bool = True) -> list[int]:
+    def encode_rendered(
+        self, text: str, *, special: bool = False, whole: bool = True, scope: str = ""
+    ) -> list[int]:
         """Return the token ids of a rendered chat, whose text already contains a BOS token.
 
-        The other arguments and the errors are those of `encode_prompt`.
+        Only chats of the same ``scope`` share cached parts of the text. The other arguments and
+        the errors are those of `encode_prompt`.
         """
         if whole:
             self.check_length(text, "messages")
-        tokens = self.tokenizer.encode(text, add_special_tokens=special)
+        if special:
+            tokens = self.tokenizer.encode(text, add_special_tokens=True)
+        else:
+            tokens = self.tokenizer.encode_conversation(text, scope)
         if not tokens:
             raise InvalidRequestError.at("messages", "the chat template returned an empty prompt")
         return tokens

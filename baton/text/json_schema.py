@@ -39,6 +39,21 @@ _ANNOTATIONS = frozenset(
     )
 )
 _JOINTS = ("allOf", "anyOf", "oneOf")
+_TYPES = frozenset(("string", "number", "integer", "boolean", "object", "array", "null"))
+_NAMING_PROPERTIES = frozenset(("patternProperties", "allOf", "oneOf", "dependentSchemas", "$ref"))
+_RELAXED_KEYWORDS: dict[str, type | tuple[type, ...]] = {
+    "type": (str, list),
+    "properties": dict,
+    "required": list,
+    "additionalProperties": (bool, dict),
+    "items": dict,
+    "enum": list,
+    "const": object,
+    "anyOf": list,
+    "$ref": str,
+    "$defs": dict,
+    "definitions": dict,
+}
 _DEFINITIONS = ("$defs", "definitions")
 _MAX_COPIES = 32  # copies of referenced schemas
 _MAX_COPIED_PARTS = 4096  # subschemas in all copies
@@ -101,11 +116,35 @@ def lenient(schema: Schema) -> Schema:
     }
 
 
-def checked_afterwards(schema: Schema) -> bool:
-    """Return whether a schema has keywords that no grammar can enforce."""
+def relaxed(schema: Schema) -> Schema:
+    """Return a schema's types, properties and values: what a grammar can enforce of nearly any."""
+    found: Schema = _copied(schema)
+    for _, part in list(_parts(found, "#")):
+        if part.keys() & _NAMING_PROPERTIES:  # they may name any
+            part["additionalProperties"] = True
+        for keyword in part.keys() - _RELAXED_KEYWORDS.keys():
+            del part[keyword]
+        for keyword in [k for k, kind in _RELAXED_KEYWORDS.items() if k in part]:
+            if not isinstance(part[keyword], _RELAXED_KEYWORDS[keyword]):
+                del part[keyword]
+        kinds = part.get("type", "object")
+        if not _TYPES.issuperset(kinds if isinstance(kinds, list) else [kinds]):
+            del part["type"]
+        if "$ref" in part and not part["$ref"].startswith("#"):
+            del part["$ref"]
+    return lenient(found)
+
+
+def unenforced(schema: Schema) -> list[str]:
+    """Return the keywords of a schema that no grammar can enforce, each once."""
     found: Schema = _copied(schema)
     _rewrite(found)
-    return next(unfollowed_in(found), None) is not None
+    return list(dict.fromkeys(item.keyword for item in unfollowed_in(found)))
+
+
+def checked_afterwards(schema: Schema) -> bool:
+    """Return whether a schema has keywords that no grammar can enforce."""
+    return bool(unenforced(schema))
 
 
 def unfollowed_in(schema: Any) -> Iterator[Unfollowed]:

@@ -102,7 +102,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
-        self._source = source or ""
+        self.source = source or ""
         self._special_tokens = dict(special_tokens or {})
         self._environment = _Environment()
         self._template = None
@@ -119,7 +119,7 @@ class ChatTemplate:
 
     def knows(self, word: str) -> bool:
         """Return whether the template contains ``word``, the name of a variable or a role."""
-        return word in self._source
+        return word in self.source
 
     def render(
         self,

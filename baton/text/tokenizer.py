@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders
 
 from baton.text.fast_encoder import REFUSALS, open_fast_encoder
 from baton.text.gguf_tokenizer import build_from_gguf
+from baton.text.segments import LONG_CHARACTERS, SegmentEncoder, splits_at_special_tokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"  # a space in SentencePiece
@@ -66,6 +67,7 @@ class TextTokenizer:
     def __init__(self, backend: Tokenizer, *, strip_first_space: bool = False) -> None:
         self.backend = backend
         self._fast: fastokens.Tokenizer | None = None
+        self._segments: SegmentEncoder | None = None
         self._added = backend.get_added_tokens_decoder()
         self.strip_first_space = strip_first_space
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -75,14 +77,32 @@ class TextTokenizer:
         self.shown_texts: Mapping[int, str | None] = _ShownTexts(self.shown_bytes)
         """Visible text by token id; None if the bytes are not UTF-8 without other tokens."""
 
-    def speed_up(self) -> bool:
+    def speed_up(self, template: str = "") -> bool:
         """Encode with `fastokens` from now on if it gives the same ids; return whether it does.
 
         It takes half a second (four for vocabularies of 262,144 tokens) and about 55 MB or more.
         Thread-safe.
+
+        Args:
+            template: Chat template. Its special tokens separate cached segments of conversations.
         """
         self._fast = open_fast_encoder(self.backend)
+        special = {self._added[i].content: i for i in self.special_ids}
+        used = {text: token_id for text, token_id in special.items() if text in template}
+        if splits_at_special_tokens(self.encode, used):
+            self._segments = SegmentEncoder(self.encode, used)
         return self._fast is not None
+
+    def encode_conversation(self, text: str, scope: str = "") -> list[int]:
+        """Return the token ids of a rendered conversation, as `encode` does.
+
+        Args:
+            text: Rendered text; special tokens in it are recognised.
+            scope: Only conversations of the same scope share cached segments.
+        """
+        if self._segments is None or len(text) < LONG_CHARACTERS:
+            return self.encode(text)
+        return self._segments.encode(text, scope)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of ``text``.

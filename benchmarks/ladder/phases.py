@@ -16,7 +16,7 @@ from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.bodies.rendering import rendering_of
 from router.frontend.api.structured_output import requested_grammar
-from router.frontend.api.tools import messages_of, offered
+from router.frontend.api.tool_use.offered import messages_of, offered
 from router.request import GenerationRequest
 from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.native.library import load

@@ -51,9 +51,7 @@ class CallHeaders:
                     headers["x-request-id"] = client_id
                 if ignored:
                     headers[HEADER] = ignored.header()
-                    for place in ignored:
-                        # Before the dot are known fields, so there are few labels.
-                        where = place.rpartition(".")[0] or "body"
+                    for where in ignored.labels():
                         self._metrics.inc("baton_ignored_fields", where=where)
             await send(message)
 

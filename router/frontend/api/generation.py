@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -23,7 +24,14 @@ from router.frontend.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
 from router.frontend.api.formats.answer_format import ChunkFormat, DataEvents
 from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
-from router.frontend.api.prepare import Caller, off_loop, read_headers
+from router.frontend.api.prepare import (
+    NO_GRAMMAR,
+    AnswerGrammar,
+    Caller,
+    off_loop,
+    read_headers,
+)
+from router.frontend.api.relaxation import Relaxations
 from router.frontend.api.structured_output import requested_grammar
 from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.frontend.http.departure import ended_by_departure
@@ -62,6 +70,7 @@ class Calls:
     def __init__(self, router: RouterParts, errors: ErrorShape = OPENAI_ERRORS) -> None:
         self._router = router
         self._errors = errors
+        self._relaxations = Relaxations(router.grammars)
 
     async def answer(
         self,
@@ -74,10 +83,11 @@ class Calls:
         now_ns = arrived_ns_of(request.scope)
         router = self._router
         with self._counted(endpoint):
-            caller = read_headers(request.headers, router.settings)
+            ignored = ignored_of(request)
+            caller = read_headers(request.headers, router.settings, ignored)
             raw = await read_body(request, router, deadline_s=caller.timeout_s)
             body = await off_loop(
-                len(raw), lambda: parse(kind, raw, ignored_of(request), model=router.model.names[0])
+                len(raw), lambda: parse(kind, raw, ignored, model=router.model.names[0])
             )
             router.model.check_name(body.model, caller.tenant)
             async with ended_by_departure(request.scope):
@@ -117,7 +127,12 @@ class Calls:
     async def chat(self, body: ChatBody, size: int, caller: Caller, now_ns: int) -> Response:
         """Return the response to a chat."""
         prepared, span = await self.chat_request(body, size, caller, now_ns)
-        chunks = ChatFormat(n=prepared.sampling.n, **self._format_parts(prepared.request_id, body))
+        chunks = ChatFormat(
+            n=prepared.sampling.n,
+            custom=body.custom_tools,
+            functions=bool(body.functions),
+            **self._format_parts(prepared.request_id, body),
+        )
         return Answer(
             self.context("chat", prepared.request_id, span),
             [prepared],
@@ -180,20 +195,28 @@ class Calls:
             stream=bool(body.stream),
         )
 
-    async def _grammar(self, body: GenerationBody, size: int, caller: Caller, now_ns: int) -> str:
-        """Return the grammar of the answer after checking it; empty if there is none."""
-        requested = await off_loop(size, lambda: requested_grammar(body, self._router.model))
-        if requested is None:
-            return ""
+    async def _grammar(
+        self, body: GenerationBody, size: int, caller: Caller, now_ns: int
+    ) -> AnswerGrammar:
+        """Return the grammar of the answer after checking it."""
+        request = partial(requested_grammar, body, self._router.model)
         try:
             async with asyncio.timeout(caller.timeout_s - (time.monotonic_ns() - now_ns) / 1e9):
-                return await self._router.grammars.check(*requested, caller.tenant)
+                found = await self._relaxations.check(
+                    lambda levels: off_loop(size, lambda: request(levels)),
+                    caller.tenant,
+                )
         except TimeoutError as error:
             self._router.metrics.inc("baton_timeouts", phase="grammar")
             raise DeadlineError.at(
                 "x-baton-timeout-ms",
                 f"checking the grammar took longer than {caller.timeout_s:g} s",
             ) from error
+        if found is None:
+            return NO_GRAMMAR
+        for item in found.requested.ignored:
+            caller.ignored.leave_out(item, "tools[]")
+        return AnswerGrammar(found.compiled, found.requested.checked)
 
     def _echoes(self, body: CompletionBody) -> list[str]:
         decode = self._router.model.tokenizer.decode

@@ -16,7 +16,7 @@ from router.frontend.api.bodies.tokens import DetokenizeBody, TokenizeBody
 from router.frontend.api.call_headers import ignored_of
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.api.prepare import off_loop
-from router.frontend.api.tools import messages_of, offered
+from router.frontend.api.tool_use.offered import messages_of, offered
 from router.served_model import ServedModel
 
 

@@ -2,11 +2,12 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, get_args
 
 import msgspec
 
+from baton.text.tools import Tool
 from baton.types.errors import InvalidRequestError, PromptTooLongError
 from baton.types.params import SamplingParams
 from baton.types.prompt_outputs import bytes_per_row
@@ -14,11 +15,12 @@ from router.frontend.access import access_of
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.completion import MAX_PROMPTS, CompletionBody
 from router.frontend.api.bodies.embedding import MAX_INPUTS, EmbeddingBody
+from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.rendering import rendering_of
 from router.frontend.api.call_headers import client_id_of
-from router.frontend.api.structured_output import checked_schema, checked_tools
-from router.frontend.api.tools import messages_of, offered
+from router.frontend.api.structured_output import checked_schema
+from router.frontend.api.tool_use.offered import messages_of, offered
 from router.memory import LargeWork, OneByOne
 from router.request import GenerationRequest, Mode, Shown, part_id
 from router.served_model import ServedModel
@@ -27,6 +29,7 @@ from router.settings import RouterSettings
 _MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
+_LEAST_TOP_P = 1e-6  # keeps only the likeliest token
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _LARGE_BYTES = 32 * 1024  # a larger body is prepared in a thread, since it would block the loop
 _ONE_BY_ONE_BYTES = 4 * 1024  # takes about 0.4 ms; larger bodies yield to other responses
@@ -40,7 +43,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Sender and options of a call, from its headers."""
+    """Sender and options of a call, from its headers, and what is ignored of it."""
 
     tenant: str
     mode: Mode
@@ -48,10 +51,16 @@ class Caller:
     traceparent: str = ""
     min_priority: int | None = None
     client_id: str = ""
+    ignored: Ignored = field(default_factory=Ignored)
 
 
-def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller:
-    """Read the sender and the options of a call from its headers."""
+def read_headers(
+    headers: Mapping[str, str], settings: RouterSettings, ignored: Ignored | None = None
+) -> Caller:
+    """Read the sender and the options of a call from its headers.
+
+    ``ignored`` collects the parts of the call that have no effect.
+    """
     mode = headers.get("x-baton-mode", "auto")
     if mode not in _MODES:
         raise InvalidRequestError.at(
@@ -65,6 +74,7 @@ def read_headers(headers: Mapping[str, str], settings: RouterSettings) -> Caller
         timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), settings),
         traceparent=headers.get("traceparent", ""),
         client_id=client_id_of(headers),
+        ignored=Ignored() if ignored is None else ignored,
     )
 
 
@@ -89,6 +99,22 @@ def _number(raw: str) -> int | None:
     return int(raw) if raw == "0" or raw[0] != "0" else None
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """Grammar of an answer.
+
+    Attributes:
+        compiled: llguidance grammar that compiles; empty for none.
+        checked_tools: Schemas that complete arguments are checked against, by name of the tool.
+    """
+
+    compiled: str = ""
+    checked_tools: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_GRAMMAR = AnswerGrammar()
+
+
 class Preparer:
     """Converts bodies to requests. Large bodies take time: see ``off_loop``.
 
@@ -100,7 +126,7 @@ class Preparer:
         self._settings = settings
 
     def chat(
-        self, body: ChatBody, caller: Caller, now_ns: int, grammar: str = ""
+        self, body: ChatBody, caller: Caller, now_ns: int, grammar: AnswerGrammar = NO_GRAMMAR
     ) -> GenerationRequest:
         """Return the request of a chat; its answer follows ``grammar``."""
         if body.top_logprobs is not None and not body.logprobs:
@@ -110,20 +136,20 @@ class Preparer:
             raise InvalidRequestError(
                 "max_tokens and max_completion_tokens differ; use one of them", param="max_tokens"
             )
-        tools = offered(body.tools, body.tool_choice)
-        text = self._model.render_chat(
-            messages_of(body.messages), tools, rendering_of(body, self._model.template)
-        )
+        text, tools = self._rendered(body)
         cut = body.truncate_prompt_tokens
-        prompt = self._model.encode_rendered(
-            text, special=bool(body.add_special_tokens), whole=cut is None
-        )
+        prompt = self._encoded(text, body, caller, whole=cut is None)
         asked_tokens = body.max_completion_tokens or body.max_tokens
         prompt = self._cut(prompt, cut, asked_tokens or 1)
         room = self._room(prompt, "messages")
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
         sampling = self._sampling(
-            body, asked_tokens, room, default=room, logprobs=alternatives, grammar=grammar
+            body,
+            asked_tokens,
+            room,
+            default=room,
+            logprobs=alternatives,
+            grammar=grammar.compiled,
         )
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_logprobs)
         request = self._request(
@@ -131,11 +157,34 @@ class Preparer:
         )
         _check_prompt_logprobs(body, [request])
         thinking = self._model.thinking_of(text, shown=body.include_reasoning is not False)
-        checked = checked_tools(body) if tools else {}
-        return replace(request, reads_calls=bool(tools), thinking=thinking, checked_tools=checked)
+        return replace(
+            request, reads_calls=bool(tools), thinking=thinking, checked_tools=grammar.checked_tools
+        )
+
+    def chat_prompt(self, body: ChatBody, caller: Caller) -> list[int]:
+        """Return the prompt of a chat, which may exceed the context."""
+        text, _ = self._rendered(body)
+        return self._encoded(text, body, caller, whole=False)
+
+    def _rendered(self, body: ChatBody) -> tuple[str, list[Tool]]:
+        tools = offered(body.tools, body.tool_choice)
+        rendering = rendering_of(body, self._model.template)
+        return self._model.render_chat(messages_of(body.messages), tools, rendering), tools
+
+    def _encoded(self, text: str, body: ChatBody, caller: Caller, *, whole: bool) -> list[int]:
+        return self._model.encode_rendered(
+            text,
+            special=bool(body.add_special_tokens),
+            whole=whole,
+            scope=self._scope(caller, body.cache_salt),
+        )
 
     def completions(
-        self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""
+        self,
+        body: CompletionBody,
+        caller: Caller,
+        now_ns: int,
+        grammar: AnswerGrammar = NO_GRAMMAR,
     ) -> list[GenerationRequest]:
         """Return the requests of a completion, one for each prompt; answers follow ``grammar``."""
         logprobs_only = body.max_tokens == 0
@@ -170,7 +219,7 @@ class Preparer:
                 max(room, 1),
                 default=default,
                 logprobs=body.logprobs,
-                grammar=grammar,
+                grammar=grammar.compiled,
             )
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.prompt_alternatives)
             request = self._request(request_id, body, caller, prompt, sampling, now_ns)
@@ -254,7 +303,7 @@ class Preparer:
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=float(_first(body.temperature, defaults.get("temperature"), 1.0)),
-            top_p=float(_first(body.top_p, defaults.get("top_p"), 1.0)),
+            top_p=max(float(_first(body.top_p, defaults.get("top_p"), 1.0)), _LEAST_TOP_P),
             top_k=max(int(top_k), 0),
             min_p=float(_first(body.min_p, defaults.get("min_p"), 0.0)),
             seed=seed,

@@ -1,30 +1,48 @@
 """Grammars requested by a body: OpenAI's ``response_format``, vLLM's names, tools, thinking."""
 
 import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from baton.text.grammar import ANY_OBJECT, Framed, GrammarKind
 from baton.text.json_schema import checked_afterwards, lenient, without_annotations
+from baton.text.tools import Choice, Tool
 from baton.types.errors import GrammarError, InvalidRequestError
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.rendering import rendering_of
-from router.frontend.api.tools import calls_grammar_of, may_be_called, must_call, offered
+from router.frontend.api.tool_use.grammar import CallsGrammar, Levels, calls_grammar_of
+from router.frontend.api.tool_use.offered import may_be_called, may_call_several, must_call, offered
 from router.served_model import ServedModel
 
 _ANY_TEXT = "start: /(.|\\n)*/"
 
 
 class RequestedGrammar(NamedTuple):
-    """A grammar that a client requests by the parameter ``param``."""
+    """A grammar that a client requests by the parameter ``param``.
+
+    Attributes:
+        lenient: Tools in it that are not strict, so that their schemas may be relaxed.
+        ignored: Parts of these tools that it does not enforce.
+        checked: Schemas that complete arguments are checked against, by name of the tool.
+    """
 
     param: str
     kind: GrammarKind
     source: str
+    lenient: Sequence[Tool] = ()
+    ignored: Sequence[str] = ()
+    checked: Mapping[str, str] = MappingProxyType({})
 
 
-def requested_grammar(body: GenerationBody, model: ServedModel) -> RequestedGrammar | None:
-    """Return the grammar of a body, or None if the answer is unconstrained."""
+def requested_grammar(
+    body: GenerationBody, model: ServedModel, levels: Levels | None = None
+) -> RequestedGrammar | None:
+    """Return the grammar of a body, or None if the answer is unconstrained.
+
+    ``levels`` are those of tools whose schemas are relaxed.
+    """
     shapes = [*_response_format(body), *_guided(body), *_structured_outputs(body)]
     if len(shapes) > 1:
         names = " and ".join(sorted({shape.param for shape in shapes}))
@@ -34,26 +52,33 @@ def requested_grammar(body: GenerationBody, model: ServedModel) -> RequestedGram
     shape = shapes[0] if shapes else None
     if not isinstance(body, ChatBody):
         return shape
-    shape, calls = _with_calls(body, shape)
+    tools = may_be_called(offered(body.tools, body.tool_choice), body.tool_choice)
+    calls = _calls(body, tools, shaped=shape is not None, levels=levels)
+    instead = ""
+    if calls is not None and (shape is None or must_call(body.tool_choice)):
+        shape = RequestedGrammar("tools", "grammar", calls.source)
+    elif calls is not None:
+        instead = calls.source
     before = _thought(body, model, shaped=shape is not None)
     if shape is None and before:
         shape = RequestedGrammar("thinking_token_budget", "grammar", _ANY_TEXT)
-    if shape is None or not (before or calls):
+    if shape is not None and (before or instead):
+        framed = Framed(shape.kind, shape.source, before, instead)
+        shape = RequestedGrammar(shape.param, "framed", framed.encoded())
+    if shape is None or calls is None:
         return shape
-    framed = Framed(shape.kind, shape.source, before, calls)
-    return RequestedGrammar(shape.param, "framed", framed.encoded())
+    lenient_tools = [tool for tool in tools if tool.lenient]
+    return shape._replace(lenient=lenient_tools, ignored=calls.ignored, checked=calls.checked)
 
 
-def _with_calls(
-    body: ChatBody, shape: RequestedGrammar | None
-) -> tuple[RequestedGrammar | None, str]:
-    """Return the grammar of an answer with tools, and the grammar of calls that may replace it."""
-    tools = may_be_called(offered(body.tools, body.tool_choice), body.tool_choice)
+def _calls(
+    body: ChatBody, tools: Sequence[Tool], *, shaped: bool, levels: Levels | None
+) -> CallsGrammar | None:
+    """Return the grammar of calls, without other text if that has a grammar of its own."""
     if not tools:
-        return shape, ""
-    if shape is None or must_call(body.tool_choice):
-        return RequestedGrammar("tools", "grammar", calls_grammar_of(body, tools)), ""
-    return shape, calls_grammar_of(body, tools, only_calls=True)
+        return None
+    choice: Choice = "required" if shaped or must_call(body.tool_choice) else "auto"
+    return calls_grammar_of(tools, choice, parallel=may_call_several(body), levels=levels)
 
 
 def _thought(body: ChatBody, model: ServedModel, *, shaped: bool) -> str:
@@ -93,16 +118,6 @@ def checked_schema(body: GenerationBody) -> str:
     if given.json_schema.strict is not False or not isinstance(schema, dict):
         return ""
     return json.dumps(schema) if checked_afterwards(schema) else ""
-
-
-def checked_tools(body: ChatBody) -> dict[str, str]:
-    """Return by name the schemas that complete arguments of tools are checked against."""
-    functions = [tool.function for tool in body.tools or () if tool.function.strict is False]
-    return {
-        function.name: json.dumps(function.parameters)
-        for function in functions
-        if function.parameters is not None and checked_afterwards(function.parameters)
-    }
 
 
 def _guided(body: GenerationBody) -> list[RequestedGrammar]:

@@ -14,6 +14,7 @@ from router.frontend.api.bodies.parse import checked
 from router.request import GenerationRequest
 
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
+_TOOL = re.compile(r"tools\[(\d+)\](?:\.(?:function|custom)\b)?")
 
 
 class Conversation:
@@ -75,11 +76,13 @@ class Translation:
         fields: The body of the chat.
         places: Path of each message in the original body.
         names: Field of the chat (a regular expression) to the field of the original body.
+        tool_places: Path of each tool in the original body.
     """
 
     fields: dict[str, Any]
     places: Sequence[str]
     names: Mapping[str, str]
+    tool_places: Sequence[str] = ()
 
     def chat(self) -> ChatBody:
         """Return the validated body of the chat. Errors name the original fields."""
@@ -119,6 +122,9 @@ class Translation:
         found = _MESSAGE.match(param)
         if found is not None and int(found[1]) < len(self.places):
             return self.places[int(found[1])]
+        tool = _TOOL.match(param)
+        if tool is not None and int(tool[1]) < len(self.tool_places):
+            param = self.tool_places[int(tool[1])] + param[tool.end() :]
         for name, theirs in self.names.items():
             renamed, count = re.subn(f"^{name}", theirs, param)
             if count:

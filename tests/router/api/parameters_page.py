@@ -13,9 +13,21 @@ from router.frontend.api.bodies.generation import (
     StreamOptions,
     StructuredOutputs,
 )
-from router.frontend.api.bodies.messages import CalledFunction, CalledTool, Message, Part
+from router.frontend.api.bodies.messages import (
+    CalledCustom,
+    CalledFunction,
+    CalledTool,
+    Message,
+    Part,
+)
 from router.frontend.api.bodies.tokens import DetokenizeBody, TokenizeBody
-from router.frontend.api.bodies.tools import FunctionOffered, ToolOffered
+from router.frontend.api.bodies.tools import (
+    CustomOffered,
+    FunctionOffered,
+    InputFormat,
+    InputGrammar,
+    ToolOffered,
+)
 from router.frontend.api.messages import body as messages
 from router.frontend.api.pooling import bodies as pooling
 from router.frontend.api.responses import body as responses
@@ -29,8 +41,12 @@ KINDS: dict[type[Body], str] = {
     Part: "a part of a message's content",
     CalledTool: "a replayed call, `tool_calls[]`",
     CalledFunction: "the function of a replayed call",
+    CalledCustom: "the custom tool of a replayed call",
     ToolOffered: "a tool, `tools[]`",
     FunctionOffered: "a function that is offered",
+    CustomOffered: "a custom tool that is offered",
+    InputFormat: "`tools[].custom.format`",
+    InputGrammar: "`tools[].custom.format.grammar`",
     ResponseFormat: "`response_format`",
     JsonSchemaFormat: "`response_format.json_schema`",
     StructuredOutputs: "`structured_outputs`",
@@ -43,7 +59,8 @@ KINDS: dict[type[Body], str] = {
     responses.InputTokensBody: "`POST /v1/responses/input_tokens`",
     responses.ResponsesItem: "an item of `input`",
     responses.ResponsesPart: "a part of an item's content",
-    responses.ResponsesFunction: "a tool of `/v1/responses`",
+    responses.ResponsesTool: "a tool of `/v1/responses`",
+    responses.ResponsesInputFormat: "`tools[].format` of `/v1/responses`",
     responses.ResponsesToolChoice: "`tool_choice` of `/v1/responses`, where it is an object",
     responses.ResponsesFunctionName: "a tool of `allowed_tools`",
     responses.ResponsesText: "`text`",
@@ -59,6 +76,9 @@ KINDS: dict[type[Body], str] = {
     messages.MessagesOutputConfig: "`output_config`",
     messages.MessagesOutputFormat: "`output_config.format`",
     messages.MessagesThinking: "`thinking`",
+    messages.ContextManagement: "`context_management`",
+    messages.ContextEdit: "`context_management.edits[]`",
+    messages.ContextAmount: "an amount in an edit",
     pooling.ScoreBody: "`POST /v1/score`, `/score`",
     pooling.RerankBody: "`POST /v1/rerank`, `/v2/rerank`, `/rerank`",
     pooling.Document: "`documents[]` of a ranking",

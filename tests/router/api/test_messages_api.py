@@ -434,13 +434,11 @@ REFUSED = [
         "messages[1].content[0]",
     ),
     ({"messages": []}, "messages"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ({"tools": [WEATHER, WEATHER]}, "tools[1]"),
     ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-    ({"stop_sequences": [""]}, "stop_sequences"),
     ({"top_p": 2}, "top_p"),
     ({"max_tokens": None}, "max_tokens"),
     (

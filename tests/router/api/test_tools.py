@@ -14,11 +14,19 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 LIST = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
 UNIQUE = {
     "type": "function",
-    "function": {"name": "f", "parameters": {"properties": {"a": {"uniqueItems": True}}}},
+    "function": {
+        "name": "f",
+        "parameters": {"properties": {"a": {"uniqueItems": True}}},
+        "strict": True,
+    },
 }
 LONG = {
     "type": "function",
-    "function": {"name": "f", "parameters": {"properties": {"a": {"enum": ["x" * 270_000]}}}},
+    "function": {
+        "name": "f",
+        "parameters": {"properties": {"a": {"enum": ["x" * 270_000]}}},
+        "strict": True,
+    },
 }
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "5"}
 
@@ -31,7 +39,7 @@ REFUSED = [
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [LIST]}, "tools[0].function.parameters"),
-    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "each"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
@@ -49,7 +57,6 @@ REFUSED = [
     ),
     ({"tools": [UNIQUE]}, "tools"),
     ({"tools": [LONG]}, "tools"),
-    ({"functions": [{"name": "f"}]}, "functions"),
     ({"messages": [USER, RESULT]}, "messages[1].tool_call_id"),
     ({"messages": [USER, CALLED, RESULT | {"tool_call_id": "c2"}]}, "messages[2].tool_call_id"),
     ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),

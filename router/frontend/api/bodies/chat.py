@@ -2,13 +2,14 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from router.frontend.api.bodies.common import INT32
-from router.frontend.api.bodies.fields import Refused
+from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
+from router.frontend.api.bodies.functions import translated
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.messages import Messages
-from router.frontend.api.bodies.tools import ToolChoice, Tools
+from router.frontend.api.bodies.tools import FunctionNamed, FunctionOffered, ToolChoice, Tools
 
 _Budget = Annotated[int, Field(ge=0, lt=INT32)]
 
@@ -29,7 +30,11 @@ class ChatBody(GenerationBody):
     tools: Tools | None = None
     """up to 512"""
     tool_choice: ToolChoice | None = None
-    """none, auto, required, a function, allowed_tools"""
+    """none, auto, required, any (same as required), a function, a custom tool, allowed_tools"""
+    functions: Annotated[list[FunctionOffered], Field(max_length=MAX_TOOLS)] | None = None
+    """tools of the old API; the answer then has function_call instead of tool_calls"""
+    function_call: Literal["none", "auto"] | FunctionNamed | None = None
+    """tool_choice of the old API"""
     parallel_tool_calls: bool | None = None
     """false: at most one call"""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -54,12 +59,20 @@ class ChatBody(GenerationBody):
     accepted: ClassVar[dict[str, str]] = {
         "verbosity": "no chat template supports it",
     }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _translate_functions(cls, data: Any) -> Any:
+        return translated(data) if isinstance(data, dict) else data
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of the offered custom tools."""
+        return frozenset(tool.custom.name for tool in self.tools or () if tool.custom is not None)
+
     refused: ClassVar[dict[str, Refused]] = {
-        "functions": Refused((None, []), "use tools"),
-        "function_call": Refused((None, "none"), "use tool_choice"),
         "modalities": Refused((None, ["text"]), _TEXT_ONLY),
         "audio": Refused((None,), _TEXT_ONLY),
-        "web_search_options": Refused((None,), "offer a search function in tools"),
         "documents": Refused(
             (None, []), "put them into a message or into chat_template_kwargs.documents"
         ),

@@ -33,6 +33,8 @@ class Body(BaseModel):
 
     accepted: ClassVar[dict[str, str]] = {}  # field to the reason why it has no effect
     refused: ClassVar[dict[str, Refused]] = {}
+    used_types: ClassVar[tuple[str | None, ...]] = ()
+    """Types of objects that are used; others are left out as a whole. Empty: all types."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -43,11 +43,14 @@ class Refused:
 
 
 class Ignored:
-    """Names of a request's unknown fields, which ``strict`` rejects."""
+    """Parts of a request that have no effect: unknown fields, which ``strict`` rejects, and items.
+
+    An item that cannot be used, such as a tool that only its provider can run, is never rejected.
+    """
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
-        self._places: dict[str, None] = {}
+        self._places: dict[str, str] = {}  # with the label for metrics
 
     def add(self, place: str, param: str) -> None:
         """Record an unknown field.
@@ -65,8 +68,20 @@ class Ignored:
                 "fleet file)",
                 param=param[:200],
             )
+        # Before the dot are known fields, so there are few labels.
+        self._keep(place, place.rpartition(".")[0] or "body")
+
+    def leave_out(self, item: str, where: str) -> None:
+        """Record an item of the known field ``where`` that cannot be used; never rejected."""
+        self._keep(f"{where}.{item}", where)
+
+    def _keep(self, place: str, label: str) -> None:
         if len(self._places) <= _SHOWN_NAMES:
-            self._places[place] = None
+            self._places[place] = label
+
+    def labels(self) -> Iterator[str]:
+        """Return the label of each distinct path, for metrics."""
+        return iter(self._places.values())
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the distinct paths in the order of the body."""

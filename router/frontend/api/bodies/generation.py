@@ -15,7 +15,7 @@ from router.frontend.api.bodies.common import (
 )
 from router.frontend.api.bodies.fields import Refused
 
-_Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+_Stop = Annotated[str, StringConstraints(max_length=1024)]
 _BadWord = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 _FLOAT32 = 3.4e38  # largest temperature that fits the wire format
 
@@ -101,8 +101,8 @@ class GenerationBody(ModelBody):
     """default: the space that the prompt leaves in the context"""
     temperature: Annotated[float, Field(ge=0, le=_FLOAT32)] | None = None
     """0 or more; 0 is greedy"""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """greater than 0, at most 1"""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """0 to 1; 0 keeps only the likeliest token"""
     top_k: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
     """-1 and 0 switch it off"""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -110,7 +110,7 @@ class GenerationBody(ModelBody):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """requests with equal seeds get equal answers"""
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
-    """a string, or a list of up to 16"""
+    """a string, or a list of up to 16; empty strings are ignored"""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     """up to 64"""
     include_stop_str_in_output: bool | None = None
@@ -199,9 +199,8 @@ class GenerationBody(ModelBody):
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings as a tuple."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        listed = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return tuple(text for text in listed if text)
 
     @property
     def include_usage(self) -> bool:

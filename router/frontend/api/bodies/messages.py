@@ -52,15 +52,26 @@ class CalledFunction(Body):
     }
 
 
+class CalledCustom(Body):
+    """Custom tool of a call."""
+
+    name: NonEmpty
+    """any text"""
+    input: str = ""
+    """any text"""
+
+
 class CalledTool(Body):
     """A call that the assistant made."""
 
     id: NonEmpty | None = None
     """id that the result refers to"""
-    type: Literal["function"] = "function"
-    """function"""
-    function: CalledFunction
-    """name and arguments"""
+    type: Literal["function", "custom"] = "function"
+    """function, custom"""
+    function: CalledFunction | None = None
+    """name and arguments of a function"""
+    custom: CalledCustom | None = None
+    """name and input of a custom tool"""
 
     accepted: ClassVar[dict[str, str]] = {
         "index": "the order is that of the list",
@@ -73,12 +84,14 @@ class CalledTool(Body):
 class Message(Body):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    """system, developer (system if the template has no such role), user, assistant, tool"""
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """system, developer (system if the template has none), user, assistant, tool, function"""
     content: str | Annotated[list[Part | str], FIRST_FAULT] | None = None
     """text, or parts of text"""
     tool_calls: Annotated[list[CalledTool], FIRST_FAULT] | None = None
     """calls that the assistant made"""
+    function_call: CalledFunction | None = None
+    """call of the old API"""
     tool_call_id: NonEmpty | None = None
     """id of the call that this message is the result of"""
     name: Annotated[str, StringConstraints(max_length=256)] | None = None
@@ -106,7 +119,6 @@ class Message(Body):
         "token_ids": "the text is used",
     }
     refused: ClassVar[dict[str, Refused]] = {
-        "function_call": Refused((None,), "use tool_calls"),
         "audio": Refused((None,), _TEXT_ONLY),
         "prefix": Refused((None, False), "use continue_final_message"),
         "partial": Refused((None, False), "use continue_final_message"),

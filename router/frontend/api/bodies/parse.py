@@ -97,6 +97,8 @@ class _Sieve:
     ) -> None:
         value = data[name]
         for kind in kinds:
+            if kind.used_types and data.get("type") not in kind.used_types:
+                return
             if name in kind.accepted:
                 return
             rule = kind.refused.get(name)

@@ -6,10 +6,11 @@
 Within a delta, thinking precedes text, and text precedes calls.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from router.frontend.api.tool_use.custom import InputReader
 from router.routing.choice import Delta, ShownLogprob
 
 Kind = Literal["thinking", "text", "call"]
@@ -24,7 +25,8 @@ class Part:
         id: Id in the format of the API.
         call_id: Id of a call, which its result refers to.
         name: Name of the called function.
-        pieces: Text so far; arguments in the case of a call.
+        custom: Whether the called tool is a custom one.
+        pieces: Text so far; arguments in the case of a call, input in that of a custom tool.
     """
 
     index: int
@@ -32,6 +34,7 @@ class Part:
     id: str
     call_id: str = ""
     name: str = ""
+    custom: bool = False
     pieces: list[str] = field(default_factory=list)
     logprobs: list[ShownLogprob] = field(default_factory=list)
 
@@ -69,13 +72,16 @@ class AnswerParts:
 
     Args:
         new_id: Function that returns an id for a part of this kind.
+        custom: Names of custom tools, whose parts contain the input instead of arguments.
     """
 
-    def __init__(self, new_id: Callable[[Kind], str]) -> None:
+    def __init__(self, new_id: Callable[[Kind], str], custom: Collection[str] = ()) -> None:
         self.parts: list[Part] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self._new_id = new_id
+        self._custom = custom
+        self._reader: InputReader | None = None  # of the open part
         self._open: Part | None = None
         self._call_index = -1  # of the open part, as the deltas count calls
         self._events: list[Event] = []
@@ -90,8 +96,11 @@ class AnswerParts:
             if self._call_index != call.index:
                 self._begin("call", call.id or "", call.name or "")
                 self._call_index = call.index
-            if call.arguments:
-                self._add("call", call.arguments, [])
+            arguments = call.arguments
+            if self._reader is not None:
+                arguments = self._reader.push(arguments)
+            if arguments:
+                self._add("call", arguments, [])
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
@@ -122,12 +131,20 @@ class AnswerParts:
         index = len(self.parts)
         part_id = self._new_id(kind)
         part = Part(index=index, kind=kind, id=part_id, call_id=call_id, name=name)
+        if kind == "call" and name in self._custom:
+            part.custom = True
+            self._reader = InputReader()
         self._open = part
         self.parts.append(part)
         self._events.append(Begin(part))
         return part
 
     def _end(self) -> None:
+        if self._open is not None and self._reader is not None:
+            rest = self._reader.finish()
+            self._reader = None
+            if rest:
+                self._add("call", rest, [])
         if self._open is not None:
             self._events.append(End(self._open))
         self._open = None

@@ -1,12 +1,12 @@
 """Formats of OpenAI's chat and text completions, in one piece and as chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from baton.text.tokenizer import TextTokenizer
-from baton.text.tool_calls import CallDelta
 from router.frontend.api.formats.answer_format import usage
 from router.frontend.api.formats.prompt_logprobs import PromptView
+from router.frontend.api.tool_use.custom import ChatCalls, ShownCall
 from router.routing.choice import Delta, ShownLogprob
 from router.routing.requests.active_request import ActiveRequest
 
@@ -79,13 +79,24 @@ class _Format:
 
 
 class ChatFormat(_Format):
-    """Format of chats: ``chat.completion`` and ``chat.completion.chunk``."""
+    """Format of chats: ``chat.completion`` and ``chat.completion.chunk``.
+
+    Args:
+        n: Number of choices.
+        custom: Names of custom tools.
+        functions: Whether calls have the form of the old API, ``function_call``.
+        **common: Arguments of ``_Format``.
+    """
 
     _chunk_object = "chat.completion.chunk"
 
-    def __init__(self, *, n: int, **common: Any) -> None:
+    def __init__(
+        self, *, n: int, custom: Collection[str] = (), functions: bool = False, **common: Any
+    ) -> None:
         super().__init__(**common)
         self._n = n
+        self._functions = functions
+        self._calls = ChatCalls(custom)
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> list[dict[str, Any]]:
         """Return a chunk with the role of every choice."""
@@ -103,10 +114,13 @@ class ChatFormat(_Format):
         content: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if delta.reasoning:
             content["reasoning_content"] = delta.reasoning
-        if delta.calls:
-            content["tool_calls"] = [_call_chunk(call) for call in delta.calls]
+        calls = [_call_chunk(call) for call in self._calls.of(delta)]
+        if calls and self._functions:
+            content["function_call"] = calls[0]["function"]
+        elif calls:
+            content["tool_calls"] = calls
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        chunk = self._choice_chunk(delta.choice, content, logprobs, delta.finish_reason)
+        chunk = self._choice_chunk(delta.choice, content, logprobs, self._reason(delta))
         return self._ended(chunk, delta)
 
     def _choice_chunk(
@@ -131,9 +145,9 @@ class ChatFormat(_Format):
         choices = [
             {
                 "index": delta.choice,
-                "message": _message(delta),
+                "message": self._message(delta),
                 "logprobs": self._logprobs(delta.logprobs) if with_logprobs else None,
-                "finish_reason": delta.finish_reason,
+                "finish_reason": self._reason(delta),
                 "stop_reason": delta.stop_reason,
                 **self._token_ids(delta),
             }
@@ -143,6 +157,30 @@ class ChatFormat(_Format):
         extra = {**self._vllm(first), **self._prompt_ids(first)}
         head = {**self._head, "object": "chat.completion", **extra}
         return {**head, "choices": choices, "usage": usage(active_requests)}
+
+    def _reason(self, delta: Delta) -> str | None:
+        if delta.finish_reason == "tool_calls" and self._functions:
+            return "function_call"
+        return delta.finish_reason
+
+    def _message(self, delta: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        calls: dict[int, dict[str, Any]] = {}
+        for call in self._calls.of(delta):
+            if call.id is not None:
+                named = {"name": call.name, call.field: ""}
+                calls[call.index] = {"id": call.id, "type": call.kind, call.kind: named}
+            calls[call.index][call.kind][call.field] += call.text
+        if delta.reasoning:
+            message["content"] = delta.text or None
+            message["reasoning_content"] = delta.reasoning
+        if calls:
+            message["content"] = delta.text or None
+            if self._functions:
+                message["function_call"] = calls[0]["function"]
+            else:
+                message["tool_calls"] = list(calls.values())
+        return message
 
     def _logprobs(self, shown: Sequence[ShownLogprob]) -> dict[str, Any]:
         return {
@@ -162,29 +200,11 @@ class ChatFormat(_Format):
         return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 
 
-def _call_chunk(call: CallDelta) -> dict[str, Any]:
-    function = {"arguments": call.arguments}
+def _call_chunk(call: ShownCall) -> dict[str, Any]:
     if call.id is None:
-        return {"index": call.index, "function": function}
-    named = {"name": call.name, **function}
-    return {"index": call.index, "id": call.id, "type": "function", "function": named}
-
-
-def _message(delta: Delta) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
-    calls: dict[int, dict[str, Any]] = {}
-    for call in delta.calls:
-        if call.id is not None:
-            function = {"name": call.name, "arguments": ""}
-            calls[call.index] = {"id": call.id, "type": "function", "function": function}
-        calls[call.index]["function"]["arguments"] += call.arguments
-    if delta.reasoning:
-        message["content"] = delta.text or None
-        message["reasoning_content"] = delta.reasoning
-    if calls:
-        message["content"] = delta.text or None
-        message["tool_calls"] = list(calls.values())
-    return message
+        return {"index": call.index, call.kind: {call.field: call.text}}
+    named = {"name": call.name, call.field: call.text}
+    return {"index": call.index, "id": call.id, "type": call.kind, call.kind: named}
 
 
 class CompletionFormat(_Format):

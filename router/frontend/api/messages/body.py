@@ -68,7 +68,10 @@ class MessagesTurn(Body):
 
 
 class MessagesTool(Body):
-    """A tool that the client implements."""
+    """A tool that the client implements.
+
+    Tools of other types are left out and named in ``x-baton-ignored``.
+    """
 
     type: str | None = None
     """custom"""
@@ -79,7 +82,7 @@ class MessagesTool(Body):
     input_schema: dict[str, Any] | None = None
     """JSON schema of an object; the arguments of calls follow it"""
     strict: bool | None = None
-    """false: keywords that cannot be enforced during generation are checked afterwards"""
+    """true: a schema that cannot be enforced in full is a 400; otherwise the rest is enforced"""
 
     accepted: ClassVar[dict[str, str]] = {
         "cache_control": _CACHED,
@@ -88,6 +91,7 @@ class MessagesTool(Body):
         "allowed_callers": "only the model calls tools",
         "defer_loading": "all tools are shown to the model at once",
     }
+    used_types: ClassVar[tuple[str | None, ...]] = (None, "custom")
 
 
 class MessagesToolChoice(Body):
@@ -99,6 +103,39 @@ class MessagesToolChoice(Body):
     """name of the tool that must be called, for type tool"""
     disable_parallel_tool_use: bool = False
     """true: at most one call"""
+
+
+class ContextAmount(Body):
+    """A number of tokens, tool uses or turns."""
+
+    type: Literal["input_tokens", "tool_uses", "thinking_turns", "all"]
+    """input_tokens, tool_uses, thinking_turns, all"""
+    value: Annotated[int, Field(ge=0, lt=INT32)] = 0
+    """the number; without effect for type all"""
+
+
+class ContextEdit(Body):
+    """An edit of the conversation before the model sees it; others than these two are left out."""
+
+    type: NonEmpty
+    """clear_thinking_20251015, clear_tool_uses_20250919"""
+    keep: Literal["all"] | ContextAmount | None = None
+    """last turns with thinking (default 1) or tool uses (default 3) that are kept"""
+    trigger: ContextAmount | None = None
+    """tool uses are cleared if the prompt has more than this (default 100000 input_tokens)"""
+    clear_at_least: ContextAmount | None = None
+    """input_tokens; fewer are not cleared at all"""
+    exclude_tools: list[str] | None = None
+    """names of tools whose results are kept"""
+    clear_tool_inputs: bool | list[str] | None = None
+    """true, or names of tools: the arguments of cleared calls are removed, too"""
+
+
+class ContextManagement(Body):
+    """Edits of the conversation."""
+
+    edits: Annotated[list[ContextEdit], Field(max_length=16)] = Field(default_factory=list)
+    """applied in this order"""
 
 
 class MessagesMetadata(Body):
@@ -154,6 +191,8 @@ class CountTokensBody(ModelBody):
     """see below"""
     output_config: MessagesOutputConfig | None = None
     """see below"""
+    context_management: ContextManagement | None = None
+    """edits of the conversation before the model sees it"""
 
     accepted: ClassVar[dict[str, str]] = {
         "cache_control": _CACHED,
@@ -171,9 +210,6 @@ class CountTokensBody(ModelBody):
         "container": Refused((None,), _THEIRS),
         "mcp_servers": Refused((None, []), _THEIRS),
         "compaction": Refused((None,), "ask for a summary in a message"),
-        "context_management": Refused(
-            (None, {}, {"edits": []}), "send only the messages that the model must see"
-        ),
     }
 
 

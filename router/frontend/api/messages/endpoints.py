@@ -1,19 +1,25 @@
 """Anthropic's Messages API: ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 import secrets
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from router.frontend.api.answer import Answer
 from router.frontend.api.generation import Calls
-from router.frontend.api.messages.body import CountTokensBody, MessagesBody
+from router.frontend.api.messages.body import CountTokensBody, MessagesBody, MessagesTurn
+from router.frontend.api.messages.context_edits import Edited
+from router.frontend.api.messages.context_edits import edited as apply_edits
 from router.frontend.api.messages.errors import MESSAGES_ERRORS
 from router.frontend.api.messages.format import MessagesFormat
 from router.frontend.api.messages.translate import chat_of
 from router.frontend.api.parts import Endpoints, RouterParts
 from router.frontend.api.prepare import Caller, off_loop
 from router.frontend.api.translation import as_answer
+
+_Counted = TypeVar("_Counted", bound=CountTokensBody)
 
 
 def routes(router: RouterParts) -> Endpoints:
@@ -38,7 +44,8 @@ class _MessagesCalls(Calls):
     async def messages(
         self, body: MessagesBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
-        translation = await off_loop(size, lambda: chat_of(body))
+        body, edited = await self._edited(body, size, caller)
+        translation = await off_loop(size, lambda: chat_of(body, caller.ignored))
         chat = await off_loop(size, translation.chat)
         with translation.named():
             prepared, span = await self.chat_request(chat, size, caller, now_ns)
@@ -49,6 +56,7 @@ class _MessagesCalls(Calls):
             message_id=answer_id,
             model=body.model,
             fills_context=request.sampling.max_tokens < body.max_tokens,
+            applied_edits=edited.applied if edited is not None else None,
         )
         context = self.context("messages", answer_id, span)
         return Answer(context, [request], layout, stream=bool(body.stream))
@@ -56,8 +64,32 @@ class _MessagesCalls(Calls):
     async def count_tokens(
         self, body: CountTokensBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
-        translation = await off_loop(size, lambda: chat_of(body))
+        body, edited = await self._edited(body, size, caller)
+        translation = await off_loop(size, lambda: chat_of(body, caller.ignored))
         chat = await off_loop(size, translation.chat)
         with translation.named():
             count = await self.prompt_tokens("count_tokens", chat, size, caller, now_ns)
-        return JSONResponse({"input_tokens": count})
+        answer: dict[str, Any] = {"input_tokens": count}
+        if edited is not None:
+            original = count if edited.original_tokens is None else edited.original_tokens
+            answer["context_management"] = {"original_input_tokens": original}
+        return JSONResponse(answer)
+
+    async def _edited(
+        self, body: _Counted, size: int, caller: Caller
+    ) -> tuple[_Counted, Edited | None]:
+        """Return the body with edited messages; None if the client requests no edits."""
+        given = body.context_management
+        if given is None:
+            return body, None
+
+        def count(messages: Sequence[MessagesTurn]) -> int:
+            translation = chat_of(body.model_copy(update={"messages": messages}))
+            chat = translation.chat()
+            with translation.named():
+                return len(self._router.preparer.chat_prompt(chat, caller))
+
+        edited = await off_loop(
+            size, lambda: apply_edits(body.messages, given.edits, count, caller.ignored)
+        )
+        return body.model_copy(update={"messages": edited.messages}), edited

@@ -27,15 +27,29 @@ from router.routing.requests.active_request import ActiveRequest
 class MessagesFormat(AnswerFormat):
     """Writer of one message.
 
-    ``fills_context`` means that the model's context limits the answer, instead of ``max_tokens``.
+    Args:
+        message_id: ``msg_…``.
+        model: Name that the client sent.
+        fills_context: Whether the model's context limits the answer, instead of ``max_tokens``.
+        applied_edits: Edits of the conversation; None if the client requested none.
     """
 
     keep_alive = named_event("ping", {"type": "ping"})
 
-    def __init__(self, *, message_id: str, model: str, fills_context: bool) -> None:
+    def __init__(
+        self,
+        *,
+        message_id: str,
+        model: str,
+        fills_context: bool,
+        applied_edits: list[dict[str, Any]] | None = None,
+    ) -> None:
         self._id = message_id
         self._model = model
         self._fills_context = fills_context
+        self._edits: dict[str, Any] = {}
+        if applied_edits is not None:
+            self._edits = {"context_management": {"applied_edits": applied_edits}}
         self._answer = AnswerParts(_new_id)
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
@@ -54,7 +68,8 @@ class MessagesFormat(AnswerFormat):
     def ended(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """Return the end of the last block, the stop reason and the usage."""
         last_block = b"".join(map(_event, self._answer.finish()))
-        delta = {"type": "message_delta", "delta": self._stop(), "usage": _usage(active_requests)}
+        fields = {"delta": self._stop(), "usage": _usage(active_requests), **self._edits}
+        delta = {"type": "message_delta", **fields}
         stop = {"type": "message_stop"}
         return last_block + named_event("message_delta", delta) + named_event("message_stop", stop)
 
@@ -81,6 +96,7 @@ class MessagesFormat(AnswerFormat):
             "content": content,
             **(self._stop() if ended else {"stop_reason": None, "stop_sequence": None}),
             "usage": _usage(active_requests),
+            **(self._edits if ended else {}),
         }
 
     def _stop(self) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Translation of Messages API bodies to chats."""
 
 import json
+import re
 from typing import Any
 
 from baton.types.errors import InvalidRequestError, ThreadsError
+from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.messages.body import (
     CountTokensBody,
     MessagesBlock,
@@ -12,6 +14,11 @@ from router.frontend.api.messages.body import (
 )
 from router.frontend.api.translation import Conversation, Translation
 
+_NO_IMAGE = "[image left out: this model reads only text]"
+_HOSTED_BLOCKS = re.compile(
+    r"server_tool_use|mcp_tool_(use|result)|tool_reference"
+    r"|(web_search|web_fetch|(bash_|text_editor_)?code_execution|tool_search)_tool_result"
+)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {
     "response_format": "output_config.format",
@@ -22,13 +29,16 @@ _NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "continue_final_message": "messages",
     "messages": "messages",
-    r"tools(\[\d+\])\.function\.parameters": r"tools\1.input_schema",
-    r"tools(\[\d+\])\.function": r"tools\1",
+    r"(tools\[\d+\])\.parameters": r"\1.input_schema",
 }
 
 
-def chat_of(body: CountTokensBody) -> Translation:
-    """Return the chat that corresponds to a body, without a limit on its answer."""
+def chat_of(body: CountTokensBody, ignored: Ignored | None = None) -> Translation:
+    """Return the chat that corresponds to a body, without a limit on its answer.
+
+    ``ignored`` collects tools that are left out.
+    """
+    offered = _offered(body, Ignored() if ignored is None else ignored)
     if isinstance(body, MessagesBody) and body.thread is not None:
         raise ThreadsError.at("thread", "is not supported; send all messages with each request")
     conversation = Conversation(joins=("system", "user", "assistant"))
@@ -37,13 +47,15 @@ def chat_of(body: CountTokensBody) -> Translation:
     for index, message in enumerate(body.messages):
         _add(conversation, message.role, message.content, f"messages[{index}]")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
-    fields |= _tools(body) | _output(body) | _thinking(body)
+    fields |= _tools(body, list(offered.values())) | _output(body) | _thinking(body)
     last = conversation.messages[-1]
     if last["role"] == "assistant" and "tool_calls" not in last:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body, MessagesBody):
         fields |= _sampling(body)
-    return Translation(fields=fields, places=conversation.places, names=_NAMES)
+    return Translation(
+        fields=fields, places=conversation.places, names=_NAMES, tool_places=list(offered)
+    )
 
 
 def _add(
@@ -67,22 +79,27 @@ def _add_block(conversation: Conversation, role: str, block: MessagesBlock, wher
         conversation.add_call(call_id, name, arguments, where)
     elif block.type == "tool_result" and role == "user":
         call_id = _given(block.tool_use_id, f"{where}.tool_use_id")
-        text = _text_of(block.content or "", f"{where}.content")
+        text = _text_of(block.content or "", f"{where}.content", image=_NO_IMAGE)
         conversation.add_result(call_id, f"Error: {text}" if block.is_error else text, where)
     elif block.type == "thinking" and role == "assistant":
         conversation.add_thoughts(block.thinking or "")
     elif block.type == "redacted_thinking" and role == "assistant":
         return  # it is encrypted
+    elif _HOSTED_BLOCKS.fullmatch(block.type):
+        return  # of a tool that another server ran
     else:
         raise _refused(block.type, role, where)
 
 
-def _text_of(content: str | list[MessagesBlock], where: str) -> str:
-    """Return content that must consist of text."""
+def _text_of(content: str | list[MessagesBlock], where: str, image: str = "") -> str:
+    """Return content that must consist of text; ``image`` replaces images."""
     if isinstance(content, str):
         return content
     texts = []
     for index, block in enumerate(content):
+        if block.type == "image" and image:
+            texts.append(image)
+            continue
         if block.type != "text":
             raise _refused(block.type, "", f"{where}[{index}]")
         texts.append(_given(block.text, f"{where}[{index}].text"))
@@ -106,10 +123,21 @@ def _refused(kind: str, role: str, where: str) -> InvalidRequestError:
     return InvalidRequestError(message, param=param)
 
 
-def _tools(body: CountTokensBody) -> dict[str, Any]:
+def _offered(body: CountTokensBody, ignored: Ignored) -> dict[str, dict[str, Any]]:
+    """Return the tools of the chat by their path in the body, without those of Anthropic."""
+    offered = {}
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type in (None, "custom"):
+            offered[f"tools[{index}]"] = _tool(tool, f"tools[{index}]")
+        else:
+            ignored.leave_out(tool.name, "tools[]")
+    return offered
+
+
+def _tools(body: CountTokensBody, offered: list[dict[str, Any]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if body.tools:
-        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    if offered:
+        fields["tools"] = offered
     choice = body.tool_choice
     if choice is None:
         return fields
@@ -124,12 +152,6 @@ def _tools(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise InvalidRequestError.at(
-            f"{where}.type",
-            f"{tool.type[:64]!r} is a tool that only Anthropic provides; define a "
-            "tool with input_schema",
-        )
     if tool.input_schema is None:
         param = f"{where}.input_schema"
         raise InvalidRequestError.at(param, "is required")

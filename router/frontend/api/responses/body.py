@@ -40,7 +40,7 @@ class ResponsesItem(Body):
     """An item of a conversation; its type determines its fields."""
 
     type: NonEmpty = "message"
-    """message, function_call, function_call_output, item_reference, reasoning"""
+    """message, function_call, custom_tool_call, their outputs, item_reference, reasoning"""
     id: str | None = None
     """id; in an item_reference, that of an item of a stored response"""
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -53,8 +53,12 @@ class ResponsesItem(Body):
     """id of a call, repeated in its output"""
     name: NonEmpty | None = None
     """name of the called function"""
+    namespace: str | None = None
+    """namespace of the called function"""
     arguments: str | None = None
     """arguments of a call"""
+    input: str | None = None
+    """input of a call of a custom tool"""
     output: str | Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
     """output of a call: text, or text parts"""
     summary: Annotated[list[ResponsesPart], FIRST_FAULT] | None = None
@@ -64,18 +68,28 @@ class ResponsesItem(Body):
         "phase": "not part of the text",
         "encrypted_content": "encrypted reasoning is not used",
         "caller": "not part of the call",
-        "namespace": "not part of the call",
         "async": "not part of the call",
         "parsed_arguments": "the arguments, parsed by the client",
         "created_by": "not part of the text",
     }
 
 
-class ResponsesFunction(Body):
-    """A function that may be called."""
+class ResponsesInputFormat(Body):
+    """Format of a custom tool's input."""
+
+    type: Literal["text", "grammar"]
+    """text, grammar"""
+    syntax: Literal["lark", "regex"] | None = None
+    """regex: enforced; lark: shown to the model"""
+    definition: NonEmpty | None = None
+    """text of the grammar"""
+
+
+class ResponsesTool(Body):
+    """A tool. Tools of other types are left out and named in ``x-baton-ignored``."""
 
     type: NonEmpty
-    """function"""
+    """function, custom, namespace"""
     name: NonEmpty | None = None
     """letters, digits and `_-.:/`"""
     description: str | None = None
@@ -83,29 +97,34 @@ class ResponsesFunction(Body):
     parameters: dict[str, Any] | None = None
     """JSON schema of an object; the arguments of calls follow it"""
     strict: bool | None = None
-    """false: keywords that cannot be enforced during generation are checked afterwards"""
+    """true: a schema that cannot be enforced in full is a 400; otherwise the rest is enforced"""
+    format: ResponsesInputFormat | None = None
+    """input of a custom tool: text, or text that follows a grammar"""
+    tools: "Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None" = None
+    """tools of a namespace, called as namespace.name"""
 
     accepted: ClassVar[dict[str, str]] = {
         "allowed_callers": "only the model calls functions",
         "defer_loading": "all tools are shown to the model at once",
         "output_schema": "not shown to the model",
     }
+    used_types: ClassVar[tuple[str | None, ...]] = ("function", "custom", "namespace")
 
 
 class ResponsesFunctionName(Body):
-    """The name of a function."""
+    """The name of a tool."""
 
     type: NonEmpty
-    """function"""
+    """function, custom"""
     name: NonEmpty | None = None
     """name of the tool"""
 
 
 class ResponsesToolChoice(ResponsesFunctionName):
-    """The function that must be called or, with ``allowed_tools``, those that may be called."""
+    """The tool that must be called or, with ``allowed_tools``, those that may be called."""
 
     type: NonEmpty
-    """function, allowed_tools"""
+    """function, custom, allowed_tools"""
     mode: Literal["auto", "required"] | None = None
     """auto or required; only for allowed_tools"""
     tools: list[ResponsesFunctionName] | None = None
@@ -160,10 +179,10 @@ class InputTokensBody(ModelBody):
     """system message before the conversation"""
     previous_response_id: str | None = None
     """response whose conversation precedes the input"""
-    tools: Annotated[list[ResponsesFunction], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
     """up to 512"""
-    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
-    """none, auto, required, a function, allowed_tools"""
+    tool_choice: Literal["none", "auto", "required", "any"] | ResponsesToolChoice | None = None
+    """none, auto, required, any (same as required), a tool, allowed_tools"""
     parallel_tool_calls: bool | None = None
     """false: at most one call"""
     text: ResponsesText | None = None
@@ -213,6 +232,7 @@ class ResponsesBody(InputTokensBody):
     """Baton's own: only requests with the same salt share cached prefixes"""
 
     accepted: ClassVar[dict[str, str]] = {
+        "client_metadata": "nothing depends on it",
         "service_tier": _HINT,
         "prompt_cache_retention": "prefixes stay cached until their space is needed",
         "prompt_cache_options": "prefixes are cached without keys",

@@ -19,6 +19,7 @@ from router.frontend.api.responses.body import InputTokensBody, ResponsesBody, R
 from router.frontend.api.responses.format import ResponsesFormat
 from router.frontend.api.responses.head import head_of, kept_input
 from router.frontend.api.responses.store import EarlierResponses, ResponseStore
+from router.frontend.api.responses.tools import offered_tools
 from router.frontend.api.responses.translate import chat_of, input_items
 from router.frontend.api.tracing import ended_on_error
 from router.frontend.api.translation import Translation, as_answer
@@ -95,7 +96,8 @@ class _ResponsesCalls(Calls):
         with ended_on_error(span):
             head = head_of(body, answer_id, request)
         tokenizer = self._router.model.tokenizer
-        layout = ResponsesFormat(head, tokenizer, keep if body.keeps else None)
+        forms = {tool.name: tool.form for tool in offered_tools(body.tools)}
+        layout = ResponsesFormat(head, tokenizer, forms, keep if body.keeps else None)
         self._open[caller.tenant, answer_id] = layout
         context = self.context("responses", answer_id, span)
         return Answer(context, [request], layout, stream=bool(body.stream))
@@ -149,7 +151,11 @@ class _ResponsesCalls(Calls):
         earlier = await kept.conversation(body.previous_response_id)
         given = await kept.resolve(input_items(body))
         size += kept.bytes_read
-        return await off_loop(size, lambda: chat_of(body, earlier, given)), given, size
+        return (
+            await off_loop(size, lambda: chat_of(body, earlier, given, caller.ignored)),
+            given,
+            size,
+        )
 
     async def _prepared(
         self, body: ResponsesBody, translation: Translation, size: int, caller: Caller, now_ns: int

@@ -1,7 +1,7 @@
 """Responses in the format of the Responses API: items, and numbered events."""
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from time import time
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from router.frontend.api.formats.answer_parts import (
     More,
     Part,
 )
+from router.frontend.api.responses.tools import CallForm
 from router.routing.choice import Delta, ShownLogprob
 from router.routing.requests.active_request import ActiveRequest
 
@@ -71,12 +72,18 @@ class ResponsesFormat(AnswerFormat):
     keep_alive = KEEP_ALIVE_COMMENT
 
     def __init__(
-        self, head: dict[str, Any], tokenizer: TextTokenizer, keep: Keep | None = None
+        self,
+        head: dict[str, Any],
+        tokenizer: TextTokenizer,
+        forms: Mapping[str, CallForm],
+        keep: Keep | None = None,
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
         self._keep = keep
-        self._answer = AnswerParts(self._new_id)
+        self._forms = forms
+        custom = {name for name, form in forms.items() if form.custom}
+        self._answer = AnswerParts(self._new_id, custom)
         self._number = 0
         self._deltas: dict[int, _NumberedText] = {}  # by part
         self._tail = b""
@@ -181,7 +188,8 @@ class ResponsesFormat(AnswerFormat):
         """Return type and fields of the event for more text without log-probabilities."""
         if part.kind == "call":
             place: dict[str, Any] = {"item_id": part.id, "output_index": part.index}
-            return "response.function_call_arguments.delta", {**place, "delta": TextEvent.SAMPLE}
+            name = "custom_tool_call_input" if part.custom else "function_call_arguments"
+            return f"response.{name}.delta", {**place, "delta": TextEvent.SAMPLE}
         fields = {**self._content_place(part), "delta": TextEvent.SAMPLE}
         if part.kind == "thinking":
             return "response.reasoning_text.delta", fields
@@ -197,9 +205,12 @@ class ResponsesFormat(AnswerFormat):
     def _complete(self, part: Part) -> bytes:
         """Return the events with an item's complete text or arguments."""
         if part.kind == "call":
-            call = {"item_id": part.id, "output_index": part.index, "name": part.name}
+            call = {"item_id": part.id, "output_index": part.index}
+            if part.custom:
+                name = "response.custom_tool_call_input.done"
+                return self._event(name, **call, input=part.text)
             name = "response.function_call_arguments.done"
-            return self._event(name, **call, arguments=part.text)
+            return self._event(name, **call, name=self._form(part).name, arguments=part.text)
         place = self._content_place(part)
         content = self._content(part, part.text, part.logprobs)
         if part.kind == "thinking":
@@ -227,12 +238,21 @@ class ResponsesFormat(AnswerFormat):
         text = "" if begun else part.text
         item: dict[str, Any] = {"id": part.id, "status": status}
         if part.kind == "call":
-            call = {"type": "function_call", "call_id": part.call_id, "name": part.name}
-            return {**item, **call, "arguments": text}
+            form = self._form(part)
+            call = {"call_id": part.call_id, "name": form.name}
+            if form.namespace:
+                call["namespace"] = form.namespace
+            if form.custom:
+                return {**item, "type": "custom_tool_call", **call, "input": text}
+            return {**item, "type": "function_call", **call, "arguments": text}
         content = [] if begun else [self._content(part, text, part.logprobs)]
         if part.kind == "thinking":
             return {**item, "type": "reasoning", "summary": [], "content": content}
         return {**item, "type": "message", "role": "assistant", "content": content}
+
+    def _form(self, part: Part) -> CallForm:
+        """Return the form of a call; a model may call a function that does not exist."""
+        return self._forms.get(part.name) or CallForm(part.name, "", custom=False)
 
     def _content(self, part: Part, text: str, logprobs: Sequence[ShownLogprob]) -> dict[str, Any]:
         if part.kind == "thinking":

@@ -7,11 +7,23 @@ from typing import Any
 import orjson
 
 from baton.types.errors import InvalidRequestError
-from router.frontend.api.responses.body import ResponsesBody, ResponsesItem, ResponsesPart
+from router.frontend.api.responses.body import (
+    ResponsesBody,
+    ResponsesItem,
+    ResponsesPart,
+    ResponsesTool,
+)
 from router.frontend.api.responses.format import item_id
 from router.request import GenerationRequest
 
-_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+_OFFERED = ("function", "custom", "namespace")
 
 
 def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> dict[str, Any]:
@@ -43,7 +55,7 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
         else choice.model_dump(exclude_none=True)
         if choice is not None
         else "auto",
-        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "tools": [_tool(tool) for tool in body.tools or () if tool.type in _OFFERED],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": request.sampling.top_p,
         "truncation": body.truncation or "disabled",
@@ -54,6 +66,12 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
     except TypeError as error:  # of a schema, most likely
         raise InvalidRequestError(f"tools, text: {error}", param="tools") from error
     return head
+
+
+def _tool(tool: ResponsesTool) -> dict[str, Any]:
+    if tool.type == "function":  # the fields of OpenAI's that may be null
+        return tool.model_dump(exclude={"format", "tools"})
+    return tool.model_dump(exclude_none=True)
 
 
 def kept_input(response_id: str, given: Sequence[ResponsesItem]) -> list[dict[str, Any]]:

@@ -1,17 +1,19 @@
 """Translation of Responses API bodies to chats."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from baton.types.errors import InvalidRequestError
+from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.responses.body import (
     InputTokensBody,
     ResponsesBody,
-    ResponsesFunction,
     ResponsesItem,
     ResponsesPart,
-    ResponsesToolChoice,
 )
+from router.frontend.api.responses.tools import OfferedTool, choice_of, joined, offered_tools
+from router.frontend.api.tool_use.custom import arguments_of
 from router.frontend.api.translation import Conversation, Translation
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -21,8 +23,13 @@ _NAMES = {
     "logprobs": "include",
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
-    r"tools(\[\d+\])\.function": r"tools\1",
 }
+_HOSTED_ITEMS = re.compile(
+    r"(web_search|file_search|computer|image_generation|code_interpreter|local_shell|shell|"
+    r"apply_patch|mcp|tool_search)(_call)?(_output)?"
+    r"|mcp_(list_tools|approval_request|approval_response)|compaction"
+)
+_NO_IMAGE = "[image left out: this model reads only text]"
 
 
 def input_items(body: InputTokensBody) -> list[ResponsesItem]:
@@ -33,32 +40,46 @@ def input_items(body: InputTokensBody) -> list[ResponsesItem]:
 
 
 def chat_of(
-    body: InputTokensBody, earlier: Sequence[ResponsesItem], given: Sequence[ResponsesItem]
+    body: InputTokensBody,
+    earlier: Sequence[ResponsesItem],
+    given: Sequence[ResponsesItem],
+    ignored: Ignored | None = None,
 ) -> Translation:
     """Return the chat of a body, without a limit on its answer.
 
-    ``earlier`` are items of earlier responses, and ``given`` those of the body, with references
-    resolved.
+    Args:
+        body: Body of the request.
+        earlier: Items of earlier responses.
+        given: Items of the body, with references resolved.
+        ignored: Collects tools and items that are left out.
     """
+    ignored = Ignored() if ignored is None else ignored
     conversation = Conversation(joins=("system",))
     if body.instructions is not None:
         conversation.add_text("system", body.instructions, "instructions")
     for item in earlier:
-        _add(conversation, item, "previous_response_id")
+        _add(conversation, item, "previous_response_id", ignored)
     for index, item in enumerate(given):
-        _add(conversation, item, "input" if isinstance(body.input, str) else f"input[{index}]")
+        where = "input" if isinstance(body.input, str) else f"input[{index}]"
+        _add(conversation, item, where, ignored)
     if not conversation.messages:
         raise InvalidRequestError.at("input", "is required")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
-    fields |= _tools(body) | _text(body)
+    offered = offered_tools(body.tools, ignored)
+    fields |= _tools(body, offered) | _text(body)
     if body.reasoning is not None and body.reasoning.effort is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     if isinstance(body, ResponsesBody):
         fields |= _sampling(body)
-    return Translation(fields=fields, places=conversation.places, names=_NAMES)
+    return Translation(
+        fields=fields,
+        places=conversation.places,
+        names=_NAMES,
+        tool_places=[tool.place for tool in offered],
+    )
 
 
-def _add(conversation: Conversation, item: ResponsesItem, where: str) -> None:
+def _add(conversation: Conversation, item: ResponsesItem, where: str, ignored: Ignored) -> None:
     if item.type == "message":
         if item.role is None:
             raise _required(f"{where}.role")
@@ -69,16 +90,24 @@ def _add(conversation: Conversation, item: ResponsesItem, where: str) -> None:
     elif item.type == "function_call":
         if item.call_id is None or item.name is None:
             raise _required(f"{where}.{'call_id' if item.call_id is None else 'name'}")
-        conversation.add_call(item.call_id, item.name, item.arguments or "{}", where)
-    elif item.type == "function_call_output":
+        name = joined(item.namespace, item.name)
+        conversation.add_call(item.call_id, name, item.arguments or "{}", where)
+    elif item.type == "custom_tool_call":
+        if item.call_id is None or item.name is None:
+            raise _required(f"{where}.{'call_id' if item.call_id is None else 'name'}")
+        name = joined(item.namespace, item.name)
+        conversation.add_call(item.call_id, name, arguments_of(item.input or ""), where)
+    elif item.type in ("function_call_output", "custom_tool_call_output"):
         if item.call_id is None or item.output is None:
             raise _required(f"{where}.{'call_id' if item.call_id is None else 'output'}")
-        text = _text_of(item.output, f"{where}.output")
+        text = _text_of(item.output, f"{where}.output", image=_NO_IMAGE)
         conversation.add_result(item.call_id, text, where)
     elif item.type == "reasoning":
         thoughts = _text_of(item.content or item.summary or "", f"{where}.content")
         if thoughts:
             conversation.add_thoughts(thoughts)
+    elif _HOSTED_ITEMS.fullmatch(item.type):
+        ignored.leave_out(item.type, "input[]")
     else:
         raise InvalidRequestError.at(
             f"{where}.type",
@@ -87,12 +116,16 @@ def _add(conversation: Conversation, item: ResponsesItem, where: str) -> None:
         )
 
 
-def _text_of(content: str | list[ResponsesPart], where: str) -> str:
+def _text_of(content: str | list[ResponsesPart], where: str, image: str = "") -> str:
+    """Return the text of an item; ``image`` replaces images, which are rejected otherwise."""
     if isinstance(content, str):
         return content
     texts = []
     for index, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
+        if part.type == "input_image" and image:
+            texts.append(image)
+            continue
         if part.type not in (*_TEXT_PARTS, "refusal"):
             raise InvalidRequestError.at(
                 f"{where}[{index}].type",
@@ -108,52 +141,15 @@ def _required(param: str) -> InvalidRequestError:
     return InvalidRequestError.at(param, "is required")
 
 
-def _tools(body: InputTokensBody) -> dict[str, Any]:
+def _tools(body: InputTokensBody, offered: Sequence[OfferedTool]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if body.tools:
-        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    if offered:
+        fields["tools"] = [tool.chat for tool in offered]
     if body.tool_choice is not None:
-        fields["tool_choice"] = _choice(body.tool_choice)
+        fields["tool_choice"] = choice_of(body.tool_choice)
     if body.parallel_tool_calls is not None:
         fields["parallel_tool_calls"] = body.parallel_tool_calls
     return fields
-
-
-def _tool(tool: ResponsesFunction, where: str) -> dict[str, Any]:
-    if tool.type != "function":
-        raise InvalidRequestError.at(
-            f"{where}.type",
-            f"{tool.type[:64]!r} is a tool that only OpenAI provides; define a function for it",
-        )
-    if tool.name is None:
-        raise _required(f"{where}.name")
-    given = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    function = {name: value for name, value in given.items() if value is not None}
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
-    if isinstance(choice, str):
-        return choice
-    if choice.type == "function":
-        if choice.name is None:
-            raise _required("tool_choice.name")
-        return {"type": "function", "function": {"name": choice.name}}
-    if choice.type == "allowed_tools":
-        names = [tool.name for tool in choice.tools or () if tool.type == "function" and tool.name]
-        tools = [{"type": "function", "function": {"name": name}} for name in names]
-        return {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": choice.mode or "auto", "tools": tools},
-        }
-    raise InvalidRequestError.at(
-        "tool_choice.type", f"{choice.type[:64]!r} is not supported; use function or allowed_tools"
-    )
 
 
 def _text(body: InputTokensBody) -> dict[str, Any]:

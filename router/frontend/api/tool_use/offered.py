@@ -4,37 +4,64 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from baton.text.tools import Tool, calls_grammar
-from baton.types.errors import GrammarError, InvalidRequestError
+from baton.text.tools import Tool
+from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.messages import CalledFunction, Message
-from router.frontend.api.bodies.tools import ToolChoice, ToolNamed, ToolOffered, ToolsAllowed
+from router.frontend.api.bodies.tools import (
+    CustomNamed,
+    CustomOffered,
+    ToolChoice,
+    ToolNamed,
+    ToolOffered,
+    ToolsAllowed,
+)
+from router.frontend.api.tool_use.custom import arguments_of, parameters_of
+
+_Named = ToolNamed | CustomNamed
 
 
 def offered(listed: Sequence[ToolOffered] | None, choice: ToolChoice | None = None) -> list[Tool]:
     """Return the tools that the model sees; ``choice`` may select one or none."""
-    tools = [
-        Tool(
-            name=item.function.name,
-            description=item.function.description,
-            parameters=item.function.parameters,
-            lenient=item.function.strict is False,
-        )
-        for item in listed or ()
-    ]
+    tools = [_tool(item, f"tools[{index}]") for index, item in enumerate(listed or ())]
     _check(tools)
     if choice == "none":
         return []
-    if isinstance(choice, ToolNamed):
-        named = [tool for tool in tools if tool.name == choice.function.name]
+    if isinstance(choice, _Named):
+        named = [tool for tool in tools if tool.name == choice.name]
         if not named:
-            raise InvalidRequestError.at(
-                "tool_choice", f"tool {choice.function.name!r} is not in tools"
-            )
+            raise InvalidRequestError.at("tool_choice", f"tool {choice.name!r} is not in tools")
         return named
-    if choice == "required" and not tools:
-        raise InvalidRequestError.at("tool_choice", "required needs tools")
+    if choice in ("required", "any") and not tools:
+        raise InvalidRequestError.at("tool_choice", f"{choice} needs tools")
     return tools
+
+
+def _tool(item: ToolOffered, where: str) -> Tool:
+    if item.type == "custom":
+        if item.custom is None:
+            raise InvalidRequestError.at(f"{where}.custom", "is required")
+        return _custom(item.custom, where)
+    function = item.function
+    if function is None:
+        raise InvalidRequestError.at(f"{where}.function", "is required")
+    return Tool(
+        name=function.name,
+        description=function.description,
+        parameters=function.parameters,
+        lenient=function.strict is not True,
+    )
+
+
+def _custom(tool: CustomOffered, where: str) -> Tool:
+    given = tool.format
+    if given is None or given.type == "text":
+        parameters = parameters_of("", "")
+    elif given.grammar is None:
+        raise InvalidRequestError.at(f"{where}.custom.format.grammar", "is required for this type")
+    else:
+        parameters = parameters_of(given.grammar.syntax, given.grammar.definition)
+    return Tool(name=tool.name, description=tool.description, parameters=parameters, lenient=True)
 
 
 def _check(tools: Sequence[Tool]) -> None:
@@ -45,7 +72,8 @@ def _check(tools: Sequence[Tool]) -> None:
                 f"tools[{index}]", f"function {tool.name!r} is defined twice"
             )
         names.add(tool.name)
-        if tool.parameters and tool.parameters.get("type", "object") != "object":
+        kinds = (tool.parameters or {}).get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             where = f"tools[{index}].function.parameters"
             raise InvalidRequestError.at(where, "must be the schema of an object (`type: object`)")
 
@@ -55,11 +83,11 @@ def may_be_called(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool
     if not isinstance(choice, ToolsAllowed):
         return list(tools)
     known = {tool.name for tool in tools}
-    allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+    allowed = {tool.name for tool in choice.allowed_tools.tools}
     for index, tool in enumerate(choice.allowed_tools.tools):
-        if tool.function.name not in known:
+        if tool.name not in known:
             where = f"tool_choice.allowed_tools.tools[{index}]"
-            raise InvalidRequestError.at(where, f"tool {tool.function.name!r} is not in tools")
+            raise InvalidRequestError.at(where, f"tool {tool.name!r} is not in tools")
     return [tool for tool in tools if tool.name in allowed]
 
 
@@ -67,17 +95,12 @@ def must_call(choice: ToolChoice | None) -> bool:
     """Return whether the answer must be a call."""
     if isinstance(choice, ToolsAllowed):
         return choice.allowed_tools.mode == "required"
-    return choice == "required" or isinstance(choice, ToolNamed)
+    return choice in ("required", "any") or isinstance(choice, _Named)
 
 
-def calls_grammar_of(body: ChatBody, tools: Sequence[Tool], *, only_calls: bool = False) -> str:
-    """Return the grammar of an answer that may call ``tools``; ``only_calls`` excludes text."""
-    parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ToolNamed)
-    required = only_calls or must_call(body.tool_choice)
-    try:
-        return calls_grammar(tools, "required" if required else "auto", parallel=parallel)
-    except GrammarError as error:
-        raise GrammarError.at("tools", f"{error.message}") from error
+def may_call_several(body: ChatBody) -> bool:
+    """Return whether the answer may contain more than one call."""
+    return body.parallel_tool_calls is not False and not isinstance(body.tool_choice, _Named)
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -90,7 +113,7 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message.tool_calls:
             if message.role != "assistant":
                 raise _misplaced(f"{where}.tool_calls", "role assistant")
-            entry["tool_calls"] = _calls(message)
+            entry["tool_calls"] = _calls(message, where)
             called |= {call.id for call in message.tool_calls if call.id}
         elif message.content is None and message.role != "assistant":
             raise InvalidRequestError.at(f"{where}.content", "is required")
@@ -111,11 +134,19 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return conversation
 
 
-def _calls(message: Message) -> list[dict[str, str]]:
-    return [
-        {"id": call.id or "", "name": call.function.name, "arguments": _text_of(call.function)}
-        for call in message.tool_calls or ()
-    ]
+def _calls(message: Message, where: str) -> list[dict[str, str]]:
+    calls = []
+    for index, call in enumerate(message.tool_calls or ()):
+        if call.custom is not None:
+            name = call.custom.name
+            arguments = arguments_of(call.custom.input)
+        elif call.function is not None:
+            name = call.function.name
+            arguments = _text_of(call.function)
+        else:
+            raise InvalidRequestError.at(f"{where}.tool_calls[{index}].function", "is required")
+        calls.append({"id": call.id or "", "name": name, "arguments": arguments})
+    return calls
 
 
 def _text_of(function: CalledFunction) -> str:

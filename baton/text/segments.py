@@ -1,0 +1,85 @@
+"""Encoding of long texts in segments between special tokens, with a cache of the segments.
+
+Every turn of a conversation repeats the messages before it, and an agent's tools. Special tokens
+separate messages, and no token spans them, so a segment has the same ids in every text. Whether
+that is true of a tokenizer is tested with `splits_at_special_tokens`.
+"""
+
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+
+LONG_CHARACTERS = 8 * 1024
+"""Shorter texts are encoded faster than they are split."""
+_KEPT_CHARACTERS = 1024  # shorter segments are encoded with their neighbours
+_MOST_TOKENS = 4 << 20  # in the cache; 4 bytes each
+_PROBES = ("", " a", "a ", "\n\nb", "1 234", "é\u0301", "def f():\n    x", "▁", "A'll")
+
+Encode = Callable[[str], list[int]]
+
+
+def splits_at_special_tokens(encode: Encode, special: Mapping[str, int]) -> bool:
+    """Return whether texts around a special token are encoded independently of each other."""
+    known = {text: encode(text) for text in _PROBES}
+    return bool(special) and all(
+        encode(f"{before}{token}{after}") == [*known[before], token_id, *known[after]]
+        for token, token_id in special.items()
+        for before in _PROBES
+        for after in _PROBES[:3]
+    )
+
+
+class SegmentEncoder:
+    """Thread-safe encoder of long texts.
+
+    Args:
+        encode: Encoder of any text, without added special tokens.
+        special: Id by text of every special token.
+    """
+
+    def __init__(self, encode: Encode, special: Mapping[str, int]) -> None:
+        self._encode = encode
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        self._kept: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._kept_tokens = 0
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, scope: str) -> list[int]:
+        """Return the token ids of ``text``.
+
+        Segments are found again only within a ``scope``: otherwise the time that a text takes would
+        show whether another tenant sent it.
+        """
+        ids: list[int] = []
+        short: list[str] = []
+        for segment in self._special.split(text):
+            if len(segment) < _KEPT_CHARACTERS:
+                short.append(segment)
+                continue
+            ids += self._joined(short)
+            short = []
+            ids += self._segment(segment, scope)
+        return ids + self._joined(short)
+
+    def _joined(self, texts: Iterable[str]) -> list[int]:
+        text = "".join(texts)
+        return self._encode(text) if text else []
+
+    def _segment(self, segment: str, scope: str) -> "array[int]":
+        key = (scope, segment)
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                return kept
+        ids = array("I", self._encode(segment))
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = ids
+                self._kept_tokens += len(ids)
+            while self._kept_tokens > _MOST_TOKENS:
+                self._kept_tokens -= len(self._kept.popitem(last=False)[1])
+        return ids

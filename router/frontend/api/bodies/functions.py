@@ -1,0 +1,57 @@
+"""OpenAI's old ``functions`` as tools. Results name a function instead of a call."""
+
+from typing import Any
+
+from baton.types.errors import InvalidRequestError
+
+
+def translated(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat's fields with tools instead of functions; ``functions`` itself is kept.
+
+    Raises:
+        InvalidRequestError: The body has both, or a result refers to no earlier call.
+    """
+    found = dict(data)
+    if data.get("functions"):
+        if data.get("tools"):
+            raise InvalidRequestError.at("functions", "cannot be combined with tools; use tools")
+        found["tools"] = [{"type": "function", "function": f} for f in data["functions"]]
+        found["parallel_tool_calls"] = False
+        choice = data.get("function_call")
+        if isinstance(choice, dict):
+            choice = {"type": "function", "function": choice}
+        if choice is not None:
+            found["tool_choice"] = choice
+    messages = data.get("messages")
+    if isinstance(messages, list) and any(map(_is_old, messages)):
+        found["messages"] = _messages(messages)
+    return found
+
+
+def _is_old(message: Any) -> bool:
+    return isinstance(message, dict) and (
+        message.get("role") == "function" or message.get("function_call") is not None
+    )
+
+
+def _messages(messages: list[Any]) -> list[Any]:
+    ids: dict[Any, str] = {}  # id of the last call by the function's name
+    found = []
+    for index, message in enumerate(messages):
+        if not _is_old(message):
+            found.append(message)
+            continue
+        fields = dict(message)
+        call = fields.pop("function_call", None)
+        if fields.get("role") == "function":
+            name = fields.pop("name", None)
+            if name not in ids:
+                raise InvalidRequestError.at(
+                    f"messages[{index}].name", "must be the function of an earlier function_call"
+                )
+            fields |= {"role": "tool", "tool_call_id": ids[name]}
+        if isinstance(call, dict):
+            ids[call.get("name")] = call_id = f"call_{index}"
+            fields["tool_calls"] = [{"id": call_id, "type": "function", "function": call}]
+        found.append(fields)
+    return found

@@ -1,0 +1,1 @@
+"""Tools of requests: what is offered, the grammar of calls, custom tools."""

