@@ -23,8 +23,8 @@ from router.frontend.http_server import server_config
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.clients.shaped_worker import ShapedWorker
-from tests.router.emulated_worker import EmulatedWorker
 from tests.router.conftest import record_of, until
+from tests.router.emulated_worker import EmulatedWorker
 from tests.router.static_directory import StaticDirectory
 
 MODEL = "default"

@@ -99,10 +99,11 @@ class Recorder:
         """Fill the worker and the queue with requests, which run until they are cancelled."""
         self.write("one " * 400, step_s=0.05)
         body = {"model": MODEL, "prompt": "hi", "max_tokens": 400}
-        calls = []
-        for _ in range(_SLOT_REQUESTS + 1):
-            calls.append(asyncio.create_task(self.http.post("/v1/completions", json=body)))
         before = len(self._worker.submissions)
+        calls = [
+            asyncio.create_task(self.http.post("/v1/completions", json=body))
+            for _ in range(_SLOT_REQUESTS + 1)
+        ]
         await until(lambda: len(self._worker.submissions) >= before + _SLOT_REQUESTS)
         await asyncio.sleep(0.05)  # the last one is in the queue
         return calls

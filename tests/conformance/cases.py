@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from tests.clients.server import MODEL
-
 CHAT = "POST /v1/chat/completions"
 COMPLETIONS = "POST /v1/completions"
 EMBEDDINGS = "POST /v1/embeddings"
@@ -37,6 +35,7 @@ TOOLS = {"tools": [{"type": "function", **_FUNCTION}]}
 _MESSAGE_TOOLS = {"tools": [{"name": "weather", "input_schema": _SCHEMA}]}
 _USAGE = {"stream_options": {"include_usage": True}}
 _FORMAT = {"type": "json_schema", "name": "city", "schema": _SCHEMA, "strict": True}
+_MESSAGE_FORMAT = {"type": "json_schema", "schema": _SCHEMA}
 _CHAT_FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": _SCHEMA}}
 
 
@@ -48,7 +47,11 @@ class Case(NamedTuple):
     body: dict[str, Any]
 
 
-_ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+_ALLOWED = {
+    "type": "allowed_tools",
+    "mode": "auto",
+    "tools": [{"type": "function", "name": "weather"}],
+}
 
 BASE: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HI, "max_tokens": 100},
@@ -105,9 +108,15 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
         Case("a call", WEATHER_CALL, {**TOOLS, "tool_choice": "required"}),
         Case(
-            "a named call", WEATHER_CALL, {**TOOLS, "tool_choice": {"type": "function", "name": "weather"}}
+            "a named call",
+            WEATHER_CALL,
+            {**TOOLS, "tool_choice": {"type": "function", "name": "weather"}},
         ),
-        Case("text and two calls", f"So: {WEATHER_CALL}{WEATHER_CALL}", {**TOOLS, "tool_choice": _ALLOWED}),
+        Case(
+            "text and two calls",
+            f"So: {WEATHER_CALL}{WEATHER_CALL}",
+            {**TOOLS, "tool_choice": _ALLOWED},
+        ),
         Case("thinking", _THOUGHT, {}),
         Case("thinking and a call", f"<think>Hm</think>{WEATHER_CALL}", TOOLS),
         Case(
@@ -125,6 +134,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("text and two calls", f"So: {WEATHER_CALL}{WEATHER_CALL}", _MESSAGE_TOOLS),
         Case("thinking", _THOUGHT, {"thinking": {"type": "adaptive"}}),
         Case("thinking and a call", f"<think>Hm</think>{WEATHER_CALL}", _MESSAGE_TOOLS),
+        Case("a schema", _JSON, {"output_config": {"format": _MESSAGE_FORMAT}}),
         Case("cut", SENTENCE, {"max_tokens": 2}),
         Case("a cut call", WEATHER_CALL, {"max_tokens": 16, **_MESSAGE_TOOLS}),
         Case("a stop text", SENTENCE, {"stop_sequences": ["capital"]}),

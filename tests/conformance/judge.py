@@ -1,8 +1,8 @@
 """Judge of JSON values by a specification's schemas, more exact than the schemas themselves.
 
-Schemas of APIs leave objects open, so that clients accept fields of later versions. Here, an unknown
-field is a finding too. A value that may have several forms is compared with the form that its
-``type`` names, so that a finding is at the field at fault and not at the whole value.
+Schemas of APIs leave objects open, so that clients accept fields of later versions. Here, an
+unknown field is a finding too. A value that may have several forms is compared with the form that
+its ``type`` names, so that a finding is at the field at fault and not at the whole value.
 """
 
 from collections.abc import Iterator
@@ -150,7 +150,9 @@ def _check_forms(
     fitting = [branch for tags, branch in typed if _fits(tags["tags"], value)]
     if not fitting:
         tag = next(name for name in _TAGS if name in value)
-        yield ValidationError(f"{value[tag]!r:.60} is no known value", path=(tag,), validator="enum")
+        yield ValidationError(
+            f"{value[tag]!r:.60} is no known value", path=(tag,), validator="enum"
+        )
         return
     nearest: list[ValidationError] | None = None
     for branch in fitting:

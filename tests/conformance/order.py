@@ -51,6 +51,7 @@ def _check_chunks(events: Sequence[Event]) -> None:
     _require(not any(event.name for event in events), "chunks have no names", events[0])
     _require(last == DONE or set(last) == {"error"}, "[DONE] or an error is the last", last)
     ended: set[int] = set()
+    begun: set[int] = set()
     calls: defaultdict[int, list[str]] = defaultdict(list)
     heads = [{k: v for k, v in chunk.items() if k not in _CHANGING} for chunk in chunks]
     for chunk, head in zip(chunks, heads, strict=True):
@@ -58,6 +59,10 @@ def _check_chunks(events: Sequence[Event]) -> None:
         for choice in chunk["choices"]:
             index = choice["index"]
             _require(index not in ended, "a choice ends once", chunk)
+            if "delta" in choice:
+                named = choice["delta"].get("role") == "assistant"
+                _require(named == (index not in begun), "a choice begins with its role", chunk)
+            begun.add(index)
             if choice["finish_reason"] is not None:
                 ended.add(index)
             for call in choice.get("delta", {}).get("tool_calls", ()):
@@ -70,8 +75,7 @@ def _check_chunks(events: Sequence[Event]) -> None:
             _require(chunk is chunks[-1], "the usage is the last chunk", chunk)
             _require(chunk["usage"]["total_tokens"] > 0, "and counts tokens", chunk)
     if last == DONE:
-        seen = {choice["index"] for chunk in chunks for choice in chunk["choices"]}
-        _require(ended == seen == set(range(len(seen))), "every choice has an end", chunks[-1])
+        _require(ended == begun == set(range(len(begun))), "every choice has an end", chunks[-1])
 
 
 class _Reader:
@@ -114,7 +118,9 @@ class _Responses(_Reader):
             items.append(self._item(len(items)))
         last = self.take("response.completed", "response.incomplete")
         final = last["response"]
-        _require(f"response.{final['status']}" == last["type"], "the last event is the status", last)
+        _require(
+            f"response.{final['status']}" == last["type"], "the last event is the status", last
+        )
         _require(final["output"] == items, "the output has all items", last)
         _require(final["id"] == begun["id"], "the id does not change", last)
         _require(self.kind == "", "nothing follows the last event", self.kind)

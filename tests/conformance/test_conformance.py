@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.conformance import order, specifications
-from tests.conformance.answers import DONE, Answer, recording
+from tests.conformance.answers import DONE, Answer, Event, recording
 from tests.conformance.cases import (
     BASE,
     CASES,
@@ -18,7 +19,7 @@ from tests.conformance.cases import (
     WHOLE,
 )
 from tests.conformance.deviations import DEVIATIONS
-from tests.conformance.judge import Finding, Judge
+from tests.conformance.judge import Finding
 from tests.conformance.play import play
 
 
@@ -95,6 +96,47 @@ def test_every_stream_has_its_events_in_order(answers: list[Answer]) -> None:
     assert {answer.call for answer in streams} == {CHAT, COMPLETIONS, RESPONSES, MESSAGES}
     for answer in streams:
         order.check(answer)
+
+
+@pytest.mark.parametrize("call", [RESPONSES, MESSAGES])
+def test_a_missing_or_repeated_event_is_found(answers: list[Answer], call: str) -> None:
+    stream = _stream(answers, call, "text and two calls, streamed")
+    for at, event in enumerate(stream.events):
+        if event.name == "content_block_delta":  # its text is nowhere else
+            continue
+        for count in (0, 2):
+            events = [*stream.events[:at], *[event] * count, *stream.events[at + 1 :]]
+            with pytest.raises(order.OrderError):
+                order.check(replace(stream, events=_numbered(events)))
+
+
+@pytest.mark.parametrize("call", [CHAT, COMPLETIONS])
+def test_a_missing_end_is_found(answers: list[Answer], call: str) -> None:
+    stream = _stream(answers, call, "two choices, streamed")
+    ends = {len(stream.events) - 1} | {
+        at
+        for at, event in enumerate(stream.events[:-1])
+        if event.value["choices"][0]["finish_reason"]
+    }
+    assert len(ends) == 3
+    for at in ends:
+        events = (*stream.events[:at], *stream.events[at + 1 :])
+        with pytest.raises(order.OrderError):
+            order.check(replace(stream, events=events))
+
+
+def _stream(answers: list[Answer], call: str, case: str) -> Answer:
+    return next(answer for answer in answers if (answer.call, answer.case) == (call, case))
+
+
+def _numbered(events: list[Event]) -> tuple[Event, ...]:
+    """The same events; those of Responses with new numbers."""
+    values: list[Any] = [dict(event.value) for event in events]
+    for number, value in enumerate(values):
+        if "sequence_number" in value:
+            value["sequence_number"] = number
+    pairs = zip(events, values, strict=True)
+    return tuple(Event(event.name, value) for event, value in pairs)
 
 
 def test_the_answers_have_every_form(answers: list[Answer]) -> None:

@@ -1,12 +1,7 @@
 """The judge itself: it finds what it should, at the field at fault."""
 
-import copy
-
 import pytest
 
-from tests.conformance import order
-from tests.conformance.answers import DONE, Answer, Event
-from tests.conformance.cases import CHAT, MESSAGES, RESPONSES
 from tests.conformance.judge import Judge
 
 SCHEMAS = {
@@ -19,7 +14,10 @@ SCHEMAS = {
     },
     "Number": {
         "type": "object",
-        "properties": {"type": {"enum": ["number"]}, "value": {"type": "integer", "nullable": True}},
+        "properties": {
+            "type": {"enum": ["number"]},
+            "value": {"type": "integer", "nullable": True},
+        },
         "required": ["type", "value"],
     },
     "List": {

@@ -252,8 +252,10 @@ class ResponsesFormat(AnswerFormat):
 
 def _in_event(logprob: dict[str, Any]) -> dict[str, Any]:
     """Return a log-probability as events of text have it: without ``bytes``."""
-    top = [{"token": entry["token"], "logprob": entry["logprob"]} for entry in logprob["top_logprobs"]]
-    return {"token": logprob["token"], "logprob": logprob["logprob"], "top_logprobs": top}
+    shown = {name: value for name, value in logprob.items() if name != "bytes"}
+    if "top_logprobs" in logprob:
+        shown["top_logprobs"] = [_in_event(entry) for entry in logprob["top_logprobs"]]
+    return shown
 
 
 def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:
