@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,10 +53,21 @@ class Answer:
         return event.value
 
 
+class BreakingWorker(EmulatedWorker):
+    """Worker whose running requests can fail."""
+
+    def break_off(self) -> None:
+        """Let all running requests fail."""
+        for job in self.jobs.values():
+            if job.task is not None and not job.task.done():
+                job.task.cancel()
+                self._end(job.submission, ("internal", "it broke", False))
+
+
 class Recorder:
     """Client of a router whose only worker writes what it is told."""
 
-    def __init__(self, http: httpx.AsyncClient, worker: EmulatedWorker, model: ServedModel) -> None:
+    def __init__(self, http: httpx.AsyncClient, worker: BreakingWorker, model: ServedModel) -> None:
         self.answers: list[Answer] = []
         self.http = http
         self._worker = worker
@@ -90,29 +101,53 @@ class Recorder:
         self.answers.append(answer)
         return answer
 
+    async def interrupt(
+        self, case: str, call: str, body: dict[str, Any], act: Callable[[Any], Awaitable[object]]
+    ) -> None:
+        """Record a stream during which ``act`` is called with the first event."""
+        lines: list[str] = []
+        async with self.http.stream("POST", call.partition(" ")[2], json=body) as response:
+            incoming = response.aiter_lines()
+            while not (lines and lines[-1].startswith("data: ")):
+                lines.append(await anext(incoming))
+            await act(json.loads(lines[-1].removeprefix("data: ")))
+            lines += [line async for line in incoming]
+        headers = {"content-type": response.headers["content-type"]}
+        text = "\n".join(lines)
+        self.keep(case, call, httpx.Response(response.status_code, headers=headers, text=text))
+
+    async def break_off(self, _: object) -> None:
+        """Let all requests at the worker fail."""
+        self._worker.break_off()
+
     async def until_idle(self) -> None:
         """Wait until the worker runs nothing."""
         jobs = self._worker.jobs.values()
         await until(lambda: all(job.task is None or job.task.done() for job in jobs))
 
-    async def fill(self) -> Sequence[asyncio.Task[httpx.Response]]:
+    async def fill(self) -> list[asyncio.Task[httpx.Response]]:
         """Fill the worker and the queue with requests, which run until they are cancelled."""
-        self.write("one " * 400, step_s=0.05)
+        self.write("one " * 400, step_s=0.1)
         body = {"model": MODEL, "prompt": "hi", "max_tokens": 400}
+
+        def begin() -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(self.http.post("/v1/completions", json=body))
+
         before = len(self._worker.submissions)
-        calls = [
-            asyncio.create_task(self.http.post("/v1/completions", json=body))
-            for _ in range(_SLOT_REQUESTS + 1)
-        ]
+        calls = [begin() for _ in range(_SLOT_REQUESTS)]
         await until(lambda: len(self._worker.submissions) >= before + _SLOT_REQUESTS)
-        await asyncio.sleep(0.05)  # the last one is in the queue
-        return calls
+        while True:
+            calls.append(begin())
+            done, _ = await asyncio.wait(calls[-1:], timeout=0.5)
+            if done:
+                assert calls.pop().result().status_code == 429
+                return calls
 
 
 async def recording() -> AsyncIterator[Recorder]:
     """Yield the recorder of a new router, and end both."""
     model = ServedModel(resolve_model(DEFAULT_MODEL), (MODEL,), chat_template=_TEMPLATE)
-    worker = EmulatedWorker("decode-0", "decode", Script())
+    worker = BreakingWorker("decode-0", "decode", Script())
     limits = {
         "max_body_bytes": _MOST_BODY_BYTES,
         "window_requests": _SLOT_REQUESTS,

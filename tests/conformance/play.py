@@ -14,6 +14,7 @@ from tests.conformance.cases import (
     BATCHES,
     CANCEL,
     CASES,
+    CHAT,
     EMBEDDINGS,
     FILE,
     FILES,
@@ -27,6 +28,7 @@ from tests.conformance.cases import (
     WHOLE,
 )
 
+_LINE = {"method": "POST", "url": "/v1/chat/completions"}  # of a batch
 _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -92,31 +94,28 @@ async def _stored(recorder: Recorder) -> None:
 
 
 async def _cancelled(recorder: Recorder) -> None:
-    recorder.write("one " * 200, step_s=0.02)
+    recorder.write("one " * 400, step_s=0.1)
     body = {"model": MODEL, "input": "hi", "stream": True}
-    async with recorder.http.stream("POST", "/v1/responses", json=body) as response:
-        lines = response.aiter_lines()
-        begun = [await anext(lines), await anext(lines)]
-        name = json.loads(begun[1].removeprefix("data: "))["response"]["id"]
-        await recorder.record("running", RESPONSE, f"/v1/responses/{name}")
-        await recorder.record("running", CANCEL, f"/v1/responses/{name}/cancel")
-        begun += [line async for line in lines]
-    text = "\n".join(begun)
-    whole = httpx.Response(200, headers={"content-type": "text/event-stream"}, text=text)
-    recorder.keep("cancelled, streamed", RESPONSES, whole)
+
+    async def cancel(created: dict[str, Any]) -> None:
+        path = f"/v1/responses/{created['response']['id']}"
+        await recorder.record("running", RESPONSE, path)
+        await recorder.record("running", CANCEL, f"{path}/cancel")
+
+    await recorder.interrupt("cancelled, streamed", RESPONSES, body, cancel)
 
 
 async def _files(recorder: Recorder) -> None:
     recorder.write(SENTENCE)
     await _upload(recorder, b"", {"purpose": "unknown"})
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
-    good = json.dumps({**line, "body": {"model": MODEL, "messages": HI, "max_tokens": 4}})
-    bad = json.dumps({**line, "custom_id": "b", "body": {"model": MODEL}})
-    file = (await _upload(recorder, f"{good}\n{bad}\n".encode(), {})).body
+    good = {"model": MODEL, "messages": HI, "max_tokens": 4}
+    lines = [{**_LINE, "custom_id": "a", "body": good}, {**_LINE, "custom_id": "b", "body": {}}]
+    text = "\n".join(map(json.dumps, lines))
+    file = (await _upload(recorder, text.encode(), {})).body
     expiring = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     unused = (await _upload(recorder, b"x", expiring)).body
     await recorder.record("one", FILE, f"/v1/files/{file['id']}")
-    request = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions"}
+    request = {"input_file_id": file["id"], "endpoint": _LINE["url"]}
     request["completion_window"] = "24h"
     await _batch(recorder, "completed", {**request, "metadata": {"a": "b"}})
     other = {**request, "endpoint": "/v1/embeddings"}
@@ -124,6 +123,7 @@ async def _files(recorder: Recorder) -> None:
     await recorder.record("unknown file", BATCHES, json={**request, "input_file_id": "file-0"})
     await recorder.record("unknown", BATCH, "/v1/batches/batch_0")
     cancel = "POST /v1/batches/{batch_id}/cancel"
+    recorder.write("one " * 400, step_s=0.1)
     begun = (await recorder.record("begun", BATCHES, json=request)).body
     await recorder.record("begun", cancel, f"/v1/batches/{begun['id']}/cancel")
     await recorder.record("list", "GET /v1/batches")
@@ -146,7 +146,14 @@ async def _batch(recorder: Recorder, case: str, request: dict[str, Any]) -> None
     name = (await recorder.record(case, BATCHES, json=request)).body["id"]
     while (await recorder.http.get(f"/v1/batches/{name}")).json()["status"] not in _ENDED:
         await asyncio.sleep(0.02)
-    await recorder.record(case, BATCH, f"/v1/batches/{name}")
+    ended = (await recorder.record(case, BATCH, f"/v1/batches/{name}")).body
+    for file in (ended["output_file_id"], ended["error_file_id"]):
+        if file is not None and request["endpoint"] == _LINE["url"]:
+            content = await recorder.http.get(f"/v1/files/{file}/content")
+            for line in map(json.loads, content.text.splitlines()):
+                answer = line["response"]
+                told = httpx.Response(answer["status_code"], json=answer["body"])
+                recorder.keep(f"{case}, line {line['custom_id']}", CHAT, told)
 
 
 async def _refused(recorder: Recorder) -> None:
@@ -172,11 +179,10 @@ async def _refused(recorder: Recorder) -> None:
 
 async def _failed(recorder: Recorder) -> None:
     """Send requests that fail, before and after the first token."""
-    recorder.write("one " * 200, step_s=0.02)
+    recorder.write("one " * 400, step_s=0.1)
     for call, base in BASE.items():
         body = {"model": MODEL, **base, "stream": True}
-        limit = {"x-baton-timeout-ms": "150"}
-        await recorder.record("deadline, streamed", call, json=body, headers=limit)
+        await recorder.interrupt("broken, streamed", call, body, recorder.break_off)
     for code, case in (("internal", "500"), ("unavailable", "503")):
         recorder.write("", fail=(code, "it broke", False))
         for call in (*BASE, EMBEDDINGS):

@@ -150,9 +150,13 @@ def test_the_answers_have_every_form(answers: list[Answer]) -> None:
         for status in (400, 401, 404, 413):
             assert given[call, str(status)].status == status
     for call in BASE:
+        assert given[call, "broken, streamed"].is_stream
         assert given[call, "429"].status == 429
         assert given[call, "500"].status == 500
     assert given[MESSAGES, "503"].status == 529
+    assert given["POST /v1/batches/{batch_id}/cancel", "begun"].status == 200
+    statuses = [given[CHAT, f"completed, line {name}"].status for name in "ab"]
+    assert statuses == [200, 400]
     completed = {"response.completed", "response.incomplete", "response.failed"}
     assert {a.events[-1].name for a in answers if a.is_stream and a.call == RESPONSES} == completed
     assert given[RESPONSES, "cancelled, streamed"].events[-1].value["response"]["status"] == (
