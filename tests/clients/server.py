@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import AsyncIterator
+from typing import Any
 
 import uvicorn
 
@@ -23,6 +24,7 @@ from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.clients.shaped_worker import ShapedWorker
 from tests.router.conftest import record_of, until
+from tests.router.emulated_worker import EmulatedWorker
 from tests.router.static_directory import StaticDirectory
 
 MODEL = "default"
@@ -30,9 +32,16 @@ KEY = "sk-of-the-clients"
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[str]:
-    """The address of a router, for as long as the context lasts; Redis keeps responses."""
-    model = ServedModel(resolve_model(DEFAULT_MODEL), (MODEL, "gpt-4o-mini", "claude-sonnet-4-5"))
+async def serving(
+    model: ServedModel | None = None, worker: EmulatedWorker | None = None, **more: Any
+) -> AsyncIterator[str]:
+    """The address of a router, for as long as the context lasts; Redis keeps responses.
+
+    ``worker`` answers as decode-0 in place of a `ShapedWorker`; ``more`` goes to the settings.
+    """
+    if model is None:
+        names = (MODEL, "gpt-4o-mini", "claude-sonnet-4-5")
+        model = ServedModel(resolve_model(DEFAULT_MODEL), names)
     with tempfile.TemporaryDirectory() as folder:
         settings = RouterSettings(
             model=DEFAULT_MODEL,
@@ -41,6 +50,7 @@ async def serving() -> AsyncIterator[str]:
             api_keys={KEY: ApiKeyConfig(tenant="clients")},
             clients=ClientLimitsConfig(cors_origins=("https://page.example",)),
             state_dir=folder,
+            **more,
         )
         directory = StaticDirectory()
         redis = EmbeddedRedis()
@@ -59,7 +69,8 @@ async def serving() -> AsyncIterator[str]:
             )
         )
         server.capture_signals = contextlib.nullcontext
-        worker = await ShapedWorker("decode-0", model).start()
+        worker = worker or ShapedWorker("decode-0", model)
+        await worker.start()
         directory.put(record_of("decode-0", worker.address))
         task = asyncio.create_task(server.serve())
         try:

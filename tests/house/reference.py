@@ -20,6 +20,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.telemetry.metric_names import METRICS_BY_COMPONENT, MetricSpec
 from baton.types.errors import BatonError
 from fleet.cli.main import app
+from tests.conformance import page as conformance_page
 from tests.house.imports import ROOT
 from tests.router.api import parameters_page
 
@@ -93,6 +94,7 @@ def fleet_file() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "parameters.md": parameters_page.page,
+    "conformance.md": conformance_page.page,
     "metrics.md": metrics,
     "errors.md": errors,
     "cli.md": command_line,

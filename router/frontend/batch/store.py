@@ -60,7 +60,6 @@ class FileRecord(msgspec.Struct, kw_only=True):
             "filename": self.filename,
             "purpose": self.purpose,
             "status": "processed",
-            "status_details": None,
         }
 
 

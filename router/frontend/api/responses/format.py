@@ -177,7 +177,7 @@ class ResponsesFormat(AnswerFormat):
     def _more(self, part: Part, text: str, logprobs: Sequence[ShownLogprob]) -> bytes:
         if logprobs:
             place = self._content_place(part)
-            shown = [self._logprob(entry) for entry in logprobs]
+            shown = [_in_event(self._logprob(entry)) for entry in logprobs]
             return self._event("response.output_text.delta", **place, delta=text, logprobs=shown)
         event = self._deltas.get(part.index)
         if event is None:
@@ -216,7 +216,7 @@ class ResponsesFormat(AnswerFormat):
         if part.kind == "thinking":
             whole = self._event("response.reasoning_text.done", **place, text=part.text)
         else:
-            logprobs = content["logprobs"]
+            logprobs = [_in_event(entry) for entry in content["logprobs"]]
             whole = self._event(
                 "response.output_text.done", **place, text=part.text, logprobs=logprobs
             )
@@ -268,6 +268,14 @@ class ResponsesFormat(AnswerFormat):
         spelled = self._tokenizer.token_bytes(token_id)
         text = spelled.decode("utf-8", "replace")
         return {"token": text, "logprob": logprob, "bytes": list(spelled)}
+
+
+def _in_event(logprob: dict[str, Any]) -> dict[str, Any]:
+    """Return a log-probability as events of text have it: without ``bytes``."""
+    shown = {name: value for name, value in logprob.items() if name != "bytes"}
+    if "top_logprobs" in logprob:
+        shown["top_logprobs"] = [_in_event(entry) for entry in logprob["top_logprobs"]]
+    return shown
 
 
 def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:

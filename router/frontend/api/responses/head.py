@@ -86,5 +86,15 @@ def kept_input(response_id: str, given: Sequence[ResponsesItem]) -> list[dict[st
                 update={"content": [ResponsesPart(type=kind, text=item.content)]}
             )
         more: dict[str, Any] = {"summary": []} if item.type == "reasoning" else {}
-        kept.append({**more, **item.model_dump(exclude_none=True), **fields})
+        shown = {**more, **item.model_dump(exclude_none=True), **fields}
+        if isinstance(item.content, list):
+            shown["content"] = [_kept_part(part) for part in shown["content"]]
+        kept.append(shown)
     return kept
+
+
+def _kept_part(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a message; text of an assistant has two more fields."""
+    if part["type"] != "output_text":
+        return part
+    return {**part, "annotations": [], "logprobs": []}

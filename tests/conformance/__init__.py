@@ -1,0 +1,1 @@
+"""Answers of a running router, judged by the specifications of OpenAI and Anthropic."""
