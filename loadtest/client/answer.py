@@ -14,6 +14,25 @@ _MAX_ERROR_BYTES = 65_536
 _MAX_DETAIL = 300
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallPart(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class ToolCall(msgspec.Struct):
+    """Call of a tool; ``arguments`` is JSON text."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
@@ -45,7 +64,7 @@ class _Event(msgspec.Struct):
 
 
 class AnswerReader:
-    """Incremental parser of one response, which can collect its text."""
+    """Incremental parser of one response, which can collect its text and tool calls."""
 
     def __init__(self, *, keep_text: bool) -> None:
         self.status = 0
@@ -55,8 +74,10 @@ class AnswerReader:
         self.usage = _Usage()
         self._keep_text = keep_text
         self._texts: list[str] = []
+        self._calls: dict[int, ToolCall] = {}
         self._parser = httptools.HttpResponseParser(self)
         self._events = msgspec.json.Decoder(_Event)
+        self._call_parts = msgspec.json.Decoder(list[_CallPart] | None)
         self._line = b""
         self._error_body = b""
         self._complete = False  # the HTTP message is complete
@@ -73,6 +94,11 @@ class AnswerReader:
     def text(self) -> str:
         """Text of the response so far."""
         return "".join(self._texts)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Tool calls of the response so far."""
+        return list(self._calls.values())
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Parse bytes that arrived at ``now_s``."""
@@ -134,6 +160,8 @@ class AnswerReader:
             return
         try:
             event = self._events.decode(payload)
+            if self._keep_text:
+                self._collect_calls(event)
         except msgspec.DecodeError as error:
             self._fail("broken_stream", f"unreadable event: {error}")
             return
@@ -160,6 +188,16 @@ class AnswerReader:
                 self._texts.append(text)
         if choice.finish_reason:
             self.finish_reason = choice.finish_reason
+
+    def _collect_calls(self, event: _Event) -> None:
+        for choice in event.choices:
+            if choice.delta is None or choice.delta.tool_calls is None:
+                continue
+            for part in self._call_parts.decode(choice.delta.tool_calls) or ():
+                call = self._calls.setdefault(part.index, ToolCall())
+                call.id = call.id or part.id or ""
+                call.name += part.function.name or ""
+                call.arguments += part.function.arguments or ""
 
     def _fail(self, end: End, detail: str) -> None:
         if self._failure is None:

@@ -29,6 +29,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     client: int
     group: str = ""
     tenant: str = ""
+    session: int | None = None  # this and the next one only of agents
+    turn: int = 0
     intended_s: float  # planned time; latencies count from here
     sent_s: float  # the client started to connect
     connected_s: float | None = None  # the request was written; None without a connection
