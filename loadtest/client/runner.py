@@ -153,6 +153,8 @@ class RequestWriter:
         if conversation.agent is None:
             return Dialogue()
         system, tools = agent_prompt(conversation.agent, self._prompts)
+        if self._server.tools == "described":
+            return Dialogue(f"{system}\n{msgspec.json.encode(tools).decode()}")
         return Dialogue(system, tools)
 
     def body(self, turn: Turn, dialogue: Dialogue) -> dict[str, Any]:

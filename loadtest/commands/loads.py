@@ -116,7 +116,8 @@ class AgentSessions:
         chosen = asdict(self)
         lengths = {name: parse_lengths(chosen[name]) for name in ("turn_tokens", "answer_tokens")}
         plan = agent_plan(Agents(**(chosen | lengths)), name="agents", seed=seed)
-        return msgspec.structs.replace(plan, parameters=chosen)
+        shown = chosen | {"shared": "yes" if self.shared else "no"}
+        return msgspec.structs.replace(plan, parameters=shown)
 
 
 @dataclass(frozen=True, kw_only=True)

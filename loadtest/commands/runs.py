@@ -101,7 +101,7 @@ def agents(
         plan = load.plan(seed)
     except ValueError as error:
         o.fail(str(error))
-    settings = o.run_options(choices, ctx.obj)
+    settings = o.run_options(choices, ctx.obj, tools=True)
     compared: list[RequestRecord] = []
     if alone:
         before = run(alone_plan(plan), settings, None, label="alone")
