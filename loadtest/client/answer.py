@@ -3,6 +3,7 @@
 POST /v1/chat/completions ─▶ HTTP head ─▶ "data: {…}" events ─▶ "data: [DONE]"
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import httptools
@@ -37,7 +38,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: list[_CallPart] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -77,7 +78,6 @@ class AnswerReader:
         self._calls: dict[int, ToolCall] = {}
         self._parser = httptools.HttpResponseParser(self)
         self._events = msgspec.json.Decoder(_Event)
-        self._call_parts = msgspec.json.Decoder(list[_CallPart] | None)
         self._line = b""
         self._error_body = b""
         self._complete = False  # the HTTP message is complete
@@ -160,8 +160,6 @@ class AnswerReader:
             return
         try:
             event = self._events.decode(payload)
-            if self._keep_text:
-                self._collect_calls(event)
         except msgspec.DecodeError as error:
             self._fail("broken_stream", f"unreadable event: {error}")
             return
@@ -186,18 +184,16 @@ class AnswerReader:
             self.chunk_s.append(self._now_s)
             if self._keep_text:
                 self._texts.append(text)
+                self._collect(delta.tool_calls or () if delta else ())
         if choice.finish_reason:
             self.finish_reason = choice.finish_reason
 
-    def _collect_calls(self, event: _Event) -> None:
-        for choice in event.choices:
-            if choice.delta is None or choice.delta.tool_calls is None:
-                continue
-            for part in self._call_parts.decode(choice.delta.tool_calls) or ():
-                call = self._calls.setdefault(part.index, ToolCall())
-                call.id = call.id or part.id or ""
-                call.name += part.function.name or ""
-                call.arguments += part.function.arguments or ""
+    def _collect(self, parts: Iterable[_CallPart]) -> None:
+        for part in parts:
+            call = self._calls.setdefault(part.index, ToolCall())
+            call.id = call.id or part.id or ""
+            call.name += part.function.name or ""
+            call.arguments += part.function.arguments or ""
 
     def _fail(self, end: End, detail: str) -> None:
         if self._failure is None:

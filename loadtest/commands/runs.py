@@ -12,6 +12,7 @@ from loadtest.commands import options as o
 from loadtest.commands.loads import AgentSessions, Disturbed, Recording, Users
 from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
 from loadtest.metrics.turns import turn_figures
+from loadtest.results.files import write_results
 from loadtest.workloads.agents import alone as alone_plan
 
 
@@ -107,6 +108,7 @@ def agents(
         before = run(alone_plan(plan), settings, None, label="alone")
         if not before.complete:
             raise typer.Exit(INTERRUPTED)
+        write_results(out / "alone", before)
         compared = before.records
     results = run(plan, settings, out, label=plan.name, resume=resume)
     turns = turn_figures(results.records, compared)

@@ -58,12 +58,16 @@ class Agents:
 
 
 def agent_plan(load: Agents, *, name: str, seed: int) -> Plan:
-    """Return the plan of a closed loop, with at most one running request per session."""
+    """Return the plan of a closed loop, with at most one running request per session.
+
+    Turn n adds equally many tokens in all sessions, so that its TTFT compares with that of turn n
+    of a session alone.
+    """
     rng = np.random.default_rng(seed)
     longest = max(1, round(load.result_bytes / BYTES_PER_WORD))
+    inputs = np.minimum(load.turn_tokens(rng, load.turns), longest)
     conversations = []
     for session in range(load.sessions):
-        inputs = np.minimum(load.turn_tokens(rng, load.turns), longest)
         answers = load.answer_tokens(rng, load.turns)
         pauses_s = rng.exponential(load.think_s, load.turns)
         first = session * load.turns
