@@ -1,6 +1,7 @@
 """Runs a plan in real time: sends each request at its time, and records its end."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -154,7 +155,7 @@ class RequestWriter:
             return Dialogue()
         system, tools = agent_prompt(conversation.agent, self._prompts)
         if self._server.tools == "described":
-            return Dialogue(f"{system}\n{msgspec.json.encode(tools).decode()}")
+            return Dialogue(f"{system}\n{json.dumps(tools)}")  # with the spaces of templates
         return Dialogue(system, tools)
 
     def body(self, turn: Turn, dialogue: Dialogue) -> dict[str, Any]:

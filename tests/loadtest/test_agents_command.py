@@ -130,4 +130,4 @@ def test_a_server_that_rejects_tools_reads_them_in_the_system_prompt(tmp_path):
     assert found.summary.ends == {"ok": 6}
     assert found.server["tools"] == "described"
     system = server.bodies[-1]["messages"][0]["content"]
-    assert system.count('"type":"function"') == 24
+    assert system.count('"type": "function"') == 24
