@@ -108,13 +108,15 @@ def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int)
 
 
 @contextlib.contextmanager
-def bench_fleet(folder: Path, settings: str) -> Iterator[str]:
-    """Start a fresh fleet of the default model; yield its URL."""
+def bench_fleet(
+    folder: Path, settings: str, *, model: str = DEFAULT_MODEL, context: int = 4096
+) -> Iterator[str]:
+    """Start a fresh fleet; yield its URL."""
     folder.mkdir(parents=True)
     port = free_port()
     (folder / "fleet.yaml").write_text(
-        f"fleet: bench-{folder.name}\nport: {port}\nmodel: {DEFAULT_MODEL}\n"
-        f"max_context_tokens: 4096\n{settings}"
+        f"fleet: bench-{folder.name}\nport: {port}\nmodel: {model}\n"
+        f"max_context_tokens: {context}\n{settings}"
     )
     command = [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")]
     url = f"http://127.0.0.1:{port}"
@@ -140,15 +142,21 @@ def _fleet(folder: Path, *, pair: bool, pinned: bool) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _llama(folder: Path) -> Iterator[str]:
+def llama_server(
+    folder: Path, *more: str, model: str = DEFAULT_MODEL, slots: int = 32, context: int = 131_072
+) -> Iterator[str]:
+    """Start llama-server with the same weights in bf16; yield its URL.
+
+    ``context`` is that of all slots together; ``more`` are further arguments.
+    """
     folder.mkdir(parents=True)
     peer = Peer(cache_folder())
     port = free_port()
     cores = str(os.cpu_count() or 1)
-    source = resolve_model(DEFAULT_MODEL).path
-    arguments = ("-m", str(peer.bf16_model(source)), "-t", cores, "-tb", cores, "-np", "32")
-    where = ("-c", "131072", "--host", "127.0.0.1", "--port", str(port))
-    command = [str(peer.programs / "llama-server"), *arguments, *where]
+    source = resolve_model(model).path
+    arguments = ("-m", str(peer.bf16_model(source)), "-t", cores, "-tb", cores, "-np", str(slots))
+    where = ("-c", str(context), "--host", "127.0.0.1", "--port", str(port))
+    command = [str(peer.programs / "llama-server"), *arguments, *where, *more]
     url = f"http://127.0.0.1:{port}"
     with _server_process(command, folder, peer.environment, f"{url}/health"):
         yield url
@@ -158,7 +166,7 @@ SERVERS: dict[str, Callable[[Path], contextlib.AbstractContextManager[str]]] = {
     "pair": lambda folder: _fleet(folder, pair=True, pinned=True),
     "lending": lambda folder: _fleet(folder, pair=True, pinned=False),
     "one": lambda folder: _fleet(folder, pair=False, pinned=False),
-    "llama": _llama,
+    "llama": llama_server,
 }
 """Functions that start a server in a new folder, and yield its URL."""
 

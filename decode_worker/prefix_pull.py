@@ -231,7 +231,7 @@ def _hand_off(
         ticket=request.ticket,
         priority=request.priority,
         prompt_tokens=tokens,
-        sampling=common_pb2.SamplingParams(n=1, max_tokens=2),
+        sampling=common_pb2.SamplingParams(n=1, max_tokens=2, logprobs=-1),
         tenant=request.tenant,
         hash_seed=request.hash_seed,
         prefill=decode_pb2.PrefillTarget(

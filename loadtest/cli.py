@@ -8,7 +8,7 @@ import typer
 
 from loadtest.commands.compare import compare
 from loadtest.commands.drill import drill
-from loadtest.commands.runs import poisson, replay, sessions
+from loadtest.commands.runs import agents, poisson, replay, sessions
 from loadtest.commands.search import search
 
 app = typer.Typer(
@@ -16,5 +16,5 @@ app = typer.Typer(
     "`baton loadtest poisson --rate 2 --requests 100 --out /tmp/run`.",
     no_args_is_help=True,
 )
-for command in (replay, poisson, sessions, search, compare, drill):
+for command in (replay, poisson, sessions, agents, search, compare, drill):
     app.command()(command)

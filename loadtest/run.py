@@ -145,6 +145,7 @@ def _results(
             **({"emulated": f"no model ran: timing model {emulated}"} if emulated else {}),
             "endpoint": server.endpoint,
             "prompts": "token ids" if server.token_ids else "text",
+            **({"tools": server.tools} if server.tools else {}),
             "ignore_eos": str(server.ignore_eos).lower(),
             **{f"header {name}": value for name, value in server.headers.items()},
         },

@@ -3,6 +3,7 @@
 POST /v1/chat/completions ─▶ HTTP head ─▶ "data: {…}" events ─▶ "data: [DONE]"
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import httptools
@@ -14,11 +15,30 @@ _MAX_ERROR_BYTES = 65_536
 _MAX_DETAIL = 300
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallPart(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class ToolCall(msgspec.Struct):
+    """Call of a tool; ``arguments`` is JSON text."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: list[_CallPart] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -45,7 +65,7 @@ class _Event(msgspec.Struct):
 
 
 class AnswerReader:
-    """Incremental parser of one response, which can collect its text."""
+    """Incremental parser of one response, which can collect its text and tool calls."""
 
     def __init__(self, *, keep_text: bool) -> None:
         self.status = 0
@@ -55,6 +75,7 @@ class AnswerReader:
         self.usage = _Usage()
         self._keep_text = keep_text
         self._texts: list[str] = []
+        self._calls: dict[int, ToolCall] = {}
         self._parser = httptools.HttpResponseParser(self)
         self._events = msgspec.json.Decoder(_Event)
         self._line = b""
@@ -73,6 +94,11 @@ class AnswerReader:
     def text(self) -> str:
         """Text of the response so far."""
         return "".join(self._texts)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """Tool calls of the response so far."""
+        return list(self._calls.values())
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Parse bytes that arrived at ``now_s``."""
@@ -158,8 +184,16 @@ class AnswerReader:
             self.chunk_s.append(self._now_s)
             if self._keep_text:
                 self._texts.append(text)
+                self._collect(delta.tool_calls or () if delta else ())
         if choice.finish_reason:
             self.finish_reason = choice.finish_reason
+
+    def _collect(self, parts: Iterable[_CallPart]) -> None:
+        for part in parts:
+            call = self._calls.setdefault(part.index, ToolCall())
+            call.id = call.id or part.id or ""
+            call.name += part.function.name or ""
+            call.arguments += part.function.arguments or ""
 
     def _fail(self, end: End, detail: str) -> None:
         if self._failure is None:

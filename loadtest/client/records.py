@@ -29,6 +29,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     client: int
     group: str = ""
     tenant: str = ""
+    session: int | None = None  # this and the next one only of agents
+    turn: int = 0
     intended_s: float  # planned time; latencies count from here
     sent_s: float  # the client started to connect
     connected_s: float | None = None  # the request was written; None without a connection
@@ -68,6 +70,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     tenant_keys: dict[str, str] = {}  # tenant of the plan -> its API key
     endpoint: Literal["chat", "completions"] = "chat"
     token_ids: bool = False  # send prompts as token ids; completions only
+    tools: Literal["", "callable", "described"] = ""  # of agents; described: in the system prompt
     ignore_eos: bool = True  # make responses as long as planned
     include_usage: bool = True
     timeout_s: float = 600.0

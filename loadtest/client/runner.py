@@ -1,6 +1,7 @@
 """Runs a plan in real time: sends each request at its time, and records its end."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ import msgspec
 import numpy as np
 import psutil
 
+from loadtest.client.dialogue import Dialogue
 from loadtest.client.exchange import Exchanged, Target, exchange
 from loadtest.client.records import ClientJob, ClientReport, RequestRecord, ServerOptions
+from loadtest.workloads.agents import agent_prompt
 from loadtest.workloads.plan import Conversation, Turn
 from loadtest.workloads.prompts import PromptWriter
 
@@ -63,9 +66,10 @@ class PlanRunner:
                 ordered = sorted(self._job.plan.conversations, key=lambda c: c.start_s)
                 for conversation in ordered:
                     # Built early, so that building does not delay the request.
-                    body = self._requests.body(conversation.turns[0], [])
+                    dialogue = self._requests.dialogue(conversation)
+                    body = self._requests.body(conversation.turns[0], dialogue)
                     await _sleep_until(zero_s + conversation.start_s)
-                    conversations.create_task(self._converse(conversation, body, zero_s))
+                    conversations.create_task(self._converse(conversation, dialogue, body, zero_s))
             watch.cancel()
         wall_s = time.monotonic() - began_s
         p50_s, p99_s, worst_s = meter.percentiles_s()
@@ -80,25 +84,27 @@ class PlanRunner:
         )
 
     async def _converse(
-        self, conversation: Conversation, first: dict[str, Any], zero_s: float
+        self,
+        conversation: Conversation,
+        dialogue: Dialogue,
+        first: dict[str, Any],
+        zero_s: float,
     ) -> None:
         intended_s = zero_s + conversation.start_s
-        history: list[tuple[str, str]] = []
         last = conversation.turns[-1]
         for number, turn in enumerate(conversation.turns):
-            if not turn.continues:
-                history = []
             if number:
                 intended_s = time.monotonic() + turn.think_s
-                body = self._requests.body(turn, history)
+                if not turn.continues:
+                    dialogue.begin()
+                body = self._requests.body(turn, dialogue)
                 await _sleep_until(intended_s)
             else:
                 body = first
             exchanged = await self._requests.send(
                 turn, body, keep_text=self._job.keep_answers or turn is not last
             )
-            if exchanged.reader.text:  # a server may refuse a question without a reply
-                history = [*history, (self._requests.prompt(turn), exchanged.reader.text)]
+            dialogue.keep(exchanged.reader.text, exchanged.reader.calls)
             self._count += 1
             self._record(self._record_of(turn, exchanged, intended_s, zero_s))
 
@@ -113,6 +119,8 @@ class PlanRunner:
             client=self._job.client,
             group=turn.group,
             tenant=turn.tenant,
+            session=turn.session,
+            turn=turn.number,
             intended_s=round(intended_s - zero_s, _ROUND),
             sent_s=round(exchanged.sent_s - zero_s, _ROUND),
             connected_s=None if connected_s is None else round(connected_s - zero_s, _ROUND),
@@ -141,12 +149,17 @@ class RequestWriter:
         self._chat = Target.of(server.url, "/v1/chat/completions", server.headers)
         self._completions = Target.of(server.url, "/v1/completions", server.headers)
 
-    def prompt(self, turn: Turn) -> str:
-        """Return the turn's own text."""
-        return self._prompts.text(turn.prompt)
+    def dialogue(self, conversation: Conversation) -> Dialogue:
+        """Return the dialogue of a conversation, before its first turn."""
+        if conversation.agent is None:
+            return Dialogue()
+        system, tools = agent_prompt(conversation.agent, self._prompts)
+        if self._server.tools == "described":
+            return Dialogue(f"{system}\n{json.dumps(tools)}")  # with the spaces of templates
+        return Dialogue(system, tools)
 
-    def body(self, turn: Turn, history: list[tuple[str, str]]) -> dict[str, Any]:
-        """Return the JSON body of a turn, after a history of (question, response) pairs."""
+    def body(self, turn: Turn, dialogue: Dialogue) -> dict[str, Any]:
+        """Return the JSON body of the next turn of a dialogue."""
         server = self._server
         body: dict[str, Any] = {"max_tokens": turn.max_tokens, "temperature": 0}
         if turn.body:
@@ -160,17 +173,15 @@ class RequestWriter:
             body["ignore_eos"] = True
         if turn.tenant and turn.tenant not in server.tenant_keys:
             body["user"] = turn.tenant
-        if server.token_ids and not history:
+        messages = dialogue.ask(self._prompts.text(turn.prompt))
+        if server.token_ids and len(messages) == 1:
             body["prompt"] = self._prompts.token_ids(turn.prompt)
         elif server.endpoint == "completions":
-            before = "".join(f"{question}\n{answer}\n" for question, answer in history)
-            body["prompt"] = before + self.prompt(turn)
+            body["prompt"] = "\n".join(message["content"] for message in messages)
         else:
-            messages = []
-            for question, answer in history:
-                messages.append({"role": "user", "content": question})
-                messages.append({"role": "assistant", "content": answer})
-            body["messages"] = [*messages, {"role": "user", "content": self.prompt(turn)}]
+            body["messages"] = messages
+            if dialogue.tools:
+                body["tools"] = dialogue.tools
         return body
 
     async def send(self, turn: Turn, body: dict[str, Any], *, keep_text: bool) -> Exchanged:

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadtest.client.records import ServerOptions
 
 _TIMEOUT_S = 60.0
+_TOOL = {"type": "function", "function": {"name": "wait", "parameters": {"type": "object"}}}
 
 
 class ServerError(RuntimeError):
@@ -56,7 +57,8 @@ class Server:
     def settle(self, options: ServerOptions) -> ServerOptions:
         """Return the options that the server supports, found by one to three short requests.
 
-        ``ignore_eos`` and ``stream_options`` are dropped if the server rejects them.
+        ``ignore_eos`` and ``stream_options`` are dropped if the server rejects them. If it
+        rejects tools, as emulated workers do, the system prompt describes them.
 
         Raises:
             ServerError: The server rejects the request also without them.
@@ -64,6 +66,8 @@ class Server:
         tried = [options]
         if options.ignore_eos:
             tried.append(msgspec.structs.replace(options, ignore_eos=False))
+        if options.tools:
+            tried.append(msgspec.structs.replace(tried[-1], tools="described"))
         tried.append(msgspec.structs.replace(tried[-1], include_usage=False))
         for attempt in tried:
             answer = self._probe(attempt)
@@ -82,6 +86,8 @@ class Server:
         if options.endpoint == "chat":
             path = "chat/completions"
             body["messages"] = [{"role": "user", "content": "hello"}]
+            if options.tools == "callable":
+                body["tools"] = [_TOOL]
         else:
             path = "completions"
             body["prompt"] = [1000, 1001] if options.token_ids else "hello"

@@ -156,15 +156,17 @@ def _options(kind: Any) -> list[inspect.Parameter]:
     return found
 
 
-def run_options(choices: Choices, find_fleet: FindFleet | None) -> RunOptions:
-    """Return the options of a run, after checking the server's support for them.
+def run_options(
+    choices: Choices, find_fleet: FindFleet | None, *, tools: bool = False
+) -> RunOptions:
+    """Return the options of a run, after checking the server's support for them and for tools.
 
     Raises:
         typer.Exit: The options or the server cannot be used; the reason was printed.
     """
     try:
         slo = parse_slo(choices.slo, choices.quantile)
-        server = _settled(choices, _url(choices.url, find_fleet))
+        server = _settled(choices, _url(choices.url, find_fleet), tools)
     except (ServerError, ValueError) as error:
         fail(str(error))
     return RunOptions(
@@ -176,7 +178,7 @@ def run_options(choices: Choices, find_fleet: FindFleet | None) -> RunOptions:
     )
 
 
-def _settled(choices: Choices, url: str) -> ServerOptions:
+def _settled(choices: Choices, url: str, tools: bool) -> ServerOptions:
     with Server(url, choices.api_key) as server:
         wanted = ServerOptions(
             url=server.url,
@@ -185,6 +187,7 @@ def _settled(choices: Choices, url: str) -> ServerOptions:
             tenant_keys=dict(_pair(text, "=") for text in choices.tenant_keys),
             endpoint="completions" if choices.token_ids else choices.endpoint,
             token_ids=choices.token_ids,
+            tools="callable" if tools else "",
             ignore_eos=choices.ignore_eos,
             timeout_s=choices.timeout_s,
             headers=dict(_pair(text, ":") for text in choices.headers),
@@ -194,6 +197,8 @@ def _settled(choices: Choices, url: str) -> ServerOptions:
         requested = msgspec.structs.asdict(wanted)[name]
         if requested and not msgspec.structs.asdict(settled)[name]:
             echo(f"[yellow]the server rejects {name}: it is omitted[/]")
+    if settled.tools == "described":
+        echo("[yellow]the server rejects tools: the system prompt describes them[/]")
     return settled
 
 

@@ -51,7 +51,11 @@ def run(
 
 def run_and_show(plan: Plan, options: RunOptions, out: Path, *, resume: bool) -> None:
     """Run a plan, write and print its results; exit with 130 if it was interrupted."""
-    results = run(plan, options, out, label=plan.name, resume=resume)
+    show_and_write(run(plan, options, out, label=plan.name, resume=resume), out)
+
+
+def show_and_write(results: Results, out: Path) -> None:
+    """Print and write results; exit with 130 if the run was interrupted."""
     show(Console(), results)
     write_folder(results, out)
     if not results.complete:

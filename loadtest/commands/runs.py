@@ -1,13 +1,19 @@
-"""`baton loadtest replay`, `poisson` and `sessions`: one plan, one run, one folder."""
+"""`baton loadtest replay`, `poisson`, `sessions` and `agents`: one plan, one run, one folder."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
+from loadtest.client.records import RequestRecord
 from loadtest.commands import options as o
-from loadtest.commands.loads import Disturbed, Recording, Users
-from loadtest.commands.running import run_and_show
+from loadtest.commands.loads import AgentSessions, Disturbed, Recording, Users
+from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
+from loadtest.metrics.turns import turn_figures
+from loadtest.results.files import write_results
+from loadtest.workloads.agents import alone as alone_plan
 
 
 @o.with_options("tenant_keys")
@@ -68,3 +74,42 @@ def sessions(
     except ValueError as error:
         o.fail(str(error))
     run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AgentChoices(o.Choices):
+    ignore_eos: o.IgnoreEos = False  # text after the end of a tool call would not be its JSON
+
+
+@o.with_options("tenant_keys", "token_ids", "endpoint", "warmup_s")
+def agents(
+    ctx: typer.Context,
+    out: o.Out,
+    load: AgentSessions,
+    choices: _AgentChoices,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="First run one session alone, to compare TTFT with.")
+    ] = False,
+    seed: o.Seed = 0,
+    resume: o.Resume = False,
+) -> None:
+    """Simulate agents with tools and growing prompts (closed loop), and count cached tokens.
+
+    Every turn sends a tool result if the server called a tool, else a user's message. A server that
+    already got this seed has its prompts cached: change --seed.
+    """
+    try:
+        plan = load.plan(seed)
+    except ValueError as error:
+        o.fail(str(error))
+    settings = o.run_options(choices, ctx.obj, tools=True)
+    compared: list[RequestRecord] = []
+    if alone:
+        before = run(alone_plan(plan), settings, None, label="alone")
+        if not before.complete:
+            raise typer.Exit(INTERRUPTED)
+        write_results(out / "alone", before)
+        compared = before.records
+    results = run(plan, settings, out, label=plan.name, resume=resume)
+    turns = turn_figures(results.records, compared)
+    show_and_write(msgspec.structs.replace(results, turns=turns), out)

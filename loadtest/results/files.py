@@ -12,6 +12,7 @@ import msgspec
 
 from loadtest.client.records import ClientReport, RequestRecord
 from loadtest.metrics.summary import Summary
+from loadtest.metrics.turns import TurnFigures
 from loadtest.results.page import write_whole
 
 VERSION: Literal[1] = 1
@@ -49,6 +50,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
     summary: Summary
     search: list[SearchPoint] = []
+    turns: list[TurnFigures] = []  # of agents
     clients: list[ClientReport]
     records: list[RequestRecord]
 

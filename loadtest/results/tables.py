@@ -10,6 +10,7 @@ from rich.text import Text
 from loadtest.metrics.confidence import Interval
 from loadtest.metrics.request_figures import FORMULAS
 from loadtest.metrics.summary import Distribution, Summary
+from loadtest.metrics.turns import TurnFigures
 from loadtest.results.files import Results, SearchPoint
 
 _COLUMNS = ("p50", "p90", "p95", "p99", "max")
@@ -32,6 +33,8 @@ def show(console: Console, results: Results) -> None:
     console.print(_rates(summary))
     if summary.by_group:
         console.print(_groups(summary))
+    if results.turns:
+        console.print(turn_table(results.turns))
     if results.search:
         console.print(search_table(results.search))
     for line in _verdicts(results):
@@ -113,6 +116,26 @@ def search_table(points: list[SearchPoint]) -> Table:
         table.add_row(
             f"{point.rate:.2f}", f"{point.attainment:.1%}", f"{point.good_per_s:.2f}", mark + note
         )
+    return table
+
+
+def turn_table(turns: list[TurnFigures]) -> Table:
+    """Return the turns of agents: TTFT, its ratio to a session alone, cached prompt tokens."""
+    columns = ("n", "TTFT p50", "p95", "÷ alone", "cached", "min", "repeated")
+    table = Table("turn", *columns, title="turns of all sessions", title_justify="left")
+    for turn in turns:
+        ttft = turn.ttft_s
+        times = (ttft.p50, ttft.p95) if ttft else (None, None)
+        shares = (turn.cached_share, turn.cached_share_min, turn.repeated_share)
+        table.add_row(
+            turn.turn,
+            str(turn.requests),
+            *("–" if value is None else seconds(value) for value in times),
+            "–" if turn.ttft_to_alone is None else f"{turn.ttft_to_alone:.2f}",
+            *("–" if share is None else f"{share:.1%}" for share in shares),
+        )
+    for column in table.columns[1:]:
+        column.justify = "right"
     return table
 
 

@@ -22,6 +22,14 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
 
 
+class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Recipe of an agent's system prompt and tools, see ``loadtest.workloads.agents``."""
+
+    key: int  # of the text; equal keys give equal prompts and tools
+    tools: int
+    tokens: int  # of the system prompt and the tools together
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Request of a conversation."""
 
@@ -33,6 +41,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     abort_after_s: float | None = None  # seconds from sending until the client disconnects
     group: str = ""  # group of the results: "long", "hot", "tool" …
     tenant: str = ""
+    session: int | None = None  # number of an agent's session
+    number: int = 0  # of the turn in this session, from 1
     body: str = ""  # JSON of a recorded request, instead of a prompt
 
     @property
@@ -46,6 +56,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     start_s: float  # planned time of the first turn
     turns: tuple[Turn, ...]
+    agent: AgentSetup | None = None  # system prompt and tools, if the user is an agent
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

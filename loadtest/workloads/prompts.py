@@ -18,6 +18,9 @@ from loadtest.workloads.plan import Segment
 UNIQUE_KEYS = 1 << 40
 """First key of segments that no other request shares; hashes of traces are below."""
 
+BYTES_PER_WORD = 5.4
+"""Mean length of a word with its space."""
+
 # in every common vocabulary, past special tokens
 _FIRST_TOKEN_ID = 1_000
 _LAST_TOKEN_ID = 30_000

@@ -39,6 +39,18 @@ async def test_one_process_a_worker_hands_over_and_keeps_the_time_of_its_model()
     assert took_s > least_s, "steps may not be shorter than the model says"
 
 
+async def test_a_prefix_is_pulled_from_another_worker():
+    async with workers("decode-0", "decode-1", emulated=MODEL) as (a, b):
+        async with routed(a) as router:
+            await router.submit("first", PROMPT, sampling={"max_tokens": 4})
+            await router.ended("first")
+        async with routed(b) as router:
+            await router.submit("pulled", PROMPT, prefix=(a, 12), sampling={"max_tokens": 4})
+            end = await router.ended("pulled")
+            assert not end.HasField("error"), end.error.message
+            assert router.routes["pulled"].cached_tokens == 12 * 16
+
+
 async def test_emulated_and_real_workers_refuse_each_other_by_name():
     async with workers("prefill-0", "decode-0", decode_emulated=MODEL) as (prefill, decode):
         async with routed(decode) as router:
