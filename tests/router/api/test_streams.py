@@ -89,7 +89,7 @@ def test_a_delta_of_a_message_is_written_as_the_whole_event_would_be(kind):
 
 @pytest.mark.parametrize("kind", ["text", "thinking", "call"])
 def test_a_delta_of_a_response_is_written_as_the_whole_event_would_be(model, kind):
-    layout = ResponsesFormat({"id": "resp_1"}, model.tokenizer, None)
+    layout = ResponsesFormat({"id": "resp_1"}, model.tokenizer, {}, None)
     part = Part(index=3, kind=kind, id="msg_1_out3")
     for text in TEXTS:
         number = layout._number
