@@ -147,24 +147,46 @@ def version(client: Client) -> str:
 
 
 def _folder(client: Client) -> Path:
+    return _folder_of(client.name, client.packages)
+
+
+def _folder_of(name: str, packages: tuple[str, ...]) -> Path:
     cache = os.environ.get("BATON_CLIENTS") or Path.home() / ".cache" / "baton-clients"
-    packages = " ".join((sys.version.split()[0], *client.packages))
-    digest = hashlib.sha256(packages.encode()).hexdigest()[:12]
-    return Path(cache) / f"{client.name}-{digest}"
+    spelled = " ".join((sys.version.split()[0], *packages))
+    digest = hashlib.sha256(spelled.encode()).hexdigest()[:12]
+    return Path(cache) / f"{name}-{digest}"
 
 
 def _node(client: Client, folder: Path) -> tuple[list[str], Path]:
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
         raise NoEnvironmentError("there is no Node here")
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "done").exists():
-        (folder / "package.json").write_text('{"private": true, "type": "module"}\n')
-        _install([npm, "install", "--no-audit", "--no-fund", *client.packages], folder)
-        (folder / "done").touch()
+    _install_node(npm, folder, client.packages)
     for file in ("scenarios.mjs", client.file):  # packages are looked for beside the file
         shutil.copy(HERE / "node" / file, folder / file)
     return [node, str(folder / client.file)], folder
+
+
+def install_node(name: str, packages: tuple[str, ...]) -> Path:
+    """The folder with these packages of npm; installs them first.
+
+    Raises:
+        NoEnvironmentError: There is no Node, no registry, or no such package.
+    """
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        raise NoEnvironmentError("there is no Node here")
+    folder = _folder_of(name, packages)
+    _install_node(npm, folder, packages)
+    return folder
+
+
+def _install_node(npm: str, folder: Path, packages: tuple[str, ...]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "done").exists():
+        (folder / "package.json").write_text('{"private": true, "type": "module"}\n')
+        _install([npm, "install", "--no-audit", "--no-fund", *packages], folder)
+        (folder / "done").touch()
 
 
 def _install(arguments: list[str], folder: Path | None = None) -> None:
