@@ -70,7 +70,10 @@ class ChoiceRecord:
         self.index = index
         shown = request.shown
         thinking = request.thinking
-        tags = thinking.syntax.special_ids if thinking is not None else frozenset[int]()
+        calls = request.expected_calls
+        tags = calls.special_ids if calls is not None else frozenset[int]()
+        if thinking is not None:
+            tags |= thinking.syntax.special_ids
         self._detokenizer = Detokenizer(
             tokenizer,
             shown.stops,
@@ -80,7 +83,7 @@ class ChoiceRecord:
         )
         self._thinking = ReasoningParser(thinking) if thinking is not None else None
         self._hides_thinking = thinking is not None and not thinking.shown
-        self._tools = ToolCallParser() if request.reads_calls else None
+        self._tools = ToolCallParser(calls) if calls is not None else None
         self._silent = request.prompt_logprobs_only  # its one token is not shown
         self._checked_schema = request.checked_schema
         self._checked_tools = request.checked_tools
@@ -102,7 +105,7 @@ class ChoiceRecord:
             shown.stops
             or shown.token_ids
             or thinking is not None
-            or request.reads_calls
+            or calls is not None
             or request.checked_schema
             or request.prompt_logprobs_only
             or request.sampling.logprobs is not None

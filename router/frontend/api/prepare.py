@@ -132,7 +132,8 @@ class Preparer:
         _check_prompt_logprobs(body, [request])
         thinking = self._model.thinking_of(text, shown=body.include_reasoning is not False)
         checked = checked_tools(body) if tools else {}
-        return replace(request, reads_calls=bool(tools), thinking=thinking, checked_tools=checked)
+        calls = self._model.tool_syntax.expected(tools) if tools else None
+        return replace(request, expected_calls=calls, thinking=thinking, checked_tools=checked)
 
     def completions(
         self, body: CompletionBody, caller: Caller, now_ns: int, grammar: str = ""

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from baton.text.grammar import ANY_OBJECT, Framed, GrammarKind
 from baton.text.json_schema import checked_afterwards, lenient, without_annotations
+from baton.text.tools import ToolSyntax
 from baton.types.errors import GrammarError, InvalidRequestError
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.generation import GenerationBody
@@ -34,7 +35,7 @@ def requested_grammar(body: GenerationBody, model: ServedModel) -> RequestedGram
     shape = shapes[0] if shapes else None
     if not isinstance(body, ChatBody):
         return shape
-    shape, calls = _with_calls(body, shape)
+    shape, calls = _with_calls(body, shape, model.tool_syntax)
     before = _thought(body, model, shaped=shape is not None)
     if shape is None and before:
         shape = RequestedGrammar("thinking_token_budget", "grammar", _ANY_TEXT)
@@ -45,15 +46,15 @@ def requested_grammar(body: GenerationBody, model: ServedModel) -> RequestedGram
 
 
 def _with_calls(
-    body: ChatBody, shape: RequestedGrammar | None
+    body: ChatBody, shape: RequestedGrammar | None, syntax: ToolSyntax
 ) -> tuple[RequestedGrammar | None, str]:
     """Return the grammar of an answer with tools, and the grammar of calls that may replace it."""
     tools = may_be_called(offered(body.tools, body.tool_choice), body.tool_choice)
     if not tools:
         return shape, ""
     if shape is None or must_call(body.tool_choice):
-        return RequestedGrammar("tools", "grammar", calls_grammar_of(body, tools)), ""
-    return shape, calls_grammar_of(body, tools, only_calls=True)
+        return RequestedGrammar("tools", "grammar", calls_grammar_of(body, tools, syntax)), ""
+    return shape, calls_grammar_of(body, tools, syntax, only_calls=True)
 
 
 def _thought(body: ChatBody, model: ServedModel, *, shaped: bool) -> str:

@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from baton.text.tools import Tool, calls_grammar
+from baton.text.calls.grammar import Choice, calls_grammar
+from baton.text.tools import Tool, ToolSyntax
 from baton.types.errors import GrammarError, InvalidRequestError
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.messages import CalledFunction, Message
@@ -70,12 +71,15 @@ def must_call(choice: ToolChoice | None) -> bool:
     return choice == "required" or isinstance(choice, ToolNamed)
 
 
-def calls_grammar_of(body: ChatBody, tools: Sequence[Tool], *, only_calls: bool = False) -> str:
+def calls_grammar_of(
+    body: ChatBody, tools: Sequence[Tool], syntax: ToolSyntax, *, only_calls: bool = False
+) -> str:
     """Return the grammar of an answer that may call ``tools``; ``only_calls`` excludes text."""
     parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, ToolNamed)
     required = only_calls or must_call(body.tool_choice)
     try:
-        return calls_grammar(tools, "required" if required else "auto", parallel=parallel)
+        choice: Choice = "required" if required else "auto"
+        return calls_grammar(tools, choice, parallel=parallel, syntax=syntax)
     except GrammarError as error:
         raise GrammarError.at("tools", f"{error.message}") from error
 
