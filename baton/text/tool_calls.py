@@ -122,7 +122,7 @@ class ToolCallParser:
             scan for scan, after in zip(scans, self._after, strict=True) if not after.begins_call
         ]
         self._space = ""
-        if end or not any(scan.undecided for scan in ends):
+        if not any(scan.undecided for scan in ends):
             self._show(self._buffer[end:])
 
     def _taken(self) -> tuple[str, list[CallDelta]]:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from batonpb.common_pb2 import TokenLogprob
 from batonpb.decode_pb2 import TokenRun
 
+from baton.text.channels import parser_of
 from baton.text.detokenizer import Detokenizer
-from baton.text.reasoning import ReasoningParser
 from baton.text.schema_check import violations
 from baton.text.tokenizer import TextTokenizer
 from baton.text.tool_calls import CallDelta, ToolCallParser
@@ -81,7 +81,7 @@ class ChoiceRecord:
             stop_text=shown.stop_text,
             special_ids=None if shown.special_tokens else tags,
         )
-        self._thinking = ReasoningParser(thinking) if thinking is not None else None
+        self._thinking = parser_of(thinking) if thinking is not None else None
         self._hides_thinking = thinking is not None and not thinking.shown
         self._tools = ToolCallParser(calls) if calls is not None else None
         self._silent = request.prompt_logprobs_only  # its one token is not shown

@@ -273,7 +273,7 @@ _CALL_END = "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
 
 
-def _deepseek(head: Parts, tail: Parts, written: Written, prompt: str, entry: str) -> CallFormat:
+def _deepseek(head: Parts, tail: Parts, written: Written, prompt: str) -> CallFormat:
     return CallFormat(
         starts=(
             Pattern(_CALLS_BEGIN, SPACE, _CALL_BEGIN, *head, "{", keep=1),
@@ -290,27 +290,30 @@ def _deepseek(head: Parts, tail: Parts, written: Written, prompt: str, entry: st
         written=written,
         tags=(_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR),
         prompt=prompt,
-        prompt_entry=entry,
+        prompt_entry=_PROMPT_ENTRY,
     )
 
 
-# The text of DeepSeek-V3.1's model card.
-_V31_PROMPT = f"""\
+_PROMPT_ENTRY = "### {name}\nDescription: {description}\n\nParameters: {parameters}\n"
+
+
+def _prompt(example: str) -> str:
+    """Return the text of DeepSeek-V3.1's model card, with the form of a call."""
+    return f"""\
 ## Tools
 You have access to the following tools:
 
 {{tools}}
 
 IMPORTANT: ALWAYS adhere to this exact format for tool use:
-{_CALLS_BEGIN}{_CALL_BEGIN}tool_call_name{_SEPARATOR}tool_call_arguments{_CALL_END}\
-{{{{additional_tool_calls}}}}{_CALLS_END}
+{_CALLS_BEGIN}{_CALL_BEGIN}{example}{_CALL_END}{{{{additional_tool_calls}}}}{_CALLS_END}
 
 Where:
 
 - `tool_call_name` must be an exact match to one of the available tools
 - `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema
 - For multiple tool calls, chain them directly without separators or spaces"""
-_V31_ENTRY = "### {name}\nDescription: {description}\n\nParameters: {parameters}\n"
+
 
 DEEPSEEK_V31 = _deepseek(
     (SPACE, NAME, _SEPARATOR, SPACE),
@@ -323,8 +326,7 @@ DEEPSEEK_V31 = _deepseek(
         last=(_CALLS_END,),
         is_list=True,
     ),
-    _V31_PROMPT,
-    _V31_ENTRY,
+    _prompt(f"tool_call_name{_SEPARATOR}tool_call_arguments"),
 )
 DEEPSEEK = _deepseek(
     (SPACE, "function", _SEPARATOR, NAME, SPACE, "```json", SPACE),
@@ -338,8 +340,7 @@ DEEPSEEK = _deepseek(
         last=(_CALLS_END,),
         is_list=True,
     ),
-    "",
-    "",
+    _prompt(f"function{_SEPARATOR}tool_call_name\n```json\ntool_call_arguments\n```"),
 )
 
 CHANNEL_CALL = "<|channel|>commentary to=functions."

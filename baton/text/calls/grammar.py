@@ -109,7 +109,8 @@ class _Writer:
 
     def _tag(self) -> str:
         """Return the first tag of a block."""
-        return self._lark(self._opening[0])
+        tag = self._lark(self._opening[0])
+        return f"({self._lark(*self._format.tags)})? {tag}" if self._format.bare else tag
 
     def _block(self) -> list[str]:
         written = self._written

@@ -89,4 +89,4 @@ class ParameterReader:
         if self._kind is None:
             return ""
         text = self._held + self._tag.release()
-        return escaped(text) if self._kind == "text" else text
+        return escaped(text) if self._kind == "text" else text.strip()
