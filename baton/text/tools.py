@@ -82,7 +82,7 @@ class ToolSyntax:
         without tools.
         """
         found = format_of(template) if template is not None else None
-        forms = None if found is None else _forms_of(template)
+        forms = None if found is None else _forms_of(template, found)
         if found is None or forms is None:
             return PROMPTED
         return cls(format=found, forms=forms, token_ids=_special_ids(found.tags, tokenizer))
@@ -128,12 +128,16 @@ def _text(parts: Parts) -> str:
     return "".join(part for part in parts if isinstance(part, str))
 
 
-def _forms_of(template: str | None) -> MessageForms | None:
+def _forms_of(template: str | None, call_format: CallFormat) -> MessageForms | None:
     try:
         chat = ChatTemplate(template, {"bos_token": "", "eos_token": ""})
     except ValueError:  # reported where the template is loaded
         return None
-    return forms_of(lambda messages, tools: chat.render(messages, tools=tools, rendering=_PROBED))
+
+    def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        return chat.render(messages, tools=tools, rendering=_PROBED)
+
+    return forms_of(render, call_format)
 
 
 def _special_ids(tags: Sequence[str], tokenizer: TextTokenizer | None) -> dict[str, int]:

@@ -367,7 +367,7 @@ _BY_TEMPLATE: tuple[tuple[Callable[[str], bool], CallFormat], ...] = (
     (lambda text: _MISTRAL_TAG in text and "[ARGS]" in text, MISTRAL),
     (lambda text: _MISTRAL_TAG in text, MISTRAL_LIST),
     (lambda text: "<arg_key>" in text, GLM),
-    (lambda text: "<function=" in text and "<parameter=" in text, QWEN_CODER),
+    (lambda text: "<tool_call>" in text and "<function=" in text, QWEN_CODER),
     (lambda text: "<tool_call>" in text, HERMES),
     (lambda text: '{"name": function name, "parameters":' in text, LLAMA),
 )

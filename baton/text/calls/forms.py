@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from baton.text.calls.formats import CallFormat
 from baton.types.errors import InvalidRequestError
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
@@ -56,13 +57,16 @@ def with_reasoning(
     return {**message, "content": blocks}
 
 
-def forms_of(render: Render) -> MessageForms | None:
-    """Return the forms of a template that renders calls and results; None if it renders none."""
+def forms_of(render: Render, call_format: CallFormat) -> MessageForms | None:
+    """Return the forms of a template; None if it does not render calls in this format."""
     for as_text, no_content in product((False, True), repeat=2):
         forms = MessageForms(arguments_as_text=as_text, no_content=no_content)
         text = _rendered(render, _chat(forms))
-        if text is None or not all(part in text for part in (_NAME, _KEY, _VALUE, _RESULT)):
+        parts = (_NAME, _KEY, _VALUE, _RESULT)
+        if text is None or not all(part in text for part in parts):
             continue
+        if not (call_format.in_channels or _has_call(text, call_format)):
+            return None
         fields: tuple[ReasoningField, ...] = ("reasoning_content", "thinking", "blocks")
         shown = (f for f in fields if _THOUGHT in (_rendered(render, _chat(forms, f)) or ""))
         return MessageForms(
@@ -72,6 +76,11 @@ def forms_of(render: Render) -> MessageForms | None:
             lists_tools=_PARAMETER in text,
         )
     return None
+
+
+def _has_call(text: str, call_format: CallFormat) -> bool:
+    starts = (*call_format.starts, *call_format.bare)
+    return any(_NAME in start.names_in(text) for start in starts)
 
 
 def _chat(forms: MessageForms, field: ReasoningField | None = None) -> list[dict[str, Any]]:

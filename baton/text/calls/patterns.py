@@ -7,8 +7,9 @@ pattern ends with a fixed text.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import NamedTuple
 
 _MAX_STRING_CHARACTERS = 4096
@@ -101,6 +102,16 @@ class Pattern:
                 if not name:
                     return _NO
         return Scan(Match(at - self.keep, name))
+
+    def names_in(self, text: str) -> Iterator[str]:
+        """Yield the names of all matches in a text."""
+        fixed = Pattern(*dropwhile(lambda part: isinstance(part, Free), self.parts))
+        at = text.find(fixed.marker)
+        while at >= 0:
+            match = fixed.scan(text[at:]).match
+            if match is not None:
+                yield match.name
+            at = text.find(fixed.marker, at + 1)
 
 
 def _unquoted(text: str) -> str:

@@ -143,7 +143,7 @@ def test_a_cut_call_says_so_or_is_complete(family):
         elif calls:
             assert cut, size
             # What may begin a tag belongs to the value, since no tag follows.
-            written = calls[0][1].split("<")[0].removesuffix("\\n")
+            written = calls[0][1].split("<")[0].removesuffix("\\n").rstrip()
             assert ROME[1].startswith(written), size
         else:
             assert content == family.one[:size] or family.format.in_channels, size
@@ -274,7 +274,14 @@ def test_deepseek_is_told_of_tools_as_its_model_card_does():
 
 
 @pytest.mark.parametrize(
-    "template", ["{% if tools %}[TOOL_CALLS]{% endif %}", "{{ '<tool_call>' + tools }}", "{% if %}"]
+    "template",
+    [
+        "{% if tools %}[TOOL_CALLS]{% endif %}",
+        "{{ '<tool_call>' + tools }}",
+        "{% if %}",
+        # It has the tag, and writes calls in another way.
+        "<tool_call>{% for m in messages %}{{ m | tojson }}{% endfor %}",
+    ],
 )
 def test_a_template_that_renders_no_calls_is_not_used_for_them(template):
     assert ToolSyntax.of(template) is PROMPTED
