@@ -109,6 +109,8 @@ _R1 = (
     f"```json\n{_ARGUMENTS}\n```<｜tool▁call▁end｜>"
 )
 
+_BRACKETS = ("<|", "<｜", "[")
+
 FAMILIES = (
     Family(
         template="NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
@@ -228,10 +230,10 @@ FAMILIES = (
 )
 
 
-def with_tags(tokenizer: TextTokenizer) -> TextTokenizer:
-    """Return the tokenizer with the special tokens that families use as tags."""
+def with_tags(tokenizer: TextTokenizer, begins: tuple[str, ...] = _BRACKETS) -> TextTokenizer:
+    """Return the tokenizer with special tokens for the families' tags that begin so."""
     backend = Tokenizer.from_str(tokenizer.backend.to_str())
     tags = [tag for family in FAMILIES for tag in family.format.tags]
-    special = [tag for tag in dict.fromkeys(tags) if tag.startswith(("<|", "<｜", "["))]
+    special = [tag for tag in dict.fromkeys(tags) if tag.startswith(begins)]
     backend.add_tokens([AddedToken(tag, special=True) for tag in special])
     return TextTokenizer(backend)

@@ -181,6 +181,38 @@ def test_channels_around_calls(compiler, tokenizer, text, auto, required):
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits
 
 
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"a": 1}', True),
+        (f'{ANALYSIS}{FINAL}{{"a": 1}}', True),
+        (f"{ANALYSIS}{FINAL}Yes", False),
+        (f"{ANALYSIS}{GPT_OSS.one}", False),
+    ],
+)
+def test_channels_around_a_shape(compiler, tokenizer, text, fits):
+    reasoning = ReasoningSyntax.of(GPT_OSS.source, tokenizer)
+    before = reasoning.grammar(begun=False, end_ids=(2,), budget=4)
+    source = Framed("json", '{"properties": {"a": {"type": "integer"}}}', before).encoded()
+    matcher = compiler.compile(translate("framed", source))
+    ids = tokenizer.encode(text)
+    assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits
+
+
+@each_family
+def test_all_tags_may_be_special_tokens(smollm, family):
+    tokenizer = with_tags(smollm, ("<", "["))
+    syntax = ToolSyntax.of(family.source, tokenizer)
+    assert set(syntax.token_ids) == set(family.format.tags)
+    compiler = GrammarCompiler(vocabulary_of(tokenizer, tokenizer.vocab_size, (2,)))
+    for choice in ("auto", "required"):
+        source = calls_grammar(TOOLS, choice, parallel=True, syntax=syntax)
+        matcher = compiler.compile(translate("grammar", source))
+        ids = tokenizer.encode(family.two or family.one)
+        assert matcher.try_consume_tokens(ids) == len(ids)
+        assert matcher.is_accepting()
+
+
 @each_family
 def test_200_tools_are_written_and_compiled_in_time(compiler, tokenizer, family):
     properties = {
