@@ -108,6 +108,7 @@ class ToolCallParser:
             self.cut = True
             if self._parameters is not None:
                 self._add(self._parameters.finish())
+                self._show(self._parameters.no_end_in(self._buffer))
         if self._space and not self.calls:
             self._content.append(self._space)
         self._buffer = ""

@@ -84,6 +84,11 @@ class ParameterReader:
             text = text[:-1]
         return escaped(text)
 
+    def no_end_in(self, text: str) -> str:
+        """Return the text left at the end of a response; empty if it may begin the call's end."""
+        may_end = any(end.scan(text).undecided for end in self._tags.ends)
+        return "" if may_end else text
+
     def finish(self) -> str:
         """Return the JSON of a value that is not complete at the end of the text."""
         if self._kind is None:

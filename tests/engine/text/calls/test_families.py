@@ -133,6 +133,21 @@ def test_pieces_do_not_matter(family, data):
 
 
 @each_family
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_word_is_lost(family, data):
+    if family.format.in_channels:
+        return  # a word between two tags is the header of a message
+    own = st.sampled_from([family.one, family.two, *family.format.tags])
+    parts = data.draw(st.lists(st.one_of(own, st.sampled_from(_broken())), max_size=4))
+    words = [f"word{i}" for i in range(len(parts) + 1)]
+    text = "".join(itertools.chain.from_iterable(zip(words, [*parts, ""], strict=True)))
+    content, calls, _ = read(family, [text])
+    told = content + "".join(name + arguments for name, arguments in calls)
+    assert [word for word in words if word not in told] == []
+
+
+@each_family
 def test_a_cut_call_says_so_or_is_complete(family):
     for size in range(1, len(family.one)):
         content, calls, cut = read(family, [family.one[:size]])
