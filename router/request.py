@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.text.reasoning import Thinking
+from baton.text.tools import ExpectedCalls
 from baton.types.params import AdapterRef, SamplingParams
 
 Mode = Literal["auto", "disaggregated", "colocated"]
@@ -44,7 +45,7 @@ class GenerationRequest:
         checked_schema: JSON schema (as text) that the complete answer is checked against.
         checked_tools: Tool name to the schema that arguments of its calls are checked against.
         thinking: Thinking, which may precede the answer and is not part of its text.
-        reads_calls: Whether the answer may contain calls of tools, which are not part of its text.
+        expected_calls: Calls of tools that the answer may contain, which are not part of its text.
         cache_scope: Scope within which requests share cached prefixes.
         adapter: LoRA adapter; None: the base model.
         client_id: The client's ``x-request-id``, which need not be unique.
@@ -62,7 +63,7 @@ class GenerationRequest:
     prompt: tuple[int, ...] = field(repr=False)
     sampling: SamplingParams
     shown: Shown = Shown()
-    reads_calls: bool = False
+    expected_calls: ExpectedCalls | None = field(default=None, repr=False)
     checked_schema: str = field(default="", repr=False)
     checked_tools: Mapping[str, str] = field(default_factory=dict, repr=False)
     thinking: Thinking | None = None

@@ -12,7 +12,7 @@ from baton.text.length_bound import LengthBound
 from baton.text.reasoning import ReasoningSyntax, Thinking
 from baton.text.template import ChatTemplate, Rendering, special_tokens_of
 from baton.text.tokenizer import TextTokenizer, load_tokenizer
-from baton.text.tools import Tool, conversation, syntax_of
+from baton.text.tools import Tool, ToolSyntax, conversation
 from baton.types.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
 from baton.types.params import AdapterRef
 from router.adapter_table import AdapterTable
@@ -58,7 +58,7 @@ class ServedModel:
         self.vocab_size = config.vocab_size
         eos = config.eos_token_ids[0] if config.eos_token_ids else None
         source = chat_template or artifact.chat_template
-        self.tool_syntax = syntax_of(source)
+        self.tool_syntax = ToolSyntax.of(source, self.tokenizer)
         self.reasoning = ReasoningSyntax.of(source, self.tokenizer)
         self.template = ChatTemplate(
             source,

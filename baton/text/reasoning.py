@@ -9,8 +9,8 @@ depend on how the text is split into pieces.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from baton.text.detokenizer import StopMatcher
@@ -25,6 +25,9 @@ class ReasoningTags(NamedTuple):
     end: str
 
 
+_CHANNEL_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+_OTHER_CHANNEL_TAGS = ("<|constrain|>", "<|call|>")
+_ANALYSIS = ReasoningTags("<|channel|>analysis<|message|>", "<|end|>")
 _KNOWN = (
     ReasoningTags("<think>", "</think>"),
     ReasoningTags("[THINK]", "[/THINK]"),
@@ -41,12 +44,14 @@ class ReasoningSyntax:
         begin_id: Token id of the begin tag; None if it is several tokens.
         end_id: Token id of the end tag; None if it is several tokens.
         special_ids: Ids of the tags that are special tokens, which are not output otherwise.
+        channels: Ids of the tags around messages in channels; empty for models without channels.
     """
 
     tags: ReasoningTags
     begin_id: int | None = None
     end_id: int | None = None
     special_ids: frozenset[int] = frozenset()
+    channels: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, template: str | None, tokenizer: TextTokenizer) -> Self | None:
@@ -55,6 +60,9 @@ class ReasoningSyntax:
         The chat template of a reasoning model contains the tags, or its vocabulary has them as
         tokens.
         """
+        if "<|channel|>analysis" in (template or "") and (found := _channels(tokenizer)):
+            special = tokenizer.special_ids & set(found.values())
+            return cls(tags=_ANALYSIS, special_ids=special, channels=found)
         ids = {tag: tokenizer.backend.token_to_id(tag) for tags in _KNOWN for tag in tags}
         in_template = [tags for tags in _KNOWN if tags.end in (template or "")]
         in_vocabulary = [tags for tags in _KNOWN if all(ids[tag] is not None for tag in tags)]
@@ -72,7 +80,7 @@ class ReasoningSyntax:
 
     def closed_by(self, prompt: str) -> bool:
         """Return whether a prompt ends with completed thinking, so the response has none."""
-        return prompt.rstrip().endswith(self.tags.end)
+        return not self.channels and prompt.rstrip().endswith(self.tags.end)
 
     def grammar(self, *, begun: bool, end_ids: Sequence[int], budget: int | None) -> str:
         """Return a Lark grammar of the thinking and the white space behind it.
@@ -85,6 +93,8 @@ class ReasoningSyntax:
         Raises:
             InvalidRequestError: There is a budget, and the end tag is not a single token.
         """
+        if self.channels:
+            return self._channel_grammar(begun=begun, end_ids=end_ids, budget=budget)
         if self.end_id is not None:
             other = ",".join(map(str, sorted({self.end_id, *end_ids})))
             inner = f"<[^{other}]>{'*' if budget is None else f'{{0,{budget}}}'} "
@@ -100,6 +110,29 @@ class ReasoningSyntax:
         begin = f"<[{self.begin_id}]>" if self.begin_id is not None else json.dumps(self.tags.begin)
         start = "thought SPACE" if begun else f"({begin} thought SPACE)?"
         return "\n".join([f"start: {start}", *rules, "SPACE: /[ \\n]{0,4}/"])
+
+    def _channel_grammar(self, *, begun: bool, end_ids: Sequence[int], budget: int | None) -> str:
+        """Return a grammar of messages of thinking, and of the header of the answer behind them."""
+        start, channel, message, end = (f"<[{self.channels[tag]}]>" for tag in _CHANNEL_TAGS)
+        other = ",".join(map(str, sorted({*self.channels.values(), *end_ids})))
+        inner = f"<[^{other}]>{'*' if budget is None else f'{{0,{budget}}}'}"
+        thoughts = f'{"" if budget == 0 else inner} {end} {start} "assistant"'
+        several = "?" if budget is not None else "*"
+        first = "thoughts" if begun else f"message{several}"
+        return "\n".join(
+            [
+                f'start: {first} ({channel} "final" {message})?',
+                f'message: {channel} "analysis" {message} thoughts',
+                f"thoughts: {thoughts}",
+            ]
+        )
+
+
+def _channels(tokenizer: TextTokenizer) -> dict[str, int]:
+    """Return the ids of the tags of channels; empty if the vocabulary lacks one of them."""
+    tags = _CHANNEL_TAGS + _OTHER_CHANNEL_TAGS
+    ids = {tag: tokenizer.backend.token_to_id(tag) for tag in tags}
+    return {} if None in ids.values() else {tag: i for tag, i in ids.items() if i is not None}
 
 
 def _in_regex(text: str) -> str:

@@ -1,26 +1,26 @@
 """Streaming extraction of tool calls from a response. Pure: no clock, no I/O.
 
-    text ──"<tool_call>"──▶ head ──{"name": "f", "arguments": ──▶ arguments ──▶ tail
-      ▲                       └── not a call: output as text ─────────┐           │
-      └───────────────────────────────────────────────────────────────┴─"</tool_call>"
+    text ──marker──▶ head ──{"name": "f", "arguments": ──▶ arguments ──▶ tail ──▶ text, or head
+      ▲               │ └── object with keys in another order ──▶ tail
+      │               └──── <function=f> ──▶ parameter ◀──▶ value
+      └── not a call: output as text
 
-A possible tag or head of a call is held; everything else is output at once. Text that does not
-parse is output as content. The output does not depend on how the text is split into pieces.
+``baton/text/calls/formats.py`` describes the markup. Markup that may begin or end a call is held;
+everything else is output at once. Text that does not parse is output as content. The output does
+not depend on how the text is split into pieces.
 """
 
 import json
-import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.text.calls.formats import After, CallFormat
+from baton.text.calls.parameters import ParameterReader
+from baton.text.calls.patterns import Pattern, first_match
 from baton.text.detokenizer import StopMatcher
-from baton.text.tools import CLOSE_TAG, OPEN_TAG
-
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
-_TAIL = re.compile(rf"\s*\}}\s*{CLOSE_TAG}")
-_MAX_HEAD_CHARACTERS = 4096
+from baton.text.tools import ExpectedCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,111 +38,16 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class ToolCallParser:
-    """Parser of one response."""
+class _Object:
+    """Finds the end of a JSON object in a text that arrives in pieces."""
 
-    def __init__(self, new_id: Callable[[], str] = new_call_id) -> None:
-        self.calls = 0
-        self.cut = False  # the response ended within a call
-        self._new_id = new_id
-        self._read: Callable[[], bool] = self._text
-        self._buffer = ""
-        self._tag = StopMatcher((OPEN_TAG,))
-        self._space: str | None = ""  # white space at the border of a call; None within text
-        self._content: list[str] = []
-        self._deltas: list[CallDelta] = []
+    def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._escaped = False
 
-    def push(self, text: str) -> tuple[str, list[CallDelta]]:
-        """Add text; return content and deltas of calls that are certain now."""
-        self._buffer += text
-        while self._buffer and self._read():
-            pass
-        return self._taken()
-
-    def finish(self) -> tuple[str, list[CallDelta]]:
-        """Return held content and deltas at the end of the text."""
-        self.cut = self._read == self._arguments
-        if self._read == self._text:
-            self._show(self._tag.release())
-        elif self._read == self._head:
-            self.cut = True
-            self._show(OPEN_TAG + self._buffer)
-        if self._space and not self.calls:
-            self._content.append(self._space)
-        self._buffer = ""
-        self._space = ""
-        return self._taken()
-
-    def _taken(self) -> tuple[str, list[CallDelta]]:
-        content = "".join(self._content)
-        self._content = []
-        deltas = self._deltas
-        self._deltas = []
-        return content, deltas
-
-    # Each of the four states reads from the buffer and returns False if it needs more text.
-
-    def _text(self) -> bool:
-        whole = self._tag.held + self._buffer
-        shown, tag = self._tag.push(self._buffer)
-        self._buffer = whole[len(shown) + len(tag) :] if tag is not None else ""
-        self._show(shown)
-        if tag is not None:
-            self._read = self._head
-        return tag is not None
-
-    def _head(self) -> bool:
-        found = _HEAD.match(self._buffer, 0, _MAX_HEAD_CHARACTERS)
-        if found is not None:
-            name = json.loads(found[1])
-            self._deltas.append(CallDelta(self.calls, self._new_id(), name, ""))
-            self._buffer = self._buffer[found.end() :]
-            self._read = self._arguments
-            return True
-        end = self._buffer.find(CLOSE_TAG)
-        if end < 0 and len(self._buffer) <= _MAX_HEAD_CHARACTERS:
-            return False
-        self._whole_call(end) if 0 <= end <= _MAX_HEAD_CHARACTERS else self._no_call()
-        return True
-
-    def _whole_call(self, end: int) -> None:
-        """Parse a complete call whose keys are in another order."""
-        try:
-            call: Any = json.loads(self._buffer[:end])
-            name = call["name"]
-            arguments = call["arguments"]
-        except (ValueError, KeyError, TypeError):
-            self._no_call()
-            return
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            self._no_call()
-            return
-        written = json.dumps(arguments, ensure_ascii=False)
-        self._deltas.append(CallDelta(self.calls, self._new_id(), name, ""))
-        self._deltas.append(CallDelta(self.calls, None, None, written))
-        self._buffer = self._buffer[end + len(CLOSE_TAG) :]
-        self._end_call()
-
-    def _no_call(self) -> None:
-        self._show(OPEN_TAG)
-        self._read = self._text
-
-    def _arguments(self) -> bool:
-        end = self._end_of_object()
-        piece = self._buffer[:end]
-        self._buffer = self._buffer[end:]
-        self._deltas.append(CallDelta(self.calls, None, None, piece))
-        if self._depth:
-            return False
-        self.calls += 1
-        self._read = self._tail
-        return True
-
-    def _end_of_object(self) -> int:
-        """Return how much of the buffer belongs to the current object."""
-        for index, character in enumerate(self._buffer):
+    def end_in(self, text: str) -> int | None:
+        """Return the end of the object in the next piece; None if it continues."""
+        for index, character in enumerate(text):
             if self._in_string:
                 if self._escaped:
                     self._escaped = False
@@ -158,26 +63,186 @@ class ToolCallParser:
                 self._depth -= 1
                 if not self._depth:
                     return index + 1
-        return len(self._buffer)
+        return None
+
+
+class ToolCallParser:
+    """Parser of one response."""
+
+    def __init__(self, expected: ExpectedCalls, new_id: Callable[[], str] = new_call_id) -> None:
+        self.calls = 0
+        self.cut = False  # the response ended within a call, or a call broke off
+        self._format: CallFormat = expected.format
+        self._kinds = expected.kinds
+        self._new_id = new_id
+        self._markers = tuple(dict.fromkeys(start.marker for start in self._format.starts))
+        self._marker = StopMatcher(self._markers)
+        self._starts: Sequence[Pattern] = self._format.bare
+        self._buffer = ""
+        self._space: str | None = ""  # white space at the border of a call; None within text
+        self._content: list[str] = []
+        self._deltas: list[CallDelta] = []
+        self._object = _Object()
+        self._held: list[str] = []  # of an object with the name in it
+        self._after: Sequence[After] = ()
+        self._parameters: ParameterReader | None = None
+        self._read: Callable[[], bool] = self._head if self._format.bare else self._text
+
+    def push(self, text: str) -> tuple[str, list[CallDelta]]:
+        """Add text; return content and deltas of calls that are certain now."""
+        self._buffer += text
+        while self._buffer and self._read():
+            pass
+        return self._taken()
+
+    def finish(self) -> tuple[str, list[CallDelta]]:
+        """Return held content and deltas at the end of the text."""
+        if self._read == self._text:
+            self._show(self._marker.release())
+        elif self._read in (self._head, self._whole):
+            self.cut |= self._starts is not self._format.bare
+            self._show("".join(self._held) + self._buffer)
+        elif self._read == self._tail:
+            self._finish_tail()
+        else:
+            self.cut = True
+            if self._parameters is not None:
+                self._add(self._parameters.finish())
+                self._show(self._parameters.no_end_in(self._buffer))
+        if self._space and not self.calls:
+            self._content.append(self._space)
+        self._buffer = ""
+        self._space = ""
+        return self._taken()
+
+    def _finish_tail(self) -> None:
+        """Drop the begin of an end of the call; show other text that is not complete."""
+        scans = [after.pattern.scan(self._buffer) for after in self._after]
+        end = next((scan.match.end for scan in scans if scan.match is not None), 0)
+        ends = [
+            scan for scan, after in zip(scans, self._after, strict=True) if not after.begins_call
+        ]
+        self._space = ""
+        if not any(scan.undecided for scan in ends):
+            self._show(self._buffer[end:])
+
+    def _taken(self) -> tuple[str, list[CallDelta]]:
+        content = "".join(self._content)
+        self._content = []
+        deltas = self._deltas
+        self._deltas = []
+        return content, deltas
+
+    # Each state reads from the buffer and returns False if it needs more text.
+
+    def _text(self) -> bool:
+        whole = self._marker.held + self._buffer
+        shown, marker = self._marker.push(self._buffer)
+        self._buffer = whole[len(shown) :] if marker is not None else ""
+        self._show(shown)
+        if marker is not None:
+            self._starts = self._format.starts
+            self._read = self._head
+        return marker is not None
+
+    def _head(self) -> bool:
+        index, scan = first_match(self._starts, self._buffer)
+        if scan.undecided:
+            return False
+        if scan.match is None:
+            self._no_call()
+        else:
+            self._begin(self._starts[index], *scan.match)
+        return True
+
+    def _no_call(self) -> None:
+        """Output the marker as text, and continue behind it."""
+        marker = next((m for m in self._markers if self._buffer.startswith(m)), "")
+        if self._starts is self._format.bare:
+            marker = ""
+        self._show(marker)
+        self._buffer = self._buffer[len(marker) :]
+        self._read = self._text
+
+    def _begin(self, pattern: Pattern, end: int, name: str) -> None:
+        """Start a call behind its head, or an object that may be one."""
+        self._object = _Object()
+        if not pattern.has_name:
+            self._held = [self._buffer[:end]]
+            self._read = self._whole
+        else:
+            self._add(name=name)
+            self._read = self._arguments
+            if self._format.parameters is not None:
+                kinds = self._kinds.get(name, {})
+                self._parameters = ParameterReader(self._format.parameters, kinds)
+                self._read = self._parameter
+        self._buffer = self._buffer[end:]
+
+    def _whole(self) -> bool:
+        """Read a complete object, whose keys may be in any order."""
+        end = self._object.end_in(self._buffer)
+        self._held.append(self._buffer[:end])
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is None:
+            return False
+        held = "".join(self._held)
+        self._held = []
+        call = _call_in(held[held.index("{") :])
+        if call is None:
+            self._show(held)
+            self._read = self._text
+            return True
+        self._add(name=call[0])
+        self._add(call[1])
+        self._end_call(self._format.after_object)
+        return True
+
+    def _arguments(self) -> bool:
+        end = self._object.end_in(self._buffer)
+        self._add(self._buffer[:end])
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is None:
+            return False
+        self._end_call(self._format.after)
+        return True
+
+    def _end_call(self, after: Sequence[After]) -> None:
+        self.calls += 1
+        self._after = after
+        self._read = self._tail
 
     def _tail(self) -> bool:
-        found = _TAIL.match(self._buffer)
-        if found is not None:
-            self._buffer = self._buffer[found.end() :]
-        elif self._begins_tail():
+        index, scan = first_match([after.pattern for after in self._after], self._buffer)
+        if scan.undecided:
             return False
         self._space = ""
         self._read = self._text
+        if scan.match is None:
+            return True
+        if self._after[index].begins_call:
+            self._begin(self._after[index].pattern, *scan.match)
+        else:
+            self._buffer = self._buffer[scan.match.end :]
         return True
 
-    def _end_call(self) -> None:
-        self.calls += 1
-        self._space = ""
-        self._read = self._text
+    def _parameter(self) -> bool:
+        if self._parameters is None:
+            return False
+        read = self._parameters.read(self._buffer)
+        went_on = read.rest != self._buffer
+        self._buffer = read.rest
+        if read.json:
+            self._add(read.json)
+        if read.state == "more":
+            return went_on
+        self.cut |= read.state == "broken"
+        self._end_call(())
+        return True
 
-    def _begins_tail(self) -> bool:
-        rest = self._buffer.lstrip()
-        return not rest or (rest[0] == "}" and CLOSE_TAG.startswith(rest[1:].lstrip()))
+    def _add(self, arguments: str = "", name: str | None = None) -> None:
+        call_id = None if name is None else self._new_id()
+        self._deltas.append(CallDelta(self.calls, call_id, name, arguments))
 
     def _show(self, text: str) -> None:
         """Output content; white space next to a call only if more text follows."""
@@ -187,3 +252,16 @@ class ToolCallParser:
             if self._space is not None:
                 return
         self._content.append(text)
+
+
+def _call_in(text: str) -> tuple[str, str] | None:
+    """Return name and arguments of an object that is a call; None if it is not one."""
+    try:
+        call: Any = json.loads(text)
+        name = call["name"]
+        arguments = call["arguments"] if "arguments" in call else call["parameters"]
+    except (ValueError, KeyError):
+        return None
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return name, json.dumps(arguments, ensure_ascii=False)

@@ -1,43 +1,40 @@
-"""Tools of a request: their description in the prompt, and the grammar of calls.
+"""Tools of a request: the call syntax of a model, and how the model learns of tools.
 
-All models write calls in the same format:
+Chat templates of many families list the tools and format calls and results. For other models Baton
+writes the list into the system message, and they write calls like Hermes:
 
     <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>
 
-Qwen, Hermes and their descendants use line breaks inside the tags, and their chat templates list
-the tools. For other models Baton writes the list into the system message.
-``baton/text/tool_calls.py`` extracts calls from a response.
+``baton/text/calls`` describes the formats. ``baton/text/tool_calls.py`` extracts calls from a
+response.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic_core import from_json
 
-from baton.text.grammar import MAX_SOURCE_CHARACTERS
-from baton.text.json_schema import lenient, ready, without_annotations
-from baton.types.errors import GrammarError
-
-OPEN_TAG = "<tool_call>"
-CLOSE_TAG = "</tool_call>"
-MAX_CALLS = 8
-"""Limit of required calls in one response: a weak model would never stop."""
+from baton.text.calls.formats import HERMES, CallFormat, Parts, format_of
+from baton.text.calls.forms import MessageForms, forms_of, with_reasoning
+from baton.text.calls.values import Kind, kinds_of
+from baton.text.template import ChatTemplate, Rendering
+from baton.text.tokenizer import TextTokenizer
 
 _PROMPT = """\
 You can call these functions, described as JSON:
 {tools}
 To call one, write nothing but its name and its arguments as JSON, like this:
 {example}
-The result comes back in <tool_response></tool_response>. Otherwise answer with text."""
-
-_SAYING_MORE = (
-    *("properties", "patternProperties", "additionalProperties", "propertyNames"),
-    *("$ref", "allOf", "anyOf", "oneOf"),
-)
-
-Choice = Literal["auto", "required"]
+"""
+_RESULTS = "The result comes back in <tool_response></tool_response>. "
+_OTHERWISE = "Otherwise answer with text."
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_SHORT_ID_CHARACTERS = 9
+_PROBED = Rendering(begin_answer=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,35 +60,91 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ToolSyntax:
-    """Tool-call syntax of a family of models.
+    """Tool-call syntax of a model; hashed by identity, since there is one per model.
 
     Attributes:
-        gap: Text between a tag and the JSON inside, and between two calls.
-        in_template: Whether the chat template lists the tools and formats calls and results.
+        format: Format of calls.
+        forms: Forms in which the chat template takes calls; None if it takes none.
+        token_ids: Ids of tags that are special tokens, which text cannot spell.
     """
 
-    gap: str
-    in_template: bool
+    format: CallFormat
+    forms: MessageForms | None
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, template: str | None, tokenizer: TextTokenizer | None = None) -> "ToolSyntax":
+        """Return the syntax for a chat template and a vocabulary.
+
+        Templates with an unknown format, or that do not render calls, are treated like templates
+        without tools.
+        """
+        found = format_of(template) if template is not None else None
+        forms = None if found is None else _forms_of(template, found)
+        if found is None or forms is None:
+            return PROMPTED
+        return cls(format=found, forms=forms, token_ids=_special_ids(found.tags, tokenizer))
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Return the ids of special tokens that the parser needs in the text."""
+        return frozenset(self.token_ids.values())
+
+    def expected(self, tools: Iterable[Tool]) -> "ExpectedCalls":
+        """Return what the parser of a response needs, if the model may call ``tools``."""
+        tagged = self.format.parameters is not None
+        kinds = {tool.name: kinds_of(tool.parameters) for tool in tools} if tagged else {}
+        return ExpectedCalls(format=self.format, kinds=kinds, special_ids=self.special_ids)
 
     def call(self, name: str, arguments: str) -> str:
         """Return the text of one call; ``arguments`` is JSON text."""
-        inside = f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}'
-        return f"{OPEN_TAG}{self.gap}{inside}{self.gap}{CLOSE_TAG}"
+        written = self.format.written
+        texts = map(_text, (written.first + written.begin, written.middle, written.end))
+        begin, middle, end = texts
+        return f"{begin}{name}{middle}{arguments}{end}{_text(written.last)}"
 
 
-TEMPLATE = ToolSyntax("\n", in_template=True)
-PROMPTED = ToolSyntax("", in_template=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedCalls:
+    """Calls that a response may contain.
 
-
-def syntax_of(template: str | None) -> ToolSyntax:
-    """Return the syntax for a chat template.
-
-    Templates that support tools with another call format are treated like templates without tools.
+    Attributes:
+        kinds: Kinds of parameters, by function and parameter, if they are written outside JSON.
+        special_ids: Ids of special tokens that the parser needs in the text.
     """
-    knows = template is not None and "tools" in template and OPEN_TAG in template
-    return TEMPLATE if knows else PROMPTED
+
+    format: CallFormat
+    kinds: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
+    special_ids: frozenset[int] = frozenset()
+
+
+PROMPTED = ToolSyntax(format=HERMES, forms=None)
+
+
+def _text(parts: Parts) -> str:
+    """Return the fixed texts of parts, without optional white space."""
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def _forms_of(template: str | None, call_format: CallFormat) -> MessageForms | None:
+    try:
+        chat = ChatTemplate(template, {"bos_token": "", "eos_token": ""})
+    except ValueError:  # reported where the template is loaded
+        return None
+
+    def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        return chat.render(messages, tools=tools, rendering=_PROBED)
+
+    return forms_of(render, call_format)
+
+
+def _special_ids(tags: Sequence[str], tokenizer: TextTokenizer | None) -> dict[str, int]:
+    if tokenizer is None:
+        return {}
+    ids = {tag: tokenizer.backend.token_to_id(tag) for tag in tags}
+    return {tag: i for tag, i in ids.items() if i is not None and i in tokenizer.special_ids}
 
 
 def conversation(
@@ -106,44 +159,118 @@ def conversation(
         tools: Callable tools; empty for none.
         syntax: Syntax for the template.
     """
-    if syntax.in_template:
-        return [_for_template(message) for message in messages], [t.described() for t in tools]
+    if syntax.forms is None:
+        return _prompted(messages, tools, syntax), []
+    if syntax.format.single:
+        messages = _one_call_each(messages)
+    told = [part for message in messages for part in _for_template(message, syntax, syntax.forms)]
+    if syntax.forms.lists_tools:
+        return told, [_described(tool, syntax.format) for tool in tools]
+    if tools:
+        _add_to_system(told, _prompt(tools, syntax))
+    return told, []
+
+
+def _described(tool: Tool, call_format: CallFormat) -> dict[str, Any]:
+    described = tool.described()
+    if call_format.describes:
+        described["function"].setdefault("description", "")
+    return described
+
+
+def _prompted(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], syntax: ToolSyntax
+) -> list[dict[str, Any]]:
     plain: list[dict[str, Any]] = []
     for message in messages:
         text = message["content"]
-        if message["role"] == "tool":
+        role = message["role"]
+        is_result = role == "tool"
+        if is_result:
             text = f"<tool_response>{text}</tool_response>"
-            if plain and plain[-1].get("results"):  # several results are one turn
-                plain[-1]["content"] += f"\n{text}"
-            else:
-                plain.append({"role": "user", "content": text, "results": True})
+            role = "user"
+        # Several results, and a question behind them, are one turn: some templates require it.
+        if role == "user" and plain and plain[-1].get("results"):
+            plain[-1]["content"] += f"\n{text}"
+            plain[-1]["results"] = is_result
             continue
         calls = [syntax.call(call["name"], call["arguments"]) for call in _calls(message)]
         text = "\n".join(part for part in (text, *calls) if part)
         more = {key: message[key] for key in ("name", "reasoning_content") if key in message}
-        plain.append({"role": message["role"], "content": text, **more})
+        if is_result:
+            more = {"results": True}
+        plain.append({"role": role, "content": text, **more})
     if tools:
-        _add_prompt(plain, tools, syntax)
-    return [{k: v for k, v in m.items() if k != "results"} for m in plain], []
+        _add_to_system(plain, _prompt(tools, syntax))
+    return [{k: v for k, v in m.items() if k != "results"} for m in plain]
 
 
 def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return message.get("tool_calls") or ()
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    plain = ("role", "content", "tool_call_id", "name", "reasoning_content")
-    found = {key: message[key] for key in plain if key in message}
-    if calls := _calls(message):
-        found["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call["id"],
-                "function": {"name": call["name"], "arguments": _arguments(call["arguments"])},
-            }
-            for call in calls
-        ]
-    return found
+def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with one call per message, each followed by its results."""
+    parts: list[Mapping[str, Any]] = []
+    moved: set[int] = set()
+    for index, message in enumerate(messages):
+        calls = _calls(message)
+        if len(calls) < 2:
+            parts += [message] if index not in moved else []
+            continue
+        for number, call in enumerate(calls):
+            turn = {"role": "assistant", "content": ""} if number else message
+            parts.append({**turn, "tool_calls": [call]})
+            for later in range(index + 1, len(messages)):
+                if messages[later]["role"] != "tool":
+                    break
+                if later not in moved and messages[later].get("tool_call_id") == call["id"]:
+                    moved.add(later)
+                    parts.append(messages[later])
+    return parts
+
+
+def _for_template(
+    message: Mapping[str, Any], syntax: ToolSyntax, forms: MessageForms
+) -> list[dict[str, Any]]:
+    found = {key: message[key] for key in ("role", "content", "name") if key in message}
+    thoughts = message.get("reasoning_content")
+    calls = _calls(message)
+    if "tool_call_id" in message:
+        found["tool_call_id"] = _id(message["tool_call_id"], syntax.format)
+    before: list[dict[str, Any]] = []
+    if calls:
+        found["tool_calls"] = [_called(call, syntax, forms) for call in calls]
+        if syntax.format.in_channels and thoughts and found["content"]:
+            # The template has one place for both.
+            thoughts = f"{thoughts}\n\n{found['content']}"
+            found["content"] = ""
+        if forms.no_content:
+            if found["content"]:
+                before = [{"role": "assistant", "content": found["content"]}]
+            found["content"] = None
+    if thoughts:
+        found = with_reasoning(found, thoughts, forms.reasoning)
+    return [*before, found]
+
+
+def _called(call: Mapping[str, Any], syntax: ToolSyntax, forms: MessageForms) -> dict[str, Any]:
+    given: Any = call["arguments"]
+    if not forms.arguments_as_text:
+        given = _arguments(given)
+        if syntax.format.parameters is not None and not isinstance(given, dict):
+            given = {"arguments": given}  # a template that writes one tag per parameter
+    return {
+        "type": "function",
+        "id": _id(call["id"], syntax.format),
+        "function": {"name": call["name"], "arguments": given},
+    }
+
+
+def _id(given: str, call_format: CallFormat) -> str:
+    if not call_format.short_ids or _SHORT_ID.fullmatch(given):
+        return given
+    return hashlib.sha256(given.encode()).hexdigest()[:_SHORT_ID_CHARACTERS]
 
 
 def _arguments(text: str) -> Any:
@@ -159,56 +286,25 @@ def _arguments(text: str) -> Any:
     return arguments if isinstance(arguments, dict) else text
 
 
-def _add_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool], syntax: ToolSyntax) -> None:
-    listed = "\n".join(json.dumps(t.described()["function"], ensure_ascii=False) for t in tools)
+def _prompt(tools: Sequence[Tool], syntax: ToolSyntax) -> str:
+    functions = [tool.described()["function"] for tool in tools]
+    if syntax.format.prompt and syntax.forms is not None:
+        entries = [
+            syntax.format.prompt_entry.format(
+                name=function["name"],
+                description=function.get("description", ""),
+                parameters=json.dumps(function["parameters"], ensure_ascii=False),
+            )
+            for function in functions
+        ]
+        return syntax.format.prompt.replace("{tools}", "\n".join(entries))
+    listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
     example = syntax.call("function-name", '{"argument": "value"}')
-    prompt = _PROMPT.format(tools=listed, example=example)
+    results = _RESULTS if syntax.forms is None else ""
+    return _PROMPT.format(tools=listed, example=example) + results + _OTHERWISE
+
+
+def _add_to_system(messages: list[dict[str, Any]], prompt: str) -> None:
     if messages and messages[0]["role"] in ("system", "developer"):
         prompt = f"{messages.pop(0)['content']}\n\n{prompt}"
     messages.insert(0, {"role": "system", "content": prompt})
-
-
-def calls_grammar(tools: Sequence[Tool], choice: Choice, *, parallel: bool) -> str:
-    """Return a Lark grammar of responses with calls.
-
-    Args:
-        tools: Callable tools, at least one.
-        choice: ``auto``: text in which a started call is completed; ``required``: only calls.
-        parallel: Whether a response may contain several calls.
-
-    Raises:
-        GrammarError: A schema cannot be enforced.
-    """
-    if choice == "required":
-        more = f" (gap call){{0,{MAX_CALLS - 1}}}" if parallel else ""
-        rules = [f"start: call{more}", f'call: "{OPEN_TAG}" inside']
-    else:
-        # Lazy: a complete tag ends the text.
-        rules = [
-            "start: call* TEXT" if parallel else "start: TEXT | call",
-            "TEXT: /(.|\\n)*/",
-            f'head[lazy]: TEXT "{OPEN_TAG}"',
-            "call: head inside",
-        ]
-    heads = [json.dumps(f'{tool.name}", "arguments": ') for tool in tools]
-    functions = " | ".join(f'{head} arguments_{i} "}}"' for i, head in enumerate(heads))
-    rules += [
-        f'inside: gap "{{\\"name\\": \\"" function gap "{CLOSE_TAG}"',
-        "gap: /\\n?/",
-        f"function: {functions}",
-    ]
-    rules += [
-        f"arguments_{index}: %json {json.dumps(_schema(tool))}" for index, tool in enumerate(tools)
-    ]
-    return "\n".join(rules)
-
-
-def _schema(tool: Tool) -> dict[str, Any]:
-    given = without_annotations({"type": "object", **(tool.parameters or {})})
-    if len(json.dumps(given)) > MAX_SOURCE_CHARACTERS:
-        raise GrammarError(f"{tool.name}: parameters exceed {MAX_SOURCE_CHARACTERS} characters")
-    if given.keys().isdisjoint(_SAYING_MORE):
-        given["properties"] = {}  # an empty schema allows no arguments
-    if tool.lenient:
-        given = lenient(given)
-    return cast(dict[str, Any], ready(given))

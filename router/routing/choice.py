@@ -12,8 +12,8 @@ from typing import NamedTuple
 from batonpb.common_pb2 import TokenLogprob
 from batonpb.decode_pb2 import TokenRun
 
+from baton.text.channels import parser_of
 from baton.text.detokenizer import Detokenizer
-from baton.text.reasoning import ReasoningParser
 from baton.text.schema_check import violations
 from baton.text.tokenizer import TextTokenizer
 from baton.text.tool_calls import CallDelta, ToolCallParser
@@ -70,7 +70,10 @@ class ChoiceRecord:
         self.index = index
         shown = request.shown
         thinking = request.thinking
-        tags = thinking.syntax.special_ids if thinking is not None else frozenset[int]()
+        calls = request.expected_calls
+        tags = calls.special_ids if calls is not None else frozenset[int]()
+        if thinking is not None:
+            tags |= thinking.syntax.special_ids
         self._detokenizer = Detokenizer(
             tokenizer,
             shown.stops,
@@ -78,9 +81,9 @@ class ChoiceRecord:
             stop_text=shown.stop_text,
             special_ids=None if shown.special_tokens else tags,
         )
-        self._thinking = ReasoningParser(thinking) if thinking is not None else None
+        self._thinking = parser_of(thinking) if thinking is not None else None
         self._hides_thinking = thinking is not None and not thinking.shown
-        self._tools = ToolCallParser() if request.reads_calls else None
+        self._tools = ToolCallParser(calls) if calls is not None else None
         self._silent = request.prompt_logprobs_only  # its one token is not shown
         self._checked_schema = request.checked_schema
         self._checked_tools = request.checked_tools
@@ -102,7 +105,7 @@ class ChoiceRecord:
             shown.stops
             or shown.token_ids
             or thinking is not None
-            or request.reads_calls
+            or calls is not None
             or request.checked_schema
             or request.prompt_logprobs_only
             or request.sampling.logprobs is not None

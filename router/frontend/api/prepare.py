@@ -157,8 +157,12 @@ class Preparer:
         )
         _check_prompt_logprobs(body, [request])
         thinking = self._model.thinking_of(text, shown=body.include_reasoning is not False)
+        calls = self._model.tool_syntax.expected(tools) if tools else None
         return replace(
-            request, reads_calls=bool(tools), thinking=thinking, checked_tools=grammar.checked_tools
+            request,
+            expected_calls=calls,
+            thinking=thinking,
+            checked_tools=grammar.checked_tools,
         )
 
     def chat_prompt(self, body: ChatBody, caller: Caller) -> list[int]:

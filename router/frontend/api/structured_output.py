@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from baton.text.calls.grammar import Choice
 from baton.text.grammar import ANY_OBJECT, Framed, GrammarKind
 from baton.text.json_schema import checked_afterwards, lenient, without_annotations
-from baton.text.tools import Choice, Tool
+from baton.text.tools import Tool, ToolSyntax
 from baton.types.errors import GrammarError, InvalidRequestError
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.generation import GenerationBody
@@ -53,7 +54,8 @@ def requested_grammar(
     if not isinstance(body, ChatBody):
         return shape
     tools = may_be_called(offered(body.tools, body.tool_choice), body.tool_choice)
-    calls = _calls(body, tools, shaped=shape is not None, levels=levels)
+    shaped = shape is not None
+    calls = _calls(body, tools, model.tool_syntax, shaped=shaped, levels=levels)
     instead = ""
     if calls is not None and (shape is None or must_call(body.tool_choice)):
         shape = RequestedGrammar("tools", "grammar", calls.source)
@@ -72,13 +74,18 @@ def requested_grammar(
 
 
 def _calls(
-    body: ChatBody, tools: Sequence[Tool], *, shaped: bool, levels: Levels | None
+    body: ChatBody,
+    tools: Sequence[Tool],
+    syntax: ToolSyntax,
+    *,
+    shaped: bool,
+    levels: Levels | None,
 ) -> CallsGrammar | None:
     """Return the grammar of calls, without other text if that has a grammar of its own."""
     if not tools:
         return None
     choice: Choice = "required" if shaped or must_call(body.tool_choice) else "auto"
-    return calls_grammar_of(tools, choice, parallel=may_call_several(body), levels=levels)
+    return calls_grammar_of(tools, choice, syntax, parallel=may_call_several(body), levels=levels)
 
 
 def _thought(body: ChatBody, model: ServedModel, *, shaped: bool) -> str:

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.text.tool_calls import ToolCallParser
+from baton.text.tools import PROMPTED
 
+HERMES = PROMPTED.expected(())
 ONE = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 TWO = '<tool_call>\n{"name": "add", "arguments": {"x": [1, {"y": "}]\\"{"}]}}\n</tool_call>'
 
@@ -16,7 +18,7 @@ TWO = '<tool_call>\n{"name": "add", "arguments": {"x": [1, {"y": "}]\\"{"}]}}\n<
 def read(pieces):
     """Content, calls as (name, arguments), whether it was cut."""
     ids = itertools.count()
-    parser = ToolCallParser(lambda: f"call_{next(ids)}")
+    parser = ToolCallParser(HERMES, lambda: f"call_{next(ids)}")
     content, calls = "", {}
     for text, deltas in [*map(parser.push, pieces), parser.finish()]:
         content += text
@@ -68,7 +70,7 @@ def test_pieces_do_not_matter(data):
 
 
 def test_arguments_come_as_they_are_written():
-    parser = ToolCallParser()
+    parser = ToolCallParser(HERMES)
     parser.push('<tool_call>{"name": "f", "argu')
     _, [start, first] = parser.push('ments": {"a": 1')
     assert (start.index, start.name, start.arguments) == (0, "f", "")
@@ -81,7 +83,7 @@ def test_arguments_come_as_they_are_written():
 
 
 def test_text_is_held_no_longer_than_it_may_be_a_tag():
-    parser = ToolCallParser()
+    parser = ToolCallParser(HERMES)
     assert parser.push("a <tool")[0] == "a "
     assert parser.push("s>")[0] == "<tools>"
 

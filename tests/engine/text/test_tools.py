@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from baton.text.calls.formats import HERMES
+from baton.text.calls.grammar import calls_grammar
 from baton.text.grammar import GrammarCompiler, translate, vocabulary_of
 from baton.text.template import ChatTemplate
-from baton.text.tools import PROMPTED, TEMPLATE, Tool, calls_grammar, conversation, syntax_of
+from baton.text.tools import PROMPTED, Tool, ToolSyntax, conversation
 
 WEATHER = Tool(
     name="weather",
@@ -39,8 +41,9 @@ KNOWS = """\
 
 
 def test_a_template_that_knows_tools_writes_them_itself():
-    assert syntax_of(KNOWS) is TEMPLATE
-    told, tools = conversation(MESSAGES, [WEATHER], TEMPLATE)
+    syntax = ToolSyntax.of(KNOWS)
+    assert syntax.format is HERMES
+    told, tools = conversation(MESSAGES, [WEATHER], syntax)
     text = ChatTemplate(KNOWS).render(told, tools=tools)
     assert text.startswith('[{"type": "function", "function": {"name": "weather", "description"')
     assert '\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>;' in text
@@ -49,7 +52,7 @@ def test_a_template_that_knows_tools_writes_them_itself():
 
 def test_the_name_of_a_result_reaches_a_template_that_knows_tools():
     named = [{**message, "name": "weather"} for message in MESSAGES if message["role"] == "tool"]
-    told, _ = conversation(named, [WEATHER], TEMPLATE)
+    told, _ = conversation(named, [WEATHER], ToolSyntax.of(KNOWS))
     source = f"{KNOWS}{{{{ messages[0].name }}}}"
     assert ChatTemplate(source).render(told).endswith("tool: sunny;weather")
 
@@ -58,7 +61,7 @@ def test_the_name_of_a_result_reaches_a_template_that_knows_tools():
     "template", [None, "{{ messages }}", "{% if tools %}[TOOL_CALLS]{% endif %}"]
 )
 def test_every_other_one_gets_batons_prompt(template):
-    assert syntax_of(template) is PROMPTED
+    assert ToolSyntax.of(template) is PROMPTED
     told, tools = conversation(MESSAGES, [WEATHER, NOW], PROMPTED)
     assert tools == []
     assert [message["role"] for message in told] == ["system", "user", "assistant", "user"]
@@ -113,7 +116,7 @@ ROME = call("weather", {"city": "Rome"})
     ],
 )
 def test_what_may_be_written(compiler, smollm, choice, parallel, text, fits):
-    source = calls_grammar([WEATHER, NOW], choice, parallel=parallel)
+    source = calls_grammar([WEATHER, NOW], choice, parallel=parallel, syntax=PROMPTED)
     matcher = compiler.compile(translate("grammar", source))
     ids = smollm.encode(text)
     assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits
@@ -138,6 +141,6 @@ BY_CITY = {
 )
 def test_arguments_may_be_named_by_schemas_that_are_joined(compiler, smollm, parameters):
     tool = Tool(name="weather", description=None, parameters=parameters)
-    source = calls_grammar([tool], "required", parallel=False)
+    source = calls_grammar([tool], "required", parallel=False, syntax=PROMPTED)
     matcher = compiler.compile(translate("grammar", source))
     assert matcher.try_consume_tokens(smollm.encode(ROME)) and matcher.is_accepting()

@@ -31,8 +31,10 @@ LONG = {
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "5"}
 
 WRITES_ARGUMENTS = """
-{%- for message in messages %}{% for call in message.tool_calls or [] %}<tool_call>
-{{- call.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}{{ tools }}"""
+{%- for message in messages %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% endfor %}{{ tools }}"""
 
 REFUSED = [
     ({"tools": [TOOL, TOOL]}, "tools[1]"),
@@ -68,6 +70,7 @@ REFUSED = [
 async def test_arguments_of_any_form_are_taken_when_replayed(make_fleet, artifact, template):
     """A model wrote them, perhaps up to ``max_tokens``; OpenAI takes any text."""
     served = ServedModel(artifact, ("smollm2",), chat_template=template)
+    assert (served.tool_syntax.forms is not None) is (template is not None)
     fleet = await make_fleet({"decode-0": Script()}, served=served)
     inside = ("\\ud800", "9" * 5000)
     broken = [f'{{"a": "{inside[0]}"}}', f'{{"a": {inside[1]}}}', '{"a": NaN}']

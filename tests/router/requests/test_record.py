@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.text.reasoning import ReasoningSyntax, ReasoningTags, Thinking
+from baton.text.tools import PROMPTED
 from baton.types.errors import DeadlineError, InternalError
 from baton.types.params import SamplingParams
 from baton.wire.tokens import pack_tokens, unpack_tokens
@@ -116,7 +117,12 @@ def test_a_client_that_is_far_behind_gets_one_piece(model):
 
 @pytest.mark.parametrize(
     "asked",
-    [request(stops=["x"]), request(logprobs=0), request(n=2), replace(request(), reads_calls=True)],
+    [
+        request(stops=["x"]),
+        request(logprobs=0),
+        request(n=2),
+        replace(request(), expected_calls=PROMPTED.expected(())),
+    ],
     ids=["stop", "logprobs", "choices", "tools"],
 )
 def test_only_answers_of_text_alone_have_a_short_way(model, asked):
@@ -229,7 +235,9 @@ def test_what_ended_the_text_is_shown_where_asked_for(model):
 
 def test_pieces_of_one_call_are_one_delta(model):
     text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    record = RequestRecord(replace(request(), reads_calls=True), model.tokenizer)
+    record = RequestRecord(
+        replace(request(), expected_calls=PROMPTED.expected(())), model.tokenizer
+    )
     record.next_attempt()
     record.on_run(run(0, model.tokenizer.encode(text * 2), reason="stop"), 5)
     [delta] = record.take()
@@ -357,7 +365,9 @@ CALL = 'Wait. <tool_call>{"name": "f", "arguments": {"a": [1, 2]}}</tool_call>'
     ],
 )
 def test_calls_are_apart_from_text_and_the_end_tells_of_whole_ones(model, text, end, reason):
-    record = RequestRecord(replace(request(), reads_calls=True), model.tokenizer)
+    record = RequestRecord(
+        replace(request(), expected_calls=PROMPTED.expected(())), model.tokenizer
+    )
     record.next_attempt()
     ids = model.tokenizer.encode(text)
     deltas = []

@@ -14,9 +14,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from baton.text.calls.grammar import Choice, calls_grammar
 from baton.text.grammar import MAX_SOURCE_CHARACTERS
 from baton.text.json_schema import lenient, ready, relaxed, unenforced
-from baton.text.tools import Choice, Tool, calls_grammar
+from baton.text.tools import Tool, ToolSyntax
 from baton.types.errors import GrammarError
 
 ANY_OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
@@ -43,7 +44,12 @@ class CallsGrammar(NamedTuple):
 
 
 def calls_grammar_of(
-    tools: Sequence[Tool], choice: Choice, *, parallel: bool, levels: Levels | None = None
+    tools: Sequence[Tool],
+    choice: Choice,
+    syntax: ToolSyntax,
+    *,
+    parallel: bool,
+    levels: Levels | None = None,
 ) -> CallsGrammar:
     """Return the grammar of an answer that may call ``tools``, at least one.
 
@@ -54,11 +60,11 @@ def calls_grammar_of(
     parts = [[t.name, t.lenient, t.parameters, known.get(t.name, 0)] for t in tools]
     key = json.dumps(parts)
     make = _grammar if len(key) <= _KEPT_CHARACTERS else _grammar.__wrapped__
-    return make(key, choice, parallel)
+    return make(key, choice, syntax, parallel=parallel)
 
 
 @lru_cache(_KEPT)
-def _grammar(key: str, choice: Choice, parallel: bool) -> CallsGrammar:
+def _grammar(key: str, choice: Choice, syntax: ToolSyntax, *, parallel: bool) -> CallsGrammar:
     tools = []
     ignored: list[str] = []
     checked = {}
@@ -73,7 +79,7 @@ def _grammar(key: str, choice: Choice, parallel: bool) -> CallsGrammar:
             checked[name] = json.dumps(parameters)
         ignored += [f"{name}.{word}" for word in (left_out if not level else ["parameters"])]
     try:
-        source = calls_grammar(tools, choice, parallel=parallel)
+        source = calls_grammar(tools, choice, parallel=parallel, syntax=syntax)
     except GrammarError as error:
         raise GrammarError.at("tools", f"{error.message}") from error
     return CallsGrammar(source, tuple(ignored), checked)
