@@ -37,6 +37,19 @@ _USAGE = {"stream_options": {"include_usage": True}}
 _FORMAT = {"type": "json_schema", "name": "city", "schema": _SCHEMA, "strict": True}
 _MESSAGE_FORMAT = {"type": "json_schema", "schema": _SCHEMA}
 _CHAT_FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": _SCHEMA}}
+_CUSTOM = {"type": "custom", "name": "shell", "description": "Runs it"}
+_CHAT_CUSTOM = {"tools": [{"type": "custom", "custom": {"name": "shell"}}]}
+_CUSTOM_CALL = '<tool_call>{"name": "shell", "arguments": {"input": "ls -l\\n"}}</tool_call>'
+_NAMESPACE = {
+    "type": "namespace",
+    "name": "sky",
+    "description": "Of the sky",
+    "tools": [{"type": "function", **_FUNCTION}],
+}
+_NAMESPACE_CALL = WEATHER_CALL.replace("weather", "sky.weather")
+_EDITS = {
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+}
 
 
 class Case(NamedTuple):
@@ -66,6 +79,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("usage", SENTENCE, _USAGE),
         Case("a call", WEATHER_CALL, _CHAT_TOOLS),
         Case("text and two calls", f"So: {WEATHER_CALL}{WEATHER_CALL}", _CHAT_TOOLS),
+        Case("a custom call", _CUSTOM_CALL, _CHAT_CUSTOM),
+        Case("a function of the old API", WEATHER_CALL, {"functions": [_FUNCTION]}),
         Case("thinking", _THOUGHT, {}),
         Case("thinking and a call", f"<think>Hm</think>{WEATHER_CALL}", _CHAT_TOOLS),
         Case("logprobs", SENTENCE, {"logprobs": True, "top_logprobs": 2}),
@@ -85,6 +100,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("a stop text", SENTENCE, {"stop": ["capital"]}),
     ),
     RESPONSES: (
+        Case("a custom call", _CUSTOM_CALL, {"tools": [_CUSTOM]}),
+        Case("a call in a namespace", _NAMESPACE_CALL, {"tools": [_NAMESPACE]}),
         Case("text", SENTENCE, {}),
         Case("not stored", SENTENCE, {"store": False}),
         Case(
@@ -129,6 +146,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("a cut call", WEATHER_CALL, {"max_output_tokens": 16, **TOOLS}),
     ),
     MESSAGES: (
+        Case("edits", SENTENCE, _EDITS),
         Case("text", SENTENCE, {}),
         Case("a call", WEATHER_CALL, {**_MESSAGE_TOOLS, "tool_choice": {"type": "any"}}),
         Case("text and two calls", f"So: {WEATHER_CALL}{WEATHER_CALL}", _MESSAGE_TOOLS),

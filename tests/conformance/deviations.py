@@ -53,6 +53,30 @@ DEVIATIONS = (
         reason="vLLM's field: the thinking. OpenAI's chat has no field for it.",
     ),
     Deviation(
+        calls="POST /v1/chat/completions",
+        at=("/choices/*/delta/tool_calls/*/type",),
+        kind=ENUM,
+        reason="A call of a custom tool. The document describes it only in whole answers.",
+    ),
+    Deviation(
+        calls="POST /v1/chat/completions",
+        at=("/choices/*/delta/tool_calls/*/custom",),
+        kind=UNKNOWN,
+        reason="A call of a custom tool. The document describes it only in whole answers.",
+    ),
+    Deviation(
+        calls=_RESPONSES,
+        at=("*/tools/*/tools/*/parameters/*",),
+        kind=UNKNOWN,
+        reason="The schema of a function in a namespace, which the document leaves without fields.",
+    ),
+    Deviation(
+        calls=_MESSAGES,
+        at=("/context_management",),
+        kind=UNKNOWN,
+        reason="Field of Anthropic's beta of context editing, sent only if the request has edits.",
+    ),
+    Deviation(
         calls=COMPLETIONS,
         at=("/choices/*/finish_reason", "/usage"),
         kind=NULL,

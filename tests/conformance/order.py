@@ -22,6 +22,11 @@ from tests.conformance.specifications import is_anthropic
 _CHANGING = ("choices", "usage")  # fields of chunks
 _DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 
+_CALLS = {  # item type to the name of its events and the field with its text
+    "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
+}
+
 
 class OrderError(AssertionError):
     """A stream that breaks a rule."""
@@ -68,7 +73,8 @@ def _check_chunks(events: Sequence[Event]) -> None:
             for call in choice.get("delta", {}).get("tool_calls", ()):
                 new = call["index"] == len(calls[index])
                 _require(new == ("id" in call), "the first part of a call has its id", chunk)
-                _require(new == ("name" in call["function"]), "and its name", chunk)
+                named = "name" in (call.get("function") or call["custom"])
+                _require(new == named, "and its name", chunk)
                 calls[index] += [call["id"]] if new else []
                 _require(call["index"] == len(calls[index]) - 1, "calls are in order", chunk)
         if not chunk["choices"]:
@@ -129,8 +135,10 @@ class _Responses(_Reader):
         added = self.take("response.output_item.added")
         _require(added["output_index"] == index, "items are numbered", added)
         begun = added["item"]
-        _require(begun["status"] == "in_progress", "an item begins in progress", added)
-        text = self._call(begun, index) if begun["type"] == "function_call" else None
+        fields = _CALLS.get(begun["type"])
+        if begun["type"] != "custom_tool_call":  # it has no status
+            _require(begun["status"] == "in_progress", "an item begins in progress", added)
+        text = self._call(begun, index, *fields) if fields is not None else None
         if text is None:
             while self.kind == "response.content_part.added":
                 self._content(begun, index)
@@ -139,14 +147,13 @@ class _Responses(_Reader):
         _require(done["output_index"] == index, "an item has one number", done)
         for name in ("id", "type", "name", "call_id"):
             _require(item.get(name) == begun.get(name), f"{name} does not change", done)
-        if text is not None:
-            _require(item["arguments"] == text, "the item has the arguments", done)
+        if fields is not None:
+            _require(item[fields[1]] == text, f"the item has the {fields[1]}", done)
         return item
 
-    def _call(self, begun: dict[str, Any], index: int) -> str:
-        _require(begun["arguments"] == "", "arguments begin empty", begun)
-        name = "response.function_call_arguments"
-        return self._text(name, "arguments", {"item_id": begun["id"], "output_index": index})
+    def _call(self, begun: dict[str, Any], index: int, name: str, field: str) -> str:
+        _require(begun[field] == "", f"{field} begin empty", begun)
+        return self._text(name, field, {"item_id": begun["id"], "output_index": index})
 
     def _content(self, begun: dict[str, Any], index: int) -> None:
         added = self.take("response.content_part.added")

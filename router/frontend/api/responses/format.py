@@ -242,8 +242,8 @@ class ResponsesFormat(AnswerFormat):
             call = {"call_id": part.call_id, "name": form.name}
             if form.namespace:
                 call["namespace"] = form.namespace
-            if form.custom:
-                return {**item, "type": "custom_tool_call", **call, "input": text}
+            if form.custom:  # it has no status
+                return {"id": part.id, "type": "custom_tool_call", **call, "input": text}
             return {**item, "type": "function_call", **call, "arguments": text}
         content = [] if begun else [self._content(part, text, part.logprobs)]
         if part.kind == "thinking":

@@ -1,0 +1,1 @@
+"""Faster encoding with the same token ids: another library, cached segments."""
