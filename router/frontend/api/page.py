@@ -52,7 +52,7 @@ def routes(router: RouterParts) -> Endpoints:
     docs = _read("docs.html", "text/html")
     loaded = {name: _read(path, kind) for name, (path, kind) in _FILES.items()}
 
-    @api.get("/", include_in_schema=False)
+    @api.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page(request: Request) -> Response:
         return _answer(request, index)
 

@@ -10,6 +10,7 @@ from router.frontend.api.tool_use.grammar import MOST_LEVEL, Levels, schema_at
 from router.routing.requests.grammar_checker import GrammarChecker
 
 _KEPT = 256
+_MOST_FAULTY = 8
 
 _Request = Callable[[Levels | None], Awaitable[RequestedGrammar | None]]
 
@@ -70,9 +71,15 @@ class Relaxations:
         return await self._checker.check(requested.param, requested.kind, requested.source, tenant)
 
     async def _levels(self, requested: RequestedGrammar, tenant: str) -> dict[str, int]:
-        """Return for each tool the lowest level that compiles by itself."""
-        levels = {}
+        """Return for each tool the lowest level that compiles by itself.
+
+        After some that do not compile, which may take seconds each, the others get any object.
+        """
+        levels: dict[str, int] = {}
         for tool in requested.lenient:
+            if len(levels) >= _MOST_FAULTY:
+                levels[tool.name] = MOST_LEVEL
+                continue
             for level in range(MOST_LEVEL):
                 try:
                     await self._checker.check("tools", "json", schema_at(tool, level), tenant)

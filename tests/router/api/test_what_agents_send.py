@@ -122,10 +122,27 @@ async def test_a_loose_schema_is_enforced_as_far_as_possible(make_fleet, model, 
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
 
 
+async def test_after_some_faulty_tools_the_others_are_not_tried(make_fleet, model):
+    fleet = await make_fleet({"decode-0": Script()})
+    faulty = LOOSE["unknown type"][0]
+    tools = [function(f"f{i}", faulty) for i in range(9)] + [function("g", NAMED)]
+    answer = await fleet.chat(tools=tools, tool_choice="required", max_tokens=5)
+    assert answer.status_code == 200, answer.text
+    assert "tools[].g.parameters" in answer.headers["x-baton-ignored"]
+    grammar = fleet.workers["decode-0"].submissions[0].sampling.grammar
+    assert fits(model, grammar, call("g", '{"a": "1"}'))
+    assert not fits(model, grammar, call("f0", '{"a": 1, "b": "1"}'))
+
+
 async def test_many_tools_that_are_too_large_together_are_relaxed(make_fleet, model, roomy):
     fleet = await make_fleet({"decode-0": Script()}, served=roomy)
-    wide = within({f"a{i}": {"type": "string", "pattern": f"^x{i}"} for i in range(200)})
-    tools = [function(f"f{i}", wide) for i in range(30)]
+    tools = [
+        function(
+            f"f{n}",
+            within({f"a{i}": {"type": "string", "pattern": f"^x{n}.{i}"} for i in range(200)}),
+        )
+        for n in range(30)
+    ]
     answer = await fleet.chat(tools=tools, tool_choice="required", max_tokens=5)
     assert answer.status_code == 200, answer.text
     assert "tools[].f0.parameters" in answer.headers["x-baton-ignored"]
@@ -162,6 +179,7 @@ async def test_any_is_required(make_fleet, model):
 
 async def test_small_things_that_other_servers_take(make_fleet):
     fleet = await make_fleet({"decode-0": Script()})
+    assert (await fleet.http.head("/")).status_code == 200  # Claude Code's first call
     for body, ignored in (
         ({"top_p": 0}, None),
         ({"stop": ""}, None),
