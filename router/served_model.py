@@ -10,7 +10,7 @@ from baton.model.artifact import ModelArtifact, resolve_model
 from baton.text.grammar import Vocabulary, vocabulary_of
 from baton.text.length_bound import LengthBound
 from baton.text.reasoning import ReasoningSyntax, Thinking
-from baton.text.template import ChatTemplate, Rendering, special_tokens_of
+from baton.text.template import ChatTemplate, Rendering, joined_turns, special_tokens_of
 from baton.text.tokenizer import TextTokenizer, load_tokenizer
 from baton.text.tools import Tool, ToolSyntax, conversation
 from baton.types.errors import InvalidRequestError, ModelNotFoundError, PromptTooLongError
@@ -64,6 +64,7 @@ class ServedModel:
             source,
             special_tokens_of(self.tokenizer.token_text, bos=config.bos_token_id, eos=eos),
         )
+        self._alternates = self.template.requires_alternation()
 
     @classmethod
     def load(cls, settings: RouterSettings) -> "ServedModel":
@@ -158,6 +159,8 @@ class ServedModel:
             InvalidRequestError: The model has no template, or the template raises an error.
         """
         adapted, listed = conversation(messages, tools, self.tool_syntax)
+        if self._alternates:
+            adapted = joined_turns(adapted)
         return self.template.render(adapted, tools=listed, rendering=rendering)
 
     def encode_chat(

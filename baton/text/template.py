@@ -121,6 +121,18 @@ class ChatTemplate:
         """Return whether the template contains ``word``, the name of a variable or a role."""
         return word in self.source
 
+    def requires_alternation(self) -> bool:
+        """Return whether the template rejects two messages of one role in a row."""
+        turn = {"role": "user", "content": "probe"}
+        return self._accepts([turn]) and not self._accepts([turn, turn])
+
+    def _accepts(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            self.render(messages)
+        except InvalidRequestError:
+            return False
+        return True
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -178,6 +190,22 @@ class ChatTemplate:
         finally:
             environment.deadline_s.reset(token)
         return "".join(pieces)
+
+
+def joined_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with texts of one role in a row as one message, joined by line breaks."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if _is_text(last) and _is_text(message) and last["role"] == message["role"]:
+            joined[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _is_text(message: Mapping[str, Any]) -> bool:
+    return message.keys() == {"role", "content"} and isinstance(message["content"], str)
 
 
 def _up_to_content(text: str, content: str) -> str:

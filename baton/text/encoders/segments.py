@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 LONG_CHARACTERS = 8 * 1024
 """Shorter texts are encoded faster than they are split."""
 _KEPT_CHARACTERS = 1024  # shorter segments are encoded with their neighbours
-_MOST_TOKENS = 4 << 20  # in the cache; 4 bytes each
+_MOST_CHARACTERS = 16 << 20  # in the cache, where a character and its ids take some 5 bytes
+_MOST_SEGMENT_CHARACTERS = 1 << 20  # a larger one is not kept
 _PROBES = ("", " a", "a ", "\n\nb", "1 234", "é\u0301", "def f():\n    x", "▁", "A'll")
 
 Encode = Callable[[str], list[int]]
@@ -44,7 +45,7 @@ class SegmentEncoder:
         longest_first = sorted(special, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._kept: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
-        self._kept_tokens = 0
+        self._kept_characters = 0
         self._lock = threading.Lock()
 
     def encode(self, text: str, scope: str) -> list[int]:
@@ -76,10 +77,13 @@ class SegmentEncoder:
                 self._kept.move_to_end(key)
                 return kept
         ids = array("I", self._encode(segment))
+        if len(segment) > _MOST_SEGMENT_CHARACTERS:
+            return ids
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = ids
-                self._kept_tokens += len(ids)
-            while self._kept_tokens > _MOST_TOKENS:
-                self._kept_tokens -= len(self._kept.popitem(last=False)[1])
+                self._kept_characters += len(segment)
+            while self._kept_characters > _MOST_CHARACTERS:
+                (_, oldest), _ = self._kept.popitem(last=False)
+                self._kept_characters -= len(oldest)
         return ids

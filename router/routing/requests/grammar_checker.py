@@ -27,6 +27,8 @@ _KEPT_VERDICTS = 256
 _KEPT_CHARACTERS = 16 << 20  # in total
 _MAX_WAITING = 256  # per tenant
 _EXPENSIVE = "too expensive: "
+TIMED_OUT = f"{_EXPENSIVE}it takes over"
+"""Part of the error of a grammar that may compile when the machine is less busy."""
 
 
 @dataclass(slots=True)
@@ -135,7 +137,7 @@ class GrammarChecker:
                 verdict = await self._ask(process, frame(question))
         except TimeoutError:  # not kept: the machine may have been busy
             await self._kill()
-            return Verdict(error=f"{_EXPENSIVE}it takes over {self._limit_s:g} s to compile")
+            return Verdict(error=f"{TIMED_OUT} {self._limit_s:g} s to compile")
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
             await self._kill()
             verdict = Verdict(error=f"{_EXPENSIVE}it is nested too deeply, or needs much memory")

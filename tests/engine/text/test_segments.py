@@ -57,7 +57,7 @@ def test_a_segment_is_kept_within_its_scope_and_the_cache_is_bounded(monkeypatch
         calls.append(text)
         return [ord(c) for c in text]
 
-    monkeypatch.setattr("baton.text.encoders.segments._MOST_TOKENS", 5000)
+    monkeypatch.setattr("baton.text.encoders.segments._MOST_CHARACTERS", 5000)
     segments = SegmentEncoder(encode, {"|": 124})
     long = "x" * 2000
     for scope in ("one", "one", "two"):

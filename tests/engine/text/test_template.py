@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from baton.text.template import ChatTemplate, Rendering, special_tokens_of
+from baton.text.template import ChatTemplate, Rendering, joined_turns, special_tokens_of
 from baton.types.errors import InvalidRequestError
+from router.served_model import ServedModel
 
 USER = [{"role": "user", "content": "hi <b>"}]
 
@@ -85,3 +86,22 @@ def test_a_template_that_works_for_ever_is_stopped():
     with pytest.raises(InvalidRequestError, match="ran for more than"):
         ChatTemplate(source + "{% endfor %}{% endfor %}").render(USER)
     assert time.monotonic() - began_s < 4
+
+
+ALTERNATES = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }};{% endfor %}"""
+
+
+def test_turns_are_joined_where_a_template_requires_it(default_artifact):
+    template = ChatTemplate(ALTERNATES)
+    assert template.requires_alternation()
+    assert not ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    ).requires_alternation()
+    assert not ChatTemplate("{{ raise_exception('no') }}").requires_alternation()
+    assert not ChatTemplate(None).requires_alternation()
+    told = [{"role": role, "content": role[0]} for role in ("user", "user", "assistant", "user")]
+    model = ServedModel(default_artifact, ("m",), chat_template=ALTERNATES)
+    assert model.render_chat(told).replace("\n", "") == "uu;a;u;"
+    called = {"role": "assistant", "content": "", "tool_calls": []}
+    assert joined_turns([called, called, *told[:1]]) == [called, called, *told[:1]]

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from baton.text.grammar import GrammarCompiler
+from baton.types.errors import GrammarError
+from router.routing.requests.grammar_checker import TIMED_OUT
 from router.served_model import ServedModel
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script
@@ -455,7 +457,7 @@ async def test_edits_that_are_not_due(make_fleet, model):
             "clear_at_least": {"type": "input_tokens", "value": 90_000},
         },
         {"trigger": {"type": "tool_uses", "value": 0}, "exclude_tools": ["read"]},
-        {"keep": {"type": "tool_uses", "value": 5}, "trigger": {"type": "tool_uses"}},
+        {"keep": {"type": "tool_uses", "value": 5}, "trigger": {"type": "tool_uses", "value": 0}},
     ):
         edits = {"edits": [{"type": "clear_tool_uses_20250919", **edit}]}
         answer = await message(fleet, max_tokens=5, context_management=edits)
@@ -479,3 +481,96 @@ async def test_an_image_in_a_result_is_replaced(make_fleet, model):
         },
     )
     assert refused.status_code == 400
+
+
+async def test_bodies_of_odd_shapes_are_named(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    old = {"role": "assistant", "function_call": {"name": ["a"], "arguments": "{}"}}
+    for body in (
+        {"functions": 5},
+        {"functions": True},
+        {"functions": [None]},
+        {"messages": [USER, old]},
+        {"messages": [USER, {"role": "function", "name": {"a": 1}, "content": "x"}]},
+        {"messages": [None]},
+    ):
+        answer = await fleet.chat(**body)
+        assert answer.status_code == 400, body
+    for content in (
+        [],
+        [{"type": "thinking", "thinking": "x", "signature": ""}],
+        [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}],
+    ):
+        told = [{"role": "assistant", "content": content}]
+        answer = await fleet.http.post(
+            "/v1/messages", json={"model": MODEL, "max_tokens": 5, "messages": told}
+        )
+        assert answer.status_code == 400, content
+        assert answer.json()["error"]["details"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("kinds", [[["string"]], ["string", []], "file"])
+async def test_types_of_odd_shapes_are_left(make_fleet, kinds):
+    fleet = await make_fleet({"decode-0": Script()})
+    schema = {"type": ["object", []], "properties": {"a": {"type": kinds, "pattern": "(?!x)"}}}
+    answer = await fleet.chat(tools=[function("f", schema)], max_tokens=5)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-baton-ignored"] == "tools[].f.parameters"
+
+
+@pytest.mark.parametrize(
+    ("edit", "param"),
+    [
+        ({"keep": "all"}, "keep"),
+        ({"keep": {"type": "all"}}, "keep"),
+        ({"keep": {"type": "tool_uses"}}, "keep.value"),
+        ({"trigger": {"type": "tool_uses"}}, "trigger.value"),
+    ],
+)
+async def test_an_edit_without_its_number_is_named(make_fleet, edit, param):
+    fleet = await make_fleet({"decode-0": Script()})
+    edits = {"edits": [{"type": "clear_tool_uses_20250919", **edit}]}
+    body = {"messages": conversation(5), "context_management": edits}
+    answer = await fleet.http.post("/v1/messages/count_tokens", json={"model": MODEL, **body})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["details"]["param"] == f"context_management.edits[0].{param}"
+
+
+async def test_tools_of_the_provider_need_no_name(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    answer = await message(
+        fleet, tools=[{"type": "mcp_toolset", "mcp_server_name": "x"}], max_tokens=5
+    )
+    assert answer.headers["x-baton-ignored"] == "tools[].mcp_toolset"
+    told = conversation(1)
+    reference = {"type": "tool_reference", "tool_name": "read"}
+    told[-1]["content"][0]["content"] = [reference, {"type": "text", "text": "found"}]
+    await message(fleet, messages=told, max_tokens=5)
+    hosted = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    refused = await fleet.http.post(
+        "/v1/responses",
+        json={"model": MODEL, "input": "hi", "tools": [RESPONSES_CUSTOM], "tool_choice": hosted},
+    )
+    assert refused.json()["error"]["param"] == "tool_choice.tools"
+
+
+async def test_a_grammar_that_timed_out_is_tried_again(make_fleet, model, monkeypatch):
+    fleet = await make_fleet({"decode-0": Script()})
+    checker = fleet.router.grammars
+    check = checker.check
+    slow = [True]
+
+    async def hurried(*given):
+        if slow.pop() if slow else False:
+            raise GrammarError(f"tools: {TIMED_OUT} 2 s to compile")
+        return await check(*given)
+
+    monkeypatch.setattr(type(checker), "check", lambda _, *given: hurried(*given))
+    tool = function("f", within({"a": {"type": "string", "pattern": "^x$"}}))
+    for _ in range(2):
+        answer = await fleet.chat(tools=[tool], tool_choice="required", max_tokens=5)
+        assert answer.status_code == 200, answer.text
+    hurried_one, calm = (s.sampling.grammar for s in fleet.workers["decode-0"].submissions)
+    assert fits(model, hurried_one, call("f", '{"a": "y"}'))
+    assert not fits(model, calm, call("f", '{"a": "y"}'))
+    assert fits(model, calm, call("f", '{"a": "x"}'))

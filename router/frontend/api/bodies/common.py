@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from router.frontend.api.bodies.fields import Refused
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
-FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 INT32 = 2**31
 # Listing the errors of a million items would block the process for a minute.

@@ -12,7 +12,7 @@ def translated(data: dict[str, Any]) -> dict[str, Any]:
         InvalidRequestError: The body has both, or a result refers to no earlier call.
     """
     found = dict(data)
-    if data.get("functions"):
+    if data.get("functions") and isinstance(data["functions"], list):
         if data.get("tools"):
             raise InvalidRequestError.at("functions", "cannot be combined with tools; use tools")
         found["tools"] = [{"type": "function", "function": f} for f in data["functions"]]
@@ -35,7 +35,7 @@ def _is_old(message: Any) -> bool:
 
 
 def _messages(messages: list[Any]) -> list[Any]:
-    ids: dict[Any, str] = {}  # id of the last call by the function's name
+    ids: dict[str, str] = {}  # id of the last call by the function's name
     found = []
     for index, message in enumerate(messages):
         if not _is_old(message):
@@ -45,13 +45,14 @@ def _messages(messages: list[Any]) -> list[Any]:
         call = fields.pop("function_call", None)
         if fields.get("role") == "function":
             name = fields.pop("name", None)
-            if name not in ids:
+            if not isinstance(name, str) or name not in ids:
                 raise InvalidRequestError.at(
                     f"messages[{index}].name", "must be the function of an earlier function_call"
                 )
             fields |= {"role": "tool", "tool_call_id": ids[name]}
         if isinstance(call, dict):
-            ids[call.get("name")] = call_id = f"call_{index}"
+            call_id = f"call_{index}"
+            ids[str(call.get("name"))] = call_id
             fields["tool_calls"] = [{"id": call_id, "type": "function", "function": call}]
         found.append(fields)
     return found

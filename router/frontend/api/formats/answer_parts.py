@@ -3,13 +3,14 @@
     deltas   "Let me" "…" │ <call 0> {"ci │ ty": "Paris"} │ <call 1> {}
     events   Begin More More End │ Begin More More End    │ Begin More End
 
-Within a delta, thinking precedes text, and text precedes calls.
+Within a delta, the rest of an open call precedes thinking, then text, then other calls.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from baton.text.tool_calls import CallDelta
 from router.frontend.api.tool_use.custom import InputReader
 from router.routing.choice import Delta, ShownLogprob
 
@@ -88,19 +89,19 @@ class AnswerParts:
 
     def push(self, delta: Delta) -> list[Event]:
         """Add a delta. Return its events."""
+        calls = delta.calls
+        if calls and calls[0].id is None and calls[0].index == self._call_index:
+            self._add_call(calls[0])  # the rest of the open call precedes the text behind it
+            calls = calls[1:]
         if delta.reasoning:
             self._add("thinking", delta.reasoning, [])
         if delta.text:
             self._add("text", delta.text, delta.logprobs)
-        for call in delta.calls:
+        for call in calls:
             if self._call_index != call.index:
                 self._begin("call", call.id or "", call.name or "")
                 self._call_index = call.index
-            arguments = call.arguments
-            if self._reader is not None:
-                arguments = self._reader.push(arguments)
-            if arguments:
-                self._add("call", arguments, [])
+            self._add_call(call)
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
@@ -112,6 +113,13 @@ class AnswerParts:
             self._begin("text")
         self._end()
         return self._taken()
+
+    def _add_call(self, call: CallDelta) -> None:
+        arguments = call.arguments
+        if self._reader is not None:
+            arguments = self._reader.push(arguments)
+        if arguments:
+            self._add("call", arguments, [])
 
     def _taken(self) -> list[Event]:
         events = self._events

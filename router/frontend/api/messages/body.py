@@ -75,7 +75,7 @@ class MessagesTool(Body):
 
     type: str | None = None
     """custom"""
-    name: NonEmpty
+    name: NonEmpty | None = None
     """letters, digits and `_-.:/`"""
     description: str | None = None
     """shown to the model"""
@@ -110,8 +110,8 @@ class ContextAmount(Body):
 
     type: Literal["input_tokens", "tool_uses", "thinking_turns", "all"]
     """input_tokens, tool_uses, thinking_turns, all"""
-    value: Annotated[int, Field(ge=0, lt=INT32)] = 0
-    """the number; without effect for type all"""
+    value: Annotated[int, Field(ge=0, lt=INT32)] | None = None
+    """the number; required, except for type all"""
 
 
 class ContextEdit(Body):

@@ -62,11 +62,14 @@ def edited(
     tokens: int | None = None
     original: int | None = None
     for index, edit in enumerate(edits):
+        where = f"context_management.edits[{index}]"
+        if any(edit.type == earlier.type for earlier in edits[:index]):
+            raise InvalidRequestError.at(f"{where}.type", "occurs twice")
         if edit.type == _CLEAR_THINKING:
-            changed, cleared = _without_thinking(current, edit)
+            changed, cleared = _without_thinking(current, edit, where)
             name = "cleared_thinking_turns"
         elif edit.type == _CLEAR_TOOL_USES:
-            old = _old_tool_uses(current, edit, f"context_management.edits[{index}]")
+            old = _old_tool_uses(current, edit, where)
             changed, cleared = _without_results(current, edit, old)
             name = "cleared_tool_uses"
         else:
@@ -78,10 +81,12 @@ def edited(
             tokens = count_tokens(current)
         if original is None:
             original = tokens
-        if edit.type == _CLEAR_TOOL_USES and not _is_triggered(edit, current, tokens):
+        if edit.type == _CLEAR_TOOL_USES and not _is_triggered(edit, current, tokens, where):
             continue
         left = count_tokens(changed)
-        least = edit.clear_at_least.value if edit.clear_at_least is not None else 0
+        least = 0
+        if edit.clear_at_least is not None:
+            least = _value(edit.clear_at_least, f"{where}.clear_at_least")
         if tokens - left < least:
             continue
         applied.append({"type": edit.type, name: cleared, "cleared_input_tokens": tokens - left})
@@ -90,19 +95,23 @@ def edited(
     return Edited(current, applied, original)
 
 
-def _is_triggered(edit: ContextEdit, messages: Sequence[MessagesTurn], tokens: int) -> bool:
+def _is_triggered(
+    edit: ContextEdit, messages: Sequence[MessagesTurn], tokens: int, where: str
+) -> bool:
     trigger = edit.trigger or _TRIGGER
     amount = len(_uses(messages)) if trigger.type == "tool_uses" else tokens
-    return amount > trigger.value
+    return amount > _value(trigger, f"{where}.trigger")
 
 
 def _without_thinking(
-    messages: Sequence[MessagesTurn], edit: ContextEdit
+    messages: Sequence[MessagesTurn], edit: ContextEdit, where: str
 ) -> tuple[list[MessagesTurn], int]:
     """Return the messages without old thinking, and the number of turns that lost it."""
     if edit.keep == "all" or (edit.keep is not None and edit.keep.type == "all"):
         return list(messages), 0
-    kept = edit.keep.value if edit.keep is not None else _KEPT_THINKING_TURNS
+    kept = _KEPT_THINKING_TURNS
+    if edit.keep is not None:
+        kept = _value(edit.keep, f"{where}.keep")
     with_thinking = [i for i, message in enumerate(messages) if _thinks(message)]
     old = set(with_thinking[: max(len(with_thinking) - kept, 0)])
     changed = [
@@ -132,12 +141,18 @@ def _uses(messages: Sequence[MessagesTurn]) -> list[MessagesBlock]:
 
 def _old_tool_uses(messages: Sequence[MessagesTurn], edit: ContextEdit, where: str) -> set[str]:
     """Return the ids of the calls whose results may be cleared."""
-    if edit.keep == "all":
-        raise InvalidRequestError.at(f"{where}.keep", "all is a value of clear_thinking only")
-    kept = edit.keep.value if edit.keep is not None else _KEPT_TOOL_USES
+    if edit.keep == "all" or (edit.keep is not None and edit.keep.type != "tool_uses"):
+        raise InvalidRequestError.at(f"{where}.keep", "must be of type tool_uses")
+    kept = _value(edit.keep, f"{where}.keep") if edit.keep is not None else _KEPT_TOOL_USES
     excluded = set(edit.exclude_tools or ())
     uses = [block.id for block in _uses(messages) if block.name not in excluded and block.id]
     return set(uses[: max(len(uses) - kept, 0)])
+
+
+def _value(amount: ContextAmount, where: str) -> int:
+    if amount.value is None:
+        raise InvalidRequestError.at(f"{where}.value", "is required")
+    return amount.value
 
 
 def _without_results(

@@ -159,7 +159,10 @@ def _block(part: Part) -> dict[str, Any]:
     block = _begun(part)
     if part.kind == "call":
         # Arguments that `max_tokens` cut off are returned as far as they go.
-        given = from_json(part.text or "{}", allow_partial="trailing-strings")
+        try:
+            given = from_json(part.text or "{}", allow_partial="trailing-strings")
+        except ValueError:
+            given = {}
         return {**block, "input": given if isinstance(given, dict) else {}}
     return {**block, part.kind: part.text}
 

@@ -46,6 +46,8 @@ def chat_of(body: CountTokensBody, ignored: Ignored | None = None) -> Translatio
         conversation.add_text("system", _text_of(body.system, "system"), "system")
     for index, message in enumerate(body.messages):
         _add(conversation, message.role, message.content, f"messages[{index}]")
+    if not conversation.messages:
+        raise InvalidRequestError.at("messages", "must contain a text, a call or a result")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
     fields |= _tools(body, list(offered.values())) | _output(body) | _thinking(body)
     last = conversation.messages[-1]
@@ -100,6 +102,8 @@ def _text_of(content: str | list[MessagesBlock], where: str, image: str = "") ->
         if block.type == "image" and image:
             texts.append(image)
             continue
+        if _HOSTED_BLOCKS.fullmatch(block.type):
+            continue
         if block.type != "text":
             raise _refused(block.type, "", f"{where}[{index}]")
         texts.append(_given(block.text, f"{where}[{index}].text"))
@@ -130,7 +134,7 @@ def _offered(body: CountTokensBody, ignored: Ignored) -> dict[str, dict[str, Any
         if tool.type in (None, "custom"):
             offered[f"tools[{index}]"] = _tool(tool, f"tools[{index}]")
         else:
-            ignored.leave_out(tool.name, "tools[]")
+            ignored.leave_out(tool.name or tool.type, "tools[]")
     return offered
 
 
@@ -152,9 +156,9 @@ def _tools(body: CountTokensBody, offered: list[dict[str, Any]]) -> dict[str, An
 
 
 def _tool(tool: MessagesTool, where: str) -> dict[str, Any]:
-    if tool.input_schema is None:
-        param = f"{where}.input_schema"
-        raise InvalidRequestError.at(param, "is required")
+    for name in ("name", "input_schema"):
+        if getattr(tool, name) is None:
+            raise InvalidRequestError.at(f"{where}.{name}", "is required")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description

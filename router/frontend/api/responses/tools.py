@@ -120,6 +120,8 @@ def choice_of(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
             for tool in choice.tools or ()
             if tool.type in _KINDS and tool.name
         ]
+        if not tools:
+            raise InvalidRequestError.at("tool_choice.tools", "must name a function or custom tool")
         return {
             "type": "allowed_tools",
             "allowed_tools": {"mode": choice.mode or "auto", "tools": tools},
