@@ -218,16 +218,24 @@ def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
         if len(calls) < 2:
             parts += [message] if index not in moved else []
             continue
+        results = _results_behind(messages, index)
         for number, call in enumerate(calls):
             turn = {"role": "assistant", "content": ""} if number else message
             parts.append({**turn, "tool_calls": [call]})
-            for later in range(index + 1, len(messages)):
-                if messages[later]["role"] != "tool":
-                    break
-                if later not in moved and messages[later].get("tool_call_id") == call["id"]:
-                    moved.add(later)
-                    parts.append(messages[later])
+            own = results.pop(call["id"], ())
+            moved.update(own)
+            parts += [messages[later] for later in own]
     return parts
+
+
+def _results_behind(messages: Sequence[Mapping[str, Any]], index: int) -> dict[Any, list[int]]:
+    """Return the indices of the results directly behind a message, by the id of their call."""
+    found: dict[Any, list[int]] = {}
+    for later in range(index + 1, len(messages)):
+        if messages[later]["role"] != "tool":
+            break
+        found.setdefault(messages[later].get("tool_call_id"), []).append(later)
+    return found
 
 
 def _for_template(
