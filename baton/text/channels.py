@@ -22,7 +22,7 @@ _CONSTRAIN = "<|constrain|>"
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
-_FUNCTION = re.compile(r"\bto=functions\.([\w.:-]+)")
+_FUNCTION = re.compile(r"\bto=functions\.([\w.:/-]+)")
 _ONLY_HEADER = re.compile(r"\s*(assistant)?\s*(<\|channel\|>\w*\s*)?")
 _RECIPIENT = "to="
 

@@ -42,7 +42,7 @@ class Tool:
     """Function that the client offers.
 
     Attributes:
-        name: Letters, digits, ``_`` and ``-``.
+        name: Letters, digits, ``_``, ``-``, ``.``, ``:`` and ``/``.
         lenient: Whether keywords that no grammar can enforce are ignored.
     """
 

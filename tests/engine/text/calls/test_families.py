@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from baton.text.tools import PROMPTED, ToolSyntax, conversation
 from tests.engine.text.calls.families import (
     FAMILIES,
     NO_ARGUMENTS,
+    NOW,
     ROME,
     TEMPLATES,
     TOOLS,
@@ -49,10 +51,10 @@ class _Both:
         return content + more, [*deltas, *last]
 
 
-def read(family: Family, pieces):
+def read(family: Family, pieces, tools=TOOLS):
     """Content, calls as (name, arguments), whether it was cut."""
     ids = itertools.count()
-    calls_parser = ToolCallParser(syntax_of(family).expected(TOOLS), lambda: f"call_{next(ids)}")
+    calls_parser = ToolCallParser(syntax_of(family).expected(tools), lambda: f"call_{next(ids)}")
     parser = _Both(calls_parser) if family.format.in_channels else calls_parser
     content, calls = "", {}
     for text, deltas in [*map(parser.push, pieces), parser.finish()]:
@@ -80,6 +82,15 @@ def test_what_it_writes_is_read(family):
     for text, calls in cases:
         assert read(family, [text]) == ("", calls, False), text
         assert read(family, list(text)) == ("", calls, False), text
+
+
+@each_family
+def test_a_name_may_have_every_character_that_the_api_allows(family):
+    name = "a/b.c:d-e_9"
+    tools = [replace(WEATHER, name=name), NOW]
+    text = family.one.replace("get_weather", name)
+    for pieces in ([text], list(text)):
+        assert read(family, pieces, tools) == ("", [(name, ROME[1])], False)
 
 
 @each_family
