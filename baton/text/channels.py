@@ -6,7 +6,8 @@
 
 Messages of the channel ``analysis`` are thinking. A message to a function is a call: it is output
 as content behind a header of one form, which ``baton/text/tool_calls.py`` parses. All other
-messages are content, and so is a header that is too long. The output does not depend on how the text is split into pieces.
+messages are content, and so is a header that is too long. The output does not depend on how the
+text is split into pieces.
 """
 
 import re
