@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from baton.text.calls.formats import Parameters
 from baton.text.calls.patterns import first_match
-from baton.text.calls.values import Kind, as_json, escaped
+from baton.text.calls.values import Kind, as_json, begin_of_json, escaped
 from baton.text.detokenizer import StopMatcher
 
 State = Literal["more", "ended", "broken"]
@@ -94,4 +94,4 @@ class ParameterReader:
         if self._kind is None:
             return ""
         text = self._held + self._tag.release()
-        return escaped(text) if self._kind == "text" else text.strip()
+        return escaped(text) if self._kind == "text" else begin_of_json(text, self._kind)

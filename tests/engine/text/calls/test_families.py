@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from baton.text.calls import formats
 from baton.text.channels import ChannelParser
 from baton.text.reasoning import ReasoningSyntax, ReasoningTags, Thinking
 from baton.text.template import ChatTemplate
 from baton.text.tool_calls import ToolCallParser
-from baton.text.tools import PROMPTED, ToolSyntax, conversation
+from baton.text.tools import PROMPTED, Tool, ToolSyntax, conversation
 from tests.engine.text.calls.families import (
     FAMILIES,
     NO_ARGUMENTS,
@@ -173,6 +174,20 @@ def test_a_cut_call_says_so_or_is_complete(family):
             assert ROME[1].startswith(written), size
         else:
             assert content == family.one[:size] or family.format.in_channels, size
+
+
+@pytest.mark.parametrize("schema", [{"type": ["string", "null"]}, {}, {"type": "integer"}])
+@pytest.mark.parametrize("value", ['hello "wor', "hello\n", "nul", "4", "", "x < </arg_val"])
+def test_a_value_that_was_cut_is_the_begin_of_json(schema, value):
+    tool = Tool(name="f", description=None, parameters={"properties": {"a": schema}})
+    text = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}"
+    family = next(f for f in FAMILIES if f.template == "GLM-4.6")
+    content, [(name, arguments)], cut = read(family, [text], [tool])
+    assert (content, name, cut) == ("", "f", True)
+    from_json(arguments, allow_partial="trailing-strings")
+    if schema != {"type": "integer"}:
+        assert arguments == ('{"a": ' + json.dumps(value)[:-1] if value else '{"a": ')
+    assert read(family, list(text), [tool]) == (content, [(name, arguments)], cut)
 
 
 @each_family
