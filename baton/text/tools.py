@@ -94,9 +94,15 @@ class ToolSyntax:
 
     def expected(self, tools: Iterable[Tool]) -> "ExpectedCalls":
         """Return what the parser of a response needs, if the model may call ``tools``."""
+        schemas = {tool.name: tool.parameters for tool in tools}
         tagged = self.format.parameters is not None
-        kinds = {tool.name: kinds_of(tool.parameters) for tool in tools} if tagged else {}
-        return ExpectedCalls(format=self.format, kinds=kinds, special_ids=self.special_ids)
+        kinds = {name: kinds_of(schema) for name, schema in schemas.items()} if tagged else {}
+        return ExpectedCalls(
+            format=self.format,
+            names=frozenset(schemas),
+            kinds=kinds,
+            special_ids=self.special_ids,
+        )
 
     def call(self, name: str, arguments: str) -> str:
         """Return the text of one call; ``arguments`` is JSON text."""
@@ -111,11 +117,13 @@ class ExpectedCalls:
     """Calls that a response may contain.
 
     Attributes:
+        names: Names of the tools that the model may call.
         kinds: Kinds of parameters, by function and parameter, if they are written outside JSON.
         special_ids: Ids of special tokens that the parser needs in the text.
     """
 
     format: CallFormat
+    names: frozenset[str] = frozenset()
     kinds: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
     special_ids: frozenset[int] = frozenset()
 

@@ -190,6 +190,47 @@ def test_a_value_that_was_cut_is_the_begin_of_json(schema, value):
     assert read(family, list(text), [tool]) == (content, [(name, arguments)], cut)
 
 
+CODER = next(f for f in FAMILIES if f.template == "Qwen3-Coder")
+LLAMA = next(f for f in FAMILIES if f.format is formats.LLAMA)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n</tool", "\n</tool_call>"])
+def test_the_text_may_end_behind_a_function(end):
+    text = CODER.one.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>") + end
+    assert read(CODER, [text]) == read(CODER, list(text)) == ("", [ROME], False)
+    empty = f"<function=now>\n</function>{end}"
+    assert read(CODER, [empty]) == read(CODER, list(empty)) == ("", [NO_ARGUMENTS], False)
+
+
+@pytest.mark.parametrize("name", ["now", "name"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Qwen writes <function={}> and then parameters.",
+        "Qwen writes <tool_call> \n<function={}>, then parameters.",
+        "Qwen writes <function={}><function={}>\n.",
+    ],
+)
+def test_a_mention_of_the_markup_is_text(name, text):
+    text = text.replace("{}", name)
+    for pieces in ([text], list(text)):
+        assert read(CODER, pieces) == (text, [], False)
+    text += CODER.one
+    assert (
+        read(CODER, [text]) == read(CODER, list(text)) == (text[: -len(CODER.one)], [ROME], False)
+    )
+
+
+def test_a_function_that_is_not_offered_is_text():
+    text = "Like <function=name>\n</function>."
+    assert read(CODER, [text]) == read(CODER, list(text)) == (text, [], False)
+
+
+def test_an_answer_by_a_schema_is_no_call():
+    text = '{"name": "Ada", "parameters": {"age": 36}, "more": []}'
+    assert read(LLAMA, [text]) == read(LLAMA, list(text)) == (text, [], False)
+
+
 @each_family
 def test_arguments_come_as_they_are_written(family):
     parser = ToolCallParser(syntax_of(family).expected(TOOLS))
