@@ -6,7 +6,8 @@
 
 Messages of the channel ``analysis`` are thinking. A message to a function is a call: it is output
 as content behind a header of one form, which ``baton/text/tool_calls.py`` parses. All other
-messages are content. The output does not depend on how the text is split into pieces.
+messages are content, and so is a header that is too long. The output does not depend on how the
+text is split into pieces.
 """
 
 import re
@@ -22,9 +23,10 @@ _CONSTRAIN = "<|constrain|>"
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
-_FUNCTION = re.compile(r"\bto=functions\.([\w.:-]+)")
+_FUNCTION = re.compile(r"\bto=functions\.([\w.:/-]+)")
 _ONLY_HEADER = re.compile(r"\s*(assistant)?\s*(<\|channel\|>\w*\s*)?")
 _RECIPIENT = "to="
+_MAX_HEADER_CHARACTERS = 256
 
 _Part = Literal["thinking", "call", "content"]
 
@@ -35,7 +37,7 @@ class ChannelParser:
     def __init__(self, thinking: Thinking) -> None:
         self._tags = StopMatcher((_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS))
         self._part: _Part | None = "thinking" if thinking.begun else None  # None: in a header
-        self._header: list[str] = []
+        self._header = ""
         self._first = not thinking.begun  # the response has no tag and no text so far
         self._spoke: set[_Part] = set()  # parts with text in an earlier message
         self._fresh = False  # the current message has no text so far
@@ -46,7 +48,7 @@ class ChannelParser:
     def thinking(self) -> bool:
         """Return whether the next text is thinking, as far as known."""
         if self._part is None:
-            return bool(self._header) and "analysis" in "".join(self._header)
+            return "analysis" in self._header
         return self._part == "thinking"
 
     def push(self, text: str) -> tuple[str, str]:
@@ -69,12 +71,16 @@ class ChannelParser:
 
     def _leave_header(self) -> None:
         """Drop a header without a message; other text in its place is content."""
-        header = "".join(self._header)
-        self._header = []
-        if not _ONLY_HEADER.fullmatch(header):
-            self._part = "content"
-            self._write(header)
+        if not _ONLY_HEADER.fullmatch(self._header):
+            self._show_header()
             self._part = None
+        self._header = ""
+
+    def _show_header(self) -> None:
+        """Output the text in place of a header as the begin of content."""
+        self._part = "content"
+        self._write(self._header)
+        self._header = ""
 
     def _taken(self) -> tuple[str, str]:
         thoughts = "".join(self._thoughts)
@@ -89,29 +95,31 @@ class ChannelParser:
         if self._part is not None:
             self._write(text)
             return
-        self._header.append(text)
-        if self._first and not _may_be_header("".join(self._header)):
+        self._extend_header(text)
+        if self._part is None and self._first and not _may_be_header(self._header):
             # The prompt ends within a message, which the response continues.
-            self._part = "content"
-            self._first = False
-            self._write("".join(self._header))
-            self._header = []
+            self._show_header()
+
+    def _extend_header(self, text: str) -> None:
+        self._header += text
+        if len(self._header) > _MAX_HEADER_CHARACTERS:
+            self._show_header()
 
     def _take(self, tag: str) -> None:
         self._first = False
         if tag == _MESSAGE and self._part is None:
-            self._begin_message("".join(self._header))
-            self._header = []
+            self._begin_message(self._header)
+            self._header = ""
         elif self._part is None:
             if tag in (_CHANNEL, _CONSTRAIN):
-                self._header.append(tag)
+                self._extend_header(tag)
             else:
                 self._leave_header()
         elif tag in (_MESSAGE, _CONSTRAIN):
             self._write(tag)  # not within a header, so it is text
         else:
             self._part = None
-            self._header = [tag] if tag == _CHANNEL else []
+            self._header = tag if tag == _CHANNEL else ""
 
     def _begin_message(self, header: str) -> None:
         channel = _CHANNEL_NAME.search(header)

@@ -73,6 +73,7 @@ class ToolCallParser:
         self.calls = 0
         self.cut = False  # the response ended within a call, or a call broke off
         self._format: CallFormat = expected.format
+        self._names = expected.names
         self._kinds = expected.kinds
         self._new_id = new_id
         self._markers = tuple(dict.fromkeys(start.marker for start in self._format.starts))
@@ -83,7 +84,8 @@ class ToolCallParser:
         self._content: list[str] = []
         self._deltas: list[CallDelta] = []
         self._object = _Object()
-        self._held: list[str] = []  # of an object with the name in it
+        self._held: list[str] = []  # of an object with the name in it, or a head
+        self._name: str | None = None  # of the call whose head is held
         self._after: Sequence[After] = ()
         self._parameters: ParameterReader | None = None
         self._read: Callable[[], bool] = self._head if self._format.bare else self._text
@@ -104,11 +106,10 @@ class ToolCallParser:
             self._show("".join(self._held) + self._buffer)
         elif self._read == self._tail:
             self._finish_tail()
+        elif self._parameters is not None:
+            self._finish_parameters(self._parameters)
         else:
             self.cut = True
-            if self._parameters is not None:
-                self._add(self._parameters.finish())
-                self._show(self._parameters.no_end_in(self._buffer))
         if self._space and not self.calls:
             self._content.append(self._space)
         self._buffer = ""
@@ -125,6 +126,20 @@ class ToolCallParser:
         self._space = ""
         if not any(scan.undecided for scan in ends):
             self._show(self._buffer[end:])
+
+    def _finish_parameters(self, parameters: ParameterReader) -> None:
+        """Complete a call that lacks only the markup behind its end; show other text."""
+        read = parameters.finish(self._buffer)
+        self.cut |= read.state == "broken"
+        if self._name is not None and not read.json:
+            self._show("".join(self._held) + self._buffer)
+            return
+        if read.json:
+            self._add_named(read.json)
+        if read.state == "ended":
+            self.calls += 1
+            self._space = ""
+        self._show(read.rest)
 
     def _taken(self) -> tuple[str, list[CallDelta]]:
         content = "".join(self._content)
@@ -149,11 +164,16 @@ class ToolCallParser:
         index, scan = first_match(self._starts, self._buffer)
         if scan.undecided:
             return False
-        if scan.match is None:
+        if scan.match is None or not self._is_offered(scan.match.name):
             self._no_call()
         else:
             self._begin(self._starts[index], *scan.match)
         return True
+
+    def _is_offered(self, name: str) -> bool:
+        """Return whether a name may be called, where text may look like a call."""
+        is_bare = self._starts is self._format.bare
+        return name in self._names or not (is_bare or self._format.parameters is not None)
 
     def _no_call(self) -> None:
         """Output the marker as text, and continue behind it."""
@@ -170,13 +190,16 @@ class ToolCallParser:
         if not pattern.has_name:
             self._held = [self._buffer[:end]]
             self._read = self._whole
+        elif self._format.parameters is not None:
+            # A head alone may be a mention of the markup.
+            self._held = [self._buffer[:end]]
+            self._name = name
+            kinds = self._kinds.get(name, {})
+            self._parameters = ParameterReader(self._format.parameters, kinds)
+            self._read = self._parameter
         else:
             self._add(name=name)
             self._read = self._arguments
-            if self._format.parameters is not None:
-                kinds = self._kinds.get(name, {})
-                self._parameters = ParameterReader(self._format.parameters, kinds)
-                self._read = self._parameter
         self._buffer = self._buffer[end:]
 
     def _whole(self) -> bool:
@@ -232,13 +255,29 @@ class ToolCallParser:
         read = self._parameters.read(self._buffer)
         went_on = read.rest != self._buffer
         self._buffer = read.rest
+        if read.state == "broken" and self._name is not None:
+            self._show("".join(self._held))
+            self._forget_head()
+            self._read = self._text
+            return True
         if read.json:
-            self._add(read.json)
+            self._add_named(read.json)
         if read.state == "more":
             return went_on
         self.cut |= read.state == "broken"
         self._end_call(())
         return True
+
+    def _add_named(self, arguments: str) -> None:
+        """Output arguments, and before the first of them the head of the call."""
+        if self._name is not None:
+            self._add(name=self._name)
+            self._forget_head()
+        self._add(arguments)
+
+    def _forget_head(self) -> None:
+        self._held = []
+        self._name = None
 
     def _add(self, arguments: str = "", name: str | None = None) -> None:
         call_id = None if name is None else self._new_id()

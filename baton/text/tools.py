@@ -42,7 +42,7 @@ class Tool:
     """Function that the client offers.
 
     Attributes:
-        name: Letters, digits, ``_`` and ``-``.
+        name: Letters, digits, ``_``, ``-``, ``.``, ``:`` and ``/``.
         lenient: Whether keywords that no grammar can enforce are ignored.
     """
 
@@ -94,9 +94,15 @@ class ToolSyntax:
 
     def expected(self, tools: Iterable[Tool]) -> "ExpectedCalls":
         """Return what the parser of a response needs, if the model may call ``tools``."""
+        schemas = {tool.name: tool.parameters for tool in tools}
         tagged = self.format.parameters is not None
-        kinds = {tool.name: kinds_of(tool.parameters) for tool in tools} if tagged else {}
-        return ExpectedCalls(format=self.format, kinds=kinds, special_ids=self.special_ids)
+        kinds = {name: kinds_of(schema) for name, schema in schemas.items()} if tagged else {}
+        return ExpectedCalls(
+            format=self.format,
+            names=frozenset(schemas),
+            kinds=kinds,
+            special_ids=self.special_ids,
+        )
 
     def call(self, name: str, arguments: str) -> str:
         """Return the text of one call; ``arguments`` is JSON text."""
@@ -111,11 +117,13 @@ class ExpectedCalls:
     """Calls that a response may contain.
 
     Attributes:
+        names: Names of the tools that the model may call.
         kinds: Kinds of parameters, by function and parameter, if they are written outside JSON.
         special_ids: Ids of special tokens that the parser needs in the text.
     """
 
     format: CallFormat
+    names: frozenset[str] = frozenset()
     kinds: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
     special_ids: frozenset[int] = frozenset()
 
@@ -218,16 +226,24 @@ def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
         if len(calls) < 2:
             parts += [message] if index not in moved else []
             continue
+        results = _results_behind(messages, index)
         for number, call in enumerate(calls):
             turn = {"role": "assistant", "content": ""} if number else message
             parts.append({**turn, "tool_calls": [call]})
-            for later in range(index + 1, len(messages)):
-                if messages[later]["role"] != "tool":
-                    break
-                if later not in moved and messages[later].get("tool_call_id") == call["id"]:
-                    moved.add(later)
-                    parts.append(messages[later])
+            own = results.pop(call["id"], ())
+            moved.update(own)
+            parts += [messages[later] for later in own]
     return parts
+
+
+def _results_behind(messages: Sequence[Mapping[str, Any]], index: int) -> dict[Any, list[int]]:
+    """Return the indices of the results directly behind a message, by the id of their call."""
+    found: dict[Any, list[int]] = {}
+    for later in range(index + 1, len(messages)):
+        if messages[later]["role"] != "tool":
+            break
+        found.setdefault(messages[later].get("tool_call_id"), []).append(later)
+    return found
 
 
 def _for_template(

@@ -158,7 +158,8 @@ class _Writer:
         root = _own(tool)
         properties = root.get("properties")
         known = properties if isinstance(properties, dict) else {}
-        required = root.get("required") or ()
+        given = root.get("required")
+        required = given if isinstance(given, list) else ()
         before = self._lark(*tags.written[0])
         between = self._lark(*tags.written[1])
         found = []

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from baton.text.calls.formats import Parameters
 from baton.text.calls.patterns import first_match
-from baton.text.calls.values import Kind, as_json, escaped
+from baton.text.calls.values import Kind, as_json, begin_of_json, escaped
 from baton.text.detokenizer import StopMatcher
 
 State = Literal["more", "ended", "broken"]
@@ -48,7 +48,7 @@ class ParameterReader:
             return Read("", text, "more" if scan.undecided else "broken")
         rest = text[scan.match.end :]
         if index:
-            return Read("}" if self._count else "{}", rest, "ended")
+            return Read(self._closing(), rest, "ended")
         self._kind = self._kinds.get(scan.match.name, "mixed")
         begin = ", " if self._count else "{"
         self._count += 1
@@ -84,14 +84,19 @@ class ParameterReader:
             text = text[:-1]
         return escaped(text)
 
-    def no_end_in(self, text: str) -> str:
-        """Return the text left at the end of a response; empty if it may begin the call's end."""
-        may_end = any(end.scan(text).undecided for end in self._tags.ends)
-        return "" if may_end else text
+    def finish(self, text: str) -> Read:
+        """Read the text left at the end of a response, which may end within the call's end."""
+        if self._kind is not None:
+            value = self._held + self._tag.release()
+            is_text = self._kind == "text"
+            return Read(
+                escaped(value) if is_text else begin_of_json(value, self._kind), "", "broken"
+            )
+        scans = [end.scan(text) for end in self._tags.ends]
+        if any(scan.match is not None for scan in scans):
+            return Read(self._closing(), "", "ended")
+        may_end = any(scan.undecided for scan in scans)
+        return Read("", "" if may_end else text, "broken")
 
-    def finish(self) -> str:
-        """Return the JSON of a value that is not complete at the end of the text."""
-        if self._kind is None:
-            return ""
-        text = self._held + self._tag.release()
-        return escaped(text) if self._kind == "text" else text.strip()
+    def _closing(self) -> str:
+        return "}" if self._count else "{}"

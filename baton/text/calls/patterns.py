@@ -30,7 +30,7 @@ class Free:
 
 
 SPACE = Free(re.compile(r"\s{0,256}"), "gap")
-NAME = Free(re.compile(r"[\w.:-]{1,256}"), named=True)
+NAME = Free(re.compile(r"[\w.:/-]{1,256}"), named=True)
 KEY = Free(re.compile(r"[^<>\n]{1,256}"), named=True)
 CALL_ID = Free(re.compile(r"\w{1,64}"), "CALL_ID")
 OPTIONAL_ID = Free(re.compile(r'(, "id": "\w+")?'), "optional_id")

@@ -26,7 +26,7 @@ def kind_of(schema: Any, root: Mapping[str, Any]) -> Kind:
         root: Schema of all parameters, which holds the definitions.
     """
     types = _types(schema, root, _MAX_REFERENCES)
-    if types is None:
+    if not types:
         return "mixed"
     if types == {"string"}:
         return "text"
@@ -39,7 +39,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | None:
         return None
     if "type" in schema:
         given = schema["type"]
-        return set(given) if isinstance(given, list) else {str(given)}
+        return {t for t in (given if isinstance(given, list) else [given]) if isinstance(t, str)}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         return {"string" if isinstance(value, str) else "other" for value in values}
@@ -94,6 +94,19 @@ def as_json(text: str, kind: Kind) -> str:
             if kind == "json" or not isinstance(value, str):
                 return candidate
     return json.dumps(text, ensure_ascii=False)
+
+
+def begin_of_json(text: str, kind: Kind) -> str:
+    """Return the JSON of a value that is cut off; a text that begins no JSON becomes a string."""
+    stripped = text.strip()
+    if kind == "json":
+        try:
+            from_json(stripped, allow_inf_nan=False, allow_partial=True)
+        except ValueError:
+            pass
+        else:
+            return stripped
+    return f'"{escaped(text)}' if stripped else ""
 
 
 def escaped(text: str) -> str:

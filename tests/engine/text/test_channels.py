@@ -72,6 +72,7 @@ def test_what_is_read(text, thoughts, content):
 def test_pieces_do_not_matter(data):
     parts = [ANALYSIS, FINAL, NEXT, CALL, "text", " ", "<|channel|>", "<|message|>", "<|end|>"]
     parts += ["<|start|>", "to=functions.f", "assistant", "<|", "<|constrain|>", "<|call|>"]
+    parts += ["x" * 240, "y" * 255]
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=8)))
     begun = data.draw(st.booleans())
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -101,3 +102,15 @@ def test_a_model_with_channels_is_known_by_its_template_and_vocabulary(smollm):
     assert isinstance(parser_of(Thinking(tags)), ReasoningParser)
     assert not found.begun_by("<|start|>assistant")
     assert not found.closed_by("Hi<|end|>")
+
+
+@pytest.mark.parametrize("begin", ["<|channel|>", " to=functions.", "<|channel|>final<|end|>"])
+def test_a_header_that_is_too_long_is_content(begin):
+    long = begin + "x" * 300
+    text = f"{long}<|message|>y{NEXT}{FINAL}Paris."
+    expected = f"{long.split('<|end|>')[-1]}<|message|>y\nParis."
+    for pieces in ([text], list(text), [text[:250], text[250:]]):
+        assert read(pieces) == ("", expected)
+    parser = ChannelParser(Thinking(SYNTAX))
+    shown = "".join(parser.push(character)[1] for character in long)
+    assert shown == expected.split("<|message|>")[0], "it is not held until the end"

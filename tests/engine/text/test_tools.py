@@ -1,10 +1,12 @@
 """How models are told of tools, and which calls they may write."""
 
 import json
+import time
 
 import pytest
 
-from baton.text.calls.formats import HERMES
+from baton.text.calls.formats import GPT_OSS, HERMES
+from baton.text.calls.forms import MessageForms
 from baton.text.calls.grammar import calls_grammar
 from baton.text.grammar import GrammarCompiler, translate, vocabulary_of
 from baton.text.template import ChatTemplate
@@ -144,3 +146,17 @@ def test_arguments_may_be_named_by_schemas_that_are_joined(compiler, smollm, par
     source = calls_grammar([tool], "required", parallel=False, syntax=PROMPTED)
     matcher = compiler.compile(translate("grammar", source))
     assert matcher.try_consume_tokens(smollm.encode(ROME)) and matcher.is_accepting()
+
+
+def test_many_calls_in_one_turn_take_linear_time():
+    calls = [{"id": f"call_{i}", "name": "now", "arguments": "{}"} for i in range(5000)]
+    results = [
+        {"role": "tool", "content": str(i), "tool_call_id": f"call_{i}"} for i in range(5000)
+    ]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    syntax = ToolSyntax(format=GPT_OSS, forms=MessageForms())
+    begin = time.process_time()
+    told, _ = conversation(messages, [], syntax)
+    assert time.process_time() - begin < 2
+    assert [m["content"] for m in told if m["role"] == "tool"] == [r["content"] for r in results]
+    assert [m["role"] for m in told] == ["assistant", "tool"] * 5000

@@ -239,3 +239,20 @@ def test_200_tools_are_written_and_compiled_in_time(compiler, tokenizer, family)
     source = calls_grammar(tools, "auto", parallel=True, syntax=syntax)
     compiler.compile(translate("grammar", source))
     assert time.process_time() - began_s < 4
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {"a": {"type": [["string"]]}}},
+        {"type": "object", "properties": {"a": {"type": [{}, 1]}}},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "required": 5},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "required": "a"},
+    ],
+)
+def test_a_schema_that_is_none_is_no_type_error(parameters):
+    tool = Tool(name="f", description=None, parameters=parameters, lenient=True)
+    syntax = ToolSyntax(format=formats.QWEN_CODER, forms=None)
+    assert syntax.expected([tool]).kinds["f"].keys() == {"a"}
+    source = calls_grammar([tool], "required", parallel=False, syntax=syntax)
+    assert '"a"' in source

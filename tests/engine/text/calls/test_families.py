@@ -2,20 +2,23 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from baton.text.calls import formats
 from baton.text.channels import ChannelParser
 from baton.text.reasoning import ReasoningSyntax, ReasoningTags, Thinking
 from baton.text.template import ChatTemplate
 from baton.text.tool_calls import ToolCallParser
-from baton.text.tools import PROMPTED, ToolSyntax, conversation
+from baton.text.tools import PROMPTED, Tool, ToolSyntax, conversation
 from tests.engine.text.calls.families import (
     FAMILIES,
     NO_ARGUMENTS,
+    NOW,
     ROME,
     TEMPLATES,
     TOOLS,
@@ -49,10 +52,10 @@ class _Both:
         return content + more, [*deltas, *last]
 
 
-def read(family: Family, pieces):
+def read(family: Family, pieces, tools=TOOLS):
     """Content, calls as (name, arguments), whether it was cut."""
     ids = itertools.count()
-    calls_parser = ToolCallParser(syntax_of(family).expected(TOOLS), lambda: f"call_{next(ids)}")
+    calls_parser = ToolCallParser(syntax_of(family).expected(tools), lambda: f"call_{next(ids)}")
     parser = _Both(calls_parser) if family.format.in_channels else calls_parser
     content, calls = "", {}
     for text, deltas in [*map(parser.push, pieces), parser.finish()]:
@@ -80,6 +83,15 @@ def test_what_it_writes_is_read(family):
     for text, calls in cases:
         assert read(family, [text]) == ("", calls, False), text
         assert read(family, list(text)) == ("", calls, False), text
+
+
+@each_family
+def test_a_name_may_have_every_character_that_the_api_allows(family):
+    name = "a/b.c:d-e_9"
+    tools = [replace(WEATHER, name=name), NOW]
+    text = family.one.replace("get_weather", name)
+    for pieces in ([text], list(text)):
+        assert read(family, pieces, tools) == ("", [(name, ROME[1])], False)
 
 
 @each_family
@@ -162,6 +174,61 @@ def test_a_cut_call_says_so_or_is_complete(family):
             assert ROME[1].startswith(written), size
         else:
             assert content == family.one[:size] or family.format.in_channels, size
+
+
+@pytest.mark.parametrize("schema", [{"type": ["string", "null"]}, {}, {"type": "integer"}])
+@pytest.mark.parametrize("value", ['hello "wor', "hello\n", "nul", "4", "", "x < </arg_val"])
+def test_a_value_that_was_cut_is_the_begin_of_json(schema, value):
+    tool = Tool(name="f", description=None, parameters={"properties": {"a": schema}})
+    text = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}"
+    family = next(f for f in FAMILIES if f.template == "GLM-4.6")
+    content, [(name, arguments)], cut = read(family, [text], [tool])
+    assert (content, name, cut) == ("", "f", True)
+    from_json(arguments, allow_partial="trailing-strings")
+    if schema != {"type": "integer"}:
+        assert arguments == ('{"a": ' + json.dumps(value)[:-1] if value else '{"a": ')
+    assert read(family, list(text), [tool]) == (content, [(name, arguments)], cut)
+
+
+CODER = next(f for f in FAMILIES if f.template == "Qwen3-Coder")
+LLAMA = next(f for f in FAMILIES if f.format is formats.LLAMA)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n</tool", "\n</tool_call>"])
+def test_the_text_may_end_behind_a_function(end):
+    text = CODER.one.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>") + end
+    assert read(CODER, [text]) == read(CODER, list(text)) == ("", [ROME], False)
+    empty = f"<function=now>\n</function>{end}"
+    assert read(CODER, [empty]) == read(CODER, list(empty)) == ("", [NO_ARGUMENTS], False)
+
+
+@pytest.mark.parametrize("name", ["now", "name"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Qwen writes <function={}> and then parameters.",
+        "Qwen writes <tool_call> \n<function={}>, then parameters.",
+        "Qwen writes <function={}><function={}>\n.",
+    ],
+)
+def test_a_mention_of_the_markup_is_text(name, text):
+    text = text.replace("{}", name)
+    for pieces in ([text], list(text)):
+        assert read(CODER, pieces) == (text, [], False)
+    text += CODER.one
+    assert (
+        read(CODER, [text]) == read(CODER, list(text)) == (text[: -len(CODER.one)], [ROME], False)
+    )
+
+
+def test_a_function_that_is_not_offered_is_text():
+    text = "Like <function=name>\n</function>."
+    assert read(CODER, [text]) == read(CODER, list(text)) == (text, [], False)
+
+
+def test_an_answer_by_a_schema_is_no_call():
+    text = '{"name": "Ada", "parameters": {"age": 36}, "more": []}'
+    assert read(LLAMA, [text]) == read(LLAMA, list(text)) == (text, [], False)
 
 
 @each_family
