@@ -129,6 +129,7 @@ def _broken() -> list[str]:
     texts = [text for family in FAMILIES for text in (family.one, family.two)]
     parts = [part for text in texts for part in (text[: len(text) // 2], text[len(text) // 2 :])]
     tags = [tag for family in FAMILIES for tag in family.format.tags]
+    tags += ["<function=now>", "<function=x>", "</function>", "<parameter=city>", "</parameter>"]
     return sorted({*texts, *parts, *tags, " ", "\n", "text", '{"', "}", "]", '"', "<", ": {", ";"})
 
 
