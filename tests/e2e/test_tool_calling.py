@@ -118,7 +118,8 @@ async def test_the_async_client_in_both_modes_gives_the_same(shared):
 
 
 def test_a_bad_tool_is_named(anywhere):
-    broken = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "x"}}}}
+    schema = {"type": "object", "properties": {"a": {"type": "x"}}}
+    broken = {"name": "f", "parameters": schema, "strict": True}
     with pytest.raises(BadRequestError, match="Invalid type: x") as caught:
         ask(anywhere, tools=[{"type": "function", "function": broken}])
     assert caught.value.param == "tools"
