@@ -89,7 +89,7 @@ check: $(VENV)/.dev ## check format, lint, types, import rules and generated cod
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python proto/build.py --check
 
-bench: $(VENV)/.dev ## run all benchmarks: engine, llama.cpp, quality, fleet, router, hand-off
+bench: $(VENV)/.dev ## run all benchmarks: engine, llama.cpp, quality, fleet, router, hand-off, tools, agents
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.llamacpp
 	$(BIN)/python -m benchmarks.quality
@@ -97,6 +97,8 @@ bench: $(VENV)/.dev ## run all benchmarks: engine, llama.cpp, quality, fleet, ro
 	$(BIN)/python -m benchmarks.router
 	$(BIN)/python -m benchmarks.ladder
 	$(BIN)/python -m benchmarks.handoff
+	$(BIN)/python -m benchmarks.tools
+	$(BIN)/python -m benchmarks.agents --out bench-results/agents
 
 bench-gpu: ## benchmark the CUDA path against the GPU's limits; needs python3 with torch and triton, not .venv
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --out bench-gpu.json

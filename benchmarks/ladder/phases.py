@@ -31,7 +31,8 @@ class Phases(NamedTuple):
 
     Attributes:
         body: Parsing and checking the JSON.
-        grammar: Making the source of the response's grammar; 0 for a free response.
+        grammar: Making the source of the response's grammar; 0 for a free response. The router
+            keeps it for a list of tools, so only the first request with it makes it.
         template: Rendering the text of the prompt.
         tokenizer: Encoding its token ids.
         hashes: Computing its block hashes.

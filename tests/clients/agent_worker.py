@@ -1,4 +1,4 @@
-"""An emulated worker that is told what to answer, so that an agent calls tools for certain.
+"""An emulated worker with scripted answers, so that an agent certainly calls tools.
 
 A prompt names its task (``TASK-1``). After it come as many results as calls were made; the next
 answer is the step with this number. The last answer repeats a word of the last result, which shows

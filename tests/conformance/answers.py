@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer is a stream of events."""
+        """Return whether the answer is a stream of events."""
         return self.content_type == "text/event-stream"
 
     @property
@@ -65,7 +65,7 @@ class BreakingWorker(EmulatedWorker):
 
 
 class Recorder:
-    """Client of a router whose only worker writes what it is told."""
+    """Client of a router with one worker, which returns scripted texts."""
 
     def __init__(self, http: httpx.AsyncClient, worker: BreakingWorker, model: ServedModel) -> None:
         self.answers: list[Answer] = []

@@ -1,4 +1,4 @@
-"""Messages in channels are told apart, however the text comes."""
+"""Channels of gpt-oss are separated, whatever the pieces of the text are."""
 
 import itertools
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from baton.text.channels import ChannelParser, parser_of
 from baton.text.reasoning import ReasoningParser, ReasoningSyntax, ReasoningTags, Thinking
 from tests.engine.text.calls.families import FAMILIES, with_tags
+from tests.engine.text.reading import thoughts_and_content
 
 SYNTAX = ReasoningSyntax(
     tags=ReasoningTags("<|channel|>analysis<|message|>", "<|end|>"), channels={"<|end|>": 1}
@@ -21,12 +22,7 @@ CALL = "<|channel|>commentary to=functions.f<|message|>"
 
 
 def read(pieces, begun=False):
-    parser = ChannelParser(Thinking(SYNTAX, begun))
-    thoughts, content = "", ""
-    for thought, text in [*map(parser.push, pieces), parser.finish()]:
-        thoughts += thought
-        content += text
-    return thoughts, content
+    return thoughts_and_content(ChannelParser(Thinking(SYNTAX, begun)), pieces)
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,14 @@ from baton.text.grammar import Framed, GrammarCompiler, translate, vocabulary_of
 from baton.text.reasoning import ReasoningParser, ReasoningSyntax, ReasoningTags, Thinking
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import InvalidRequestError
+from tests.engine.text.reading import thoughts_and_content
 
 TAGS = ReasoningTags("<think>", "</think>")
 SYNTAX = ReasoningSyntax(tags=TAGS)
 
 
 def read(pieces, begun=False):
-    parser = ReasoningParser(Thinking(SYNTAX, begun))
-    thoughts, content = "", ""
-    for thought, text in [*map(parser.push, pieces), parser.finish()]:
-        thoughts += thought
-        content += text
-    return thoughts, content
+    return thoughts_and_content(ReasoningParser(Thinking(SYNTAX, begun)), pieces)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from baton.text.tool_calls import ToolCallParser
 from baton.text.tools import PROMPTED
+from tests.engine.text.reading import content_and_calls
 
 HERMES = PROMPTED.expected(())
 ONE = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
@@ -19,15 +20,8 @@ def read(pieces):
     """Content, calls as (name, arguments), whether it was cut."""
     ids = itertools.count()
     parser = ToolCallParser(HERMES, lambda: f"call_{next(ids)}")
-    content, calls = "", {}
-    for text, deltas in [*map(parser.push, pieces), parser.finish()]:
-        content += text
-        for delta in deltas:
-            if delta.id is not None:
-                assert delta.id == f"call_{delta.index}"
-                calls[delta.index] = [delta.name, ""]
-            calls[delta.index][1] += delta.arguments
-    return content, [tuple(calls[i]) for i in sorted(calls)], parser.cut
+    content, calls = content_and_calls(parser, pieces)
+    return content, calls, parser.cut
 
 
 PARIS = ("weather", '{"city": "Paris"}')

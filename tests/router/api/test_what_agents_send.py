@@ -1,4 +1,4 @@
-"""What coding agents send by default: loose schemas, tools of providers, custom tools, edits."""
+"""Fields that coding agents send by default: loose schemas, hosted tools, custom tools, edits."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What each family's grammar allows: calls of known functions with fitting arguments, no more."""
+"""Grammar of each family: it allows calls of known functions with valid arguments only."""
 
 import json
 import time
@@ -38,7 +38,7 @@ def compiler(tokenizer):
 
 @pytest.fixture(scope="module")
 def allows(compiler, tokenizer):
-    """Whether a text, as a whole, follows the grammar of calls."""
+    """Return whether a complete text follows the grammar of calls."""
 
     def allows(family: Family, choice, text, *, tools=TOOLS, parallel=True) -> bool:
         syntax = ToolSyntax.of(family.source, tokenizer)

@@ -25,6 +25,7 @@ from tests.engine.text.calls.families import (
     WEATHER,
     Family,
 )
+from tests.engine.text.reading import content_and_calls
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.template)
 IN_CHANNELS = ReasoningSyntax(
@@ -57,15 +58,8 @@ def read(family: Family, pieces, tools=TOOLS):
     ids = itertools.count()
     calls_parser = ToolCallParser(syntax_of(family).expected(tools), lambda: f"call_{next(ids)}")
     parser = _Both(calls_parser) if family.format.in_channels else calls_parser
-    content, calls = "", {}
-    for text, deltas in [*map(parser.push, pieces), parser.finish()]:
-        content += text
-        for delta in deltas:
-            if delta.id is not None:
-                assert delta.id == f"call_{delta.index}"
-                calls[delta.index] = [delta.name, ""]
-            calls[delta.index][1] += delta.arguments
-    return content, [tuple(calls[i]) for i in sorted(calls)], calls_parser.cut
+    content, calls = content_and_calls(parser, pieces)
+    return content, calls, calls_parser.cut
 
 
 @each_family
