@@ -141,6 +141,7 @@ class SimulatedWorker:
         self._listener = listener
         self._rates = StepRates()
         self._load = ev.StepDone(blocks=self.core.pool.counts())
+        self._load_ns = 0  # begin of the step that ``_load`` is from
         self._edges: dict[str, EdgeRate] = {}
         self._edge_messages: dict[str, EdgeRateMessage] = {}
         self._handlers: dict[str, Handler] = {}
@@ -283,6 +284,7 @@ class SimulatedWorker:
             results = [[TOKEN] * count for _ in steps.plan.rows]
         self._steps = None
         now_ns = self._clock.now_ns
+        self._load_ns = now_ns - span_ns // count  # a command ends a run of equal steps
         self._deliver(self.core.apply(steps.plan, results, now_ns, span_ns // count, count))
         self._turn()
 
@@ -373,7 +375,7 @@ class SimulatedWorker:
             running=load.running,
             waiting=load.waiting,
             answering=load.answering,
-            load_age_ns=self._clock.now_ns - self._steps.began_ns if self._steps else 0,
+            load_age_ns=self._clock.now_ns - self._load_ns if self._steps else 0,
             queued_prompt_tokens=load.queued_prompt_tokens,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
             prefill_token_s=fit.token_s,

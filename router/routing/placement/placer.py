@@ -66,6 +66,13 @@ class Placement:
         return self.chosen.prefill.worker_id if self.chosen.prefill is not None else None
 
 
+class Quote(NamedTuple):
+    """A placement that is not booked yet, and the packed hashes of the prompt's full blocks."""
+
+    placement: Placement
+    hashes: bytes
+
+
 class _Prompt(NamedTuple):
     request: GenerationRequest
     hashes: bytes
@@ -169,6 +176,16 @@ class Placer:
         Raises:
             UnavailableError: No ready worker can serve the request in its mode.
         """
+        quote = self.quote(request, avoid)
+        self.book(request, quote)
+        return quote.placement
+
+    def quote(self, request: GenerationRequest, avoid: bytes = b"") -> Quote:
+        """Choose workers as `place` does, but book nothing.
+
+        Raises:
+            UnavailableError: No ready worker can serve the request in its mode.
+        """
         now_ns = self._clock_ns()
         rates = self._shortlist.update(self._workers, now_ns, self._news)
         usable = self._shortlist.usable
@@ -185,17 +202,23 @@ class Placer:
         if found is None:
             found = self._cheapest_of_few(prompt, rates, now_ns)
         chosen, compared = found
-        self._book_load(request, chosen, now_ns)
-        if not request.probe:
-            holders = (chosen.computes.incarnation, chosen.decode.incarnation)
-            for incarnation in dict.fromkeys(holders):  # in an order that is always the same
-                self._prefix_index.expect(incarnation, hashes, now_ns)
-        return Placement(
+        placement = Placement(
             chosen=chosen,
             candidates=compared,
             placed_ns=now_ns,
             prefix=self._held_now(chosen.links, hashes) if chosen.links else (),
         )
+        return Quote(placement, hashes)
+
+    def book(self, request: GenerationRequest, quote: Quote) -> None:
+        """Book the load of a quote, which must be the last one, for the next choice."""
+        placement = quote.placement
+        chosen = placement.chosen
+        self._book_load(request, chosen, placement.placed_ns)
+        if not request.probe:
+            holders = (chosen.computes.incarnation, chosen.decode.incarnation)
+            for incarnation in dict.fromkeys(holders):  # in an order that is always the same
+                self._prefix_index.expect(incarnation, quote.hashes, placement.placed_ns)
 
     def _held_now(self, links: Sequence[Source], hashes: Hashes) -> list[Source]:
         """Exclude blocks that sources are only expected to store soon: they cannot be pulled."""
@@ -294,17 +317,24 @@ class Placer:
         ]
 
     def _book_load(self, request: GenerationRequest, chosen: Candidate, now_ns: int) -> None:
-        computes = chosen.computes.worker_id
-        decodes = chosen.decode.worker_id
+        computes = chosen.computes
+        decodes = chosen.decode
         length = len(request.prompt)
         tokens = chosen.uncached_tokens
         context = context_tokens(length - tokens, length)
-        book = partial(self._book.book, now_ns=now_ns, adapter=request.adapter_digest)
-        if computes != decodes:
-            book(computes, request.request_id, tokens=tokens, context=context, streams=0)
+        book = partial(
+            self._book.book, request_id=request.request_id, adapter=request.adapter_digest
+        )
+        # The engine gets the request after the pulls, and prefill after a step of decode.
+        delay_s = chosen.terms.queue_s + chosen.terms.pull_s if chosen.links else 0.0
+        if computes is not decodes:
+            seen_ns = now_ns + round((delay_s + decodes.decode_step_s) * 1e9)
+            book(computes.worker_id, tokens=tokens, context=context, streams=0, now_ns=seen_ns)
             tokens = context = 0
+            delay_s = 0.0
         streams = request.sampling.n
-        book(decodes, request.request_id, tokens=tokens, context=context, streams=streams)
+        seen_ns = now_ns + round(delay_s * 1e9)
+        book(decodes.worker_id, tokens=tokens, context=context, streams=streams, now_ns=seen_ns)
 
 
 def _unmet(request: GenerationRequest) -> UnavailableError:
