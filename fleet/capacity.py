@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from baton.engine.core.sequence import blocks_for
-from baton.engine.cpu.native.library import load
+from baton.engine.cpu.native.library import load, widens_bf16
 from baton.engine.loading.memory import Footprint, footprint, kv_geometry
 from baton.model.model_config import ModelConfig, ModelError
 
@@ -81,6 +81,7 @@ def plan_capacity(
         ranks=tensor_parallel,
         draft=draft,
         native=load() is not None,
+        widened=widens_bf16(),
     )
     blocks = blocks_for(context)
     pools = [kv_geometry(config, dtype if kv == "none" else kv, blocks)]

@@ -4,6 +4,7 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.fleet_processes import NAME, fleet
+from tests.engine.cpu.integer_kernel import needs_integer_products
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -24,6 +25,7 @@ def ask(running, mode: str, **fields) -> list[str]:
 
 
 @pytest.mark.slow
+@needs_integer_products
 def test_both_modes_answer_and_agree(quantised):
     for fields in (
         {"temperature": 0},

@@ -26,6 +26,7 @@ from baton.wire.tokens import pack_tokens
 from fleet.capacity import Capacity, plan_capacity
 from fleet.cli.main import app
 from fleet.pools.resources import engine_settings
+from tests.engine.cpu.integer_kernel import needs_integer_products
 
 GIB = 1 << 30
 PLAIN = {"dtype": "bf16", "weights": "none", "kv": "none", "numerics": "exact"}
@@ -163,14 +164,14 @@ def test_ranks_share_the_weights_and_a_draft_has_weights_and_a_pool_of_its_own(
     [
         ("bf16", "none", "none", 1, False),
         ("fp32", "none", "none", 1, False),
-        ("bf16", "int8", "none", 1, False),
-        ("bf16", "int8", "int8", 1, False),
-        ("bf16", "int4", "fp8", 1, False),
+        pytest.param(*("bf16", "int8", "none", 1, False), marks=needs_integer_products),
+        pytest.param(*("bf16", "int8", "int8", 1, False), marks=needs_integer_products),
+        pytest.param(*("bf16", "int4", "fp8", 1, False), marks=needs_integer_products),
         ("bf16", "none", "none", 2, False),
         ("bf16", "none", "none", 3, False),
-        ("bf16", "int8", "int8", 2, False),
+        pytest.param(*("bf16", "int8", "int8", 2, False), marks=needs_integer_products),
         ("bf16", "none", "none", 1, True),
-        ("bf16", "int8", "int8", 1, True),
+        pytest.param(*("bf16", "int8", "int8", 1, True), marks=needs_integer_products),
     ],
 )
 async def test_a_full_engine_takes_what_was_said(

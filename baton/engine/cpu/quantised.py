@@ -219,6 +219,6 @@ def check_integer_kernel() -> None:
         x = torch.full((rows, 256), 127.0)
         if not torch.equal(layer(x), x @ weight.T):
             raise IntegerKernelError(
-                "quantisation.weights int8: the integer products of this CPU overflow (no VNNI); "
-                "use none or int4"
+                "quantisation.weights: the integer products of this CPU overflow (no VNNI), and "
+                "int8 and int4 weights need them; use none"
             )

@@ -5,12 +5,17 @@ import pytest
 import torch
 
 from baton.engine.cpu.linear import Linear, OneDnnWeight, RowCounts, probe_row_counts
+from baton.engine.cpu.native.library import widens_bf16
 from baton.engine.numerics import NumericsSetupError, cancelling, digest, same_bits
 
 
 def test_a_product_is_the_plain_one() -> None:
     weight, x = torch.randn(48, 32), torch.randn(5, 32)
     assert torch.allclose(Linear(weight)(x), x @ weight.T, atol=1e-5)
+
+
+def test_memory_is_planned_for_the_dtype_that_weights_are_kept_in() -> None:
+    assert widens_bf16() is not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -43,6 +43,7 @@ from baton.model.lora_artifact import read_adapter
 from baton.types.errors import AdapterLoadError, NumericsError
 from baton.types.params import AdapterRef, SamplingParams
 from tests.engine.conftest import MODEL, Driver
+from tests.engine.cpu.integer_kernel import needs_integer_products
 from tests.engine.lora_files import write_adapter
 from tests.engine.tiny_llama import write_llama
 
@@ -271,7 +272,13 @@ def test_gemma_3_270m_with_one_kv_head() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"weight_quantisation": "int8"}, {"kv_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"weight_quantisation": "int8"}, marks=needs_integer_products),
+        {"kv_dtype": "int8"},
+    ],
+)
 def test_quantised_weights_and_kv_are_split_too(changes: dict[str, str]) -> None:
     expected = of_width(MODEL, 1, "bf16", **changes)
     assert_same(of_width(MODEL, 2, "bf16", **changes), expected)

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.cpu.native.library import widens_bf16
 from baton.engine.loading.open import load_weights
 from baton.engine.loading.safetensors_file import write_safetensors
 from baton.engine.models.families import weight_table
 from baton.model.artifact import ModelArtifact, resolve_model
 from tests.engine.conftest import GEMMA, MODEL
+from tests.engine.cpu.integer_kernel import needs_integer_products
 
 LIMIT = 1.3
 PROGRAM = """
@@ -51,6 +53,12 @@ KINDS = {
     ("fp32", "int8"): (1, 4, 1),
     ("bf16", "int4"): (0.625, 2, 1),
 }
+if widens_bf16():
+    KINDS["bf16", "none"] = (4, 2, 4)
+CASES = [
+    pytest.param(kind, marks=[] if kind[1] == "none" else needs_integer_products, id="-".join(kind))
+    for kind in KINDS
+]
 
 
 def check(artifact: ModelArtifact, kind: tuple[str, str], cache: Path, stages: list[str]) -> None:
@@ -76,7 +84,7 @@ def check(artifact: ModelArtifact, kind: tuple[str, str], cache: Path, stages: l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+@pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("reference", [MODEL, GEMMA], ids=["smollm2", "gemma3"])
 def test_the_peak_of_a_gguf_file_stays_near_the_final_size(
     tmp_path: Path, gemma: ModelArtifact, reference: str, kind: tuple[str, str]
@@ -116,7 +124,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> ModelArtifact:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+@pytest.mark.parametrize("kind", CASES)
 def test_the_peak_of_safetensors_stays_near_the_final_size(
     tmp_path: Path, directory: ModelArtifact, kind: tuple[str, str]
 ) -> None:

@@ -89,6 +89,12 @@ def description() -> str:
     return f"sums of tile, by {next(by[name] for name in by if TILES[name] == sums())}"
 
 
+def widens_bf16() -> bool:
+    """Return whether this CPU's bf16 weights are kept in fp32 by oneDNN (``OneDnnWeight``)."""
+    flags = cpu_flags()
+    return not (flags >= _CPU_FLAGS or "bf16" in flags)  # x86, ARM
+
+
 def choose_native(native: str) -> None:
     """Set ``auto``, ``tile``, ``vdp`` or ``off`` here and in child processes, before ``load``."""
     os.environ.setdefault("BATON_NATIVE", "0" if native == "off" else native)
