@@ -20,6 +20,20 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Latencies that a good response keeps.
+
+    Attributes:
+        ttft_s: Limit of the time to first token beyond twice the prompt's own time on an idle
+            worker.
+        itl_s: Limit of the mean ITL.
+    """
+
+    ttft_s: float
+    itl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
     """Options of converting output tokens to text.
 
@@ -56,6 +70,7 @@ class GenerationRequest:
         prompt_logprobs_only: Whether only the prompt's logprobs are returned, without the one
             token that is sampled.
         goes_on: Whether to resume an answer of another worker, whose tokens end the ``prompt``.
+        slo: Latencies that it should keep; None: it is served whenever there is room.
         part_of: Id of the call, if it has several prompts or inputs, which are requests each.
     """
 
@@ -82,6 +97,7 @@ class GenerationRequest:
     pooling: str = ""
     prompt_logprobs_only: bool = False
     goes_on: bool = False
+    slo: Slo | None = None
     part_of: str = ""
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, SloConfig
 from baton.config.fleet_file import FleetConfig
 from baton.config.logs import LogsConfig
 from baton.config.network import HttpsConfig
@@ -55,6 +55,7 @@ class RouterSettings:
     max_queued_requests: int = 256
     window_requests: int = 32
     default_timeout_s: float = 600.0
+    slo: SloConfig | None = None
     redis_url: str = field(default="", repr=False)
     # Not compared: these objects follow changes of their files.
     fleet_token: FleetToken = field(default_factory=FleetToken, repr=False, compare=False)
@@ -109,6 +110,7 @@ class RouterSettings:
             max_queued_requests=config.max_queued_requests,
             window_requests=config.max_batch_requests,
             default_timeout_s=config.default_timeout_s,
+            slo=config.slo,
             pull_prefixes=config.pools.pull_prefixes,
             redis_url=environ.get("BATON_REDIS_URL", ""),
             fleet_token=_fleet_token(config),

@@ -21,6 +21,19 @@ Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
+class SloConfig(Section):
+    """Latencies that a good response keeps. Requests that would miss them wait or get 429.
+
+    Attributes:
+        ttft_s: Limit of the time to first token beyond twice the time that the prompt alone
+            takes on an idle worker.
+        itl_s: Limit of the mean ITL of a response.
+    """
+
+    ttft_s: Annotated[float, Field(gt=0, le=3600)]
+    itl_s: Annotated[float, Field(gt=0, le=60)]
+
+
 class ApiKeyConfig(Section):
     """Permissions of an API key. In YAML, a tenant's name alone is allowed too.
 
@@ -30,6 +43,7 @@ class ApiKeyConfig(Section):
             tenant's folder below ``adapters.folder``, which only its tenant can use.
         min_priority: Lowest (most urgent) ``priority`` that its requests may set.
         log_text: Log the prompts and responses of its requests, redacted by ``logs.redact``.
+        slo: Latencies of its requests, in place of the fleet's.
     """
 
     tenant: Tenant = "default"  # owner of the requests, for fairness and caches
@@ -37,6 +51,7 @@ class ApiKeyConfig(Section):
     adapters: Literal["shared", "own"] = "shared"
     min_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     log_text: bool = False
+    slo: SloConfig | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, Clients
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, Clients, SloConfig
 from baton.config.logs import LogsConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
@@ -162,6 +162,7 @@ class FleetConfig(Section):
     share_cache_between_tenants: bool = False  # cached prefixes serve every tenant
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     default_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+    slo: SloConfig | None = None  # latencies of good responses; None: nobody is refused for them
 
     redis: str = EMBEDDED
     logs: LogsConfig = LogsConfig()

@@ -156,6 +156,9 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     ),
     "baton_grammar_incomplete": _count("Choices cut before their grammar was satisfied.", "reason"),
     "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant", together="sum"),
+    "baton_slo_requests": _count(
+        "Requests with latency limits by outcome: good, late, refused, failed.", "outcome"
+    ),
     "baton_queue_limit_requests": _gauge("Queue limit; beyond it requests are rejected with 429."),
 }
 

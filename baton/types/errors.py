@@ -15,6 +15,7 @@
     │   ├── PayloadTooLargeError   413
     │   └── UnsupportedMediaError  415  unsupported content type or encoding
     ├── QueueFullError             429  with Retry-After from the drain rate
+    │   └── SloUnreachableError    429  late by prediction, with Retry-After
     ├── CancelledError_            499  the client disconnected (never sent)
     │   └── ClientClosedError      499  the client disconnected while sending its body
     ├── InternalError              500
@@ -166,6 +167,12 @@ class QueueFullError(BatonError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class SloUnreachableError(QueueFullError):
+    """The request would be late, and so are as many others as may wait."""
+
+    code = "slo_unreachable"
 
 
 class CancelledError_(BatonError):  # noqa: N801, N818 - asyncio has the plain name

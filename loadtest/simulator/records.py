@@ -44,6 +44,7 @@ class Record:
     longest_gap_ns: int = 0
     tokens: int = 0
     predicted_first_s: float = 0.0
+    predicted_step_s: float = 0.0
     regret_s: float | None = None
     error: str = ""  # code of the error that ended it, or ""
     ends: int = 0

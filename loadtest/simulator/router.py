@@ -15,7 +15,7 @@ from batonpb.common_pb2 import WorkerStatus
 
 from baton.registry.types import TIERS, EventBatch, tier_incarnation
 from baton.types import events as ev
-from baton.types.errors import BatonError, QueueFullError, UnavailableError
+from baton.types.errors import BatonError, QueueFullError, SloUnreachableError, UnavailableError
 from baton.types.geometry import context_tokens
 from loadtest.simulator.attempt import Attempt
 from loadtest.simulator.clock import VirtualClock
@@ -24,20 +24,22 @@ from loadtest.simulator.policies import Policy
 from loadtest.simulator.records import Record
 from loadtest.simulator.table import SimulatedTable
 from loadtest.simulator.worker import SimulatedWorker, WorkerListener
-from router.request import GenerationRequest
+from router.request import GenerationRequest, Slo
+from router.routing.admission.admission import Admission
+from router.routing.admission.fair_queue import Waiting
+from router.routing.admission.slo_gate import SloGate, Verdict, predict
 from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.chain import Source
 from router.routing.placement.cost import WorkerLoad
-from router.routing.placement.placer import Placer
+from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import Reports, load_of, loads_of
-from router.routing.requests.admission import Admission
-from router.routing.requests.fair_queue import Waiting
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.tickets import Tickets
 from router.routing.workers.table import Slot
 from router.settings import RouterSettings
 
+_LATE_NS = 100_000_000  # between two questions for the lane of late requests
 _REGRET_PERIOD = 16  # requests: reading all queues is slow
 
 
@@ -75,6 +77,9 @@ class SimulatedRouter(WorkerListener):
         self._reports = Reports()
         self._admission = Admission(settings.max_queued_requests)
         self._tickets = Tickets(mark=0)
+        self._gate = SloGate(settings.window_requests)
+        self._late: dict[str, Waiting] = {}
+        self._late_due = False
         self._placer = Placer(
             settings,
             table,
@@ -120,17 +125,82 @@ class SimulatedRouter(WorkerListener):
         window = len(self._table.usable) * self._settings.window_requests
         while (entry := self._admission.pop(window)) is not None:
             record = self.records[entry.request_id]
-            record.admitted = True
-            record.ticket = self._tickets.draw()
-            uncached_tokens = self._place(record)
-            if uncached_tokens is not None:
-                cost_tokens = self._placer.cost_tokens(record.request, uncached_tokens)
-                self._admission.charge(entry, cost_tokens)
+            slo = record.request.slo
+            if slo is not None and self._policy is None:
+                self._judge(record, entry, slo)
+            else:
+                self._admit(record, entry)
 
-    def _place(self, record: Record, avoid: bytes = b"") -> int | None:
+    def _admit(self, record: Record, entry: Waiting, quote: Quote | None = None) -> None:
+        record.admitted = True
+        record.ticket = self._tickets.draw()
+        uncached_tokens = self._place(record, quote=quote)
+        if uncached_tokens is not None:
+            cost_tokens = self._placer.cost_tokens(record.request, uncached_tokens)
+            self._admission.charge(entry, cost_tokens)
+
+    def _judge(self, record: Record, entry: Waiting, slo: Slo, *, late: bool = False) -> bool:
+        """Place a request if it will be on time; return whether it was. ``late``: it waits."""
+        quote = self._quote(record)
+        if quote is None:
+            return False
+        now_ns = self._clock.now_ns
+        prediction = predict(quote.placement.chosen, self._placer.answer_tokens)
+        workers = len(self._table.of_role("prefill")) or len(self._table.usable)
+        verdict = self._gate.judge(
+            record.id,
+            prediction,
+            slo,
+            waited_s=(now_ns - record.request.arrived_ns) / 1e9,
+            workers=workers,
+            now_ns=now_ns,
+        )
+        if verdict is Verdict.PLACE:
+            if self._late.pop(record.id, None) is not None:
+                self._admission.resume(entry)
+            record.predicted_step_s = prediction.step_s
+            self._admit(record, entry, quote)
+            return True
+        if not late:
+            self._admission.withdraw(entry)
+            self._late[record.id] = entry
+            self._ask_late_soon()
+        if verdict is Verdict.REFUSE:
+            self._refuse(record)
+        return False
+
+    def _quote(self, record: Record) -> Quote | None:
+        try:
+            return self._placer.quote(record.request)
+        except UnavailableError as error:
+            self._end(record, error.code)
+            return None
+
+    def _refuse(self, record: Record) -> None:
+        self._gate.leave(record.id)
+        del self._late[record.id]
+        self._end(record, SloUnreachableError.code)
+
+    def _ask_late_soon(self) -> None:
+        if not self._late_due:
+            self._late_due = True
+            self._clock.after(_LATE_NS, self._ask_late)
+
+    def _ask_late(self) -> None:
+        self._late_due = False
+        for record_id in self._gate.expired(self._clock.now_ns):
+            self._refuse(self.records[record_id])
+        for record_id in self._gate.next():
+            record = self.records[record_id]
+            if (slo := record.request.slo) is not None:
+                self._judge(record, self._late[record_id], slo, late=True)
+        if self._late:
+            self._ask_late_soon()
+
+    def _place(self, record: Record, avoid: bytes = b"", quote: Quote | None = None) -> int | None:
         """Place and send a request; return the prompt tokens to compute, None if it failed."""
         try:
-            chosen = self._choose(record, avoid)
+            chosen = self._choose(record, avoid, quote)
         except UnavailableError as error:
             self._end(record, error.code)
             return None
@@ -147,11 +217,13 @@ class SimulatedRouter(WorkerListener):
         self._clock.after(CONTROL_NS, attempt.start)
         return chosen.uncached_tokens
 
-    def _choose(self, record: Record, avoid: bytes) -> _Chosen:
+    def _choose(self, record: Record, avoid: bytes, quote: Quote | None = None) -> _Chosen:
         number = self._placed
         self._placed += 1
         if self._policy is None:
-            placement = self._placer.place(record.request, avoid)
+            quote = quote or self._placer.quote(record.request, avoid)
+            self._placer.book(record.request, quote)
+            placement = quote.placement
             terms = placement.chosen.terms
             record.predicted_first_s = terms.first_token_s
             chosen = _Chosen(
@@ -219,6 +291,8 @@ class SimulatedRouter(WorkerListener):
         if record.computed_attempt != record.attempt:
             record.computed_attempt = record.attempt
             self._book.computed(record.id)
+        if not record.tokens and record.predicted_first_s:
+            self._gate.learn_wait(record.predicted_first_s, (first_ns - record.placed_ns) / 1e9)
         record.on_tokens(first_ns, last_ns, count)
 
     def on_end(self, record: Record, attempt: Attempt, error: str) -> None:
@@ -237,6 +311,9 @@ class SimulatedRouter(WorkerListener):
         if record.admitted:
             record.admitted = False
             self._admission.release(1, now_ns)
+        if not error and record.tokens > 1:
+            itl_s = (record.last_ns - record.first_ns) / 1e9 / (record.tokens - 1)
+            self._gate.learn_step(record.predicted_step_s, itl_s, record.tokens)
         if not error:
             self._placer.learn(record.request, record.tokens)
         self._pump()

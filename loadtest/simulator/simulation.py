@@ -22,7 +22,7 @@ from loadtest.simulator.router import SimulatedRouter
 from loadtest.simulator.table import SimulatedTable, capabilities
 from loadtest.simulator.worker import LAYER_GROUPS, SimulatedWorker
 from loadtest.workloads.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
-from router.request import GenerationRequest, Mode
+from router.request import GenerationRequest, Mode, Slo
 from router.settings import RouterSettings
 
 ANSWER_LIMIT_TOKENS = 4096  # max_tokens of requests: the router does not know the real length
@@ -63,6 +63,7 @@ class Setup:
     spread_s: Annotated[
         float, Option(min=0, help="Seconds from its tick on over which an arrival is drawn.")
     ] = 3.0  # Mooncake's ticks are 3 s apart
+    slo: Slo | None = None  # limits by which the router admits requests; None: it admits all
     speed: Annotated[float, Option(min=0.001, help="Divisor of the gaps between arrivals.")] = 1.0
     mtbf_s: Annotated[
         float, Option(min=0, help="Mean seconds until a worker dies; 0 for never.")
@@ -189,6 +190,7 @@ class Simulation:
                 mode="colocated" if colocated else setup.mode,
                 arrived_ns=arrival_ns,
                 deadline_ns=1 << 62,
+                slo=setup.slo,
             ),
             answer_tokens=max(request.output_tokens, 1),
             hashes=hashes[:full_blocks],

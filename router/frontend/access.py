@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from hmac import compare_digest
 from typing import NamedTuple
 
-from baton.config.clients import ApiKeyConfig
+from baton.config.clients import ApiKeyConfig, SloConfig
 from baton.types.errors import ForbiddenError, InvalidRequestError, UnauthorizedError
 from router.settings import RouterSettings
 
@@ -23,12 +23,14 @@ class Access(NamedTuple):
     Attributes:
         min_priority: Lowest value of ``priority`` that is allowed; None: any.
         own_adapters: Whether the caller may load LoRA adapters for its tenant.
+        slo: Latencies of its requests; None: the fleet's.
     """
 
     tenant: str
     operator: bool
     min_priority: int | None = None
     own_adapters: bool = False
+    slo: SloConfig | None = None
 
     @property
     def sees(self) -> str | None:
@@ -50,7 +52,7 @@ def access_of(headers: Mapping[str, str], settings: RouterSettings) -> Access:
                 "a valid API key is required: `Authorization: Bearer KEY` or `x-api-key: KEY`"
             )
         own_adapters = key.adapters == "own"
-        return Access(key.tenant, key.role == "operator", key.min_priority, own_adapters)
+        return Access(key.tenant, key.role == "operator", key.min_priority, own_adapters, key.slo)
     tenant = headers.get("x-baton-tenant", "default")
     if _TENANT.fullmatch(tenant) is None:
         raise InvalidRequestError.at(

@@ -21,8 +21,9 @@ from router.frontend.api.bodies.rendering import rendering_of
 from router.frontend.api.call_headers import client_id_of
 from router.frontend.api.structured_output import checked_schema
 from router.frontend.api.tool_use.offered import messages_of, offered
+from router.frontend.slo import slo_of
 from router.memory import LargeWork, OneByOne
-from router.request import GenerationRequest, Mode, Shown, part_id
+from router.request import GenerationRequest, Mode, Shown, Slo, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 
@@ -51,6 +52,7 @@ class Caller:
     traceparent: str = ""
     min_priority: int | None = None
     client_id: str = ""
+    slo: Slo | None = None
     ignored: Ignored = field(default_factory=Ignored)
 
 
@@ -74,6 +76,7 @@ def read_headers(
         timeout_s=_timeout_s(headers.get("x-baton-timeout-ms"), settings),
         traceparent=headers.get("traceparent", ""),
         client_id=client_id_of(headers),
+        slo=slo_of(headers, access.slo or settings.slo),
         ignored=Ignored() if ignored is None else ignored,
     )
 
@@ -387,6 +390,7 @@ class Preparer:
             arrived_ns=now_ns,
             deadline_ns=now_ns + int(caller.timeout_s * 1e9),
             traceparent=caller.traceparent,
+            slo=caller.slo,
         )
 
     def _scope(self, caller: Caller, salt: str | None) -> str:

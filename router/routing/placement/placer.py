@@ -114,6 +114,11 @@ class Placer:
         self._output_tokens = RunningMean(_OUTPUT_WEIGHT, prior=_INITIAL_OUTPUT_TOKENS)
 
     @property
+    def answer_tokens(self) -> float:
+        """Expected length of one response."""
+        return self._output_tokens.value
+
+    @property
     def answer_s(self) -> float:
         """Approximate expected time to generate one response."""
         return self._output_tokens.value * _STEP_S

@@ -33,6 +33,7 @@ class ActiveRequest:
         self.decode_id: str | None = None  # the worker that holds it, once placed
         self.prefill_id: str | None = None
         self.placed_ns = 0  # of the last placement before the first token
+        self.predicted_step_s = 0.0  # by the gate; 0: it was not asked
         self.computed = False  # the current attempt has yielded a token
         self.admitted = False
         self.wants_prefill = False  # waits for a prefill worker to replace a lost one

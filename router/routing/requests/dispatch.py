@@ -13,7 +13,7 @@ from baton.wire.codecs import adapter_to_wire, sampling_to_wire
 from baton.wire.fleet_token import FleetToken
 from baton.wire.requests import prefix_request_id
 from baton.wire.tokens import pack_tokens
-from router.routing.placement.placer import Placer
+from router.routing.placement.placer import Placer, Quote
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.observer import Observer
 from router.routing.workers.link import WorkerLink
@@ -73,13 +73,23 @@ class Dispatcher:
     observer: Observer
     router_id: str
 
-    def begin_attempt(self, active: ActiveRequest, avoid: bytes = b"", why: str = "") -> None:
+    def begin_attempt(
+        self,
+        active: ActiveRequest,
+        avoid: bytes = b"",
+        why: str = "",
+        quote: Quote | None = None,
+    ) -> None:
         """Place the request and send it; ``avoid`` is an incarnation that failed it, for ``why``.
+
+        With a ``quote``, which is the placer's last, it is placed as quoted.
 
         Raises:
             UnavailableError: No ready worker can serve it.
         """
-        placement = self.placer.place(active.record.to_place, avoid)
+        quote = quote or self.placer.quote(active.record.to_place, avoid)
+        self.placer.book(active.record.to_place, quote)
+        placement = quote.placement
         active.take_placement(placement)
         active.record.next_attempt(why)
         computes_id = placement.chosen.computes.worker_id

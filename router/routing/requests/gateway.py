@@ -35,18 +35,19 @@ from baton.types.errors import (
 from baton.wire.codecs import error_from_wire
 from baton.wire.compatibility import own_wire
 from router.request import GenerationRequest
+from router.routing.admission.admission import Admission
+from router.routing.admission.fair_queue import Waiting
 from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.placer import Placer
+from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.requests.active_request import ActiveRequest, Wakeup, as_error
-from router.routing.requests.admission import Admission
 from router.routing.requests.dispatch import Dispatcher
-from router.routing.requests.fair_queue import Waiting
 from router.routing.requests.history import KeptRecords
 from router.routing.requests.observer import Observer
 from router.routing.requests.prefill_recovery import PrefillRecovery
 from router.routing.requests.record import RequestRecord
 from router.routing.requests.recovery_policy import after_worker_death, may_try_again
+from router.routing.requests.slo_admitter import SloAdmitter
 from router.routing.requests.stream_repair import StreamRepair
 from router.routing.requests.tickets import Tickets
 from router.routing.shares.shares import Shares
@@ -85,6 +86,14 @@ class Gateway:
         self._observer = observer
         self._book = LoadBook()
         self._placer = Placer(settings, self.workers, prefix_index, self._book)
+        self._slo = SloAdmitter(
+            settings.window_requests,
+            self.workers,
+            self._placer,
+            self.admission,
+            self._admit,
+            self._finish,
+        )
         self._dispatcher = Dispatcher(
             settings, self.workers, self._placer, observer, self.router_id
         )
@@ -105,6 +114,7 @@ class Gateway:
     async def close(self) -> None:
         """End every request and close all links."""
         self.end_all()
+        self._slo.close()
         await asyncio.sleep(0.05)  # so that cancels are sent
         await self.workers.close()
 
@@ -172,22 +182,37 @@ class Gateway:
             while (entry := self.admission.pop(window)) is not None:
                 active = self._active[entry.request_id]  # a request that ends has left the queue
                 active.admitted = True
-                active.record.ticket = self.tickets.draw()
-                self._place(active)
-                if active.placement is not None:  # now it is known what is cached
-                    uncached_tokens = active.placement.chosen.uncached_tokens
-                    cost_tokens = self._placer.cost_tokens(active.request, uncached_tokens)
-                    self.admission.charge(entry, cost_tokens)
+                slo = active.request.slo
+                if slo is None:
+                    self._admit(active, entry)
+                else:
+                    self._slo.admit(active, entry, slo)
         finally:
             self._pumping = False
-        self._observer.queue(self.admission.waiting, self.admission.max_waiting)
+        waiting = self.admission.waiting + self._slo.waiting
+        self._observer.queue(waiting, self.admission.max_waiting)
+
+    def _admit(self, active: ActiveRequest, entry: Waiting, quote: Quote | None = None) -> None:
+        active.admitted = True
+        active.record.ticket = self.tickets.draw()
+        self._place(active, quote=quote)
+        if active.placement is not None:  # now it is known what is cached
+            uncached_tokens = active.placement.chosen.uncached_tokens
+            cost_tokens = self._placer.cost_tokens(active.request, uncached_tokens)
+            self.admission.charge(entry, cost_tokens)
 
     # --- placement -------------------------------------------------------------------------------
 
-    def _place(self, active: ActiveRequest, avoid: bytes = b"", why: str = "") -> None:
+    def _place(
+        self,
+        active: ActiveRequest,
+        avoid: bytes = b"",
+        why: str = "",
+        quote: Quote | None = None,
+    ) -> None:
         """Choose workers and send. ``avoid`` is an incarnation that just failed, for ``why``."""
         try:
-            self._dispatcher.begin_attempt(active, avoid, why)
+            self._dispatcher.begin_attempt(active, avoid, why, quote)
         except Exception as fault:  # noqa: BLE001 - logged there; only this request ends
             active.decode_id = None
             self._fail_placed(active, as_error(active, fault))
@@ -226,13 +251,16 @@ class Gateway:
         if active.admitted:
             self.admission.release(active.request.sampling.n, now_ns, active.request.tenant)
             active.admitted = False
-        elif active.decode_id is None and not active.request.probe:
+        elif (
+            active.decode_id is None and not active.request.probe and not self._slo.leave(active.id)
+        ):
             self.admission.leave(active.id)
         if active.decode_id is None:
             self._active.pop(active.id, None)
         else:
             loop = asyncio.get_running_loop()
             active.timer = loop.call_later(_LINGER_S, self._expire_lingering, active)
+        self._learn(active)
         if active.record.error is None:
             self._placer.learn(active.request, active.record.completion_tokens)
         active.notify()
@@ -244,6 +272,18 @@ class Gateway:
         if active.id not in self._active or active.record.times is not None:
             self._observer.record_finished(active)
         active.record.release_payload()
+
+    def _learn(self, active: ActiveRequest) -> None:
+        """Teach the gate how long the first token and the others took."""
+        record = active.record
+        if active.request.slo is None or active.placement is None or not record.first_token_ns:
+            return
+        if record.attempt == 1:
+            first_s = (record.first_token_ns - active.placed_ns) / 1e9
+            self._slo.gate.learn_wait(active.placement.chosen.terms.first_token_s, first_s)
+            tokens = record.completion_tokens // active.request.sampling.n
+            itl_s = (record.last_token_ns - record.first_token_ns) / 1e9 / max(tokens - 1, 1)
+            self._slo.gate.learn_step(active.predicted_step_s, itl_s, tokens)
 
     def _expire_lingering(self, active: ActiveRequest) -> None:
         if self._active.pop(active.id, None) is not None and active.delivered_ns:

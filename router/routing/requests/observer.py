@@ -9,6 +9,9 @@ from statistics import median
 
 from baton.telemetry.live_series import LiveSeries
 from baton.telemetry.metrics import Metrics
+from baton.types.errors import SloUnreachableError
+from baton.types.geometry import context_tokens
+from router.request import Slo
 from router.routing.placement.regret import Allowance, FittedRates, Measured, regret
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.record import RequestRecord
@@ -151,6 +154,8 @@ class Observer:
             observe("baton_transfer_exposed_seconds", exposed_s)
         active.exposed_s = exposed_s
         self._regret(active)
+        if (slo := active.request.slo) is not None:
+            inc("baton_slo_requests", outcome=_outcome(active, slo))
         self.series.ended(failed=record.error is not None)
         for phase, took_s in phases(active, exposed_s).items():
             observe("baton_phase_seconds", took_s, phase=phase)
@@ -254,3 +259,19 @@ def _phase(active: ActiveRequest) -> str:
     if active.decode_id is None:
         return "queue"
     return "decode" if active.record.begun else "prefill"
+
+
+def _outcome(active: ActiveRequest, slo: Slo) -> str:
+    """Return ``good``, ``late``, ``refused`` or ``failed`` for a request that has ended."""
+    record = active.record
+    if isinstance(record.error, SloUnreachableError):
+        return "refused"
+    if record.error is not None or active.placement is None:
+        return "failed"
+    tokens = active.request.prompt
+    own_s = active.placement.chosen.computes.prompt_s(len(tokens), context_tokens(0, len(tokens)))
+    first_s = (record.first_token_ns - active.request.arrived_ns) / 1e9
+    later = record.completion_tokens // active.request.sampling.n - 1
+    itl_s = (record.last_token_ns - record.first_token_ns) / 1e9 / max(later, 1)
+    good = first_s <= slo.ttft_s + 2 * own_s and (later < 1 or itl_s <= slo.itl_s)
+    return "good" if good else "late"

@@ -17,7 +17,7 @@ EXCHANGE_EVERY_S = 0.2
 
 
 class Queue(Protocol):
-    """Queue of a router; implemented by ``router.routing.requests.admission.Admission``."""
+    """Queue of a router; implemented by ``router.routing.admission.admission.Admission``."""
 
     max_waiting: int
     limit: int

@@ -11,8 +11,8 @@ from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemand, RouterDemands, TenantDemand
 from baton.types.errors import QueueFullError
 from benchmarks.router.workers import SteppedWorker
-from router.routing.requests.admission import Admission
-from router.routing.requests.fair_queue import Waiting
+from router.routing.admission.admission import Admission
+from router.routing.admission.fair_queue import Waiting
 from router.routing.shares.shares import SILENT_NS, Shares
 from tests.router.conftest import record_of, until
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.types.errors import QueueFullError
-from router.routing.requests.admission import Admission
-from router.routing.requests.fair_queue import FairQueue, Waiting
+from router.routing.admission.admission import Admission
+from router.routing.admission.fair_queue import FairQueue, Waiting
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 from tests.soak import examples

@@ -1,7 +1,7 @@
 """Queue before placement: bounded, and fair between tenants. Sans-IO.
 
 Priorities are strict: lower numbers run first. Within a priority tenants take turns
-(``router/routing/requests/fair_queue.py``). A full queue is shared fairly as well: a tenant with
+(``router/routing/admission/fair_queue.py``). A full queue is shared fairly as well: a tenant with
 fewer requests in it than others takes the newest place of the tenant with most.
 """
 
@@ -10,7 +10,7 @@ from math import ceil
 
 from baton.registry.router_demands import TenantDemand
 from baton.types.errors import QueueFullError
-from router.routing.requests.fair_queue import FairQueue, Waiting
+from router.routing.admission.fair_queue import FairQueue, Waiting
 
 _RATE_WINDOW_NS = 30_000_000_000
 _MAX_RETRY_AFTER_S = 600.0
@@ -114,6 +114,23 @@ class Admission:
         self._served_tokens[entry.tenant] += entry.cost_tokens
         self._forget(entry)
         return entry
+
+    def withdraw(self, entry: Waiting) -> None:
+        """Undo `pop`: the request is not placed now."""
+        self.running -= entry.weight
+        _take(self._running_of, entry.tenant, entry.weight)
+        self.charge(entry, 0.0)
+
+    def resume(self, entry: Waiting) -> None:
+        """Note that a withdrawn request is placed after all."""
+        self.running += entry.weight
+        self._running_of[entry.tenant] += entry.weight
+        self.charge(entry, 2 * entry.cost_tokens)
+
+    def is_over_share(self, tenant: str) -> bool:
+        """Return whether a tenant runs more than its equal part beside others."""
+        tenants = len(self._running_of)
+        return tenants > 1 and self._running_of[tenant] * tenants > self.running
 
     def charge(self, entry: Waiting, cost_tokens: float) -> None:
         """Correct the cost of a request that was placed."""

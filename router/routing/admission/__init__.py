@@ -1,0 +1,1 @@
+"""Queue and gate before placement."""

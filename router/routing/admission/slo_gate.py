@@ -1,0 +1,243 @@
+"""Decides by predicted latencies which requests are served now, later or not at all. Sans-IO.
+
+    request ── on time ───────────────────────────────────────────────▶ placed
+       └────── late ──▶ lane ── on time after all, or a worker idle ──▶ placed
+                │         └──── after ``LANE_WAIT`` times the limit ──▶ 429
+                └─ lane full ─────────────────────────────────────────▶ 429, with Retry-After
+
+Without it, a fleet with more load than it can serve serves everybody late. A request is judged by
+the price that placement has computed for it, before anything is booked, so a refused request costs
+no worker anything. The prediction is corrected by what was learnt of its error.
+
+The limit of the time to first token applies to the time that a request waits, not to its prompt's
+own time: a limit in absolute seconds would refuse long prompts for ever.
+"""
+
+from collections import deque
+from enum import Enum
+from itertools import islice
+from math import ceil, exp
+from typing import NamedTuple
+
+from router.request import Slo
+from router.routing.placement.cost import STEP_SHARE_PER_STREAM, Candidate
+
+HEADROOM = 0.8
+"""Share of the limits up to which a request is predicted to be on time."""
+
+STEP_HEADROOM = 0.95
+"""The same for ITL."""
+
+OVER_SHARE = 0.5
+"""Further share for tenants with more than their part: others find room below the limit."""
+
+LANE_WORK = 1.0
+"""Prompt work in the lane at most, in multiples of what the workers compute within the limit."""
+
+LANE_WAIT = 6.0
+"""Time in the lane at most, in multiples of the limit."""
+
+_IDLE = 0.01  # a worker with a shorter queue, in multiples of the limit, takes late requests
+_ASKED = 4  # requests of the lane at once: each is priced anew
+_SAMPLES = 500  # in the quantile of errors
+_LEAST_SAMPLES = 32
+_LEAST_TOKENS = 16  # of a response whose ITL counts: in short ones the transfer dominates
+_MAX_RETRY_AFTER_S = 600.0
+
+
+class Prediction(NamedTuple):
+    """Latencies of a request on the workers that placement has chosen for it.
+
+    Attributes:
+        wait_s: Time from placement until its prompt is computed, without the computation.
+        compute_s: Time to compute what is not cached of the prompt.
+        streams: Responses that the decode worker will generate when it begins this one.
+        step_s: Time of a decode step then.
+    """
+
+    wait_s: float
+    compute_s: float
+    streams: float
+    step_s: float
+
+
+def predict(chosen: Candidate, answer_tokens: float) -> Prediction:
+    """Predict the latencies of a placement.
+
+    Responses that run now have ended in part when the prompt is done, and prompts before it have
+    become responses. Responses are assumed to end at random, after ``answer_tokens`` on average.
+    """
+    terms = chosen.terms
+    decode = chosen.decode
+    first_s = terms.first_token_s
+    running = decode.streams if decode.answering is None else decode.answering
+    coming = max(decode.streams - running, 0)
+    answers = first_s / max(answer_tokens * decode.decode_step_s, 1e-3)
+    still = exp(-answers)
+    begun = (1.0 - still) / answers if answers > 1e-6 else 1.0
+    streams = running * still + coming * begun
+    more = max(streams + 1 - running, 0.0)
+    return Prediction(
+        wait_s=first_s - terms.compute_s,
+        compute_s=terms.compute_s,
+        streams=streams,
+        step_s=decode.decode_step_s * (1.0 + STEP_SHARE_PER_STREAM * more),
+    )
+
+
+class Verdict(Enum):
+    """What happens to a request."""
+
+    PLACE = "place"
+    WAIT = "wait"
+    REFUSE = "refuse"
+
+
+class _Late(NamedTuple):
+    work_s: float
+    until_ns: int
+
+
+class SloGate:
+    """Judge of the requests of one router, and the lane of late ones.
+
+    Args:
+        max_streams: Number of responses that a worker generates at once.
+    """
+
+    def __init__(self, max_streams: int) -> None:
+        self._max_streams = max_streams
+        self._wait_errors_s = _Quantile(0.9, prior=0.0)
+        self._step_ratios = _Quantile(0.5, prior=1.0)
+        self._lane: dict[str, _Late] = {}  # in the order of arrival
+        self._work_s = 0.0
+        self._promised_ns = 0  # when the work is done that refused clients were told to bring
+
+    def judge(
+        self,
+        request_id: str,
+        prediction: Prediction,
+        slo: Slo,
+        *,
+        waited_s: float,
+        workers: int,
+        now_ns: int,
+        over_share: bool = False,
+    ) -> Verdict:
+        """Decide on a request that came now, or on one in the lane, which leaves it if placed.
+
+        Args:
+            request_id: Id of the request.
+            prediction: Its latencies on the workers that placement would choose.
+            slo: Its limits.
+            waited_s: Time since its arrival.
+            workers: Number of workers that compute prompts.
+            now_ns: Time on the router's clock.
+            over_share: Whether its tenant has more than its part of the fleet.
+        """
+        is_late = request_id in self._lane
+        if self._is_on_time(prediction, slo, waited_s, over_share) or (
+            is_late and self._may_run_late(prediction, slo)
+        ):
+            self.leave(request_id)
+            return Verdict.PLACE
+        if is_late or self._defer(request_id, prediction, slo, workers, now_ns):
+            return Verdict.WAIT
+        return Verdict.REFUSE
+
+    def _is_on_time(
+        self, prediction: Prediction, slo: Slo, waited_s: float, over_share: bool
+    ) -> bool:
+        share = HEADROOM * (OVER_SHARE if over_share else 1.0)
+        wait_s = waited_s + prediction.wait_s + self._wait_errors_s.value
+        return wait_s <= slo.ttft_s * share and self._keeps_step(prediction, slo)
+
+    def _may_run_late(self, prediction: Prediction, slo: Slo) -> bool:
+        """Return whether a late request delays nobody: its workers are idle, or have room."""
+        alone = prediction.streams < 1
+        idle = prediction.wait_s <= _IDLE * slo.ttft_s
+        return idle and (alone or self._keeps_step(prediction, slo))
+
+    def _keeps_step(self, prediction: Prediction, slo: Slo) -> bool:
+        step_s = prediction.step_s * self._step_ratios.value
+        has_room = prediction.streams + 1 <= self._max_streams
+        return has_room and step_s <= STEP_HEADROOM * slo.itl_s
+
+    def learn_wait(self, predicted_s: float, actual_s: float) -> None:
+        """Note the time from a placement to its first token, as predicted and as it was."""
+        self._wait_errors_s.add(max(actual_s - predicted_s, 0.0))
+
+    def learn_step(self, predicted_s: float, actual_s: float, tokens: int) -> None:
+        """Note the mean ITL of a response, as predicted and as it was."""
+        if tokens >= _LEAST_TOKENS and predicted_s:
+            self._step_ratios.add(actual_s / predicted_s)
+
+    # --- the lane --------------------------------------------------------------------------------
+
+    @property
+    def late(self) -> int:
+        """Number of requests in the lane."""
+        return len(self._lane)
+
+    def next(self) -> list[str]:
+        """Return the requests of the lane to judge now, the newest first.
+
+        Under lasting overload the oldest cannot be good any more, and the newest can.
+        """
+        return list(islice(reversed(self._lane), _ASKED))
+
+    def _defer(
+        self, request_id: str, prediction: Prediction, slo: Slo, workers: int, now_ns: int
+    ) -> bool:
+        work_s = self._work_s + prediction.compute_s
+        if self._lane and work_s > LANE_WORK * slo.ttft_s * workers:
+            return False
+        until_ns = now_ns + round(LANE_WAIT * slo.ttft_s * 1e9)
+        self._lane[request_id] = _Late(prediction.compute_s, until_ns)
+        self._work_s = work_s
+        return True
+
+    def leave(self, request_id: str) -> None:
+        """Take a request out of the lane; ignore others."""
+        late = self._lane.pop(request_id, None)
+        if late is not None:
+            self._work_s = self._work_s - late.work_s if self._lane else 0.0
+
+    def expired(self, now_ns: int) -> list[str]:
+        """Return the requests whose time in the lane is over."""
+        return [name for name, late in self._lane.items() if late.until_ns <= now_ns]
+
+    @staticmethod
+    def lane_s(slo: Slo) -> float:
+        """Return when a client should come again that has waited in the lane in vain."""
+        return float(min(max(ceil(slo.ttft_s), 1), _MAX_RETRY_AFTER_S))
+
+    def retry_after_s(self, prediction: Prediction, workers: int, now_ns: int) -> float:
+        """Return when a refused client should come again, in whole seconds.
+
+        Each is told to come when the work of those before it is done, so that they do not all come
+        at once.
+        """
+        work_ns = round(prediction.compute_s / max(workers, 1) * 1e9)
+        lane_ns = round(self._work_s / max(workers, 1) * 1e9)
+        self._promised_ns = max(self._promised_ns, now_ns + lane_ns) + work_ns
+        seconds = ceil((self._promised_ns - now_ns) / 1e9 + prediction.wait_s)
+        return float(min(max(seconds, 1), _MAX_RETRY_AFTER_S))
+
+
+class _Quantile:
+    """Quantile of the last samples, computed again after every eighth of them."""
+
+    def __init__(self, share: float, *, prior: float) -> None:
+        self.value = prior
+        self._share = share
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+        self._new = 0
+
+    def add(self, sample: float) -> None:
+        self._samples.append(sample)
+        self._new += 1
+        if self._new >= 8 and len(self._samples) >= _LEAST_SAMPLES:
+            self._new = 0
+            ordered = sorted(self._samples)
+            self.value = ordered[int(self._share * (len(ordered) - 1))]

@@ -1,0 +1,125 @@
+"""Admits the requests that have latency limits: asks the gate, and again for those that wait."""
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic_ns
+
+from baton.types.errors import SloUnreachableError
+from router.request import Slo
+from router.routing.admission.admission import Admission
+from router.routing.admission.fair_queue import Waiting
+from router.routing.admission.slo_gate import SloGate, Verdict, predict
+from router.routing.placement.placer import Placer, Quote
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.workers.table import WorkerTable
+
+_ASK_S = 0.1  # between two questions for the lane of late requests
+
+Place = Callable[[ActiveRequest, Waiting, Quote | None], None]
+Refuse = Callable[[ActiveRequest, SloUnreachableError], None]
+
+
+class SloAdmitter:
+    """Shell of a router's gate.
+
+    Args:
+        place: Places an admitted request; without a quote, placement chooses anew.
+        refuse: Ends a request that is not placed.
+    """
+
+    def __init__(
+        self,
+        max_streams: int,
+        workers: WorkerTable,
+        placer: Placer,
+        admission: Admission,
+        place: Place,
+        refuse: Refuse,
+    ) -> None:
+        self.gate = SloGate(max_streams)
+        self._workers = workers
+        self._placer = placer
+        self._admission = admission
+        self._place = place
+        self._refuse = refuse
+        self._late: dict[str, tuple[ActiveRequest, Waiting, Slo]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def admit(self, active: ActiveRequest, entry: Waiting, slo: Slo) -> None:
+        """Place a request that the queue has given its turn, let it wait, or refuse it."""
+        self._ask(active, entry, slo, late=False)
+
+    def leave(self, request_id: str) -> bool:
+        """Forget a request that has ended; return whether it waited here."""
+        self.gate.leave(request_id)
+        return self._late.pop(request_id, None) is not None
+
+    @property
+    def waiting(self) -> int:
+        """Number of late requests that wait."""
+        return len(self._late)
+
+    def _ask(self, active: ActiveRequest, entry: Waiting, slo: Slo, *, late: bool) -> None:
+        request = active.request
+        if not self._placer.could_place(request, b""):  # it ends with the placer's own error
+            self._placed(active, entry, None)
+            return
+        quote = self._placer.quote(request)
+        now_ns = monotonic_ns()
+        prediction = predict(quote.placement.chosen, self._placer.answer_tokens)
+        workers = [slot.role for slot in self._workers.usable]
+        computing = workers.count("prefill") or len(workers)
+        verdict = self.gate.judge(
+            active.id,
+            prediction,
+            slo,
+            waited_s=(now_ns - request.arrived_ns) / 1e9,
+            workers=computing,
+            now_ns=now_ns,
+            over_share=self._admission.is_over_share(request.tenant),
+        )
+        if verdict is Verdict.PLACE:
+            active.predicted_step_s = prediction.step_s
+            self._placed(active, entry, quote)
+            return
+        if not late:
+            self._admission.withdraw(entry)
+            self._late[active.id] = (active, entry, slo)
+            active.admitted = False
+        if verdict is Verdict.REFUSE:
+            self._refuse_now(active, slo, self.gate.retry_after_s(prediction, computing, now_ns))
+            return
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_ASK_S, self._ask_again)
+
+    def _placed(self, active: ActiveRequest, entry: Waiting, quote: Quote | None) -> None:
+        if self.leave(active.id):
+            self._admission.resume(entry)
+        self._place(active, entry, quote)
+
+    def _refuse_now(self, active: ActiveRequest, slo: Slo, retry_after_s: float) -> None:
+        self.leave(active.id)
+        error = SloUnreachableError(
+            f"the fleet is too busy to begin the response within {slo.ttft_s:g} s at "
+            f"{slo.itl_s:g} s per token (slo), and {self.waiting} late requests wait already",
+            retry_after_s=retry_after_s,
+        )
+        self._refuse(active, error)
+
+    def _ask_again(self) -> None:
+        self._timer = None
+        now_ns = monotonic_ns()
+        for request_id in self.gate.expired(now_ns):
+            active, _, slo = self._late[request_id]
+            self._refuse_now(active, slo, self.gate.lane_s(slo))
+        for request_id in self.gate.next():
+            if request_id in self._late:
+                self._ask(*self._late[request_id], late=True)
+        if self._late and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_ASK_S, self._ask_again)
+
+    def close(self) -> None:
+        """Stop asking."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,200 @@
+"""The gate: who is placed, who waits, and who is told to come again."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.request import Slo
+from router.routing.admission.slo_gate import (
+    HEADROOM,
+    LANE_WAIT,
+    LANE_WORK,
+    Prediction,
+    SloGate,
+    Verdict,
+    predict,
+)
+from router.routing.placement.cost import WorkerLoad, price
+
+SLO = Slo(ttft_s=10.0, itl_s=0.05)
+SECOND = 10**9
+LIMIT_S = HEADROOM * SLO.ttft_s
+
+
+def prediction(wait_s: float = 0.0, compute_s: float = 1.0, streams: float = 0.0, step_s=0.02):
+    return Prediction(wait_s=wait_s, compute_s=compute_s, streams=streams, step_s=step_s)
+
+
+def judge(gate: SloGate, name: str, asked: Prediction, now_s: float = 0.0, **fields) -> Verdict:
+    fields = {"waited_s": 0.0, "workers": 2, **fields}
+    return gate.judge(name, asked, SLO, now_ns=round(now_s * SECOND), **fields)
+
+
+def test_a_request_on_time_is_placed_however_long_its_prompt():
+    for compute_s in (0.01, 1.0, 100.0):
+        gate = SloGate(64)
+        assert judge(gate, "a", prediction(LIMIT_S - 0.1, compute_s)) is Verdict.PLACE
+        assert judge(gate, "b", prediction(LIMIT_S + 0.1, compute_s)) is Verdict.WAIT
+
+
+def test_the_time_that_it_has_waited_counts():
+    gate = SloGate(64)
+    assert judge(gate, "a", prediction(4.0), waited_s=LIMIT_S - 3.9) is Verdict.WAIT
+
+
+def test_slow_steps_and_full_batches_make_it_wait():
+    gate = SloGate(64)
+    assert judge(gate, "slow", prediction(step_s=0.049)) is Verdict.WAIT
+    assert judge(gate, "full", prediction(streams=63.5)) is Verdict.WAIT
+    assert judge(gate, "fits", prediction(streams=62.5)) is Verdict.PLACE
+
+
+def test_a_tenant_with_more_than_its_share_is_late_first():
+    gate = SloGate(64)
+    half = prediction(LIMIT_S * 0.75)
+    assert judge(gate, "heavy", half, over_share=True) is Verdict.WAIT
+    assert judge(gate, "light", half) is Verdict.PLACE
+
+
+def test_a_late_request_is_placed_when_it_is_on_time_after_all_or_a_worker_is_idle():
+    gate = SloGate(64)
+    assert judge(gate, "a", prediction(20.0)) is Verdict.WAIT
+    assert judge(gate, "a", prediction(5.0), waited_s=5.0) is Verdict.WAIT
+    assert judge(gate, "a", prediction(1.0), waited_s=5.0) is Verdict.PLACE
+    assert judge(gate, "b", prediction(20.0)) is Verdict.WAIT
+    assert judge(gate, "b", prediction(0.0), waited_s=50.0) is Verdict.PLACE
+    assert not gate.late
+
+
+def test_a_full_lane_refuses_with_a_later_time_for_each():
+    gate = SloGate(64)
+    names = [f"r{number}" for number in range(1000)]
+    waiting = 0
+    for name in names:
+        if judge(gate, name, prediction(20.0, compute_s=1.0)) is Verdict.REFUSE:
+            break
+        waiting += 1
+    assert waiting == LANE_WORK * SLO.ttft_s * 2
+    times = [gate.retry_after_s(prediction(20.0, compute_s=4.0), 2, 0) for _ in range(5)]
+    assert times == sorted(times)
+    assert times[-1] - times[0] == 4 * 4.0 / 2, "what the workers compute between two of them"
+    assert times[0] >= waiting / 2, "the lane goes first"
+
+
+def test_nobody_waits_in_the_lane_for_ever():
+    gate = SloGate(64)
+    judge(gate, "a", prediction(20.0))
+    assert gate.expired(round((LANE_WAIT * SLO.ttft_s - 0.1) * SECOND)) == []
+    assert gate.expired(round(LANE_WAIT * SLO.ttft_s * SECOND)) == ["a"]
+
+
+def test_the_newest_is_asked_first():
+    gate = SloGate(64)
+    for name in "abcdef":
+        judge(gate, name, prediction(20.0, compute_s=0.1))
+    assert gate.next() == ["f", "e", "d", "c"]
+
+
+def test_it_learns_how_far_predictions_are_from_the_truth():
+    gate = SloGate(64)
+    for _ in range(64):
+        gate.learn_wait(1.0, 4.0)
+        gate.learn_step(0.02, 0.04, tokens=100)
+    assert judge(gate, "a", prediction(LIMIT_S - 3.1)) is Verdict.PLACE
+    assert judge(gate, "b", prediction(LIMIT_S - 2.9)) is Verdict.WAIT
+    assert judge(gate, "c", prediction(step_s=0.023)) is Verdict.PLACE
+    assert judge(gate, "d", prediction(step_s=0.024)) is Verdict.WAIT
+
+
+def test_short_responses_teach_nothing_about_steps():
+    gate = SloGate(64)
+    for _ in range(64):
+        gate.learn_step(0.02, 0.2, tokens=3)
+    assert judge(gate, "a", prediction(step_s=0.04)) is Verdict.PLACE
+
+
+def load(name: str, role: str, **fields) -> WorkerLoad:
+    return WorkerLoad(worker_id=name, incarnation=name.encode(), role=role, **fields)
+
+
+@given(answering=st.integers(0, 60), coming=st.integers(0, 60), queued=st.integers(0, 200_000))
+def test_streams_are_those_that_will_run_when_the_prompt_is_done(answering, coming, queued):
+    prefill = load("p", "prefill", queued_tokens=queued)
+    decode = load("d", "decode", streams=answering + coming, answering=answering)
+    chosen = price(prefill=prefill, decode=decode, prompt_tokens=1000, expected_tokens=100)
+    found = predict(chosen, answer_tokens=100)
+    assert 0 <= found.streams <= answering + coming
+    assert abs(found.wait_s - prefill.queue_s) < 1e-9
+    now = predict(
+        price(
+            prefill=load("p", "prefill", prefill_token_s=1e-9),
+            decode=decode,
+            prompt_tokens=10,
+            expected_tokens=100,
+        ),
+        answer_tokens=1e6,
+    )
+    assert abs(now.streams - answering - coming) < 0.01, "nothing ends in no time"
+
+
+class Lane(RuleBasedStateMachine):
+    """Requests come, are judged again, leave and expire in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = SloGate(8)
+        self.now_ns = 0
+        self.number = 0
+        self.waiting: dict[str, tuple[Prediction, int]] = {}
+
+    @rule(wait_s=st.floats(0, 40), compute_s=st.floats(0.001, 50), streams=st.floats(0, 10))
+    def come(self, wait_s: float, compute_s: float, streams: float) -> None:
+        self.number += 1
+        name = f"r{self.number}"
+        asked = prediction(wait_s, compute_s, streams)
+        verdict = self.gate.judge(name, asked, SLO, waited_s=0.0, workers=3, now_ns=self.now_ns)
+        if verdict is Verdict.WAIT:
+            self.waiting[name] = (asked, self.now_ns)
+        if verdict is Verdict.REFUSE:
+            assert self.waiting, "an empty lane takes anybody"
+            assert 1 <= self.gate.retry_after_s(asked, 3, self.now_ns) <= 600
+
+    @rule(wait_s=st.floats(0, 40))
+    def ask_again(self, wait_s: float) -> None:
+        for name in self.gate.next():
+            asked, since_ns = self.waiting[name]
+            verdict = self.gate.judge(
+                name,
+                asked._replace(wait_s=wait_s),
+                SLO,
+                waited_s=(self.now_ns - since_ns) / SECOND,
+                workers=3,
+                now_ns=self.now_ns,
+            )
+            assert verdict is not Verdict.REFUSE, "who waits is refused by time alone"
+            if verdict is Verdict.PLACE:
+                del self.waiting[name]
+
+    @rule(seconds=st.integers(1, 30))
+    def pass_time(self, seconds: int) -> None:
+        self.now_ns += seconds * SECOND
+        for name in self.gate.expired(self.now_ns):
+            self.gate.leave(name)
+            del self.waiting[name]
+
+    @rule()
+    def disconnect(self) -> None:
+        if self.waiting:
+            name = next(iter(self.waiting))
+            self.gate.leave(name)
+            del self.waiting[name]
+        self.gate.leave("nobody")
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        assert self.gate.late == len(self.waiting)
+        work_s = sum(asked.compute_s for asked, _ in self.waiting.values())
+        assert len(self.waiting) <= 1 or work_s <= LANE_WORK * SLO.ttft_s * 3 + 1e-6
+
+
+TestLane = Lane.TestCase

@@ -1,0 +1,109 @@
+"""Requests with latency limits through HTTP: header, key, refusal, late lane, metrics."""
+
+import asyncio
+import time
+
+import httpx
+import pytest
+
+from baton.config.clients import ApiKeyConfig, SloConfig
+from tests.router.conftest import MODEL, until
+from tests.router.emulated_worker import Script
+
+HARD = SloConfig(ttft_s=0.05, itl_s=1e-4)
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+async def call(fleet, **headers) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=30) as client:
+        return await client.post(
+            "/v1/chat/completions",
+            json=CHAT,
+            headers={name.replace("_", "-"): value for name, value in headers.items()},
+        )
+
+
+def outcomes(fleet) -> dict[str, float]:
+    lines = fleet.router.metrics.render().decode().splitlines()
+    found = {}
+    for line in lines:
+        if line.startswith("baton_slo_requests_total{"):
+            found[line.split('outcome="')[1].split('"')[0]] = float(line.split()[-1])
+    return found
+
+
+async def test_a_request_that_can_be_good_is_served_and_counted(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()}, slo=SloConfig(ttft_s=5, itl_s=1))
+    assert (await call(fleet)).status_code == 200
+    await until(lambda: outcomes(fleet).get("good") == 1)
+
+
+async def test_a_busy_fleet_refuses_with_a_time_and_a_sentence(make_fleet):
+    """The worker says that it generates 31 responses of 32: steps are beyond the limit."""
+    fleet = await make_fleet(
+        {"decode-0": Script(streams=200)}, slo=SloConfig(ttft_s=0.05, itl_s=1e-4)
+    )
+    began_s = time.monotonic()
+    answer = await call(fleet)
+    assert answer.status_code == 429, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == "slo_unreachable"
+    assert "within 0.05 s at 0.0001 s per token" in error["message"]
+    assert int(answer.headers["retry-after"]) >= 1
+    assert 0.25 < time.monotonic() - began_s < 5, "it waited in the lane first"
+    gateway = fleet.router.gateway
+    assert (gateway.admission.running, gateway.admission.waiting) == (0, 0)
+    assert not gateway._slo.waiting
+    assert not gateway._book._workers_of, "nothing was booked for it"
+    await until(lambda: outcomes(fleet).get("refused") == 1)
+
+
+async def test_who_waits_is_served_when_the_worker_has_room(make_fleet):
+    script = Script(streams=200)
+    fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=10, itl_s=1))
+    waiting = asyncio.create_task(call(fleet))
+    await until(lambda: fleet.router.gateway._slo.waiting == 1)
+    script.streams = 0
+    assert (await waiting).status_code == 200
+    assert fleet.router.gateway.admission.running == 0
+
+
+async def test_who_disconnects_leaves_the_lane(make_fleet):
+    fleet = await make_fleet({"decode-0": Script(streams=200)}, slo=SloConfig(ttft_s=10, itl_s=1))
+    waiting = asyncio.create_task(call(fleet))
+    await until(lambda: fleet.router.gateway._slo.waiting == 1)
+    waiting.cancel()
+    await until(lambda: not fleet.router.gateway._slo.waiting)
+    assert not fleet.router.gateway._active
+
+
+async def test_without_limits_nobody_is_refused(make_fleet):
+    fleet = await make_fleet({"decode-0": Script(streams=200)})
+    assert (await call(fleet)).status_code == 200
+    assert outcomes(fleet) == {}
+
+
+@pytest.mark.parametrize("header", ["x-baton-slo-itl-ms", "x-slo-tpot-ms"])
+async def test_a_call_may_bring_its_own_limits(make_fleet, header):
+    script = Script(streams=20)  # 30 ms a step, as nothing was measured
+    fleet = await make_fleet({"decode-0": script, "decode-1": script}, slo=HARD)
+    assert (await call(fleet)).status_code == 429
+    assert (await call(fleet, **{header: "1000", "x-baton-slo-ttft-ms": "5000"})).status_code == 200
+
+
+async def test_a_key_has_its_own_limits(make_fleet):
+    keys = {
+        "strict-key": ApiKeyConfig(tenant="a", slo=HARD),
+        "other-key": ApiKeyConfig(tenant="b"),
+    }
+    fleet = await make_fleet({"decode-0": Script(streams=20)}, api_keys=keys)
+    assert (await call(fleet, authorization="Bearer strict-key")).status_code == 429
+    assert (await call(fleet, authorization="Bearer other-key")).status_code == 200
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf", "3600001"])
+async def test_limits_that_are_no_limits_are_named(make_fleet, value):
+    fleet = await make_fleet({"decode-0": Script()})
+    answer = await call(fleet, **{"x-baton-slo-ttft-ms": value})
+    assert answer.status_code == 400
+    assert "x-baton-slo-ttft-ms" in answer.json()["error"]["message"]
