@@ -261,7 +261,7 @@ def from_code(code: str, message: str) -> BatonError:
     """Return the error with this ``code``; ``InternalError`` for codes of newer peers."""
     for kind in _tree(BatonError):
         if kind.code == code and kind is not BatonError:
-            if kind is QueueFullError:
-                return QueueFullError(message, retry_after_s=1.0)
+            if issubclass(kind, QueueFullError):
+                return kind(message, retry_after_s=1.0)
             return kind(message)
     return InternalError(message)

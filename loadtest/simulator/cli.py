@@ -13,9 +13,10 @@ from baton.engine.emulated_timing import H100_70B, TIMINGS
 from loadtest.commands.options import with_options
 from loadtest.simulator.network import LINKS
 from loadtest.simulator.policies import FLEET, POLICIES
-from loadtest.simulator.report import Figures, Slo, as_json, figures, table
+from loadtest.simulator.report import Figures, Slo, as_json, figures, goodput_table, table
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.workloads.traces import TraceError, read_trace
+from router.request import Slo as RequestSlo
 
 ALL = "all"
 
@@ -26,7 +27,7 @@ ALL = "all"
     "link",
     "memory_bytes_per_s",
     "block_tokens",
-    "max_batch_requests",
+    "slo",
     "max_step_tokens",
     "max_queued_requests",
     "check_every_step",
@@ -44,6 +45,12 @@ def simulate(
     link: Annotated[
         str, typer.Option(help=f"Link between workers: {', '.join(LINKS)}.")
     ] = "between-nodes",
+    slo_ttft_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Limit of TTFT for admission (slo.ttft_s).")
+    ] = None,
+    slo_itl_s: Annotated[
+        float | None, typer.Option(min=0.0001, help="Limit of ITL for admission (slo.itl_s).")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None,
     ttft_s: Annotated[float, typer.Option(min=0, help="TTFT limit of a good request.")] = 10.0,
     tpot_s: Annotated[float, typer.Option(min=0, help="TPOT limit of a good request.")] = 0.1,
@@ -62,6 +69,11 @@ def simulate(
             raise typer.BadParameter(
                 f"{value!r} is unknown; use one of {', '.join(allowed)}", param_hint=option
             )
+    if (slo_ttft_s is None) != (slo_itl_s is None):
+        raise typer.BadParameter("use --slo-ttft-s and --slo-itl-s together")
+    limits = None
+    if slo_ttft_s is not None and slo_itl_s is not None:
+        limits = RequestSlo(ttft_s=slo_ttft_s, itl_s=slo_itl_s)
     try:
         requests = read_trace(trace, limit)
     except (TraceError, OSError) as error:
@@ -70,7 +82,7 @@ def simulate(
     results: dict[str, Figures] = {}
     written: list[bytes] = []
     for name in [*POLICIES, FLEET] if policy == ALL else [policy]:
-        fleet = replace(setup, policy=name, timing=TIMINGS[worker], link=LINKS[link])
+        fleet = replace(setup, policy=name, slo=limits, timing=TIMINGS[worker], link=LINKS[link])
         began_s = time.perf_counter()
         simulation = Simulation(fleet, requests)
         simulation.run()
@@ -81,5 +93,7 @@ def simulate(
             f"simulated in {time.perf_counter() - began_s:.1f} s\n"
         )
     Console().print(table(results))
+    if limits is not None:
+        Console().print(goodput_table(results))
     if json is not None:
         json.write_bytes(written[0] if len(written) == 1 else b"[" + b",".join(written) + b"]\n")

@@ -9,6 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from loadtest.metrics.summary import Distribution
+from loadtest.simulator.goodput import Goodput, goodput
 from loadtest.simulator.records import Record
 from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.traces import TraceRequest
@@ -68,6 +69,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     evictions: int
     worker_deaths: int
     retried: int
+    goodput: Goodput | None  # None: the fleet has no limits of latency
 
 
 def bound_share(trace: Sequence[TraceRequest]) -> float:
@@ -144,6 +146,7 @@ def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> 
         evictions=sum(life.core.pool.evictions for life in lives),
         worker_deaths=simulation.router.deaths,
         retried=sum(record.attempt > 1 for record in records),
+        goodput=goodput(records, setup, setup.slo) if setup.slo is not None else None,
     )
 
 
@@ -217,4 +220,25 @@ def table(results: dict[str, Figures]) -> Table:
             f"{one.good_share:.1%}",
             str(one.requests - one.answered),
         )
+    return shown
+
+
+def goodput_table(results: dict[str, Figures]) -> Table:
+    """Return a table with one row per run of a fleet that has limits of latency."""
+    shown = Table(title="goodput, simulated", title_justify="left")
+    for column in ("policy", "good/s", "good", "refused", "good of admitted", "long", "wasted"):
+        shown.add_column(column, justify="left" if column == "policy" else "right")
+    for name, one in results.items():
+        found = one.goodput
+        if found is not None:
+            long = found.long_admitted_ratio
+            shown.add_row(
+                name,
+                f"{found.good_per_s:.2f}",
+                f"{found.good_share:.1%}",
+                f"{found.refused_share:.1%}",
+                f"{found.good_of_admitted_share:.1%}",
+                "" if long is None else f"{long:.2f}",
+                f"{found.wasted_share:.1%}",
+            )
     return shown

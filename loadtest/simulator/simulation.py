@@ -54,7 +54,9 @@ class Setup:
     ] = 0
     memory_bytes_per_s: float = 20e9  # between tier and pool: a PCIe 4 x16 slot
     block_tokens: int = MOONCAKE_BLOCK_TOKENS  # of all pools, as in the trace's hashes
-    max_batch_requests: int = 64
+    max_batch_requests: Annotated[
+        int, Option("--batch", min=1, help="Sequences that a worker runs at once.")
+    ] = 64
     max_step_tokens: int = 8192
     max_queued_requests: int = 256
     pull_prefixes: Annotated[

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.engine.cpu.integer_kernel import needs_integer_products
 from tests.engine.tiny_llama import write_llama
 from tests.workers.harness import MiniRouter, WorkerProcess, routed, workers
 
@@ -73,6 +74,7 @@ async def test_smollm2_over_any_pair_of_widths(prefill_ranks: int, decode_ranks:
 
 
 @pytest.mark.slow
+@needs_integer_products
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "kv"), [(2, 1, "int8"), (1, 3, "fp8")])
 async def test_a_quantised_replica_hands_over_to_any_width(
     prefill_ranks: int, decode_ranks: int, kv: str

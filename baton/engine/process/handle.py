@@ -47,7 +47,7 @@ class EngineHandle:
         self._rates = StepRates()
         self._durations_ns: deque[int] = deque([0], maxlen=_RECENT_STEPS)
         self._load_ns = time.monotonic_ns()  # time of ``load``
-        self._has_news = False  # requests were submitted since ``load``
+        self._submitted_ns = 0  # time of the last request
         client.listen(self._on_report)
 
     @classmethod
@@ -76,7 +76,7 @@ class EngineHandle:
         self._handlers[command.request_id] = handler
         if is_canary:
             self._canaries.add(command.request_id)
-        self._has_news = True
+        self._submitted_ns = time.monotonic_ns()
         if command.spec.adapter is not None:
             self._adapters_asked[command.request_id] = command.spec.adapter
         self.client.send(command)
@@ -116,7 +116,8 @@ class EngineHandle:
 
     def load_age_ns(self, now_ns: int) -> int:
         """Return the age of ``load``; 0 if the engine is idle."""
-        computes = self.load.answering or self.load.queued_prompt_tokens or self._has_news
+        unread = self._submitted_ns >= self._load_ns  # the step had begun already
+        computes = self.load.answering or self.load.queued_prompt_tokens or unread
         return max(now_ns - self._load_ns, 0) if computes else 0
 
     def watch(self, alive_ns: int) -> None:
@@ -185,6 +186,5 @@ class EngineHandle:
         self._rates.add(step)
         self._durations_ns.append(step.duration_ns)
         self._load_ns = time.monotonic_ns() - step.duration_ns
-        self._has_news = False
         for callback in self.after_step:
             callback(step)

@@ -38,6 +38,7 @@ LANE_WAIT = 6.0
 """Time in the lane at most, in multiples of the limit."""
 
 _IDLE = 0.01  # a worker with a shorter queue, in multiples of the limit, takes late requests
+_LATE_STEP = 1.25  # as STEP_HEADROOM, where prefill is idle
 _ASKED = 4  # requests of the lane at once: each is priced anew
 _SAMPLES = 500  # in the quantile of errors
 _LEAST_SAMPLES = 32
@@ -153,15 +154,18 @@ class SloGate:
         return wait_s <= slo.ttft_s * share and self._keeps_step(prediction, slo)
 
     def _may_run_late(self, prediction: Prediction, slo: Slo) -> bool:
-        """Return whether a late request delays nobody: its workers are idle, or have room."""
+        """Return whether a late request delays nobody: its workers are idle, or nearly so.
+
+        An idle prefill worker is worth a risk, because steps are predicted less well than waits.
+        """
         alone = prediction.streams < 1
         idle = prediction.wait_s <= _IDLE * slo.ttft_s
-        return idle and (alone or self._keeps_step(prediction, slo))
+        return idle and (alone or self._keeps_step(prediction, slo, _LATE_STEP))
 
-    def _keeps_step(self, prediction: Prediction, slo: Slo) -> bool:
+    def _keeps_step(self, prediction: Prediction, slo: Slo, share: float = STEP_HEADROOM) -> bool:
         step_s = prediction.step_s * self._step_ratios.value
         has_room = prediction.streams + 1 <= self._max_streams
-        return has_room and step_s <= STEP_HEADROOM * slo.itl_s
+        return has_room and step_s <= share * slo.itl_s
 
     def learn_wait(self, predicted_s: float, actual_s: float) -> None:
         """Note the time from a placement to its first token, as predicted and as it was."""

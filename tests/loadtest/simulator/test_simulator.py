@@ -16,11 +16,13 @@ from typer.testing import CliRunner
 from baton.engine.emulated_timing import EPYC_135M
 from fleet.cli.main import app
 from loadtest.simulator.clock import VirtualClock
+from loadtest.simulator.goodput import Goodput, goodput
 from loadtest.simulator.network import LINKS, Network
 from loadtest.simulator.policies import FLEET
 from loadtest.simulator.report import Slo, as_json, bound_share, figures
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.workloads.traces import TraceRequest, read_trace
+from router.request import Slo as RequestSlo
 from router.routing.placement.chain import Source
 from router.routing.placement.placer import Placer
 from tests.soak import examples
@@ -289,3 +291,43 @@ def test_a_tier_in_host_memory_gives_back_what_small_pools_evict():
     (tier,) = tiered.lives[0].core.tiers.counts()
     assert tier.brought > 0
     assert_nothing_is_left(tiered)
+
+
+LIMITS = RequestSlo(ttft_s=10.0, itl_s=0.05)
+
+
+def goodput_at(speed: float, slo: RequestSlo | None) -> Goodput:
+    setup = Setup(prefill_workers=6, decode_workers=2, speed=speed, slo=slo)
+    trace = read_trace(SAMPLE)
+    return goodput(run(setup, trace).records, setup, LIMITS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_overload_ends_service_without_a_gate_and_degrades_it_with_one():
+    best = goodput_at(0.7, None)
+    assert best.good_share > 0.95, "the fleet holds this load"
+    assert goodput_at(1.4, None).good_per_s < 0.3 * best.good_per_s
+    gated = goodput_at(1.4, LIMITS)
+    assert gated.good_per_s > 0.95 * best.good_per_s
+    assert gated.good_of_admitted_share > 0.9
+    assert gated.long_admitted_ratio > 0.8
+
+
+def test_a_report_is_as_old_as_the_step_that_it_is_from():
+    """A request that came within a step is not in the load that the step ends with."""
+    trace = [TraceRequest(0.0, 40_000, 8), TraceRequest(0.5, 40_000, 8)]
+    simulation = Simulation(Setup(prefill_workers=1, decode_workers=1, spread_s=0.0), trace)
+    reported: list[tuple[int, int]] = []
+    real = simulation.router.on_status
+
+    def on_status(worker, status):
+        if worker.role == "prefill":
+            as_of_ns = simulation.clock.now_ns - status.load_age_ns
+            reported.append((as_of_ns, status.queued_prompt_tokens))
+        real(worker, status)
+
+    simulation.router.on_status = on_status
+    simulation.run()
+    later = [tokens for as_of_ns, tokens in reported if 0.6e9 < as_of_ns < 3e9]
+    assert later and min(later) > 40_000, "both prompts, once a report is from after the second"

@@ -1,0 +1,65 @@
+"""Goodput of a simulated fleet: requests that kept their limits, of all that were sent."""
+
+import msgspec
+
+from loadtest.simulator.records import Record
+from loadtest.simulator.simulation import Setup
+from router.request import Slo
+
+LONG_TOKENS = 32_768
+
+
+class Goodput(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares are between 0 and 1.
+
+    Attributes:
+        good_per_s: Good requests per second, from the first arrival to the last.
+        good_share: Good requests of all that were sent.
+        refused_share: Requests that got 429.
+        good_of_admitted_share: Good requests of those that were answered.
+        long_admitted_ratio: Share of prompts over 32,768 tokens that were answered, divided by the
+            share of all requests that were; None if there are no such prompts.
+        wasted_share: Prompt tokens computed for requests that were not good, of all computed ones.
+    """
+
+    good_per_s: float
+    good_share: float
+    refused_share: float
+    good_of_admitted_share: float
+    long_admitted_ratio: float | None
+    wasted_share: float
+
+
+def goodput(records: list[Record], setup: Setup, slo: Slo) -> Goodput:
+    """Return the goodput of a finished simulation."""
+    good = {record.id for record in records if is_good(record, setup, slo)}
+    admitted = [record for record in records if not record.error]
+    long = [record for record in records if record.prompt_tokens > LONG_TOKENS]
+    admitted_share = len(admitted) / len(records)
+    long_share = sum(not record.error for record in long) / max(len(long), 1)
+    computed = {
+        record.id: record.prompt_tokens - record.cached_tokens
+        for record in records
+        if record.started_ns
+    }
+    wasted = sum(tokens for name, tokens in computed.items() if name not in good)
+    arrivals_ns = [record.request.arrived_ns for record in records]
+    span_s = max(max(arrivals_ns) - min(arrivals_ns), 1) / 1e9
+    return Goodput(
+        good_per_s=round(len(good) / span_s, 4),
+        good_share=round(len(good) / len(records), 4),
+        refused_share=round(1 - admitted_share, 4),
+        good_of_admitted_share=round(len(good) / max(len(admitted), 1), 4),
+        long_admitted_ratio=round(long_share / admitted_share, 4) if long and admitted else None,
+        wasted_share=round(wasted / max(sum(computed.values()), 1), 4),
+    )
+
+
+def is_good(record: Record, setup: Setup, slo: Slo) -> bool:
+    """Return whether a response kept its limits; the prompt's own time is for all its tokens."""
+    if record.error:
+        return False
+    own_s = setup.timing.step_s + setup.timing.prompt_s(record.prompt_tokens)
+    first_s = (record.first_ns - record.request.arrived_ns) / 1e9
+    itl_s = (record.last_ns - record.first_ns) / 1e9 / max(record.tokens - 1, 1)
+    return first_s <= slo.ttft_s + 2 * own_s and itl_s <= slo.itl_s
