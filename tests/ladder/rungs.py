@@ -74,17 +74,17 @@ class LadderFleet:
         self.deaths: list[str] = []
         self._avoided = ""
         on_dead = self.table._listener.on_dead
-        place = self.gateway._placer.place
+        quote = self.gateway._placer.quote
 
         def note(link, incarnation, reason, *, died):
             self.deaths.append(f"{link.worker_id}: {reason}")
             on_dead(link, incarnation, reason, died=died)
 
-        def place_elsewhere(request, avoid=b""):
-            return place(request, avoid or self.incarnation(self._avoided))
+        def quote_elsewhere(request, avoid=b""):
+            return quote(request, avoid or self.incarnation(self._avoided))
 
         self.table._listener.on_dead = note
-        self.gateway._placer.place = place_elsewhere
+        self.gateway._placer.quote = quote_elsewhere
 
     def incarnation(self, name: str) -> bytes:
         return self.workers[name].record.incarnation if name else b""

@@ -61,10 +61,11 @@ class SloAdmitter:
 
     def _ask(self, active: ActiveRequest, entry: Waiting, slo: Slo, *, late: bool) -> None:
         request = active.request
-        if not self._placer.could_place(request, b""):  # it ends with the placer's own error
+        try:
+            quote = self._placer.quote(request)
+        except Exception:  # noqa: BLE001 - placed without a quote, it fails again and is ended
             self._placed(active, entry, None)
             return
-        quote = self._placer.quote(request)
         now_ns = monotonic_ns()
         prediction = predict(quote.placement.chosen, self._placer.answer_tokens)
         workers = [slot.role for slot in self._workers.usable]

@@ -85,19 +85,20 @@ def test_within_a_node_messages_take_another_link():
 def test_the_links_of_a_chain_are_pulled_one_after_the_other(monkeypatch):
     """Before each source another one is asked, for a block that it may have or not."""
     asked = []
-    place = Placer.place
+    quote = Placer.quote
 
     def with_one_more(placer, *said):
-        placement = place(placer, *said)
+        quoted = quote(placer, *said)
+        placement = quoted.placement
         if not placement.prefix:
-            return placement
+            return quoted
         others = ({"prefill-0", "prefill-1"} - {placement.prefix[0].worker_id}).pop()
         asked.append([Source(others, 1), *placement.prefix])
-        return replace(placement, prefix=asked[-1])
+        return quoted._replace(placement=replace(placement, prefix=asked[-1]))
 
     trace, setup = read_trace(SAMPLE, 200), replace(SMALL, prefill_workers=4)
     before = run(setup, trace)
-    monkeypatch.setattr(Placer, "place", with_one_more)
+    monkeypatch.setattr(Placer, "quote", with_one_more)
     simulation = run(replace(setup, check_every_step=True), trace)
     assert asked and all(record.ends == 1 and not record.error for record in simulation.records)
     pulled = [sum(one.pulled_blocks for one in run.records) for run in (before, simulation)]

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from baton.config.clients import SloConfig
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script, answer_token
 
@@ -511,17 +512,19 @@ class TestFaultsOfOurOwn:
         assert [end["index"] for end in ends] == [0, 1, 2]
         assert (await fleet.chat()).status_code == 200
 
-    async def test_a_placement_that_fails_frees_its_place(self, make_fleet, monkeypatch):
-        fleet = await make_fleet({"decode-0": None}, window_requests=1)
+    @pytest.mark.parametrize("slo", [None, SloConfig(ttft_s=10, itl_s=1)])
+    async def test_a_placement_that_fails_frees_its_place(self, make_fleet, monkeypatch, slo):
+        fleet = await make_fleet({"decode-0": None}, window_requests=1, slo=slo)
         gateway = fleet.router.gateway
-        place, faults = gateway._placer.place, [OverflowError("too large")]
+        quote = gateway._placer.quote
+        faults = [OverflowError("too large")] * (1 if slo is None else 2)  # the gate asks, too
 
         def broken(active, avoid):
             if faults:
                 raise faults.pop()
-            return place(active, avoid)
+            return quote(active, avoid)
 
-        monkeypatch.setattr(gateway._placer, "place", broken)
+        monkeypatch.setattr(gateway._placer, "quote", broken)
         response = await fleet.chat()
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "internal_error"
