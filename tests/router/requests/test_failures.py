@@ -519,7 +519,7 @@ class TestFaultsOfOurOwn:
         quote = gateway._placer.quote
         faults = [OverflowError("too large")] * (1 if slo is None else 2)  # the gate asks, too
 
-        def broken(active, avoid):
+        def broken(active, avoid=b""):
             if faults:
                 raise faults.pop()
             return quote(active, avoid)
