@@ -6,8 +6,8 @@
                 └─ lane full ─────────────────────────────────────────▶ 429, with Retry-After
 
 Without it, a fleet with more load than it can serve serves everybody late. A request is judged by
-the price that placement has computed for it, before anything is booked, so a refused request costs
-no worker anything. The prediction is corrected by what was learnt of its error.
+the cost that placement has computed for it, before anything is booked or sent. The prediction is
+corrected by what was learnt of its error.
 
 The limit of the time to first token applies to the time that a request waits, not to its prompt's
 own time: a limit in absolute seconds would refuse long prompts for ever.
@@ -87,7 +87,7 @@ def predict(chosen: Candidate, answer_tokens: float) -> Prediction:
 
 
 class Verdict(Enum):
-    """What happens to a request."""
+    """Decision on a request."""
 
     PLACE = "place"
     WAIT = "wait"
@@ -100,7 +100,7 @@ class _Late(NamedTuple):
 
 
 class SloGate:
-    """Judge of the requests of one router, and the lane of late ones.
+    """Decides on the requests of one router, and keeps the lane of late ones.
 
     Args:
         max_streams: Number of responses that a worker generates at once.
@@ -154,7 +154,7 @@ class SloGate:
         return wait_s <= slo.ttft_s * share and self._keeps_step(prediction, slo)
 
     def _may_run_late(self, prediction: Prediction, slo: Slo) -> bool:
-        """Return whether a late request delays nobody: its workers are idle, or nearly so.
+        """Return whether the chosen workers are idle enough for a late request.
 
         An idle prefill worker is worth a risk, because steps are predicted less well than waits.
         """

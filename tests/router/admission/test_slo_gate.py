@@ -1,4 +1,4 @@
-"""The gate: who is placed, who waits, and who is told to come again."""
+"""The gate: requests on time, late ones, and refused ones."""
 
 from hypothesis import given
 from hypothesis import strategies as st
