@@ -162,9 +162,7 @@ class FleetConfig(Section):
     share_cache_between_tenants: bool = False  # cached prefixes serve every tenant
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     default_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
-    slo: SloConfig | None = (
-        None  # latencies of good responses; None: no request waits for its latency
-    )
+    slo: SloConfig | None = None  # latencies of good responses; None: no limits
 
     redis: str = EMBEDDED
     logs: LogsConfig = LogsConfig()
