@@ -77,7 +77,7 @@ class SimulatedRouter(WorkerListener):
         self._reports = Reports()
         self._admission = Admission(settings.max_queued_requests)
         self._tickets = Tickets(mark=0)
-        self._gate = SloGate(settings.window_requests)
+        self._gate = SloGate(settings.window_requests, settings.max_queued_requests)
         self._late: dict[str, Waiting] = {}
         self._late_due = False
         self._placer = Placer(
@@ -221,9 +221,7 @@ class SimulatedRouter(WorkerListener):
         number = self._placed
         self._placed += 1
         if self._policy is None:
-            quote = quote or self._placer.quote(record.request, avoid)
-            self._placer.book(record.request, quote)
-            placement = quote.placement
+            placement = self._placer.place(record.request, avoid, quote)
             terms = placement.chosen.terms
             record.predicted_first_s = terms.first_token_s
             chosen = _Chosen(

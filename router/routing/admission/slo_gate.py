@@ -104,10 +104,12 @@ class SloGate:
 
     Args:
         max_streams: Number of responses that a worker generates at once.
+        max_late: Number of requests in the lane at most, however little work they are.
     """
 
-    def __init__(self, max_streams: int) -> None:
+    def __init__(self, max_streams: int, max_late: int) -> None:
         self._max_streams = max_streams
+        self._max_late = max_late
         self._wait_errors_s = _Quantile(0.9, prior=0.0)
         self._step_ratios = _Quantile(0.5, prior=1.0)
         self._lane: dict[str, _Late] = {}  # in the order of arrival
@@ -194,7 +196,8 @@ class SloGate:
         self, request_id: str, prediction: Prediction, slo: Slo, workers: int, now_ns: int
     ) -> bool:
         work_s = self._work_s + prediction.compute_s
-        if self._lane and work_s > LANE_WORK * slo.ttft_s * workers:
+        too_much = work_s > LANE_WORK * slo.ttft_s * workers or len(self._lane) >= self._max_late
+        if self._lane and too_much:
             return False
         until_ns = now_ns + round(LANE_WAIT * slo.ttft_s * 1e9)
         self._lane[request_id] = _Late(prediction.compute_s, until_ns)

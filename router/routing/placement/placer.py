@@ -175,14 +175,19 @@ class Placer:
         """Return the seed of the request's block hashes on a worker with these capabilities."""
         return self._seeds.seed(request, capabilities)
 
-    def place(self, request: GenerationRequest, avoid: bytes = b"") -> Placement:
+    def place(
+        self, request: GenerationRequest, avoid: bytes = b"", quote: Quote | None = None
+    ) -> Placement:
         """Choose workers, not the incarnation ``avoid``, and book the load for the next choice.
+
+        With a ``quote``, which must be the last one, they are chosen already.
 
         Raises:
             UnavailableError: No ready worker can serve the request in its mode.
         """
-        quote = self.quote(request, avoid)
-        self.book(request, quote)
+        if quote is None:
+            quote = self.quote(request, avoid)
+        self._book_quote(request, quote)
         return quote.placement
 
     def quote(self, request: GenerationRequest, avoid: bytes = b"") -> Quote:
@@ -215,8 +220,7 @@ class Placer:
         )
         return Quote(placement, hashes)
 
-    def book(self, request: GenerationRequest, quote: Quote) -> None:
-        """Book the load of a quote, which must be the last one, for the next choice."""
+    def _book_quote(self, request: GenerationRequest, quote: Quote) -> None:
         placement = quote.placement
         chosen = placement.chosen
         self._book_load(request, chosen, placement.placed_ns)

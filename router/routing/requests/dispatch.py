@@ -87,9 +87,7 @@ class Dispatcher:
         Raises:
             UnavailableError: No ready worker can serve it.
         """
-        quote = quote or self.placer.quote(active.record.to_place, avoid)
-        self.placer.book(active.record.to_place, quote)
-        placement = quote.placement
+        placement = self.placer.place(active.record.to_place, avoid, quote)
         active.take_placement(placement)
         active.record.next_attempt(why)
         computes_id = placement.chosen.computes.worker_id

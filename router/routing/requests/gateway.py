@@ -88,6 +88,7 @@ class Gateway:
         self._placer = Placer(settings, self.workers, prefix_index, self._book)
         self._slo = SloAdmitter(
             settings.window_requests,
+            settings.max_queued_requests,
             self.workers,
             self._placer,
             self.admission,

@@ -270,7 +270,8 @@ def _outcome(active: ActiveRequest, slo: Slo) -> str:
         return "failed"
     tokens = active.request.prompt
     own_s = active.placement.chosen.computes.prompt_s(len(tokens), context_tokens(0, len(tokens)))
-    first_s = (record.first_token_ns - active.request.arrived_ns) / 1e9
+    first_ns = record.first_token_ns or active.delivered_ns  # embeddings have no token
+    first_s = (first_ns - active.request.arrived_ns) / 1e9
     later = record.completion_tokens // active.request.sampling.n - 1
     itl_s = (record.last_token_ns - record.first_token_ns) / 1e9 / max(later, 1)
     good = first_s <= slo.ttft_s + 2 * own_s and (later < 1 or itl_s <= slo.itl_s)

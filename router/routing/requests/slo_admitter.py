@@ -30,13 +30,14 @@ class SloAdmitter:
     def __init__(
         self,
         max_streams: int,
+        max_late: int,
         workers: WorkerTable,
         placer: Placer,
         admission: Admission,
         place: Place,
         refuse: Refuse,
     ) -> None:
-        self.gate = SloGate(max_streams)
+        self.gate = SloGate(max_streams, max_late)
         self._workers = workers
         self._placer = placer
         self._admission = admission

@@ -130,6 +130,22 @@ def test_a_fault_in_one_requests_handler_ends_that_request_alone() -> None:
     assert not handle.has_work
 
 
+def test_a_report_is_old_while_the_engine_has_not_read_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that comes within a step is not in the load that the step ends with."""
+    now_ns = 1_000
+    monkeypatch.setattr("baton.engine.process.handle.time.monotonic_ns", lambda: now_ns)
+    handle = handle_of(Mock())
+    now_ns = 2_000
+    handle.submit(SimpleNamespace(request_id="r", spec=SimpleNamespace(adapter=None)), Mock())
+    handle._on_report(ev.StepDone(step=1, duration_ns=500))  # it began at 1,500
+    now_ns = 2_300
+    assert handle.load_age_ns(now_ns) == 800
+    handle._on_report(ev.StepDone(step=2, duration_ns=200))  # it began at 2,100, and ended the work
+    assert handle.load_age_ns(now_ns) == 0
+
+
 def test_a_step_loop_that_says_nothing_is_silent_until_it_speaks() -> None:
     """Defect 23."""
     handle = handle_of(Mock())

@@ -32,32 +32,32 @@ def judge(gate: SloGate, name: str, asked: Prediction, now_s: float = 0.0, **fie
 
 def test_a_request_on_time_is_placed_however_long_its_prompt():
     for compute_s in (0.01, 1.0, 100.0):
-        gate = SloGate(64)
+        gate = SloGate(64, 256)
         assert judge(gate, "a", prediction(LIMIT_S - 0.1, compute_s)) is Verdict.PLACE
         assert judge(gate, "b", prediction(LIMIT_S + 0.1, compute_s)) is Verdict.WAIT
 
 
 def test_the_time_that_it_has_waited_counts():
-    gate = SloGate(64)
+    gate = SloGate(64, 256)
     assert judge(gate, "a", prediction(4.0), waited_s=LIMIT_S - 3.9) is Verdict.WAIT
 
 
 def test_slow_steps_and_full_batches_make_it_wait():
-    gate = SloGate(64)
+    gate = SloGate(64, 256)
     assert judge(gate, "slow", prediction(step_s=0.049)) is Verdict.WAIT
     assert judge(gate, "full", prediction(streams=63.5)) is Verdict.WAIT
     assert judge(gate, "fits", prediction(streams=62.5)) is Verdict.PLACE
 
 
 def test_a_tenant_with_more_than_its_share_is_late_first():
-    gate = SloGate(64)
+    gate = SloGate(64, 256)
     half = prediction(LIMIT_S * 0.75)
     assert judge(gate, "heavy", half, over_share=True) is Verdict.WAIT
     assert judge(gate, "light", half) is Verdict.PLACE
 
 
 def test_a_late_request_is_placed_when_it_is_on_time_after_all_or_a_worker_is_idle():
-    gate = SloGate(64)
+    gate = SloGate(64, 256)
     assert judge(gate, "a", prediction(20.0)) is Verdict.WAIT
     assert judge(gate, "a", prediction(5.0), waited_s=5.0) is Verdict.WAIT
     assert judge(gate, "a", prediction(1.0), waited_s=5.0) is Verdict.PLACE
@@ -67,7 +67,7 @@ def test_a_late_request_is_placed_when_it_is_on_time_after_all_or_a_worker_is_id
 
 
 def test_a_full_lane_refuses_with_a_later_time_for_each():
-    gate = SloGate(64)
+    gate = SloGate(64, 256)
     names = [f"r{number}" for number in range(1000)]
     waiting = 0
     for name in names:
@@ -81,22 +81,28 @@ def test_a_full_lane_refuses_with_a_later_time_for_each():
     assert times[0] >= waiting / 2, "the lane goes first"
 
 
+def test_the_lane_is_bounded_however_little_work_its_requests_are():
+    gate = SloGate(64, 5)
+    verdicts = [judge(gate, f"r{n}", prediction(20.0, compute_s=1e-6)) for n in range(7)]
+    assert verdicts == [Verdict.WAIT] * 5 + [Verdict.REFUSE] * 2
+
+
 def test_nobody_waits_in_the_lane_for_ever():
-    gate = SloGate(64)
+    gate = SloGate(64, 256)
     judge(gate, "a", prediction(20.0))
     assert gate.expired(round((LANE_WAIT * SLO.ttft_s - 0.1) * SECOND)) == []
     assert gate.expired(round(LANE_WAIT * SLO.ttft_s * SECOND)) == ["a"]
 
 
 def test_the_newest_is_asked_first():
-    gate = SloGate(64)
+    gate = SloGate(64, 256)
     for name in "abcdef":
         judge(gate, name, prediction(20.0, compute_s=0.1))
     assert gate.next() == ["f", "e", "d", "c"]
 
 
 def test_it_learns_how_far_predictions_are_from_the_truth():
-    gate = SloGate(64)
+    gate = SloGate(64, 256)
     for _ in range(64):
         gate.learn_wait(1.0, 4.0)
         gate.learn_step(0.02, 0.04, tokens=100)
@@ -107,7 +113,7 @@ def test_it_learns_how_far_predictions_are_from_the_truth():
 
 
 def test_short_responses_teach_nothing_about_steps():
-    gate = SloGate(64)
+    gate = SloGate(64, 256)
     for _ in range(64):
         gate.learn_step(0.02, 0.2, tokens=3)
     assert judge(gate, "a", prediction(step_s=0.04)) is Verdict.PLACE
@@ -142,7 +148,7 @@ class Lane(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = SloGate(8)
+        self.gate = SloGate(8, 256)
         self.now_ns = 0
         self.number = 0
         self.waiting: dict[str, tuple[Prediction, int]] = {}

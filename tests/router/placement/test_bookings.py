@@ -1,0 +1,44 @@
+"""Bookings last until the engine of a worker can have the prompt."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.chain import Source
+from router.routing.placement.cost import WorkerLoad, price
+from router.routing.placement.placer import Placer
+from tests.router.requests.fake_links import request
+
+SECOND = 10**9
+
+
+def booked_after(seconds: float, *, links: tuple[Source, ...], queued_tokens: int = 0) -> int:
+    """Prompt tokens that are still booked when a report of that time has come."""
+    prefill = WorkerLoad(
+        worker_id="p", incarnation=b"p", role="prefill", queued_tokens=queued_tokens
+    )
+    decode = WorkerLoad(worker_id="d", incarnation=b"d", role="decode", decode_step_s=0.2)
+    chosen = price(prefill=prefill, decode=decode, prompt_tokens=3000, expected_tokens=10)
+    chosen = chosen._replace(links=links, terms=chosen.terms._replace(pull_s=3.0 * bool(links)))
+    placer = SimpleNamespace(_book=LoadBook())
+    Placer._book_load(placer, request(prompt=range(3000)), chosen, 0)
+    placer._book.reported("p", round(seconds * SECOND))
+    return placer._book.unreported("p").tokens
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(0.2, 3000), (0.3, 0)])
+def test_a_prompt_is_booked_until_a_step_of_decode_is_over(seconds: float, tokens: int) -> None:
+    assert booked_after(seconds, links=()) == tokens
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(3.1, 3000), (3.3, 0)])
+def test_a_prompt_is_booked_until_its_prefix_is_pulled(seconds: float, tokens: int) -> None:
+    assert booked_after(seconds, links=(Source("other", 4),)) == tokens
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(5.1, 3000), (5.3, 0)])
+def test_a_pull_that_overlaps_the_queue_ends_with_it(seconds: float, tokens: int) -> None:
+    """2 s of the worker's queue and 3 s beyond."""
+    found = booked_after(seconds, links=(Source("other", 4),), queued_tokens=3000)
+    assert found == tokens
