@@ -144,7 +144,7 @@ def _owner(explanation: dict[str, Any]) -> object:
 
 def _set_gauges(router: RouterParts) -> None:
     """Set the gauges that are computed only when metrics are requested."""
-    counts = Counter((slot.role, slot.state) for slot in router.gateway.workers)
+    counts = Counter((str(slot.role), slot.state) for slot in router.gateway.workers)
     for role in _ROLES:
         for state in _WORKER_STATES:
             router.metrics.set("baton_workers", counts[role, state], role=role, state=state)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from baton.registry.types import TIERS, tier_incarnation
+from baton.registry.types import TIERS, Role, tier_incarnation
 from router.routing.placement.native.library import load
 from router.routing.placement.pricing import Pricing
 from router.routing.placement.worker_load import Rates, ReportedWorker, Reports
@@ -49,7 +49,8 @@ class WorkerColumns:
     """Usable workers, by index, with their reports.
 
     Attributes:
-        pricing: Rows of the workers in C++, replaced when a worker comes or goes; None without C++.
+        pricing: Rows of the workers in C++, replaced when a worker comes, goes or changes its role;
+            None without C++.
         slot_of: All workers, usable or not, by incarnation.
         tier_of: Worker and tier, by incarnation of the tier.
         members: Indices of the workers of each role.
@@ -71,6 +72,7 @@ class WorkerColumns:
         self._fingerprints: list[tuple[object, ...]] = []  # by place
         self._place_of: dict[str, int] = {}
         self._index_of: list[int] = []  # by place; -1: not usable
+        self._roles: list[Role] = []  # of the usable workers, at the last rebuild
         self._columns = np.zeros(0, _COLUMNS)
         self._stale: set[int] = set()  # columns to write before they are read
 
@@ -148,7 +150,8 @@ class WorkerColumns:
         if index < 0 or not slot.usable:
             return (index >= 0) != slot.usable
         known = self.index_of_incarnation.get(slot.incarnation) == index
-        return self.usable[index] is not slot or not known
+        same = self.usable[index] is slot and self._roles[index] == slot.role
+        return not (same and known)
 
     def _rebuild(self) -> None:
         self.usable = [slot for slot in self._seen if slot.usable]
@@ -166,7 +169,8 @@ class WorkerColumns:
             for slot in self._seen
             for tier in TIERS
         }
-        roles = np.array([slot.role for slot in self.usable])
+        self._roles = [slot.role for slot in self.usable]
+        roles = np.array(self._roles)
         self.members = {role: np.flatnonzero(roles == role) for role in sorted(set(roles))}
         self._stale.clear()
         self._columns = np.zeros(len(self.usable), _COLUMNS)

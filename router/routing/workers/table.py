@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from batonpb.common_pb2 import BlockCounts, Capabilities, TransferTotals, WorkerStatus
 from batonpb.decode_pb2 import Hello
 
-from baton.registry.types import WorkerRecord
+from baton.registry.types import Role, WorkerRecord
 from baton.registry.workers import WorkerChange
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.compatibility import EMITTED_WIRE, emulation, wire_overlaps
@@ -93,7 +93,7 @@ class Slot:
         return self._record.worker_id
 
     @property
-    def role(self) -> str:
+    def role(self) -> Role:
         """Role of the worker: ``prefill`` or ``decode``."""
         return self._record.role
 

@@ -3,6 +3,7 @@
 import random
 from statistics import fmean
 
+import msgspec
 import pytest
 
 from baton.registry.types import EventBatch
@@ -110,6 +111,18 @@ def test_workers_come_and_go():
     assert (len(found), found["decode-2"]) == (6, 9)
     assert len(best_of(short, slots[:4])) == 4
     assert short.usable == slots[:4]
+
+
+def test_a_worker_that_changes_its_role_is_listed_under_the_new_one():
+    slots = fleet(2, 3, random.Random(0))
+    short = shortlist()
+    best_of(short, slots)
+    before = {role: len(members) for role, members in short._workers.members.items()}
+    slot = slots[-1]
+    slot.record = msgspec.structs.replace(slot.record, role="prefill")
+    best_of(short, slots)
+    after = {role: len(members) for role, members in short._workers.members.items()}
+    assert (before, after) == ({"decode": 3, "prefill": 2}, {"decode": 2, "prefill": 3})
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
