@@ -18,6 +18,7 @@ from baton.engine.process import messages
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
+from baton.types.errors import BatonError, TransferError, UnavailableError
 from baton.types.params import SampledToken
 from baton.types.prompt_outputs import PromptLogprobsIntake
 from baton.wire.codecs import first_tokens_from_wire, prompt_logprobs_from_wire
@@ -63,7 +64,7 @@ class HandoffListener(Protocol):
         """Handle the first tokens. Called once, even if several prefill workers send them."""
 
     def on_peer_needed(
-        self, failed: decode_pb2.PrefillTarget, reason: str, peer_died: bool
+        self, failed: decode_pb2.PrefillTarget, error: BatonError, peer_died: bool
     ) -> None:
         """Request another prefill worker; ``peer_died``: the incarnation is gone."""
 
@@ -105,6 +106,7 @@ class Handoff:
         self._taken_over = False
         self._figures: TransferFigures | None = None
         self._cancelled = False
+        self._unavailable = False  # the prefill worker is well, but takes no prompts now
         # Then the first token or the embedding is the whole response, and no KV is needed.
         self._one_token = submission.sampling.max_tokens == 1 or bool(submission.pooling)
         self._prompt_logprobs = PromptLogprobsIntake(prompt_tokens - 1)
@@ -205,8 +207,7 @@ class Handoff:
             case receiver.AskForPeer(again=True):
                 self._listener.on_peer_still_needed()
             case receiver.AskForPeer():
-                self._parts.metrics.inc("baton_transfers", outcome="failed")
-                self._listener.on_peer_needed(self._target, action.reason, action.peer_died)
+                self._ask_for_peer(action)
             case receiver.Drained():
                 send(messages.Drained(self._engine_id, action.generation))
             case receiver.TakeOver():
@@ -310,7 +311,17 @@ class Handoff:
             case "published" | "commit":  # not needed, but a sign of life
                 self._perform(self._machine.peer_lives(now_ns))
             case "failed":
+                self._unavailable = event.failed.code == UnavailableError.code
                 self._perform(self._machine.prefill_failed(event.failed.message))
+                self._unavailable = False
+
+    def _ask_for_peer(self, ask: receiver.AskForPeer) -> None:
+        error: BatonError = TransferError(ask.reason)
+        if self._unavailable:
+            error = UnavailableError(ask.reason)
+        else:
+            self._parts.metrics.inc("baton_transfers", outcome="failed")
+        self._listener.on_peer_needed(self._target, error, ask.peer_died)
 
     def _on_first_tokens(self, message: pb.FirstTokens) -> None:
         if message.HasField("prompt_logprobs"):

@@ -20,6 +20,7 @@ from batonpb import prefill_pb2 as pb
 from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
 from baton.types import events as ev
+from baton.types.errors import BatonError
 from baton.types.geometry import BLOCK_TOKENS
 from baton.wire.requests import prefix_request_id, submit_from_wire
 from baton.wire.tokens import TOKEN_BYTES, count_tokens, pack_tokens
@@ -117,9 +118,9 @@ class _Link:
         """Do nothing: a prompt without a response has no first tokens."""
 
     def on_peer_needed(
-        self, failed: decode_pb2.PrefillTarget, reason: str, peer_died: bool
+        self, failed: decode_pb2.PrefillTarget, error: BatonError, peer_died: bool
     ) -> None:
-        _LOG.info("no prefix from worker=%s: %s", failed.worker_id, reason)
+        _LOG.info("no prefix from worker=%s: %s", failed.worker_id, error.message)
         self._give_up("refused")
 
     def on_peer_still_needed(self) -> None:

@@ -11,7 +11,7 @@ from baton.engine.process import messages
 from baton.telemetry.prefix_tokens import count_cached
 from baton.telemetry.tracing import extract, inject
 from baton.types import events as ev
-from baton.types.errors import BatonError, DeadlineError, TransferError, from_code
+from baton.types.errors import BatonError, DeadlineError, UnavailableError, from_code
 from baton.types.geometry import BLOCK_TOKENS
 from baton.types.params import SampledToken, finish_reason
 from baton.wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
@@ -194,16 +194,16 @@ class DecodeRequest:
         """Cancel the request at the engine."""
         self._cancel_at_engine()
 
-    def on_peer_needed(self, failed: pb.PrefillTarget, reason: str, peer_died: bool) -> None:
+    def on_peer_needed(self, failed: pb.PrefillTarget, error: BatonError, peer_died: bool) -> None:
         """Request another prefill worker from the router."""
         if self._error is not None:
             return
-        self._parts.transfers.failures += 1
+        self._parts.transfers.failures += error.code != UnavailableError.code
         self._needed = pb.PrefillNeeded(
             request_id=self.submission.request_id,
             attempt=self.submission.attempt,
             failed=failed,
-            reason=error_to_wire(TransferError(reason)),
+            reason=error_to_wire(error),
             peer_died=peer_died,
         )
         self.session.ask(self._needed)

@@ -26,7 +26,7 @@ from baton.engine.parent import die_with_parent
 from baton.engine.process.handle import EngineHandle
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
-from baton.registry.types import WorkerRecord, tier_incarnation
+from baton.registry.types import Role, WorkerRecord, tier_incarnation
 from baton.registry.workers import Presence
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.logs import set_up_logs
@@ -211,6 +211,15 @@ class Worker:
             decode.cancel_all(UnavailableError("the worker is shutting down"))
             await asyncio.sleep(0.2)
         return is_empty
+
+    async def turn(self, role: Role, number: int) -> None:
+        """Take another role. What runs stays, and so does the cache.
+
+        Prompts that wait here go to other workers if this one decodes from now on.
+        """
+        self._parts.publishers.presence.turn(role, number)
+        if role == "decode":
+            self._parts.prefill.withdraw()
 
     async def stop(self) -> None:
         """Remove the worker from the registry and end all of its processes."""

@@ -69,6 +69,7 @@ def record_of(
         role=settings.role,
         state="ready",
         epoch=settings.epoch,
+        turn=settings.turn,
         incarnation=identity.incarnation,
         pid=ready.pid,
         host=identity.host,

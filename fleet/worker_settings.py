@@ -19,6 +19,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     role: Role
     epoch: int
+    turn: int = 0  # number of the turn that gave it its role
     fleet: str
     served_model_name: str
     engine: EngineSettings

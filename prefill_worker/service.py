@@ -19,6 +19,7 @@ from batonpb import common_pb2, prefill_pb2_grpc
 from batonpb import prefill_pb2 as pb
 
 from baton.engine.core.sequence import Kind
+from baton.engine.process import messages
 from baton.engine.process.handle import EngineHandle
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.metrics import Metrics
@@ -276,6 +277,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 self._announcer.perform(handoff, handoff.machine.tick(now_ns))
                 if was_open and not handoff.is_open:
                     self._metrics.inc("baton_orphans")
+
+    def withdraw(self) -> None:
+        """Return the prompts that have not begun; their decode workers ask for another worker.
+
+        Prompts whose prefix is being pulled stay: their work has begun.
+        """
+        for handoff in self._handoffs.values():
+            if handoff.is_open and handoff.prefix is None:
+                self._engine.client.send(messages.Withdraw(handoff.engine_id))
 
     async def close(self) -> None:
         """Release all hand-offs, so that nothing keeps the KV pool of an ended engine mapped."""

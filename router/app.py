@@ -89,6 +89,7 @@ class Router:
             gateway.pump,
             shared_demands,
             self.parts.observer.task_failed,
+            gateway.workers.last_turn,
         )
         self._feeder = IndexFeeder(
             self.parts.prefix_index, events, self.parts.metrics, gateway.workers.resting.refreshed

@@ -18,10 +18,14 @@ class TenantDemand(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RouterDemand(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of one router: ``queued`` requests wait there; ``beat`` counts its reports."""
+    """Load of one router: ``queued`` requests wait there; ``beat`` counts its reports.
+
+    It places by all workers' turns up to number ``turn``.
+    """
 
     beat: int
     queued: int = 0
+    turn: int = 0
     tenants: dict[str, TenantDemand] = {}
 
 
@@ -44,6 +48,12 @@ class RouterDemands:
         )
         names = self._registry.names_in(found)
         return self._readable({name: found[raw] for name, raw in names.items()}, router_id)
+
+    async def read(self) -> dict[str, RouterDemand]:
+        """Return the loads of all routers, also of some that are gone."""
+        (found,) = await self._registry.send(("HGETALL", self._registry.key("routers")))
+        names = self._registry.names_in(found)
+        return self._readable({name: found[raw] for name, raw in names.items()}, "")
 
     def _readable(self, found: Mapping[str, bytes], own_id: str) -> dict[str, RouterDemand]:
         demands = {}

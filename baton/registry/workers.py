@@ -12,7 +12,7 @@ import msgspec
 
 from baton.registry.json_file import keep
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from baton.registry.types import WorkerRecord, WorkerState
+from baton.registry.types import Role, WorkerRecord, WorkerState
 from baton.telemetry.tasks import BackgroundTasks
 
 _LOG = logging.getLogger(__name__)
@@ -53,6 +53,11 @@ class Presence:
     def update(self, state: WorkerState, reason: str = "") -> None:
         """Change the state; it is written at once, or when Redis is back."""
         self.record = msgspec.structs.replace(self.record, state=state, reason=reason)
+        self._changed.set()
+
+    def turn(self, role: Role, number: int) -> None:
+        """Change the role, as ``update`` changes the state."""
+        self.record = msgspec.structs.replace(self.record, role=role, turn=number)
         self._changed.set()
 
     async def stop(self) -> None:
@@ -105,7 +110,7 @@ def merged(
     """Merge the records of the controller and of the workers into one per slot.
 
     The later life wins. Within one life the worker has its addresses, and the controller has
-    drains and deaths.
+    drains and deaths. The role is that of the later turn, whoever has it.
     """
     result: dict[str, WorkerRecord] = {}
     for worker_id in slots.keys() | workers.keys():
@@ -119,6 +124,8 @@ def merged(
             record = msgspec.structs.replace(worker, state=slot.state, reason=slot.reason)
         else:
             record = worker
+        if slot is not None and record is not None and slot.turn > record.turn:
+            record = msgspec.structs.replace(record, role=slot.role, turn=slot.turn)
         if record is not None:
             result[worker_id] = record
     return result

@@ -38,7 +38,7 @@ class Sample:
     failed: int
     queued: int
     running: int
-    handoffs: dict[str, int]  # first tokens per pair of workers: "prefill-0>decode-0"
+    handoffs: dict[str, int]  # first tokens per pair of workers: "worker-0>worker-1"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the sample as a dict for JSON."""

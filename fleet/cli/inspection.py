@@ -88,7 +88,7 @@ def _processes(worker: dict[str, Any]) -> str:
 def logs(
     worker: Annotated[
         str | None,
-        typer.Argument(help="prefill-0, decode-0, router, controller or redis. Default: all."),
+        typer.Argument(help="worker-0, router, controller or redis. Default: all."),
     ] = None,
     fleet: FleetOption = None,
     url: UrlOption = None,

@@ -16,7 +16,7 @@ _MOVE_LIMIT_S = 15.0
 
 
 def drain(
-    worker: Annotated[str | None, typer.Argument(help="Worker id, such as decode-0.")] = None,
+    worker: Annotated[str | None, typer.Argument(help="Worker id, such as worker-1.")] = None,
     node: Annotated[
         str | None, typer.Option(help="Name or address of a node to close for workers.")
     ] = None,
@@ -83,10 +83,11 @@ def scale(
     url: UrlOption = None,
     api_key: KeyOption = "",
 ) -> None:
-    """Change the number of workers in the pools; surplus workers are drained first.
+    """Change the number of workers in the pools.
 
-    Example: `baton scale prefill=3 decode=5`. The sizes apply until the fleet is stopped, or
-    started with another file.
+    Workers change their role first, without a restart; then surplus ones are drained and missing
+    ones started. Example: `baton scale prefill=3 decode=5`. The sizes apply until the fleet is
+    stopped, or started with another file.
     """
     arguments: dict[str, int | str | bool] = {}
     for size in sizes:
@@ -94,7 +95,12 @@ def scale(
         if role not in ("prefill", "decode") or not count.isdigit():
             fail(f"{size}: use prefill=N or decode=N")
         arguments[role] = int(count)
-    order(reach(fleet, url, api_key), "scale", arguments=arguments, timeout_s=_MOVE_LIMIT_S)
+    place = reach(fleet, url, api_key)
+    answer = order(place, "scale", arguments=arguments, timeout_s=_MOVE_LIMIT_S) or {}
+    for worker_id, role in answer.get("turned", {}).items():
+        typer.echo(f"{worker_id}: {role} from now on")
+    if behind := answer.get("routers_behind"):
+        fail(f"routers that do not follow yet: {', '.join(behind)} (`baton status`)")
     typer.echo(f"{', '.join(sizes)}: scaling (`baton status`)")
 
 

@@ -6,6 +6,7 @@ router settings replace the router. A file that changes a fixed key is rejected 
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -42,6 +43,7 @@ class Changes:
 
     Attributes:
         keys: Keys of the file that differ.
+        turned: Workers that change their role, as text, such as ``2 decode workers``.
         added: Workers to start.
         removed: Workers to drain and stop.
         renewed: Workers to restart, one after another.
@@ -50,6 +52,7 @@ class Changes:
     """
 
     keys: tuple[str, ...] = ()
+    turned: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     renewed: tuple[str, ...] = ()
@@ -65,6 +68,7 @@ class Changes:
             return ["nothing has changed"]
         lines = [f"changed: {', '.join(self.keys)}"]
         parts = {
+            "change the role of": self.turned,
             "start": self.added,
             "drain and stop": self.removed,
             "restart one by one": self.renewed,
@@ -98,13 +102,17 @@ def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None
     if refused:
         why = " (stop and start the fleet, or start a second one)"
         return Changes(keys=tuple(names), refused=(*refused[:-1], refused[-1] + why))
-    before = _workers(old)
-    after = _workers(new)
+    more = {role: getattr(new.pools, role) - getattr(old.pools, role) for role in _ROLES}
+    turns = min(abs(more["prefill"]), abs(more["decode"]))
+    turns *= more["prefill"] * more["decode"] < 0 and len({*map(new.pools.width, _ROLES)}) == 1
+    stay = {role: min(getattr(old.pools, role), getattr(new.pools, role)) for role in _ROLES}
+    renewed = [role for role in _ROLES if stay[role] and _started(old, role) != _started(new, role)]
     return Changes(
         keys=tuple(names),
-        added=tuple(name for name in after if name not in before),
-        removed=tuple(name for name in before if name not in after),
-        renewed=tuple(name for name in after if before.get(name, after[name]) != after[name]),
+        turned=_counted({role: turns for role in _ROLES if more[role] < 0}),
+        added=_counted({role: more[role] - turns for role in _ROLES if more[role] > 0}),
+        removed=_counted({role: -more[role] - turns for role in _ROLES if more[role] < 0}),
+        renewed=_counted({role: stay[role] for role in renewed}),
         router=_router_reads(old) != _router_reads(new) or "api_keys" in names,
     )
 
@@ -119,18 +127,19 @@ def keys_digest(config: FleetConfig, salt: str) -> str:
     return hashlib.blake2b(raw, key=salt.encode()[:64], digest_size=16).hexdigest()
 
 
-def _workers(config: FleetConfig) -> dict[str, str]:
-    """Return worker id -> digest of everything that the worker is started with."""
-    sizes: dict[Role, int] = {"prefill": config.pools.prefill, "decode": config.pools.decode}
+def _counted(workers: Mapping[Role, int]) -> tuple[str, ...]:
+    return tuple(
+        f"{count} {role} worker{'s' if count > 1 else ''}"
+        for role, count in workers.items()
+        if count
+    )
+
+
+def _started(config: FleetConfig, role: Role) -> str:
+    """Return a digest of everything that a worker of a role is started with."""
     nothing = dict.fromkeys(("worker_id", "redis_url", "fleet_token", "host", "log_dir"), "")
-    found: dict[str, str] = {}
-    for role in _ROLES:
-        settings = worker_settings(config, role=role, epoch=0, **nothing)
-        started = (
-            f"{settings_digest(settings)} {bundles(config, role)} {worker_environment(config)}"
-        )
-        found |= {f"{role}-{index}": started for index in range(sizes[role])}
-    return found
+    settings = worker_settings(config, role=role, epoch=0, fleet_token_file="", turn=0, **nothing)
+    return f"{settings_digest(settings)} {bundles(config, role)} {worker_environment(config)}"
 
 
 def _router_reads(config: FleetConfig) -> object:

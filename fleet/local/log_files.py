@@ -15,7 +15,7 @@ LOG_LIMIT_BYTES = 16 * 2**20
 # The folder may also have logs of other programs.
 _OURS = (
     *("router.log", "router-*.log", "redis.log", "controller.log", "ray.log"),
-    *("prefill-*.log", "decode-*.log"),
+    *("worker-*.log", "prefill-*.log", "decode-*.log"),
 )
 
 

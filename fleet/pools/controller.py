@@ -1,20 +1,26 @@
 """The controller's state machine: which workers to start, drain and stop. Does no I/O.
 
-A pool is a row of slots ``prefill-0, prefill-1 ...``; ``epoch`` numbers a slot's incarnations:
+The fleet is a row of slots ``worker-0, worker-1 ...``; ``epoch`` numbers a slot's incarnations:
 
             launch                started                drain             ended
     WAITING ------> STARTING ------------> READY ------> DRAINING ------> WAITING | PARKED | gone
        ^   back-off     |                    |
        +----------------+--------------------+   ended (crash, start limit)
 
+A slot's role is a label, which can change in every phase: a turn stops no process. Turns have
+numbers, so that readers of two records know the later one.
+
 Methods take an event and the time in integer nanoseconds, and return the actions to execute.
 Actions and events carry an epoch, so a late event of an earlier incarnation has no effect.
 """
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.registry.types import Role, WorkerState
+from fleet.pools.balance import MayTurn, always, balance
+from fleet.pools.names import number_of, role_in_name, worker_name
 
 SECOND_NS = 1_000_000_000
 
@@ -44,6 +50,7 @@ class Launch:
     worker_id: str
     role: Role
     epoch: int
+    turn: int = 0  # number of the turn that gave the slot its role
     reuse: bool = False  # start it in the process of the last incarnation
     move: bool = False  # start it on another node than the last incarnation
 
@@ -74,6 +81,17 @@ class Publish:
     state: WorkerState
     epoch: int
     reason: str
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Publish all slots' roles, and tell this running incarnation its new one."""
+
+    worker_id: str
+    role: Role
+    epoch: int
+    turn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +101,59 @@ class Remove:
     worker_id: str
 
 
-Action = Launch | Drain | Stop | Publish | Remove
+Action = Launch | Drain | Stop | Publish | Turn | Remove
 
 
 @dataclass(slots=True)
 class Slot:
-    """Place of one worker in a pool."""
+    """Place of one worker in the fleet."""
 
     worker_id: str
     role: Role
     phase: Phase = Phase.WAITING
     epoch: int = 0
+    turn: int = 0  # number of the turn that gave it its role; 0: it never turned
+    told: int = 0  # the turn that the present incarnation knows
     since_ns: int = 0  # when the phase began
     due_ns: int = 0  # WAITING: time of the start; STARTING, DRAINING: time limit
     backoff_ns: int = BACKOFF_FIRST_NS  # for the next crash of a short incarnation
     reason: str = ""
     after_drain: Phase = Phase.WAITING  # where DRAINING leads to
-    leaving: bool = False  # being removed from its pool
+    leaving: bool = False  # being removed from the fleet
     stopping: bool = False  # Stop was issued for this incarnation
     reusable: bool = False  # the last incarnation was healthy, and its process still exists
     moving: bool = False  # the next incarnation must start on another node
     failed_starts: int = 0  # in a row
+
+    @property
+    def number(self) -> int:
+        """Number in the worker's id."""
+        return number_of(self.worker_id)
+
+    @property
+    def has_process(self) -> bool:
+        """Whether an incarnation runs, starts or drains."""
+        return self.phase in (Phase.STARTING, Phase.READY, Phase.DRAINING)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it accepts requests."""
+        return self.phase is Phase.READY
+
+    @property
+    def down(self) -> bool:
+        """Whether an operator has drained it, or is draining it."""
+        stays = self.after_drain is Phase.PARKED and not self.leaving
+        return self.phase in (Phase.PARKED, Phase.DRAINING) and stays
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What is known of a slot that is not in the fleet now."""
+
+    epoch: int
+    role: Role
+    turn: int
 
 
 class FleetController:
@@ -114,32 +164,44 @@ class FleetController:
     """
 
     def __init__(
-        self, pools: dict[Role, int], now_ns: int, healthy_after_ns: int = HEALTHY_AFTER_NS
+        self, pools: Mapping[Role, int], now_ns: int, healthy_after_ns: int = HEALTHY_AFTER_NS
     ) -> None:
         self.slots: dict[str, Slot] = {}
         self.stopped = False
         self._healthy_after_ns = healthy_after_ns
         self._rolling: list[str] = []
         self._wanted = dict(pools)
-        self._past_epochs: dict[str, int] = {}
-        self._fill(now_ns)
+        self._past: dict[str, _Past] = {}
+        self._turns = 0  # the last turn's number
+        for role, replicas in self._wanted.items():
+            for _ in range(replicas):
+                self._add(role, now_ns)
 
     # ---- admin commands --------------------------------------------------------------------------
 
-    def resize(self, role: Role, replicas: int, now_ns: int) -> list[Action]:
-        """Change a pool's size; the highest numbers are removed first."""
-        self._wanted[role] = replicas
-        actions: list[Action] = []
-        for slot in [slot for slot in self.slots.values() if slot.role == role]:
-            leaving = _index(slot.worker_id) >= replicas
-            if leaving and not slot.leaving:
-                slot.leaving = True
-                actions += self._begin_drain(slot, "scale-in", Phase.PARKED, now_ns)
-            elif not leaving and slot.leaving:
-                slot.leaving = False
-                slot.after_drain = Phase.WAITING
-        self._fill(now_ns)
-        return actions + self.tick(now_ns)
+    def resize(
+        self, sizes: Mapping[Role, int], now_ns: int, may_turn: MayTurn = always
+    ) -> list[Action]:
+        """Change the pools' sizes: turn surplus workers first, then drain or start the rest."""
+        self._wanted |= sizes
+        return [*self._balance(now_ns, may_turn), *self.tick(now_ns)]
+
+    def settle(self, now_ns: int) -> None:
+        """Reconcile the slots without a process with the adopted ones, which are left alone."""
+        self._balance(now_ns, lambda worker_id, _: not self.slots[worker_id].has_process, keep=True)
+
+    def turn(self, worker_id: str, role: Role, now_ns: int) -> list[Action]:
+        """Give a worker another role, and change the pools' sizes accordingly.
+
+        Its running requests and its cache stay.
+        """
+        slot = self.slots[worker_id]
+        if slot.role == role:
+            return []
+        if not slot.leaving:
+            self._wanted[slot.role] -= 1
+            self._wanted[role] = self._wanted.get(role, 0) + 1
+        return [*self._turn(slot, role), *self.tick(now_ns)]
 
     def drain(self, worker_id: str, now_ns: int) -> list[Action]:
         """Drain and stop one worker until it is restarted."""
@@ -188,18 +250,35 @@ class FleetController:
                 self._enter(slot, Phase.PARKED, now_ns)
         return actions
 
-    def adopt(self, worker_id: str, epoch: int, *, ready: bool, now_ns: int) -> None:
+    def adopt(
+        self,
+        worker_id: str,
+        epoch: int,
+        *,
+        ready: bool,
+        now_ns: int,
+        role: Role | None = None,
+        turn: int = 0,
+    ) -> None:
         """Take over an incarnation that an earlier controller started.
 
-        An incarnation beyond its pool's size gets a slot too; the next `resize` drains it.
+        ``role`` and ``turn`` are what it knows; None: it did not say. An incarnation beyond its
+        pool's size gets a slot too; the next `resize` drains it.
         """
         slot = self.slots.get(worker_id)
         if slot is None:
-            role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
-            slot = self.slots[worker_id] = Slot(worker_id, role)
+            past = self._past.get(worker_id)
+            known = past.role if past is not None else role_in_name(worker_id)
+            slot = self.slots[worker_id] = Slot(worker_id, known or role or "decode")
+            slot.turn = past.turn if past is not None else 0
         if epoch < slot.epoch or slot.phase is not Phase.WAITING:
             return
         slot.epoch = epoch
+        slot.told = turn
+        if role is not None and turn >= slot.turn:
+            slot.role = role
+            slot.turn = turn
+            self._turns = max(turn, self._turns)
         self._enter(slot, Phase.READY if ready else Phase.STARTING, now_ns)
         if not ready:
             slot.due_ns = now_ns + START_LIMIT_NS
@@ -208,9 +287,24 @@ class FleetController:
         """Record an epoch that was used, so that the next incarnation gets a higher one."""
         slot = self.slots.get(worker_id)
         if slot is None:
-            self._past_epochs[worker_id] = max(epoch, self._past_epochs.get(worker_id, 0))
+            past = self._past.get(worker_id)
+            self.note_record(worker_id, epoch, past.role if past is not None else "decode", 0)
         elif slot.phase is Phase.WAITING:
             slot.epoch = max(epoch, slot.epoch)
+
+    def note_record(self, worker_id: str, epoch: int, role: Role, turn: int) -> None:
+        """Record what the registry knows of a slot: its last epoch, its role and its turn."""
+        self._turns = max(turn, self._turns)
+        slot = self.slots.get(worker_id)
+        if slot is None:
+            past = self._past.get(worker_id, _Past(0, role, 0))
+            later = role if turn >= past.turn else past.role
+            self._past[worker_id] = _Past(max(epoch, past.epoch), later, max(turn, past.turn))
+        elif slot.phase is Phase.WAITING:
+            self.note_epoch(worker_id, epoch)
+            if turn > slot.turn:
+                slot.role = role
+                slot.turn = turn
 
     def wants(self, worker_id: str, epoch: int) -> bool:
         """Return whether an incarnation that is being placed should still start."""
@@ -231,7 +325,7 @@ class FleetController:
         self._enter(slot, Phase.READY, now_ns)
         slot.failed_starts = 0
         slot.reason = ""
-        return [self.describe(slot), *self.tick(now_ns)]
+        return [self.describe(slot), *self._tell(slot), *self.tick(now_ns)]
 
     def drained(self, worker_id: str, epoch: int, now_ns: int) -> list[Action]:
         """Handle a draining incarnation that has no requests left."""
@@ -287,12 +381,7 @@ class FleetController:
         """Return the workers that an operator has drained or is draining."""
         if self.stopped:
             return ()
-        down = (Phase.PARKED, Phase.DRAINING)
-        return tuple(
-            slot.worker_id
-            for slot in self.slots.values()
-            if slot.phase in down and slot.after_drain is Phase.PARKED and not slot.leaving
-        )
+        return tuple(slot.worker_id for slot in self.slots.values() if slot.down)
 
     @property
     def wanted(self) -> dict[Role, int]:
@@ -326,19 +415,55 @@ class FleetController:
             Phase.DRAINING: "draining",
             Phase.PARKED: "dead",
         }
-        return Publish(slot.worker_id, slot.role, states[slot.phase], slot.epoch, slot.reason)
+        state = states[slot.phase]
+        return Publish(slot.worker_id, slot.role, state, slot.epoch, slot.reason, slot.turn)
 
     # ---- inner ----------------------------------------------------------------------------------
 
-    def _fill(self, now_ns: int) -> None:
-        for role, replicas in self._wanted.items():
-            for index in range(replicas):
-                worker_id = f"{role}-{index}"
-                if worker_id not in self.slots:
-                    epoch = self._past_epochs.get(worker_id, 0)
-                    self.slots[worker_id] = Slot(
-                        worker_id, role, epoch=epoch, since_ns=now_ns, due_ns=now_ns
-                    )
+    def _add(self, role: Role, now_ns: int) -> None:
+        number = 0
+        while (worker_id := worker_name(number)) in self.slots:
+            number += 1
+        past = self._past.get(worker_id, _Past(0, role, 0))
+        slot = Slot(worker_id, role, epoch=past.epoch, since_ns=now_ns, due_ns=now_ns)
+        if past.turn and past.role != role:
+            self._relabel(slot, role)
+        self.slots[worker_id] = slot
+
+    def _balance(self, now_ns: int, may_turn: MayTurn, *, keep: bool = False) -> list[Action]:
+        """Fit the slots to the sizes; ``keep``: drain no worker that has a process."""
+        plan = balance(self.slots.values(), self._wanted, may_turn)
+        actions: list[Action] = []
+        for worker_id in plan.returning:
+            slot = self.slots[worker_id]
+            slot.leaving = False
+            slot.after_drain = Phase.WAITING
+        for worker_id, role in plan.turned:
+            actions += self._turn(self.slots[worker_id], role)
+        for worker_id in plan.removed:
+            slot = self.slots[worker_id]
+            if not (keep and slot.has_process):
+                slot.leaving = True
+                actions += self._begin_drain(slot, "scale-in", Phase.PARKED, now_ns)
+        for role in plan.added:
+            self._add(role, now_ns)
+        return actions
+
+    def _turn(self, slot: Slot, role: Role) -> list[Action]:
+        self._relabel(slot, role)
+        return self._tell(slot) or [self.describe(slot)]
+
+    def _relabel(self, slot: Slot, role: Role) -> None:
+        self._turns += 1
+        slot.turn = self._turns
+        slot.role = role
+
+    def _tell(self, slot: Slot) -> list[Action]:
+        """Return the action that tells a ready incarnation a turn that it does not know."""
+        if slot.phase is not Phase.READY or slot.told == slot.turn:
+            return []
+        slot.told = slot.turn
+        return [Turn(slot.worker_id, slot.role, slot.epoch, slot.turn)]
 
     def _current(self, worker_id: str, epoch: int) -> Slot | None:
         slot = self.slots.get(worker_id)
@@ -359,7 +484,9 @@ class FleetController:
         slot.failed_starts = 0 if move else slot.failed_starts
         reuse = slot.reusable and not move
         slot.reusable = False
-        return [self.describe(slot), Launch(slot.worker_id, slot.role, slot.epoch, reuse, move)]
+        slot.told = slot.turn
+        launch = Launch(slot.worker_id, slot.role, slot.epoch, slot.turn, reuse, move)
+        return [self.describe(slot), launch]
 
     def _stop_life(self, slot: Slot) -> list[Action]:
         slot.due_ns = _NEVER_NS
@@ -389,10 +516,10 @@ class FleetController:
         return self._begin_drain(slot, "restarted by an operator", Phase.WAITING, now_ns)
 
     def _retire(self, slot: Slot) -> list[Action]:
-        """Remove a slot from its pool, and keep its epoch in case the slot returns."""
+        """Remove a slot, and keep its epoch in case it returns."""
         del self.slots[slot.worker_id]
-        self._past_epochs[slot.worker_id] = slot.epoch
-        gone = Publish(slot.worker_id, slot.role, "dead", slot.epoch, slot.reason)
+        self._past[slot.worker_id] = _Past(slot.epoch, slot.role, slot.turn)
+        gone = Publish(slot.worker_id, slot.role, "dead", slot.epoch, slot.reason, slot.turn)
         return [gone, Remove(slot.worker_id)]
 
     def _roll(self, now_ns: int) -> list[Action]:
@@ -402,7 +529,3 @@ class FleetController:
             if slot is not None:
                 return self._renew(slot, now_ns)
         return []
-
-
-def _index(worker_id: str) -> int:
-    return int(worker_id.rpartition("-")[2])

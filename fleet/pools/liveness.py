@@ -21,6 +21,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
+from baton.registry.types import Role
 from fleet.process_key import ProcessKey, end_at_once
 
 _LOG = logging.getLogger("fleet.pools.liveness")
@@ -28,6 +29,13 @@ _LOG = logging.getLogger("fleet.pools.liveness")
 ASK_EVERY_S = 2.0
 FROZEN_AFTER_S = 8.0
 _SLICE_S = 0.25  # time is counted in slices: if this process freezes, its clock stops too
+
+
+class TurnedTo(msgspec.Struct, frozen=True):
+    """Role of a worker, and the number of the turn that gave it."""
+
+    role: Role
+    turn: int = 0
 
 
 class ShellProcess(msgspec.Struct, frozen=True):
@@ -38,14 +46,22 @@ class ShellProcess(msgspec.Struct, frozen=True):
     epoch: int = 0  # of the incarnation; its actor may be named after an earlier one
     settings_digest: str = ""  # of the settings that it was started with
     started: bool = False
+    turned: TurnedTo | None = None  # None: a worker of an earlier version
 
     @classmethod
-    def own(cls, epoch: int, settings_digest: str = "", *, started: bool = False) -> "ShellProcess":
+    def own(
+        cls,
+        epoch: int,
+        settings_digest: str = "",
+        *,
+        started: bool = False,
+        turned: TurnedTo | None = None,
+    ) -> "ShellProcess":
         """Return the present process."""
         key = ProcessKey.of(os.getpid())
         if key is None:
             raise RuntimeError("cannot read /proc")
-        return cls(socket.gethostname(), key, epoch, settings_digest, started)
+        return cls(socket.gethostname(), key, epoch, settings_digest, started, turned)
 
 
 class Life:

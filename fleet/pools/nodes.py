@@ -20,6 +20,7 @@ from typing import get_args
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role
+from fleet.pools.names import worker_name
 
 _ROLES: tuple[Role, ...] = get_args(Role)
 _ROUNDING = 1e-9  # fractions such as 0.1 do not add up exactly
@@ -104,7 +105,7 @@ def plan(
     placed: dict[str, tuple[Collection[str], Role]] = {}
     result: dict[str, list[Node]] = {}
     for role, replicas in _sizes(config).items():
-        for index in range(replicas):
+        for _ in range(replicas):
             now = [replace(node, free_cpus=free[node.address]) for node in nodes]
             chosen = choose(
                 role,
@@ -115,7 +116,7 @@ def plan(
                 apart=config.pools.ranks_apart(role),
                 closed=closed,
             )
-            worker_id = f"{role}-{index}"
+            worker_id = worker_name(len(result))
             result[worker_id] = chosen
             for node in chosen:
                 free[node.address] -= config.cpus_per_rank

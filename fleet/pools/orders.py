@@ -8,7 +8,7 @@
     restart   worker_ids, move           restart at once; ``move``: on another node. Without ids:
                                          all workers except drained ones
     roll      worker_ids, move           restart one after another, each drained first
-    scale     prefill, decode            change the pool sizes
+    scale     prefill, decode            change the pool sizes: turn workers before any starts
     close     node                       place nothing there and move its workers
     open      node                       undo ``close``
 
@@ -17,10 +17,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -30,14 +32,20 @@ from baton.config.fleet_file import FleetConfig
 from baton.registry import wanted
 from baton.registry.orders import Answer, Order
 from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role
-from fleet.pools.controller import Action, FleetController
-from fleet.pools.nodes import CapacityError, Node, check_nodes
+from fleet.pools.controller import Action, FleetController, Turn
+from fleet.pools.nodes import CapacityError, Node, check_nodes, usable
 from fleet.pools.placement import Placements
 
 MAX_LINES = 2000
 _MAX_FILE_BYTES = 64 * 2**10
 _READ_LIMIT_S = 20.0
+_SILENT_S = 2.0  # a router that has not reported for so long is gone
+_FOLLOW_LIMIT_S = 5.0
+_FOLLOW_POLL_S = 0.05
+
+_LOG = logging.getLogger("fleet.pools.orders")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ class OrderDesk:
     config: FleetConfig
     machine: FleetController
     placements: Placements
+    demands: RouterDemands
     apply: Callable[[list[Action]], None]
     now_ns: Callable[[], int]
     log_dir: str
@@ -72,14 +81,14 @@ class OrderDesk:
         for worker_id in set(state.drained) & set(self.machine.slots):
             self.apply(self.machine.drain(worker_id, self.now_ns()))
         sizes = sizes_in(state.pools) if state.pools else self.machine.wanted
-        for role, size in sizes.items():
-            self.apply(self.machine.resize(role, size, self.now_ns()))
+        self.apply(self.machine.resize(sizes, self.now_ns(), self._widths_agree))
 
     def slots(self) -> list[dict[str, Any]]:
         """Return the slots as plain data."""
         return [
             {
                 "worker_id": slot.worker_id,
+                "role": slot.role,
                 "phase": slot.phase.value,
                 "epoch": slot.epoch,
                 "reason": slot.reason,
@@ -120,13 +129,39 @@ class OrderDesk:
             return Answer("a fleet needs at least one worker; stop it with `baton down`")
         pools = self.config.pools.model_copy(update=wanted)
         config = self.config.model_copy(update={"pools": pools})
+        nodes = await self.placements.nodes()
         try:
-            check_nodes(config, await self.placements.nodes(), self.placements.closed)
+            check_nodes(config, nodes, self.placements.closed)
         except CapacityError as error:
             return Answer(str(error))
-        for role, size in wanted.items():
-            self.apply(self.machine.resize(cast(Role, role), size, self.now_ns()))
-        return Answer()
+
+        def may_turn(worker_id: str, role: Role) -> bool:
+            there = {node.address for node in usable(role, nodes, self.placements.closed)}
+            fits = there >= set(self.placements.addresses_of(worker_id))
+            return fits and self._widths_agree(worker_id, role)
+
+        actions = self.machine.resize(sizes_in(wanted), self.now_ns(), may_turn)
+        self.apply(actions)
+        return Answer(data=await self._turned([a for a in actions if isinstance(a, Turn)]))
+
+    def _widths_agree(self, worker_id: str, role: Role) -> bool:
+        """Return whether a worker of one pool has as many ranks as the other pool asks for."""
+        return self.config.pools.width("prefill") == self.config.pools.width("decode")
+
+    async def _turned(self, turns: Sequence[Turn]) -> dict[str, Any]:
+        """Return the workers that turned, once all live routers place by their new roles."""
+        if not turns:
+            return {}
+        began_ns = self.now_ns()
+        behind = await routers_behind(self.demands, max(turn.turn for turn in turns))
+        seconds = round((self.now_ns() - began_ns) / 1e9, 2)
+        if behind:
+            _LOG.warning("routers=%s do not follow a turn", ",".join(behind))
+        return {
+            "turned": {turn.worker_id: turn.role for turn in turns},
+            "seconds": seconds,
+            "routers_behind": behind,
+        }
 
     async def _close(self, name: str, close: bool) -> Answer:
         nodes = await self.placements.nodes()
@@ -179,7 +214,7 @@ class OrderDesk:
         lines = int(order.arguments.get("lines", 50))
         name = order.worker_ids[0] if order.worker_ids else ""
         if not 0 < lines <= MAX_LINES or not all(c.isalnum() or c == "-" for c in name):
-            return Answer(f"logs needs a process such as decode-0 and 1 to {MAX_LINES} lines")
+            return Answer(f"logs needs a process such as worker-0 and 1 to {MAX_LINES} lines")
         nodes = await self.placements.nodes()
         texts = await asyncio.gather(*(self._read(node, name, lines) for node in nodes))
         return Answer(data={n.name: text for n, text in zip(nodes, texts, strict=True)})
@@ -227,6 +262,31 @@ class WantedState:
             drained=machine.drained_workers,
         )
         await wanted.write(self.registry, state)
+
+
+async def routers_behind(demands: RouterDemands, turn: int) -> list[str]:
+    """Wait until all live routers place by a turn; return those that do not within a limit.
+
+    A router that is gone leaves its last load behind, so only one that reports is waited for.
+    """
+    beats: dict[str, int] = {}
+    reporting: set[str] = set()
+    began_s = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - began_s
+        try:
+            found = await demands.read()
+        except RegistryUnavailableError:
+            found = {}
+        for name, demand in found.items():
+            if beats.setdefault(name, demand.beat) != demand.beat:
+                reporting.add(name)
+        behind = sorted(name for name, demand in found.items() if demand.turn < turn)
+        if waited_s >= _SILENT_S:
+            behind = [name for name in behind if name in reporting]
+        if (found and not behind) or waited_s >= _FOLLOW_LIMIT_S:
+            return behind
+        await asyncio.sleep(_FOLLOW_POLL_S)
 
 
 def sizes_in(pools: Mapping[str, int]) -> dict[Role, int]:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ray.util.placement_group import (
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role
 from baton.telemetry.tasks import BackgroundTasks
+from fleet.pools.names import is_worker_name
 from fleet.pools.nodes import Node, choose
 from fleet.pools.resources import bundles
 
@@ -66,6 +67,7 @@ class Placements:
         self._failed_s: dict[str, float] = {}  # node id -> when
         self._one_by_one = asyncio.Lock()  # each choice must see the previous reservation
         self.closed: set[str] = set()  # addresses of closed nodes
+        self.role_of: Callable[[str], Role] = lambda _: "decode"  # role of a worker, by id
 
     def address_of(self, worker_id: str) -> str:
         """Return the address of a slot's leader; empty without a placement, or if Ray chose it."""
@@ -125,7 +127,7 @@ class Placements:
         place = self._places.get(worker_id)
         if place is None or not place.cpus:
             return False
-        role = role_of(worker_id)
+        role = self.role_of(worker_id)
         spread = len(place.addresses) > 1 and not self._config.pools.ranks_apart(role)
         return spread or place.cpus != self._cpus_of_ranks(role)
 
@@ -187,7 +189,7 @@ class Placements:
                     role,
                     self._config.cpus_per_rank,
                     nodes,
-                    {w: (p.addresses, role_of(w)) for w, p in self._places.items()},
+                    {w: (p.addresses, self.role_of(w)) for w, p in self._places.items()},
                     ranks=self._config.pools.width(role),
                     apart=self._config.pools.ranks_apart(role),
                     closed=self.closed,
@@ -263,11 +265,6 @@ class Placements:
         return {node.address for node in silent}
 
 
-def role_of(worker_id: str) -> Role:
-    """Return the role in a worker's id."""
-    return "prefill" if worker_id.startswith("prefill") else "decode"
-
-
 async def listens(address: str, port: int) -> bool:
     """Return whether a TCP port accepts connections."""
     try:
@@ -323,8 +320,7 @@ def groups_of(
     )
     for entry in entries:
         worker_id = entry["name"].removeprefix(stem).partition(".")[0]
-        role, _, index = worker_id.rpartition("-")
-        ours = entry["name"].startswith(stem) and role in ("prefill", "decode") and index.isdigit()
+        ours = entry["name"].startswith(stem) and is_worker_name(worker_id)
         if not ours or entry["state"] == "REMOVED":
             continue
         group = PlacementGroup(ray.PlacementGroupID.from_hex(entry["placement_group_id"]))

@@ -22,12 +22,22 @@ from baton.config.fleet_file import FleetConfig
 from baton.registry import wanted
 from baton.registry.orders import Answer, Order, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
-from fleet.pools.controller import Action, Drain, FleetController, Launch, Publish, Remove, Stop
+from fleet.pools.controller import (
+    Action,
+    Drain,
+    FleetController,
+    Launch,
+    Publish,
+    Remove,
+    Stop,
+    Turn,
+)
 from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, process_of
 from fleet.pools.orders import OrderDesk, WantedState, sizes_in
-from fleet.pools.placement import Placements, role_of
+from fleet.pools.placement import Placements
 from fleet.pools.ray_process import log_to
 from fleet.pools.ray_worker import WorkerActor
 from fleet.pools.resources import (
@@ -151,6 +161,9 @@ class ControllerActor:
                         action.reason,
                     )
                     self._tasks.spawn(self._publish(action), "publish")
+                case Turn():
+                    _LOG.info("worker=%s turns to role=%s", action.worker_id, action.role)
+                    self._tasks.spawn(self._turn(action), "turn")
                 case Remove():
                     self._placements.remove(action.worker_id)
         self._wake.set()
@@ -246,17 +259,20 @@ class ControllerActor:
 
     def _settings(self, launch: Launch) -> dict[str, Any]:
         """Return a worker's settings, with sealed secrets if they go through a shared Ray."""
-        settings = self._settings_of(launch.worker_id, launch.role, launch.epoch)
+        settings = self._settings_of(launch.worker_id, launch.role, launch.epoch, launch.turn)
         if self._spec.sealed:
             settings |= {name: seal(settings[name]) for name in SECRET_FIELDS}
         return settings
 
-    def _settings_of(self, worker_id: str, role: Role, epoch: int) -> dict[str, Any]:
+    def _settings_of(
+        self, worker_id: str, role: Role, epoch: int = 0, turn: int = 0
+    ) -> dict[str, Any]:
         return worker_settings(
             self._config,
             worker_id=worker_id,
             role=role,
             epoch=epoch,
+            turn=turn,
             redis_url=self._spec.redis_url,
             fleet_token=self._spec.fleet_token,
             fleet_token_file=self._spec.fleet_token_file,
@@ -324,13 +340,22 @@ class ControllerActor:
             epoch = max(named[worker_id], process.epoch if process is not None else 0)
             _LOG.info("adopting worker=%s epoch=%d", worker_id, epoch)
             started = process is not None and process.started
-            self._machine.adopt(worker_id, epoch, ready=started, now_ns=_now_ns())
-            role = role_of(worker_id)
+            known = process.turned if process is not None else None
+            self._machine.adopt(
+                worker_id,
+                epoch,
+                ready=started,
+                now_ns=_now_ns(),
+                role=known.role if known is not None else None,
+                turn=known.turn if known is not None else 0,
+            )
+            role = self._machine.slots[worker_id].role
             life = self._watch(worker_id, epoch, actor, actor.record.remote())
             self._follow(Launch(worker_id, role, epoch), life)
             differs = process is not None and self._differs(worker_id, role, process)
             if differs or self._placements.outgrown(worker_id):
                 changed.append(worker_id)
+        self._machine.settle(_now_ns())
         if state is not None:
             self._desk.apply_wanted(state)
         changed = [name for name in changed if name in self._machine.slots]
@@ -340,15 +365,26 @@ class ControllerActor:
             self._apply(again)
 
     def _differs(self, worker_id: str, role: Role, process: ShellProcess) -> bool:
-        own = settings_digest(self._settings_of(worker_id, role, 0))
+        own = settings_digest(self._settings_of(worker_id, role))
         return process.settings_digest not in ("", own)
 
     def _begin_with(self, pools: dict[Role, int]) -> None:
         """Create the state machine and the desk for admin commands."""
         self._machine = FleetController(pools, _now_ns(), self._spec.healthy_after_ns)
+        self._placements.role_of = self._role_of
         self._desk = OrderDesk(
-            self._config, self._machine, self._placements, self._apply, _now_ns, self._spec.log_dir
+            self._config,
+            self._machine,
+            self._placements,
+            RouterDemands(self._registry),
+            self._apply,
+            _now_ns,
+            self._spec.log_dir,
         )
+
+    def _role_of(self, worker_id: str) -> Role:
+        slot = self._machine.slots.get(worker_id)
+        return slot.role if slot is not None else "decode"
 
     async def _read_wanted_late(self) -> None:
         """Read the requested state, if Redis was down when this controller started."""
@@ -362,15 +398,31 @@ class ControllerActor:
         with contextlib.suppress(RegistryUnavailableError):
             for records in await self._registry.records():
                 for record in records.values():
-                    self._machine.note_epoch(record.worker_id, record.epoch)
+                    known = (record.epoch, record.role, record.turn)
+                    self._machine.note_record(record.worker_id, *known)
 
     async def _refresh(self) -> None:
         """Rewrite all slots' records before they expire, and the state that operators requested."""
         await self._read_wanted_late()
-        news = [self._machine.describe(slot) for slot in self._machine.slots.values()]
         with contextlib.suppress(RegistryUnavailableError):
-            await self._registry.write_slots([self._record(item) for item in news])
+            await self._write_all()
             await self._wanted_state.note(self._machine)
+
+    async def _write_all(self) -> None:
+        news = [self._machine.describe(slot) for slot in self._machine.slots.values()]
+        await self._registry.write_slots([self._record(item) for item in news])
+
+    async def _turn(self, turn: Turn) -> None:
+        """Publish a turn, and tell the worker, which keeps it beyond a restart of Redis.
+
+        All slots are written at once: a router that has read this turn has read all before it.
+        """
+        with contextlib.suppress(RegistryUnavailableError):
+            await self._write_all()
+        life = self._lives.get(turn.worker_id)
+        if life is not None and life.epoch == turn.epoch:
+            with contextlib.suppress(RayError):
+                await life.actor.turn.remote(turn.role, turn.turn)
 
     async def _publish(self, news: Publish) -> None:
         with contextlib.suppress(RegistryUnavailableError):
@@ -385,6 +437,7 @@ class ControllerActor:
             epoch=news.epoch,
             threads=0 if threads == "auto" else threads * self._config.pools.width(news.role),
             reason=news.reason,
+            turn=news.turn,
         )
 
     async def _answer_operators(self) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from baton.registry.types import WorkerRecord
+from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
-from fleet.pools.liveness import ShellProcess, StandstillGuard
+from fleet.pools.liveness import ShellProcess, StandstillGuard, TurnedTo
 from fleet.pools.ray_process import log_to, on_this_node
 from fleet.pools.ray_ranks import RankActors
 from fleet.pools.resources import settings_digest
@@ -40,6 +40,9 @@ class RunningWorker(Protocol):
 
     async def drain(self, timeout_s: float) -> bool:
         """Wait until other workers have resumed all requests; return whether none is left."""
+
+    async def turn(self, role: Role, number: int) -> None:
+        """Take another role: requests that run stay, waiting prompts go to other workers."""
 
     async def stop(self) -> None:
         """Stop the worker and remove it from the registry."""
@@ -111,6 +114,7 @@ class WorkerActor:
         fields = unsealed(settings)
         self._settings = msgspec.convert(on_this_node(fields), self._settings_type)
         self._digest = settings_digest(fields)
+        self._turned = TurnedTo(fields["role"], fields.get("turn", 0))
 
     def _note_failure(self, error: Exception) -> None:
         self._failure = error
@@ -122,7 +126,10 @@ class WorkerActor:
     async def ping(self) -> bytes:
         """Return this process and its epoch as msgpack; a frozen process does not respond."""
         started = self._started.is_set()
-        own = ShellProcess.own(self._settings.epoch, self._digest, started=started)
+        turned = self._turned
+        if self._worker is not None:
+            turned = TurnedTo(self._worker.record.role, self._worker.record.turn)
+        own = ShellProcess.own(self._settings.epoch, self._digest, started=started, turned=turned)
         return msgspec.msgpack.encode(own)
 
     async def record(self) -> bytes:
@@ -139,6 +146,10 @@ class WorkerActor:
     async def drain(self, timeout_s: float) -> None:
         """Wait until other workers have resumed its requests."""
         await self._running().drain(timeout_s)
+
+    async def turn(self, role: Role, number: int) -> None:
+        """Give the worker another role."""
+        await self._running().turn(role, number)
 
     async def stop(self) -> None:
         """Stop the worker, ready or not; the controller ends this process."""

@@ -18,9 +18,11 @@ from baton.model.artifact import resolve_model
 from baton.model.model_config import ModelConfig
 from baton.registry.types import Role
 from fleet.pools.controller import HEALTHY_AFTER_NS
+from fleet.pools.names import is_worker_name
 
 NAMESPACE = "baton"
 WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
+_OF_A_LIFE = ("epoch", "role", "turn")  # settings that differ between incarnations
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,12 +86,14 @@ def worker_settings(
     host: str,
     log_dir: str,
     fleet_token_file: str = "",
+    turn: int = 0,
 ) -> dict[str, Any]:
     """Return the fields of ``fleet.worker.WorkerSettings`` for one incarnation."""
     return {
         "worker_id": worker_id,
         "role": role,
         "epoch": epoch,
+        "turn": turn,
         "fleet": config.fleet,
         "served_model_name": config.model_names[0],
         "engine": msgspec.to_builtins(engine_settings(config, role, worker_id)),
@@ -173,10 +177,10 @@ def _workers_on_a_host(config: FleetConfig) -> int:
 def settings_digest(settings: Mapping[str, Any]) -> str:
     """Return a digest of a worker's settings.
 
-    It ignores the epoch and the number of workers on the host, so that a growing fleet does not
-    restart the workers that it has.
+    It ignores the epoch, the role, which changes at run time, and the number of workers on the
+    host, so that a growing fleet does not restart the workers that it has.
     """
-    same = {name: value for name, value in settings.items() if name != "epoch"}
+    same = {name: value for name, value in settings.items() if name not in _OF_A_LIFE}
     if isinstance(engine := same.get("engine"), dict):
         same["engine"] = {n: v for n, v in engine.items() if n != "workers_on_host"}
     raw = msgspec.json.encode(same, order="deterministic")
@@ -199,9 +203,8 @@ def lives_among(names: Sequence[Mapping[str, str]], fleet: str) -> dict[str, int
     stem = f"baton-{fleet}-"
     for entry in names:
         worker_id, _, epoch = entry["name"].removeprefix(stem).rpartition("-")
-        role, _, index = worker_id.rpartition("-")
         ours = entry["namespace"] == NAMESPACE and entry["name"].startswith(stem)
-        if ours and role in ("prefill", "decode") and index.isdigit() and epoch.isdigit():
+        if ours and is_worker_name(worker_id) and epoch.isdigit():
             epochs[worker_id] = max(int(epoch), epochs.get(worker_id, 0))
     return epochs
 

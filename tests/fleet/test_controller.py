@@ -19,6 +19,7 @@ from fleet.pools.controller import (
     Publish,
     Remove,
     Stop,
+    Turn,
 )
 
 
@@ -39,38 +40,38 @@ def test_every_slot_is_launched_with_epoch_one() -> None:
     fleet = FleetController({"prefill": 2, "decode": 1}, 0)
     launches = [action for action in fleet.tick(0) if isinstance(action, Launch)]
     assert launches == [
-        Launch("prefill-0", "prefill", 1),
-        Launch("prefill-1", "prefill", 1),
-        Launch("decode-0", "decode", 1),
+        Launch("worker-0", "prefill", 1),
+        Launch("worker-1", "prefill", 1),
+        Launch("worker-2", "decode", 1),
     ]
     assert not fleet.ready
 
 
 def test_a_crashed_worker_comes_back_as_its_next_life() -> None:
     fleet = running()
-    (dead,) = fleet.ended("decode-0", 1, "killed by signal 9", SECOND_NS)
-    assert dead == Publish("decode-0", "decode", "dead", 1, "killed by signal 9")
+    (dead,) = fleet.ended("worker-1", 1, "killed by signal 9", SECOND_NS)
+    assert dead == Publish("worker-1", "decode", "dead", 1, "killed by signal 9")
     assert fleet.next_due_ns == SECOND_NS + BACKOFF_FIRST_NS
     assert not fleet.tick(fleet.next_due_ns - 1)
     actions = fleet.tick(fleet.next_due_ns)
-    assert actions[-1] == Launch("decode-0", "decode", 2)
+    assert actions[-1] == Launch("worker-1", "decode", 2)
 
 
 def test_a_healthy_life_is_followed_at_once_in_its_process() -> None:
     fleet = running()
-    *_, launch = fleet.ended("decode-0", 1, "killed", HEALTHY_AFTER_NS, reusable=True)
-    assert launch == Launch("decode-0", "decode", 2, reuse=True)
+    *_, launch = fleet.ended("worker-1", 1, "killed", HEALTHY_AFTER_NS, reusable=True)
+    assert launch == Launch("worker-1", "decode", 2, reuse=True)
     # A process that fails to begin another life is not tried again.
-    fleet.ended("decode-0", 2, "failed", HEALTHY_AFTER_NS)
+    fleet.ended("worker-1", 2, "failed", HEALTHY_AFTER_NS)
     *_, launch = fleet.tick(fleet.next_due_ns)
-    assert launch == Launch("decode-0", "decode", 3, reuse=False)
+    assert launch == Launch("worker-1", "decode", 3, reuse=False)
 
 
 def test_a_slot_that_fails_to_start_twice_is_tried_elsewhere() -> None:
     fleet = running()
     moves = []
     for epoch in range(1, 7):  # the first one has served
-        fleet.ended("decode-0", epoch, "no space left on device", SECOND_NS)
+        fleet.ended("worker-1", epoch, "no space left on device", SECOND_NS)
         launch = fleet.tick(fleet.next_due_ns)[-1]
         assert isinstance(launch, Launch)
         moves.append(launch.move)
@@ -79,98 +80,98 @@ def test_a_slot_that_fails_to_start_twice_is_tried_elsewhere() -> None:
 
 def test_the_process_of_a_short_or_unwanted_life_is_not_used_again() -> None:
     fleet = running(prefill=2)
-    fleet.ended("decode-0", 1, "killed", HEALTHY_AFTER_NS - 1, reusable=True)
-    assert fleet.tick(fleet.next_due_ns)[-1] == Launch("decode-0", "decode", 2)
-    fleet.drain("prefill-0", 0)
-    assert not only(Launch, fleet.ended("prefill-0", 1, "", HEALTHY_AFTER_NS, reusable=True))
+    fleet.ended("worker-2", 1, "killed", HEALTHY_AFTER_NS - 1, reusable=True)
+    assert fleet.tick(fleet.next_due_ns)[-1] == Launch("worker-2", "decode", 2)
+    fleet.drain("worker-0", 0)
+    assert not only(Launch, fleet.ended("worker-0", 1, "", HEALTHY_AFTER_NS, reusable=True))
     fleet.stop(0)
-    assert not only(Launch, fleet.ended("prefill-1", 1, "", HEALTHY_AFTER_NS, reusable=True))
+    assert not only(Launch, fleet.ended("worker-1", 1, "", HEALTHY_AFTER_NS, reusable=True))
 
 
 def test_repeated_crashes_wait_longer_up_to_a_limit_and_a_healthy_life_resets_it() -> None:
     fleet, now, waits = running(), 0, []
     for epoch in range(1, 10):
-        fleet.ended("decode-0", epoch, "crash", now)
+        fleet.ended("worker-1", epoch, "crash", now)
         waits.append(fleet.next_due_ns - now)
         now = fleet.next_due_ns
         fleet.tick(now)
-        fleet.started("decode-0", epoch + 1, now)
+        fleet.started("worker-1", epoch + 1, now)
     assert waits[:4] == [BACKOFF_FIRST_NS, SECOND_NS, 2 * SECOND_NS, 4 * SECOND_NS]
     assert waits[-1] == BACKOFF_LIMIT_NS
 
     now += HEALTHY_AFTER_NS
-    assert only(Launch, fleet.ended("decode-0", 10, "crash", now)) == ["decode-0"], "at once"
-    fleet.ended("decode-0", 11, "crash", now)
+    assert only(Launch, fleet.ended("worker-1", 10, "crash", now)) == ["worker-1"], "at once"
+    fleet.ended("worker-1", 11, "crash", now)
     assert fleet.next_due_ns - now == BACKOFF_FIRST_NS
 
 
 def test_news_of_an_earlier_life_changes_nothing() -> None:
     fleet = running()
-    fleet.ended("decode-0", 1, "crash", 0)
+    fleet.ended("worker-1", 1, "crash", 0)
     fleet.tick(BACKOFF_FIRST_NS)
-    assert fleet.ended("decode-0", 1, "crash, told twice", BACKOFF_FIRST_NS) == []
-    assert fleet.started("decode-0", 1, BACKOFF_FIRST_NS) == []
-    assert fleet.slots["decode-0"].phase is Phase.STARTING
+    assert fleet.ended("worker-1", 1, "crash, told twice", BACKOFF_FIRST_NS) == []
+    assert fleet.started("worker-1", 1, BACKOFF_FIRST_NS) == []
+    assert fleet.slots["worker-1"].phase is Phase.STARTING
 
 
 def test_a_start_that_hangs_is_ended_and_tried_again() -> None:
     fleet = FleetController({"decode": 1}, 0)
     fleet.tick(0)
-    assert only(Stop, fleet.tick(START_LIMIT_NS)) == ["decode-0"]
+    assert only(Stop, fleet.tick(START_LIMIT_NS)) == ["worker-0"]
     assert not only(Stop, fleet.tick(START_LIMIT_NS + 1)), "it is told once"
-    (dead,) = fleet.ended("decode-0", 1, "exit code -9", START_LIMIT_NS)
+    (dead,) = fleet.ended("worker-0", 1, "exit code -9", START_LIMIT_NS)
     assert isinstance(dead, Publish) and "did not start within 300 s" in dead.reason
 
 
 def test_a_drained_worker_stays_down_until_it_is_restarted() -> None:
     fleet = running()
-    actions = fleet.drain("decode-0", 0)
-    assert actions[-1] == Drain("decode-0", 1, DRAIN_LIMIT_NS)
-    assert only(Stop, fleet.drained("decode-0", 1, 5)) == ["decode-0"]
-    fleet.ended("decode-0", 1, "exit code 0", 6)
-    assert fleet.slots["decode-0"].phase is Phase.PARKED
+    actions = fleet.drain("worker-1", 0)
+    assert actions[-1] == Drain("worker-1", 1, DRAIN_LIMIT_NS)
+    assert only(Stop, fleet.drained("worker-1", 1, 5)) == ["worker-1"]
+    fleet.ended("worker-1", 1, "exit code 0", 6)
+    assert fleet.slots["worker-1"].phase is Phase.PARKED
     assert not fleet.tick(10 * START_LIMIT_NS)
-    assert only(Launch, fleet.restart(["decode-0"], 20, rolling=False)) == ["decode-0"]
+    assert only(Launch, fleet.restart(["worker-1"], 20, rolling=False)) == ["worker-1"]
 
 
 def test_a_restart_of_all_leaves_those_down_that_an_operator_has_drained() -> None:
     for rolling in (False, True):
         fleet = running(decode=2)
-        fleet.drain("decode-1", 0)
-        assert fleet.drained_workers == ("decode-1",), "from the order on"
+        fleet.drain("worker-2", 0)
+        assert fleet.drained_workers == ("worker-2",), "from the order on"
         for renewed in (False, True):  # while it drains, and when it is down
-            fleet.restart(["decode-1"], 5, rolling=rolling, revive=False)
-            assert fleet.slots["decode-1"].phase is not Phase.WAITING
-            fleet.drained("decode-1", 1, 5)
-            fleet.ended("decode-1", 1, "exit code 0", 6)
-            assert fleet.slots["decode-1"].phase is Phase.PARKED, renewed
-        assert fleet.drained_workers == ("decode-1",)
-        fleet.restart(["decode-1"], 7, rolling=rolling)
+            fleet.restart(["worker-2"], 5, rolling=rolling, revive=False)
+            assert fleet.slots["worker-2"].phase is not Phase.WAITING
+            fleet.drained("worker-2", 1, 5)
+            fleet.ended("worker-2", 1, "exit code 0", 6)
+            assert fleet.slots["worker-2"].phase is Phase.PARKED, renewed
+        assert fleet.drained_workers == ("worker-2",)
+        fleet.restart(["worker-2"], 7, rolling=rolling)
         assert fleet.drained_workers == ()
 
 
 def test_a_worker_that_is_drained_before_its_turn_stays_down_in_a_rolling_restart() -> None:
     fleet = running(decode=2)
-    fleet.restart(["decode-0", "decode-1"], 0, rolling=True)
-    fleet.drain("decode-1", 1)
-    fleet.drained("decode-1", 1, 2)
-    fleet.ended("decode-1", 1, "exit code 0", 2)
-    fleet.drained("decode-0", 1, 2)
-    fleet.ended("decode-0", 1, "exit code 0", 3)
-    fleet.started("decode-0", 2, 4)
-    assert fleet.slots["decode-0"].epoch == 2
-    assert fleet.slots["decode-1"].phase is Phase.PARKED
+    fleet.restart(["worker-1", "worker-2"], 0, rolling=True)
+    fleet.drain("worker-2", 1)
+    fleet.drained("worker-2", 1, 2)
+    fleet.ended("worker-2", 1, "exit code 0", 2)
+    fleet.drained("worker-1", 1, 2)
+    fleet.ended("worker-1", 1, "exit code 0", 3)
+    fleet.started("worker-1", 2, 4)
+    assert fleet.slots["worker-1"].epoch == 2
+    assert fleet.slots["worker-2"].phase is Phase.PARKED
 
 
 def test_a_drain_that_takes_too_long_is_ended() -> None:
     fleet = running()
-    fleet.drain("decode-0", 0)
-    assert only(Stop, fleet.tick(DRAIN_LIMIT_NS)) == ["decode-0"]
+    fleet.drain("worker-1", 0)
+    assert only(Stop, fleet.tick(DRAIN_LIMIT_NS)) == ["worker-1"]
 
 
 def test_a_rolling_restart_takes_one_worker_at_a_time() -> None:
     fleet = running(prefill=2, decode=1)
-    order = ["prefill-0", "prefill-1", "decode-0"]
+    order = ["worker-0", "worker-1", "worker-2"]
     actions = fleet.restart(order, 0, rolling=True)
     for worker_id in order:
         assert only(Drain, actions) == [worker_id]
@@ -183,21 +184,107 @@ def test_a_rolling_restart_takes_one_worker_at_a_time() -> None:
 
 def test_scaling_in_takes_the_highest_numbers_and_scaling_out_counts_their_lives_on() -> None:
     fleet = running(prefill=3)
-    assert only(Drain, fleet.resize("prefill", 1, 0)) == ["prefill-1", "prefill-2"]
-    for name in ("prefill-1", "prefill-2"):
+    assert only(Drain, fleet.resize({"prefill": 1}, 0)) == ["worker-2", "worker-1"]
+    for name in ("worker-1", "worker-2"):
         fleet.drained(name, 1, 1)
         assert only(Remove, fleet.ended(name, 1, "exit code 0", 2)) == [name]
-    assert set(fleet.slots) == {"prefill-0", "decode-0"}
-    actions = fleet.resize("prefill", 2, 3)
-    assert actions[-1] == Launch("prefill-1", "prefill", 2)
+    assert set(fleet.slots) == {"worker-0", "worker-3"}
+    actions = fleet.resize({"prefill": 2}, 3)
+    assert actions[-1] == Launch("worker-1", "prefill", 2)
 
 
 def test_a_new_controller_adopts_the_lives_it_finds() -> None:
     fleet = FleetController({"prefill": 1, "decode": 1}, 0)
-    fleet.adopt("decode-0", 4, ready=True, now_ns=0)
-    assert only(Launch, fleet.tick(0)) == ["prefill-0"]
-    fleet.ended("decode-0", 4, "crash", 0)
-    assert Launch("decode-0", "decode", 5) in fleet.tick(BACKOFF_FIRST_NS)
+    fleet.adopt("worker-1", 4, ready=True, now_ns=0)
+    assert only(Launch, fleet.tick(0)) == ["worker-0"]
+    fleet.ended("worker-1", 4, "crash", 0)
+    assert Launch("worker-1", "decode", 5) in fleet.tick(BACKOFF_FIRST_NS)
+
+
+def roles(fleet: FleetController) -> dict[str, str]:
+    return {name: slot.role for name, slot in fleet.slots.items()}
+
+
+def test_a_resize_turns_workers_before_it_starts_or_stops_any() -> None:
+    fleet = running(prefill=2, decode=2)
+    actions = fleet.resize({"prefill": 1, "decode": 4}, 5)
+    assert actions[0] == Turn("worker-1", "decode", 1, 1)
+    assert only(Launch, actions) == ["worker-4"]
+    assert not only(Drain, actions) + only(Stop, actions)
+    assert fleet.slots["worker-1"].phase is Phase.READY
+    assert roles(fleet)["worker-1"] == "decode"
+    assert fleet.wanted == {"prefill": 1, "decode": 4}
+
+
+def test_a_turned_worker_keeps_its_role_over_its_lives() -> None:
+    fleet = running(prefill=2, decode=1)
+    fleet.turn("worker-1", "decode", 1)
+    fleet.ended("worker-1", 1, "crash", 2)
+    launch = fleet.tick(fleet.next_due_ns)[-1]
+    assert launch == Launch("worker-1", "decode", 2, turn=1)
+    assert not only(Turn, fleet.started("worker-1", 2, fleet.next_due_ns)), "it was started so"
+    assert fleet.wanted == {"prefill": 1, "decode": 2}
+
+
+def test_a_worker_that_turns_while_it_starts_is_told_when_it_has_started() -> None:
+    fleet = FleetController({"prefill": 2, "decode": 1}, 0)
+    fleet.tick(0)
+    (published,) = fleet.turn("worker-1", "decode", 1)
+    assert isinstance(published, Publish) and (published.role, published.turn) == ("decode", 1)
+    assert Turn("worker-1", "decode", 1, 1) in fleet.started("worker-1", 1, 2)
+
+
+def test_a_worker_that_may_not_turn_is_drained_and_another_is_started() -> None:
+    fleet = running(prefill=2, decode=1)
+    actions = fleet.resize({"prefill": 1, "decode": 2}, 5, lambda name, role: False)
+    assert (only(Turn, actions), only(Drain, actions)) == ([], ["worker-1"])
+    assert only(Launch, actions) == ["worker-3"]
+
+
+def test_a_drained_worker_does_not_turn_and_is_removed_first() -> None:
+    fleet = running(prefill=2, decode=1)
+    fleet.drain("worker-0", 0)
+    fleet.drained("worker-0", 1, 1)
+    fleet.ended("worker-0", 1, "exit code 0", 2)
+    actions = fleet.resize({"prefill": 1, "decode": 1}, 3)
+    assert only(Remove, actions) == ["worker-0"]
+    assert set(fleet.slots) == {"worker-1", "worker-2"}
+
+
+def test_a_new_controller_knows_the_roles_of_the_old_one() -> None:
+    """From the workers, and from the registry for those that are down at the moment."""
+    fleet = FleetController({"prefill": 1, "decode": 2}, 0)
+    fleet.note_record("worker-0", 3, "decode", 5)
+    fleet.note_record("worker-1", 1, "prefill", 6)
+    fleet.adopt("worker-1", 1, ready=True, now_ns=0, role="prefill", turn=6)
+    fleet.adopt("worker-2", 1, ready=True, now_ns=0, role="decode", turn=0)
+    fleet.settle(0)
+    actions = fleet.tick(0)
+    assert roles(fleet) == {"worker-0": "decode", "worker-1": "prefill", "worker-2": "decode"}
+    assert only(Launch, actions) == ["worker-0"]
+    fleet.resize({"prefill": 2, "decode": 1}, 1)
+    assert fleet.slots["worker-2"].turn == 7, "numbers go on"
+
+
+def test_workers_of_an_earlier_version_are_adopted_under_their_names() -> None:
+    """``prefill-0`` and ``decode-0`` stay; nothing is started beside them."""
+    fleet = FleetController({"prefill": 1, "decode": 1}, 0)
+    for role in ("prefill", "decode"):
+        fleet.note_record(f"{role}-0", 2, role, 0)
+        fleet.adopt(f"{role}-0", 2, ready=True, now_ns=0)
+    fleet.settle(0)
+    assert not fleet.tick(0)
+    assert roles(fleet) == {"prefill-0": "prefill", "decode-0": "decode"}
+    actions = fleet.resize({"decode": 2}, 1)
+    assert only(Launch, actions) == ["worker-0"]
+
+
+def test_a_turn_that_only_the_registry_knows_is_told_to_its_worker() -> None:
+    fleet = FleetController({"prefill": 1, "decode": 1}, 0)
+    fleet.note_record("worker-1", 1, "prefill", 4)
+    fleet.note_record("worker-0", 1, "decode", 3)
+    fleet.adopt("worker-1", 1, ready=False, now_ns=0, role="decode", turn=0)
+    assert Turn("worker-1", "prefill", 1, 4) in fleet.started("worker-1", 1, 1)
 
 
 class AnyFleet(RuleBasedStateMachine):
@@ -209,6 +296,7 @@ class AnyFleet(RuleBasedStateMachine):
         self.fleet = FleetController({"prefill": 2, "decode": 2}, 0)
         self.alive: dict[str, int] = {}  # worker id -> epoch of the process that runs
         self.epochs: dict[str, int] = {}
+        self.told: dict[str, tuple[str, int]] = {}  # role and turn that each worker knows
         self.take(self.fleet.tick(0))
 
     def take(self, actions: list[Action]) -> None:
@@ -220,6 +308,11 @@ class AnyFleet(RuleBasedStateMachine):
                     assert not self.fleet.stopped
                     self.alive[action.worker_id] = action.epoch
                     self.epochs[action.worker_id] = action.epoch
+                    self.told[action.worker_id] = (action.role, action.turn)
+                case Turn():
+                    assert self.alive.get(action.worker_id) == action.epoch
+                    assert action.turn > self.told[action.worker_id][1]
+                    self.told[action.worker_id] = (action.role, action.turn)
                 case Drain() | Stop():
                     assert self.alive.get(action.worker_id) == action.epoch
                 case Remove():
@@ -246,7 +339,18 @@ class AnyFleet(RuleBasedStateMachine):
 
     @rule(role=st.sampled_from(["prefill", "decode"]), replicas=st.integers(0, 3))
     def resize(self, role: str, replicas: int) -> None:
-        self.take(self.fleet.resize(role, replicas, self.now))
+        self.take(self.fleet.resize({role: replicas}, self.now))
+
+    @rule(prefill=st.integers(0, 3), decode=st.integers(0, 3), turns=st.booleans())
+    def resize_both(self, prefill: int, decode: int, turns: bool) -> None:
+        sizes = {"prefill": prefill, "decode": decode}
+        self.take(self.fleet.resize(sizes, self.now, lambda name, role: turns))
+
+    @rule(data=st.data(), role=st.sampled_from(["prefill", "decode"]))
+    def turn(self, data: st.DataObject, role: str) -> None:
+        if self.fleet.slots:
+            name = data.draw(st.sampled_from(sorted(self.fleet.slots)))
+            self.take(self.fleet.turn(name, role, self.now))
 
     @rule(data=st.data(), what=st.sampled_from(["drain", "restart", "roll"]))
     def an_operator_asks(self, data: st.DataObject, what: str) -> None:
@@ -263,6 +367,18 @@ class AnyFleet(RuleBasedStateMachine):
         for name, slot in self.fleet.slots.items():
             assert (slot.phase in (Phase.WAITING, Phase.PARKED)) == (name not in self.alive)
         assert set(self.alive) <= set(self.fleet.slots)
+
+    @invariant()
+    def the_pools_have_the_sizes_that_are_asked_for(self) -> None:
+        staying = [slot.role for slot in self.fleet.slots.values() if not slot.leaving]
+        for role, size in self.fleet.wanted.items():
+            assert staying.count(role) == size
+
+    @invariant()
+    def a_ready_worker_knows_its_role(self) -> None:
+        for name, slot in self.fleet.slots.items():
+            if slot.phase is Phase.READY:
+                assert self.told[name] == (slot.role, slot.turn)
 
     def teardown(self) -> None:
         """From anywhere, a stop ends everything."""
@@ -282,30 +398,30 @@ def test_a_life_that_is_stopped_while_it_is_placed_is_stopped_when_it_comes() ->
     """Defect 5c: the first Stop finds nobody; the life must hear a second one."""
     fleet = FleetController({"prefill": 1, "decode": 0}, 0)
     fleet.tick(0)
-    assert only(Stop, fleet.drain("prefill-0", 1)) == ["prefill-0"]
-    assert not fleet.wants("prefill-0", 1)
-    assert fleet.started("prefill-0", 1, 2) == [Stop("prefill-0", 1)]
-    fleet.ended("prefill-0", 1, "exit code 0", 3)
-    assert only(Launch, fleet.restart(["prefill-0"], 4, rolling=False)) == ["prefill-0"]
-    assert fleet.wants("prefill-0", 2)
+    assert only(Stop, fleet.drain("worker-0", 1)) == ["worker-0"]
+    assert not fleet.wants("worker-0", 1)
+    assert fleet.started("worker-0", 1, 2) == [Stop("worker-0", 1)]
+    fleet.ended("worker-0", 1, "exit code 0", 3)
+    assert only(Launch, fleet.restart(["worker-0"], 4, rolling=False)) == ["worker-0"]
+    assert fleet.wants("worker-0", 2)
 
 
 def test_epochs_go_on_behind_lives_that_an_earlier_controller_started() -> None:
     """Defect 5e: an epoch that was given once is not given again, whoever remembers it."""
     fleet = FleetController({"prefill": 1, "decode": 1}, 0)
-    fleet.note_epoch("prefill-0", 7)
-    fleet.note_epoch("decode-1", 3)  # a slot that is not there at present
+    fleet.note_epoch("worker-0", 7)
+    fleet.note_epoch("worker-2", 3)  # a slot that is not there at present
     assert [action.epoch for action in fleet.tick(0) if isinstance(action, Launch)] == [8, 1]
-    fleet.note_epoch("prefill-0", 9)  # of a life that is running: known better here
-    assert fleet.slots["prefill-0"].epoch == 8
-    launched = fleet.resize("decode", 2, 1)
+    fleet.note_epoch("worker-0", 9)  # of a life that is running: known better here
+    assert fleet.slots["worker-0"].epoch == 8
+    launched = fleet.resize({"decode": 2}, 1)
     assert [action.epoch for action in launched if isinstance(action, Launch)] == [4]
 
 
 def test_a_life_that_the_registry_names_too_is_adopted() -> None:
     fleet = FleetController({"prefill": 1, "decode": 0}, 0)
-    fleet.note_epoch("prefill-0", 4)
-    fleet.adopt("prefill-0", 4, ready=False, now_ns=0)
+    fleet.note_epoch("worker-0", 4)
+    fleet.adopt("worker-0", 4, ready=False, now_ns=0)
     assert only(Launch, fleet.tick(0)) == []
-    fleet.started("prefill-0", 4, 1)
+    fleet.started("worker-0", 4, 1)
     assert fleet.ready

@@ -20,7 +20,12 @@ from baton.engine.core.sequence import EngineRequest, Kind, TokenSequence
 from baton.engine.core.speculative.acceptance import accepted_run
 from baton.engine.core.tiers.tiers import KvTiers
 from baton.types import events as ev
-from baton.types.errors import BatonError, CancelledError_, InvalidRequestError
+from baton.types.errors import (
+    BatonError,
+    CancelledError_,
+    InvalidRequestError,
+    UnavailableError,
+)
 from baton.types.params import SampledToken, finish_reason
 from baton.types.prompt_outputs import PromptOutputs
 
@@ -180,6 +185,12 @@ class Scheduler:
                 self.batch.remove(sequence)
         request.live_choices.difference_update(choices)
         self._end_if_done(request)
+
+    def withdraw(self, request_id: str) -> None:
+        """End a prompt that another worker decodes, unless it has begun."""
+        request = self._requests.get(request_id)
+        if request is not None and request.kind is Kind.PREFILL and not request.admitted_ns:
+            self._end(request_id, UnavailableError("withdrawn: this worker has changed its role"))
 
     def fail(self, request_id: str, error: BatonError) -> None:
         """End a request with an error."""

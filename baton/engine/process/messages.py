@@ -68,11 +68,17 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     reason: str = ""
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """Command: end a prompt for another worker, unless it has begun."""
+
+    request_id: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Command: end the process."""
 
 
-Command = Submit | Bind | Commit | ComputeLocally | Drained | Release | Cancel | Stop
+Command = Submit | Bind | Commit | ComputeLocally | Drained | Release | Cancel | Withdraw | Stop
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -149,6 +149,8 @@ class StepLoop:
                 scheduler.release(command.request_id)
             case messages.Cancel():
                 scheduler.cancel(command.request_id, command.choices, command.reason)
+            case messages.Withdraw():
+                scheduler.withdraw(command.request_id)
 
     def _prepare(self, command: messages.Submit) -> None:
         """Submit a request, or wait for its grammar and adapter beside the step loop."""

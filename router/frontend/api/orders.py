@@ -1,6 +1,6 @@
 """``POST /fleet/orders``: admin commands for the fleet's controller (`baton drain --url …`).
 
-    {"verb": "drain", "workers": ["decode-0"], "arguments": {}, "timeout_s": 5}
+    {"verb": "drain", "workers": ["worker-1"], "arguments": {}, "timeout_s": 5}
 
 The response is ``{"data": …}``. An operator's key or the fleet token is always required, even if
 requests need no key. ``fleet/pools/orders.py`` defines the verbs.

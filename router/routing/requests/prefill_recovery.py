@@ -11,7 +11,7 @@ from time import monotonic_ns
 
 from batonpb.decode_pb2 import PrefillNeeded, PrefillReplacement, RouterFrame
 
-from baton.types.errors import BatonError, TransferError
+from baton.types.errors import BatonError, TransferError, UnavailableError
 from baton.types.geometry import context_tokens
 from baton.wire.codecs import error_to_wire
 from router.routing.placement.booked_load import LoadBook
@@ -56,6 +56,7 @@ class PrefillRecovery:
             peer_died=needed.peer_died,
             others=[slot.incarnation for slot in self._prefills(active)],
             may_wait=now_ns < record.request.deadline_ns,
+            unavailable=needed.reason.code == UnavailableError.code,
         )
         match repair.action:
             case "replace":

@@ -68,11 +68,13 @@ def after_prefill_failure(
     peer_died: bool,
     others: Sequence[bytes],
     may_wait: bool,
+    unavailable: bool = False,
 ) -> Repair:
     """Decide after a prefill worker failed, and add the failure to the record.
 
     The decode worker keeps its reservation. ``others`` are the live prefill workers. With
-    ``peer_died`` the failed one is gone, not just unreachable or unwilling.
+    ``peer_died`` the failed one is gone, not just unreachable or unwilling; ``unavailable`` means
+    that it is well, but takes no prompts now.
     """
     record.failed_prefills.add(failed)
     if peer_died:
@@ -86,7 +88,7 @@ def after_prefill_failure(
     # decode worker, with all its streams, at the same risk. A fresh prefill worker is cheaper.
     if record.request.mode == "auto" and not peer_died:
         return Repair("local")
-    if may_wait and peer_died:
+    if may_wait and (peer_died or unavailable):
         return Repair("wait")
     return Repair(
         "refuse",

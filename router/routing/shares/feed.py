@@ -44,7 +44,10 @@ class DemandSource(Protocol):
 
 
 class ShareFeed:
-    """Task that keeps a router's shares current, unless there is a single router or no Redis."""
+    """Task that keeps a router's shares current, unless there is a single router or no Redis.
+
+    ``last_turn`` returns the number of the last turn by which this router places.
+    """
 
     def __init__(
         self,
@@ -54,8 +57,10 @@ class ShareFeed:
         on_change: Callable[[], None],
         source: DemandSource | None,
         count_failure: Callable[[str], None],
+        last_turn: Callable[[], int] = lambda: 0,
     ) -> None:
         self._router_id = router_id
+        self._last_turn = last_turn
         self._admission = admission
         self._shares = shares
         self._on_change = on_change
@@ -88,7 +93,12 @@ class ShareFeed:
         admission = self._admission
         shares = self._shares
         self._beat += 1
-        own = RouterDemand(beat=self._beat, queued=admission.waiting, tenants=admission.demands())
+        own = RouterDemand(
+            beat=self._beat,
+            queued=admission.waiting,
+            tenants=admission.demands(),
+            turn=self._last_turn(),
+        )
         try:
             others = await source.exchange(self._router_id, own)
             now_ns = monotonic_ns()

@@ -32,7 +32,7 @@ class Facts:
         expected_step_s: Decode step that the router expected of this worker; 0 if unknown.
         lost_to_repairs_s: First placement until the one that served, or until another prefill
             worker had the prompt.
-        repairs: Repairs, such as ``prefill-0 failed: the frame is damaged``.
+        repairs: Repairs, such as ``worker-0 failed: the frame is damaged``.
         moves: Reason of each migration.
         stalls_s: Longest gaps between tokens, sorted; the first precedes ``stalled_before_token``.
     """

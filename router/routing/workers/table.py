@@ -89,7 +89,7 @@ class Slot:
 
     @property
     def worker_id(self) -> str:
-        """Id of the worker, such as ``decode-0``."""
+        """Id of the worker, such as ``worker-1``."""
         return self._record.worker_id
 
     @property
@@ -400,6 +400,10 @@ class WorkerTable:
         """Return whether the worker is draining and its requests should move."""
         slot = self._slots.get(link.worker_id)
         return slot is not None and slot.link is link and slot.state == "draining"
+
+    def last_turn(self) -> int:
+        """Return the number of the last turn by which workers have their roles here."""
+        return max((slot.record.turn for slot in self), default=0)
 
     @property
     def usable(self) -> list[Slot]:

@@ -1,0 +1,101 @@
+"""Which workers turn, leave or come, so that the pools get the sizes that are asked for. Pure."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, get_args
+
+from baton.registry.types import Role
+
+MayTurn = Callable[[str, Role], bool]
+"""Whether a worker may get a role: its node may be reserved for the other one."""
+
+_ROLES: tuple[Role, ...] = get_args(Role)
+
+
+class Member(Protocol):
+    """Slot of a fleet, as far as the sizes depend on it."""
+
+    @property
+    def worker_id(self) -> str:
+        """Id of the worker."""
+
+    @property
+    def role(self) -> Role:
+        """Role of the worker."""
+
+    @property
+    def number(self) -> int:
+        """Number in the worker's id."""
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is being removed."""
+
+    @property
+    def down(self) -> bool:
+        """Whether an operator has drained it."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it accepts requests."""
+
+    @property
+    def has_process(self) -> bool:
+        """Whether an incarnation runs, starts or drains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Changes that give the pools their sizes.
+
+    Attributes:
+        returning: Workers that were leaving and stay.
+        turned: Workers that get the other role, which is named.
+        removed: Workers to drain and remove.
+        added: Roles of the workers to add.
+    """
+
+    returning: tuple[str, ...] = ()
+    turned: tuple[tuple[str, Role], ...] = ()
+    removed: tuple[str, ...] = ()
+    added: tuple[Role, ...] = ()
+
+
+def always(worker_id: str, role: Role) -> bool:
+    """Allow every turn."""
+    return True
+
+
+def balance(
+    members: Iterable[Member], sizes: Mapping[Role, int], may_turn: MayTurn = always
+) -> Balance:
+    """Return the changes; a turn comes before a start, and a start before nothing.
+
+    Workers that serve turn first, those without a process are removed first; among equals the
+    highest number. A worker that an operator has drained does not turn, since it would not serve.
+    """
+    everyone = sorted(members, key=lambda member: member.number, reverse=True)
+    staying = {role: [m for m in everyone if m.role == role and not m.leaving] for role in _ROLES}
+    leaving = {role: [m for m in everyone if m.role == role and m.leaving] for role in _ROLES}
+    returning: list[str] = []
+    lacking = dict.fromkeys(_ROLES, 0)
+    for role in _ROLES:
+        lacking[role] = max(sizes.get(role, 0) - len(staying[role]), 0)
+        while lacking[role] and leaving[role]:
+            returning.append(leaving[role].pop().worker_id)
+            lacking[role] -= 1
+    turned: list[tuple[str, Role]] = []
+    removed: list[str] = []
+    for role, other in zip(_ROLES, reversed(_ROLES), strict=True):
+        surplus = len(staying[role]) - sizes.get(role, 0)
+        turning = [m for m in staying[role] if not m.down and may_turn(m.worker_id, other)]
+        turning.sort(key=lambda member: not member.ready)
+        for member in turning[: max(min(surplus, lacking[other]), 0)]:
+            turned.append((member.worker_id, other))
+            staying[role].remove(member)
+            lacking[other] -= 1
+            surplus -= 1
+        staying[role].sort(key=lambda member: member.has_process)
+        removed += [member.worker_id for member in staying[role][: max(surplus, 0)]]
+    added = [role for role in _ROLES for _ in range(lacking[role])]
+    return Balance(tuple(returning), tuple(turned), tuple(removed), tuple(added))
