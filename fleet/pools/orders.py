@@ -142,7 +142,8 @@ class OrderDesk:
 
         actions = self.machine.resize(sizes_in(wanted), self.now_ns(), may_turn)
         self.apply(actions)
-        return Answer(data=await self._turned([a for a in actions if isinstance(a, Turn)]))
+        turns = [action for action in actions if isinstance(action, Turn)]
+        return Answer(data=await self._turned(turns) if turns else None)
 
     def _widths_agree(self, worker_id: str, role: Role) -> bool:
         """Return whether a worker of one pool has as many ranks as the other pool asks for."""
@@ -150,8 +151,6 @@ class OrderDesk:
 
     async def _turned(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """Return the workers that turned, once all live routers place by their new roles."""
-        if not turns:
-            return {}
         began_ns = self.now_ns()
         behind = await routers_behind(self.demands, max(turn.turn for turn in turns))
         seconds = round((self.now_ns() - began_ns) / 1e9, 2)
@@ -284,7 +283,9 @@ async def routers_behind(demands: RouterDemands, turn: int) -> list[str]:
         behind = sorted(name for name, demand in found.items() if demand.turn < turn)
         if waited_s >= _SILENT_S:
             behind = [name for name in behind if name in reporting]
-        if (found and not behind) or waited_s >= _FOLLOW_LIMIT_S:
+        if not behind and (found or waited_s >= _SILENT_S):
+            return []
+        if waited_s >= _FOLLOW_LIMIT_S:
             return behind
         await asyncio.sleep(_FOLLOW_POLL_S)
 

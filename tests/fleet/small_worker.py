@@ -18,6 +18,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str
     role: Role
     epoch: int
+    turn: int = 0
     fleet: str
     redis_url: str
     host: str
@@ -45,6 +46,7 @@ class Worker:
             role=settings.role,
             state="ready",
             epoch=settings.epoch,
+            turn=settings.turn,
             incarnation=secrets.token_bytes(16),
             pid=engine.pid,
             host=os.environ["OMP_WAIT_POLICY"],  # shows that the environment was in place
@@ -77,6 +79,9 @@ class Worker:
         self._presence.update("draining")
         await asyncio.sleep(0.1)
         return True
+
+    async def turn(self, role: Role, number: int) -> None:
+        self._presence.turn(role, number)
 
     async def stop(self) -> None:
         await self._presence.stop()

@@ -4,6 +4,7 @@ import pytest
 
 from baton.config.clients import ApiKeyConfig
 from baton.config.fleet_file import FleetConfig
+from baton.config.pools import PoolsConfig
 from fleet.local.changes import Changes, changes, keys_digest
 
 POOLS = {"prefill": 1, "decode": 2, "engine": "emulated"}
@@ -22,16 +23,34 @@ def test_the_same_file_changes_nothing() -> None:
 
 
 def test_sizes_add_and_remove_and_leave_the_others_alone() -> None:
-    found = after(pools={"prefill": 2, "decode": 1})
-    assert (found.added, found.removed) == (("prefill-1",), ("decode-1",))
+    found = after(pools={"prefill": 2, "decode": 4})
+    assert (found.added, found.removed) == (("1 prefill worker", "2 decode workers"), ())
+    assert after(pools={"decode": 1}).removed == ("1 decode worker",)
     assert found.renewed == () and not found.router
+
+
+def test_workers_turn_before_any_is_started_or_stopped() -> None:
+    found = after(pools={"prefill": 2, "decode": 1})
+    assert found.turned == ("1 decode worker",)
+    assert (found.added, found.removed, found.renewed) == ((), (), ())
+    found = after(pools={"prefill": 3, "decode": 1})
+    assert (found.turned, found.added) == (("1 decode worker",), ("1 prefill worker",))
+
+
+def test_workers_of_other_widths_do_not_turn() -> None:
+    wide = OLD.model_copy(update={"pools": PoolsConfig(decode=2, tensor_parallel={"decode": 2})})
+    sizes = {"prefill": 2, "decode": 1}
+    other = wide.model_copy(update={"pools": wide.pools.model_copy(update=sizes)})
+    found = changes(wide, other)
+    assert (found.turned, found.added) == ((), ("1 prefill worker",))
+    assert found.removed == ("1 decode worker",)
 
 
 def test_other_sizes_renew_nobody_whose_blocks_are_counted_by_the_worker_itself() -> None:
     auto = OLD.model_copy(update={"kv_blocks_per_worker": "auto"})
     grown = auto.model_copy(update={"pools": OLD.pools.model_copy(update={"decode": 3})})
     found = changes(auto, grown)
-    assert found.added == ("decode-2",)
+    assert found.added == ("1 decode worker",)
     assert found.renewed == ()
 
 
@@ -47,14 +66,14 @@ def test_other_sizes_renew_nobody_whose_blocks_are_counted_by_the_worker_itself(
 )
 def test_what_workers_are_started_with_renews_them(more: dict[str, object]) -> None:
     found = after(**more)
-    assert found.renewed == ("prefill-0", "decode-0", "decode-1")
+    assert found.renewed == ("1 prefill worker", "2 decode workers")
     assert not found.router
 
 
 def test_a_worker_that_is_added_is_not_renewed_as_well() -> None:
     found = after(kv_blocks_per_worker=128, pools={"decode": 3})
-    assert found.added == ("decode-2",)
-    assert found.renewed == ("prefill-0", "decode-0", "decode-1")
+    assert found.added == ("1 decode worker",)
+    assert found.renewed == ("1 prefill worker", "2 decode workers")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +95,7 @@ def test_what_routers_read_gives_the_router_a_successor(more: dict[str, object])
 
 def test_a_batch_size_is_of_both() -> None:
     found = after(max_batch_requests=8)
-    assert found.router and len(found.renewed) == 3
+    assert found.router and len(found.renewed) == 2
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ def test_roles_go_to_the_nodes_that_are_reserved_for_them() -> None:
 def test_replicas_of_a_role_are_spread_first_then_all_of_them() -> None:
     found = plan(fleet(2, 2), PLAIN)
     hosts = {worker_id: chosen[0].name for worker_id, chosen in found.items() if chosen}
-    assert {hosts["prefill-0"], hosts["prefill-1"]} == {"a", "b"}
-    assert {hosts["decode-0"], hosts["decode-1"]} == {"a", "b"}
+    assert {hosts["worker-0"], hosts["worker-1"]} == {"a", "b"}
+    assert {hosts["worker-2"], hosts["worker-3"]} == {"a", "b"}
 
 
 def test_a_node_that_failed_comes_last_and_a_closed_one_never() -> None:
@@ -129,8 +129,8 @@ def test_a_fleet_of_ranks_apart_fits_where_its_ranks_do() -> None:
         check_nodes(one, nodes)
     check_nodes(several, nodes)
     assert {w: names(chosen) for w, chosen in plan(several, nodes).items()} == {
-        "prefill-0": "a",
-        "decode-0": "b c",
+        "worker-0": "a",
+        "worker-1": "b c",
     }
     with pytest.raises(CapacityError, match=r"need 3 ranks of 1 CPUs, .* room for 2 \(2 nodes"):
         check_nodes(several, nodes[:3])

@@ -73,8 +73,8 @@ def programs(record: WorkerRecord) -> list[psutil.Process]:
 
 
 async def test_its_answers_are_those_of_one_rank(fleet: RayFleet) -> None:
-    found = await ready(fleet, {"prefill-0": 1, "decode-0": 1})
-    one, two = found["prefill-0"], found["decode-0"]
+    found = await ready(fleet, {"worker-0": 1, "worker-1": 1})
+    one, two = found["worker-0"], found["worker-1"]
     assert (len(one.ranks), len(two.ranks), set(two.rank_hosts)) == (0, 2, {two.host})
     names = [process.name().partition(".")[0] for process in programs(two)]
     assert [names[0], names[2]] == ["ray::WorkerActor", "ray::RankActor"]
@@ -91,22 +91,22 @@ async def test_its_answers_are_those_of_one_rank(fleet: RayFleet) -> None:
     ["rank's engine", "rank's program", "leader's program", "leader's engine"],
 )
 async def test_it_ends_and_comes_back_as_one(fleet: RayFleet, victim: str) -> None:
-    epoch = next(s for s in fleet.controller.status() if s["worker_id"] == "decode-0")["epoch"]
-    before = (await ready(fleet, {"prefill-0": 1, "decode-0": epoch}))["decode-0"]
+    epoch = next(s for s in fleet.controller.status() if s["worker_id"] == "worker-1")["epoch"]
+    before = (await ready(fleet, {"worker-0": 1, "worker-1": epoch}))["worker-1"]
     processes = programs(before)
     order = ("leader's program", "leader's engine", "rank's program", "rank's engine")
     os.kill(processes[order.index(victim)].pid, signal.SIGKILL)
-    found = await ready(fleet, {"prefill-0": 1, "decode-0": epoch + 1})
+    found = await ready(fleet, {"worker-0": 1, "worker-1": epoch + 1})
     own = processes[:1] if victim != "leader's program" else []  # may be used again, or ended
     _, alive = psutil.wait_procs([p for p in processes if p not in own], timeout=10)
     assert not alive, "nothing of the last life is left"
-    await both_ways(reached(found["decode-0"]), reached(found["prefill-0"]))
+    await both_ways(reached(found["worker-1"]), reached(found["worker-0"]))
 
 
 async def test_a_stop_leaves_nothing(fleet: RayFleet) -> None:
     slots = {s["worker_id"]: s["epoch"] for s in fleet.controller.status()}
     found = await ready(fleet, slots)
-    processes = programs(found["decode-0"])
+    processes = programs(found["worker-1"])
     assert fleet.controller.stop()
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert not alive

@@ -45,7 +45,7 @@ class Method:
 class Actor:
     """An actor that starts, and runs until it is stopped."""
 
-    def __init__(self, worker_id: str = "prefill-0", start: Exception | None = None) -> None:
+    def __init__(self, worker_id: str = "worker-0", start: Exception | None = None) -> None:
         self.worker_id = worker_id
         self.stopped = asyncio.Event()
         self._failure = start
@@ -121,7 +121,7 @@ async def until(condition, limit_s: float = 5.0) -> None:
             await asyncio.sleep(0.01)
 
 
-def phase(controller: ControllerActor, worker_id: str = "prefill-0") -> Phase:
+def phase(controller: ControllerActor, worker_id: str = "worker-0") -> Phase:
     return controller._machine.slots[worker_id].phase
 
 
@@ -129,7 +129,7 @@ async def test_an_actor_that_ends_between_listing_and_adoption_stops_nothing(
     controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Defect 5a: the loop runs, and the slot has its next life, counted on."""
-    listed = [{"name": "baton-test-prefill-0-4", "namespace": ray_controller.NAMESPACE}]
+    listed = [{"name": "baton-test-worker-0-4", "namespace": ray_controller.NAMESPACE}]
     monkeypatch.setattr(ray_controller.ray.util, "list_named_actors", lambda **_: listed)
 
     def gone(*_: Any, **__: Any) -> Any:
@@ -180,12 +180,12 @@ async def test_a_drain_while_the_life_is_placed_ends_the_placing(
     monkeypatch.setattr(controller, "_start_actor", start)
     controller.placed.clear()
     await controller.run()
-    await until(lambda: "prefill-0" in controller._placing)
-    await controller._desk.execute(Order("token", "drain", ("prefill-0",)))
+    await until(lambda: "worker-0" in controller._placing)
+    await controller._desk.execute(Order("token", "drain", ("worker-0",)))
     await until(lambda: phase(controller) is Phase.PARKED)
     controller.placed.set()
-    await until(lambda: phase(controller, "decode-0") is Phase.READY)
-    assert started == ["decode-0"]
+    await until(lambda: phase(controller, "worker-1") is Phase.READY)
+    assert started == ["worker-1"]
 
 
 async def test_a_new_controller_counts_on_from_what_the_registry_says(
@@ -193,7 +193,7 @@ async def test_a_new_controller_counts_on_from_what_the_registry_says(
 ) -> None:
     """Defect 5e."""
     registry = Registry(redis_server.url, "test")
-    dead = WorkerRecord(worker_id="prefill-0", role="prefill", state="dead", epoch=6)
+    dead = WorkerRecord(worker_id="worker-0", role="prefill", state="dead", epoch=6)
     await registry.write_slot(dead)
     await registry.close()
     epochs: list[int] = []
@@ -239,13 +239,13 @@ async def test_a_new_controller_leaves_those_down_that_an_operator_has_drained(
     """One that crashed, or that `--reconcile` has replaced, knew it."""
     registry = Registry(redis_server.url, "test")
     digest = controller._spec.digest if of == "this file" else of
-    await wanted.write(registry, wanted.Wanted(of=digest, drained=("prefill-0", "decode-7")))
+    await wanted.write(registry, wanted.Wanted(of=digest, drained=("worker-0", "worker-8")))
     await registry.close()
-    adopting(controller, monkeypatch, "decode-0")
+    adopting(controller, monkeypatch, "worker-1")
     await controller.run()
-    await until(lambda: phase(controller, "decode-0") is Phase.READY)
+    await until(lambda: phase(controller, "worker-1") is Phase.READY)
     await asyncio.sleep(0.2)
-    slot = controller._machine.slots["prefill-0"]
+    slot = controller._machine.slots["worker-0"]
     assert (slot.phase, slot.epoch) == (Phase.PARKED, 0)
     assert slot.reason == "drained by an operator"
 
@@ -255,10 +255,10 @@ async def test_a_drain_that_names_nobody_is_not_one_of_all(
 ) -> None:
     adopting(controller, monkeypatch)
     await controller.run()
-    await until(lambda: phase(controller, "decode-0") is phase(controller) is Phase.READY)
+    await until(lambda: phase(controller, "worker-1") is phase(controller) is Phase.READY)
     answer = await controller._desk.execute(Order("token", "drain", ()))
-    assert answer.problem.startswith("drain needs worker ids (workers: prefill-0, decode-0)")
-    assert phase(controller, "decode-0") is phase(controller) is Phase.READY
+    assert answer.problem.startswith("drain needs worker ids (workers: worker-0, worker-1)")
+    assert phase(controller, "worker-1") is phase(controller) is Phase.READY
 
 
 async def test_what_operators_asked_for_is_written_again_into_a_redis_that_lost_it(
@@ -268,8 +268,8 @@ async def test_what_operators_asked_for_is_written_again_into_a_redis_that_lost_
     monkeypatch.setattr(ray_controller, "_STEP_S", 0.01)
     adopting(controller, monkeypatch)
     await controller.run()
-    await until(lambda: phase(controller, "decode-0") is Phase.READY)
-    await controller._execute(Order("token", "drain", ("decode-0",)))
+    await until(lambda: phase(controller, "worker-1") is Phase.READY)
+    await controller._execute(Order("token", "drain", ("worker-1",)))
     registry = Registry(redis_server.url, "test")
     await registry.send(("FLUSHALL",))
 
@@ -281,7 +281,7 @@ async def test_what_operators_asked_for_is_written_again_into_a_redis_that_lost_
 
     found = await again()
     await registry.close()
-    assert (found.drained, found.pools) == (("decode-0",), {"prefill": 1, "decode": 1})
+    assert (found.drained, found.pools) == (("worker-1",), {"prefill": 1, "decode": 1})
 
 
 async def test_a_controller_that_begins_while_redis_is_away_drains_nobody_for_that(
@@ -300,14 +300,14 @@ async def test_a_controller_that_begins_while_redis_is_away_drains_nobody_for_th
     registry = Registry(redis_server.url, "test")
     scaled = wanted.Wanted(of=controller._spec.digest, pools={"prefill": 1, "decode": 2})
     await wanted.write(registry, scaled)
-    lives = adopting(controller, monkeypatch, "prefill-0", *(f"decode-{i}" for i in range(3)))
+    lives = adopting(controller, monkeypatch, *(f"worker-{i}" for i in range(4)))
     await controller.run()
     await asyncio.sleep(0.5)
     assert [slot.phase for slot in controller._machine.slots.values()] == 4 * [Phase.READY]
     away = False
-    await until(lambda: "decode-2" not in controller._machine.slots)
+    await until(lambda: "worker-3" not in controller._machine.slots)
     assert controller._machine.wanted == {"prefill": 1, "decode": 2}
-    assert not any(lives[name].stopped.is_set() for name in ("prefill-0", "decode-0", "decode-1"))
+    assert not any(lives[name].stopped.is_set() for name in ("worker-0", "worker-1", "worker-2"))
     assert (await read(registry, controller._spec.digest)).pools == {"prefill": 1, "decode": 2}
     await registry.close()
 
@@ -337,19 +337,19 @@ async def test_a_life_that_answers_no_more_is_ended_and_followed_by_another(
 
     monkeypatch.setattr(controller, "_start_actor", start)
     await controller.run()
-    await until(lambda: phase(controller) is phase(controller, "decode-0") is Phase.READY)
-    frozen = next(life for life in lives if life.worker_id == "prefill-0")
+    await until(lambda: phase(controller) is phase(controller, "worker-1") is Phase.READY)
+    frozen = next(life for life in lives if life.worker_id == "worker-0")
     key = ProcessKey.of(stopped_process.pid)
     assert key is not None
     frozen.process = ShellProcess(socket.gethostname(), key)
     await asyncio.sleep(1.0)
     assert phase(controller) is Phase.READY, "it answers"
     frozen.frozen = True
-    await until(lambda: controller._machine.slots["prefill-0"].epoch == 2)
+    await until(lambda: controller._machine.slots["worker-0"].epoch == 2)
     await until(lambda: phase(controller) is Phase.READY)
     assert key.find() is None
-    assert controller._machine.slots["decode-0"].epoch == 1
-    assert [life.worker_id for life in lives].count("prefill-0") == 2
+    assert controller._machine.slots["worker-1"].epoch == 1
+    assert [life.worker_id for life in lives].count("worker-0") == 2
 
 
 async def test_a_controller_that_stood_still_itself_blames_nobody(

@@ -91,10 +91,10 @@ def wait_ready(fleet: RayFleet, worker_id: str, epoch: int) -> None:
 
 
 async def test_the_pools_come_up_with_their_environment(fleet: RayFleet) -> None:
-    wait_ready(fleet, "prefill-0", 1)
-    wait_ready(fleet, "decode-0", 1)
+    wait_ready(fleet, "worker-0", 1)
+    wait_ready(fleet, "worker-1", 1)
     found = await records(fleet)
-    assert sorted(found) == ["decode-0", "prefill-0"]
+    assert sorted(found) == ["worker-0", "worker-1"]
     assert {(record.host, record.threads) for record in found.values()} == {("passive", 1)}
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     assert {os.getpriority(os.PRIO_PROCESS, record.pid) for record in found.values()} == {ours}
@@ -103,13 +103,13 @@ async def test_the_pools_come_up_with_their_environment(fleet: RayFleet) -> None
 
 @pytest.mark.parametrize("victim", ["engine", "actor"])
 async def test_kill_9_brings_a_new_incarnation(fleet: RayFleet, victim: str) -> None:
-    before = await record_of(fleet, "decode-0")
+    before = await record_of(fleet, "worker-1")
     engine = ProcessKey.of(before.pid)
     assert engine is not None
     actor_pid = int(before.address.rpartition(":")[2])
     os.kill(before.pid if victim == "engine" else actor_pid, signal.SIGKILL)
-    wait_ready(fleet, "decode-0", before.epoch + 1)
-    after = await record_of(fleet, "decode-0")
+    wait_ready(fleet, "worker-1", before.epoch + 1)
+    after = await record_of(fleet, "worker-1")
     assert after.incarnation != before.incarnation
     assert after.epoch == before.epoch + 1
     assert engine.find() is None, "the engine never outlives its worker"
@@ -119,51 +119,51 @@ async def test_kill_9_brings_a_new_incarnation(fleet: RayFleet, victim: str) -> 
 
 async def test_a_frozen_shell_is_replaced_and_does_not_come_back(fleet: RayFleet) -> None:
     """Defect 5d: SIGSTOP; a new life within the deadline, and SIGCONT revives nothing."""
-    before = await record_of(fleet, "decode-0")
+    before = await record_of(fleet, "worker-1")
     shell = ProcessKey.of(int(before.address.rpartition(":")[2]))
     engine = ProcessKey.of(before.pid)
     assert shell is not None and engine is not None
     os.kill(shell.pid, signal.SIGSTOP)
-    wait_for(lambda: slot(fleet, "decode-0")["epoch"] == before.epoch + 1, FROZEN_AFTER_S + 6)
+    wait_for(lambda: slot(fleet, "worker-1")["epoch"] == before.epoch + 1, FROZEN_AFTER_S + 6)
     # Killed by now; the kernel may still be taking its memory apart.
     wait_for(lambda: shell.find() is None and engine.find() is None, 3.0)
     with contextlib.suppress(ProcessLookupError):
         os.kill(shell.pid, signal.SIGCONT)
-    wait_ready(fleet, "decode-0", before.epoch + 1)
-    after = await record_of(fleet, "decode-0")
+    wait_ready(fleet, "worker-1", before.epoch + 1)
+    after = await record_of(fleet, "worker-1")
     assert after.incarnation != before.incarnation
     assert "dead frozen: no response for 8 s" in (fleet.logs / "controller.log").read_text()
 
 
 async def test_an_engine_that_dies_late_is_followed_in_the_same_process(fleet: RayFleet) -> None:
     await asyncio.sleep(HEALTHY_AFTER_S)
-    before = await record_of(fleet, "decode-0")
+    before = await record_of(fleet, "worker-1")
     os.kill(before.pid, signal.SIGKILL)
-    wait_ready(fleet, "decode-0", before.epoch + 1)
-    after = await record_of(fleet, "decode-0")
+    wait_ready(fleet, "worker-1", before.epoch + 1)
+    after = await record_of(fleet, "worker-1")
     assert after.address == before.address, "the small worker's address has its shell's pid"
     assert after.pid != before.pid
     assert after.incarnation != before.incarnation
 
 
 async def test_operators_drain_and_restart_through_redis(fleet: RayFleet) -> None:
-    epoch = slot(fleet, "prefill-0")["epoch"]
+    epoch = slot(fleet, "worker-0")["epoch"]
     registry = Registry(fleet.redis_url, "test")
     orders = Orders(registry)
-    refused = await orders.ask("drain", ["prefill-9"])
-    assert refused is not None and "no such worker: prefill-9" in refused.problem
-    assert await orders.ask("drain", ["prefill-0"]) == Answer()
-    wait_for(lambda: slot(fleet, "prefill-0")["phase"] == "parked")
+    refused = await orders.ask("drain", ["worker-9"])
+    assert refused is not None and "no such worker: worker-9" in refused.problem
+    assert await orders.ask("drain", ["worker-0"]) == Answer()
+    wait_for(lambda: slot(fleet, "worker-0")["phase"] == "parked")
     async with asyncio.timeout(10):
-        while (await registry.records())[0]["prefill-0"].state != "dead":
+        while (await registry.records())[0]["worker-0"].state != "dead":
             await asyncio.sleep(0.05)
 
-    assert await orders.ask("restart", ["prefill-0"]) == Answer()
-    wait_ready(fleet, "prefill-0", epoch + 1)
-    decode_epoch = slot(fleet, "decode-0")["epoch"]
+    assert await orders.ask("restart", ["worker-0"]) == Answer()
+    wait_ready(fleet, "worker-0", epoch + 1)
+    decode_epoch = slot(fleet, "worker-1")["epoch"]
     assert await orders.ask("roll") == Answer()
-    wait_ready(fleet, "prefill-0", epoch + 2)
-    wait_ready(fleet, "decode-0", decode_epoch + 1)
+    wait_ready(fleet, "worker-0", epoch + 2)
+    wait_ready(fleet, "worker-1", decode_epoch + 1)
     await registry.close()
 
 
@@ -175,23 +175,47 @@ async def test_a_pool_is_scaled_out_and_in_and_refused_where_it_does_not_fit(
     refused = await orders.ask("scale", arguments={"decode": 99}, timeout_s=10)
     assert refused is not None and "the cluster has room for" in refused.problem
     assert await orders.ask("scale", arguments={"decode": 2}, timeout_s=10) == Answer()
-    wait_ready(fleet, "decode-1", 1)
+    wait_ready(fleet, "worker-2", 1)
     assert await orders.ask("scale", arguments={"decode": 1}, timeout_s=10) == Answer()
     wait_for(
-        lambda: [s["worker_id"] for s in fleet.controller.status()] == ["prefill-0", "decode-0"]
+        lambda: [s["worker_id"] for s in fleet.controller.status()] == ["worker-0", "worker-1"]
     )
-    logs = await orders.ask("logs", ["decode-1"], {"lines": 5}, timeout_s=30)
-    assert logs is not None and ["decode-1.log"] in [list(files) for files in logs.data.values()]
+    logs = await orders.ask("logs", ["worker-2"], {"lines": 5}, timeout_s=30)
+    assert logs is not None and ["worker-2.log"] in [list(files) for files in logs.data.values()]
+    await registry.close()
+
+
+async def test_workers_turn_without_a_restart(fleet: RayFleet) -> None:
+    """The role changes in both records; a crash, a new controller and an empty Redis keep it."""
+    registry = Registry(fleet.redis_url, "test")
+    orders = Orders(registry)
+    before = await record_of(fleet, "worker-0")
+    answer = await orders.ask("scale", arguments={"prefill": 0, "decode": 2}, timeout_s=10)
+    assert answer is not None and answer.data["turned"] == {"worker-0": "decode"}
+    slots, workers = await registry.records()
+    assert slots["worker-0"].role == workers["worker-0"].role == "decode"
+    assert slots["worker-0"].turn == workers["worker-0"].turn > 0
+    assert (workers["worker-0"].pid, workers["worker-0"].epoch) == (before.pid, before.epoch)
+    replace_controller(fleet)
+    wait_ready(fleet, "worker-0", before.epoch)
+    assert slot(fleet, "worker-0")["role"] == "decode"
+    os.kill(before.pid, signal.SIGKILL)
+    wait_ready(fleet, "worker-0", before.epoch + 1)
+    assert (await record_of(fleet, "worker-0")).role == "decode"
+    answer = await orders.ask("scale", arguments={"prefill": 1, "decode": 1}, timeout_s=10)
+    assert answer is not None and len(answer.data["turned"]) == 1
+    roles = sorted(slot["role"] for slot in fleet.controller.status())
+    assert roles == ["decode", "prefill"]
     await registry.close()
 
 
 async def test_a_worker_that_cannot_start_says_why_and_is_tried_again(fleet: RayFleet) -> None:
-    marker = fleet.logs / "fail-decode-0"
+    marker = fleet.logs / "fail-worker-1"
     marker.touch()
-    os.kill((await record_of(fleet, "decode-0")).pid, signal.SIGKILL)
-    wait_for(lambda: "told to fail" in slot(fleet, "decode-0")["reason"])
+    os.kill((await record_of(fleet, "worker-1")).pid, signal.SIGKILL)
+    wait_for(lambda: "told to fail" in slot(fleet, "worker-1")["reason"])
     marker.unlink()
-    wait_for(lambda: slot(fleet, "decode-0")["phase"] == "ready")
+    wait_for(lambda: slot(fleet, "worker-1")["phase"] == "ready")
 
 
 @pytest.mark.parametrize("end", ["kill -9", pytest.param("stop", marks=pytest.mark.slow)])
@@ -204,7 +228,7 @@ async def test_a_rank_that_is_placed_by_itself_ends_with_its_leader(
     """
     spec = worker_settings(
         FleetConfig(fleet="other", pools=PoolsConfig(tensor_parallel=APART)),
-        worker_id="decode-0",
+        worker_id="worker-1",
         role="decode",
         epoch=1,
         redis_url=fleet.redis_url,
@@ -238,19 +262,20 @@ async def test_a_rank_that_is_placed_by_itself_ends_with_its_leader(
 
 async def test_workers_outlive_their_controller_and_are_adopted(fleet: RayFleet) -> None:
     before = await records(fleet)
-    actor = ray.get_actor(controller_name("test"), namespace=NAMESPACE)
-    ray.kill(actor, no_restart=False)
-    wait_for(
-        lambda: (
-            _goes_on(fleet)
-            and (fleet.logs / "controller.log").read_text().count("adopting worker=") == 2
-        )
-    )
+    replace_controller(fleet)
     for worker_id, record in before.items():
         wait_ready(fleet, worker_id, record.epoch)
     assert {name: record.pid for name, record in (await records(fleet)).items()} == {
         name: record.pid for name, record in before.items()
     }
+
+
+def replace_controller(fleet: RayFleet) -> None:
+    """Kill the controller, and wait until its successor has adopted the two workers."""
+    log = fleet.logs / "controller.log"
+    before = log.read_text().count("adopting worker=")
+    ray.kill(ray.get_actor(controller_name("test"), namespace=NAMESPACE), no_restart=False)
+    wait_for(lambda: _goes_on(fleet) and log.read_text().count("adopting worker=") == before + 2)
 
 
 def _goes_on(fleet: RayFleet) -> bool:

@@ -123,8 +123,8 @@ def test_a_fleet_follows_its_file_while_it_answers(fleet: Fleet) -> None:
     )
     shown = fleet.baton("--dry-run")
     assert shown.returncode == 0, shown.stderr
-    assert "start: decode-2\n" in shown.stdout
-    assert "restart one by one: prefill-0, decode-0, decode-1\n" in shown.stdout
+    assert "start: 1 decode worker\n" in shown.stdout
+    assert "restart one by one: 1 prefill worker, 2 decode workers\n" in shown.stdout
     assert "replace the router" in shown.stdout
     assert fleet.epochs() == before, "a dry run changes nothing"
 
@@ -132,7 +132,7 @@ def test_a_fleet_follows_its_file_while_it_answers(fleet: Fleet) -> None:
     assert done.returncode == 0, done.stderr + fleet.served.output.read_text()
     assert "the fleet matches its file" in done.stdout
     now = fleet.epochs()
-    assert sorted(now) == ["decode-0", "decode-1", "decode-2", "prefill-0"]
+    assert sorted(now) == ["worker-0", "worker-1", "worker-2", "worker-3"]
     assert all(now[name] > before[name] for name in before)
     blocks = {w["id"]: w["kv_blocks"]["total"] for w in fleet_of(fleet.url)["workers"]}
     assert set(blocks.values()) == {300}
@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_followed_changes_nothing(fleet: Fleet) -> None:
     done = fleet.baton("--reconcile")
     assert done.returncode == 0, done.stderr
     deadline = time.monotonic() + 20
-    while set(fleet.epochs()) != {"prefill-0", "decode-0"}:
+    while set(fleet.epochs()) != {"worker-0", "worker-1"}:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert fleet.epochs().items() <= before.items(), "nobody was renewed"

@@ -127,9 +127,9 @@ def test_the_whole_story_from_make_serve_to_an_empty_machine(serve: Serve) -> No
     assert fleet_of(url)["transfers"]["bytes"] > 100_000
     assert ask(url) == ("The capital of France is Paris.", 32)
 
-    for worker_id in ("prefill-0", "decode-0"):
+    for worker_id in ("worker-0", "worker-1"):
         os.kill(worker_of(url, worker_id)["pid"], signal.SIGKILL)
-    for worker_id in ("prefill-0", "decode-0"):
+    for worker_id in ("worker-0", "worker-1"):
         wait_for(lambda name=worker_id: worker_of(url, name)["epoch"] == 2, 90)
         wait_for(lambda name=worker_id: worker_of(url, name)["state"] == "ready", 90)
     assert ask(url) == ("The capital of France is Paris.", 0)
@@ -153,7 +153,7 @@ def test_auto_roles_are_the_workers_that_were_measured_for(serve: Serve) -> None
         r"roles: (one worker|a prefill and a decode worker).* a prompt is computed", said
     )
     assert roles, said
-    expected = {"decode-0"} if roles[1] == "one worker" else {"prefill-0", "decode-0"}
+    expected = {"worker-0"} if roles[1] == "one worker" else {"worker-0", "worker-1"}
     assert {worker["id"] for worker in fleet_of(url)["workers"]} == expected
     with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         answer = client.chat.completions.create(model="default", messages=QUESTION, temperature=0)

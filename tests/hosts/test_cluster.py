@@ -37,7 +37,7 @@ def test_workers_are_spread_and_the_head_has_none(cluster: Cluster) -> None:
     """Findings 5, 7 and 9."""
     assert "http://10.77.0.1:8000/v1" in cluster.said("head"), "the URL that others reach"
     places = cluster.places()
-    assert sorted(places) == ["decode-0", "decode-1", "prefill-0"]
+    assert sorted(places) == ["worker-0", "worker-1", "worker-2"]
     assert "head" not in places.values()
     assert len(set(places.values())) == 3
     table = baton(cluster.host("client"), "nodes", "--url", cluster.url, *KEY)
@@ -46,8 +46,8 @@ def test_workers_are_spread_and_the_head_has_none(cluster: Cluster) -> None:
 
 def test_logs_of_every_node_come_from_any_host(cluster: Cluster) -> None:
     """Finding 8."""
-    text = baton(cluster.host("client"), "logs", "decode-0", "--url", cluster.url, *KEY)
-    assert f"==> {cluster.places()['decode-0']}: decode-0.log <==" in text
+    text = baton(cluster.host("client"), "logs", "worker-1", "--url", cluster.url, *KEY)
+    assert f"==> {cluster.places()['worker-1']}: worker-1.log <==" in text
     refused = baton(cluster.host("client"), "nodes", "--url", cluster.url, ok=False)
     assert "API key is required" in " ".join(refused.split())
 
@@ -65,21 +65,21 @@ def test_a_second_up_is_refused_and_names_the_owner(cluster: Cluster) -> None:
 def test_a_worker_moves_and_a_node_is_emptied(cluster: Cluster) -> None:
     """Finding E, and the drain of a node."""
     load = cluster.load(25)
-    place = cluster.places()["decode-0"]
+    place = cluster.places()["worker-1"]
     client = cluster.host("client")
     baton(client, "drain", "--node", place, "--url", cluster.url, *KEY)
     wait_for(lambda: cluster.whole() and place not in cluster.places().values())
     baton(client, "drain", "--node", place, "--undo", "--url", cluster.url, *KEY)
-    before = cluster.places()["decode-0"]
-    baton(client, "restart", "decode-0", "--move", "--url", cluster.url, *KEY)
-    wait_for(lambda: cluster.whole() and cluster.places()["decode-0"] != before)
+    before = cluster.places()["worker-1"]
+    baton(client, "restart", "worker-1", "--move", "--url", cluster.url, *KEY)
+    wait_for(lambda: cluster.whole() and cluster.places()["worker-1"] != before)
     result = load.result()
     assert set(result) == {"ok"}, result
 
 
 def test_a_host_whose_processes_are_all_killed(cluster: Cluster) -> None:
     """Fault table: kill -9 of a host; its slot lives on elsewhere, nobody hears of it."""
-    victim = cluster.places()["decode-1"]
+    victim = cluster.places()["worker-2"]
     load = cluster.load(30)
     cluster.host(victim).kill_everything()
     took_s = wait_for(lambda: victim not in cluster.places().values() and cluster.whole())
@@ -91,7 +91,7 @@ def test_a_host_whose_processes_are_all_killed(cluster: Cluster) -> None:
 
 def test_a_host_that_loses_power(cluster: Cluster) -> None:
     """Fault table: nobody says goodbye; Ray's health check and the routers' silence limit."""
-    victim = cluster.places()["decode-0"]
+    victim = cluster.places()["worker-1"]
     load = cluster.load(40)
     cluster.rig.power_off(victim)
     took_s = wait_for(lambda: victim not in cluster.places().values() and cluster.whole())
@@ -104,7 +104,7 @@ def test_a_host_that_loses_power(cluster: Cluster) -> None:
 
 
 def test_a_host_that_is_cut_off_for_five_seconds(cluster: Cluster) -> None:
-    victim = cluster.places()["decode-1"]
+    victim = cluster.places()["worker-2"]
     load = cluster.load(30)
     cluster.rig.cut(victim)
     time.sleep(5)
@@ -158,7 +158,7 @@ def test_a_file_that_changed_rolls_what_must_roll(cluster: Cluster) -> None:
     changed = FLEET.replace("prefill: 1, decode: 2", "prefill: 1, decode: 1")
     cluster.up("head", file=changed.replace("blocks_per_worker: 512", "blocks_per_worker: 256"))
     cluster.wait_up("head")
-    wait_for(lambda: sorted(cluster.places()) == ["decode-0", "prefill-0"])
+    wait_for(lambda: sorted(cluster.places()) == ["worker-0", "worker-1"])
     wait_for(lambda: all(w["epoch"] > before[w["id"]] for w in cluster.fleet()))
     wait_for(lambda: all(w["kv_blocks"]["total"] == 256 for w in cluster.fleet()))
 

@@ -89,7 +89,7 @@ def only_ok(result: dict[str, int]) -> None:
 
 def test_a_host_that_is_cut_off_for_a_minute_joins_again_by_its_unit(cluster: Cluster) -> None:
     """Finding D: Ray gives the node up; systemd starts it again, with the command of our unit."""
-    victim = cluster.places()["decode-0"]
+    victim = cluster.places()["worker-1"]
     host = cluster.host(victim)
     host.output([sys.executable, "-m", "ray.scripts.scripts", "stop", "--force"], timeout_s=60)
     wait_for(lambda: victim not in cluster.nodes() and cluster.whole(), 90)
@@ -99,7 +99,7 @@ def test_a_host_that_is_cut_off_for_a_minute_joins_again_by_its_unit(cluster: Cl
     flags = f"--node-ip-address={host.address} --object-store-memory=80000000"
     run_unit(host, UNIT, {"RAY_HEAD": address, "RAY_FLAGS": flags})
     wait_for(lambda: victim in cluster.nodes(), 60, lambda: host.output(f"cat {HOME}/unit.log"))
-    mover = next(w for w in ("decode-0", "decode-1") if cluster.places()[w] != victim)
+    mover = next(w for w in ("worker-1", "worker-2") if cluster.places()[w] != victim)
     places = cluster.places()
     for name in {*places.values()} - {victim}:  # so that somebody lives there when it is cut
         if len([w for w in places if places[w] == name]) > 1:
@@ -121,7 +121,7 @@ def test_a_host_that_is_cut_off_for_a_minute_joins_again_by_its_unit(cluster: Cl
 
 def test_a_host_that_hears_and_cannot_speak(cluster: Cluster) -> None:
     """A one-way cut: what it sends is lost, what is sent to it arrives."""
-    victim = cluster.places()["decode-1"]
+    victim = cluster.places()["worker-2"]
     load = cluster.load(50)
     cluster.rig.mute(victim)
     took_s = wait_for(lambda: victim not in cluster.places().values() and cluster.whole())
@@ -137,7 +137,7 @@ def test_a_host_that_hears_and_cannot_speak(cluster: Cluster) -> None:
 
 def test_a_dead_node_is_noticed_within_seconds_and_its_worker_replaced(cluster: Cluster) -> None:
     """Power loss; Ray's health check, with the settings of our files."""
-    victim = cluster.places()["decode-0"]
+    victim = cluster.places()["worker-1"]
     load = cluster.load(45)
     cluster.rig.power_off(victim)
     began = time.monotonic()
@@ -166,7 +166,7 @@ def test_a_clock_that_is_fifteen_minutes_wrong_wrongs_nobody(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """Of one host's raylet and workers, before they start: their time of day, not their timers."""
-    victim = cluster.places()["decode-1"]
+    victim = cluster.places()["worker-2"]
     host = cluster.host(victim)
     host.kill_everything()
     wait_for(lambda: cluster.whole() and victim not in cluster.places().values())
@@ -187,7 +187,7 @@ def test_a_clock_that_is_fifteen_minutes_wrong_wrongs_nobody(
 
 def test_a_full_disk_loses_logs_and_nothing_else(cluster: Cluster) -> None:
     """``/tmp``, ``/home`` and ``/dev/shm`` of a worker's host have not one byte left."""
-    victim = cluster.places()["decode-0"]
+    victim = cluster.places()["worker-1"]
     host = cluster.host(victim)
     load = cluster.load(40)
     for folder in (HOME, "/tmp", "/dev/shm"):
@@ -211,7 +211,7 @@ def test_a_full_disk_loses_logs_and_nothing_else(cluster: Cluster) -> None:
 def test_a_link_of_five_megabit_is_slow_and_nothing_else(cluster: Cluster) -> None:
     """The only prefill worker's host speaks slowly: hand-offs take longer, or the prompt is
     computed where it is answered."""
-    victim = cluster.places()["prefill-0"]
+    victim = cluster.places()["worker-0"]
     load = cluster.load(40)
     cluster.rig.slow_down(victim, "5mbit")
     only_ok(load.result())

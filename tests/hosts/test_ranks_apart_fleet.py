@@ -48,7 +48,7 @@ def answer(cluster: Cluster, mode: str = "disaggregated") -> str:
 def decode_of(cluster: Cluster) -> dict[str, object]:
     """Its entry; one that has been dead for long is not shown."""
     found = {worker["id"]: worker for worker in cluster.fleet()}
-    return found.get("decode-0", {"state": "dead", "reason": ""})
+    return found.get("worker-1", {"state": "dead", "reason": ""})
 
 
 def held(cluster: Cluster) -> int:
@@ -93,7 +93,7 @@ def test_ranks_on_two_hosts_answer_as_one_and_their_replica_outlives_a_host(
     assert answer(cluster) == text
     wait_for(lambda: not held(cluster), 10)
 
-    baton(cluster.host("client"), "drain", "--url", cluster.url, *KEY, "decode-0")
+    baton(cluster.host("client"), "drain", "--url", cluster.url, *KEY, "worker-1")
     wait_for(lambda: decode_of(cluster)["state"] == "dead", 60)
     for name in (leader, "n4"):
         left = cluster.host(name).output("ps -ef")

@@ -39,7 +39,7 @@ def test_a_node_that_joins_serves_soon(cluster: Cluster) -> None:
     wait_for(lambda: "n4" in cluster.nodes(), 60)
     joined = time.monotonic()
     baton(cluster.host("client"), *scale, "decode=3")
-    wait_for(lambda: cluster.places().get("decode-2") == "n4", 120)
+    wait_for(lambda: cluster.places().get("worker-3") == "n4", 120)
     ready = time.monotonic()
     print(f"node joined after {joined - began:.1f} s, its worker ready after {ready - began:.1f} s")
     baton(cluster.host("client"), *scale, "decode=2")
@@ -47,7 +47,7 @@ def test_a_node_that_joins_serves_soon(cluster: Cluster) -> None:
 
 
 def test_a_worker_of_a_host_without_power_is_replaced(cluster: Cluster) -> None:
-    victim = cluster.places()["decode-0"]
+    victim = cluster.places()["worker-1"]
     load = cluster.load(60)
     cluster.rig.power_off(victim)
     began = time.monotonic()
