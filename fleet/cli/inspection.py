@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -23,6 +24,7 @@ from fleet.cli.common import (
 from fleet.cli.reach import KeyOption, UrlOption, order, reach
 from fleet.local import preflight
 from fleet.local import state as fleet_state
+from fleet.local.log_files import logs_of
 from fleet.local.state import FleetState
 
 
@@ -59,20 +61,21 @@ def status(
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table("worker", "state", "epoch", "host", "running", "waiting", "KV blocks")
-    table.add_column("address", no_wrap=True)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)  # at most 80 columns
+    for name in ("worker", "role", "state", "epoch", "run", "wait", "KV leased+cached", "process"):
+        table.add_column(name, no_wrap=name != "process")
     colours = {"ready": "green", "dead": "red"}
     for worker in workers:
         blocks = worker["kv_blocks"]
         colour = colours.get(worker["state"], "yellow")
         table.add_row(
             escape(worker["id"]),
+            escape(worker["role"]),
             f"[{colour}]{escape(worker['state'])}[/]",
             str(worker["epoch"]),
-            escape(_processes(worker)),
             *(str(worker[key]) for key in ("running", "waiting")),
-            f"{blocks['leased']} leased, {blocks['cached']} cached, {blocks['free']} free",
-            escape(worker["address"]),
+            f"{blocks['leased']}+{blocks['cached']}/{blocks['total']}",
+            escape(_processes(worker)),
         )
     return table
 
@@ -111,7 +114,7 @@ def logs(
     else:
         _, config = load_fleet_file(None, None)
         folder = fleet_state.log_folder(config, fleet or config.fleet)
-    files = sorted(folder.glob(f"{worker}*.log" if worker else "*.log"))
+    files = logs_of(worker or "", folder)
     if not files:
         names = ", ".join(sorted(path.stem for path in folder.glob("*.log"))) or "none yet"
         fail(f"no log of {worker or 'any process'} in {folder} (found: {names})")

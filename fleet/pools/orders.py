@@ -34,6 +34,7 @@ from baton.registry.orders import Answer, Order
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role
+from fleet.local.log_files import logs_of
 from fleet.pools.controller import Action, FleetController, Turn
 from fleet.pools.nodes import CapacityError, Node, check_nodes, usable
 from fleet.pools.placement import Placements
@@ -298,7 +299,7 @@ def sizes_in(pools: Mapping[str, int]) -> dict[Role, int]:
 def read_logs(folder: str, name: str, lines: int) -> dict[str, str]:
     """Return file name -> last lines, of the logs in a folder whose names start with ``name``."""
     texts = {}
-    for file in sorted(Path(folder).glob(f"{name}*.log")):
+    for file in logs_of(name, Path(folder)):
         with contextlib.suppress(OSError), file.open("rb") as stream:
             stream.seek(max(0, file.stat().st_size - _MAX_FILE_BYTES))
             text = stream.read().decode(errors="replace")

@@ -184,6 +184,17 @@ def test_within_a_life_the_controller_knows_of_death_and_the_worker_of_its_addre
     assert merged({"decode-0": starting}, {"decode-0": alive})["decode-0"] is alive
 
 
+def test_the_role_is_that_of_the_later_turn_whoever_has_it() -> None:
+    """The worker's record lags behind the controller's, and outlives it when Redis is emptied."""
+    before, after = worker(turn=3), worker(role="prefill", turn=4)
+    for slot, own in ((after, before), (before, after)):
+        found = merged({"w": slot}, {"w": own})["w"]
+        assert (found.role, found.turn, found.incarnation) == ("prefill", 4, own.incarnation)
+    assert merged({}, {"w": after})["w"].role == "prefill"
+    restarted = worker(role="prefill", turn=4, epoch=2)
+    assert merged({"w": worker(turn=5)}, {"w": restarted})["w"].role == "decode"
+
+
 async def test_a_record_of_a_future_version_is_skipped_named_and_counted(
     registry: Registry, redis_server: EmbeddedRedis, caplog
 ) -> None:

@@ -316,6 +316,16 @@ class TestRepair:
         assert repair.action == action
         assert (repair.refusal is not None) == (action == "refuse")
 
+    def test_a_worker_that_takes_no_prompts_now_is_no_reason_to_refuse(self, model):
+        """It has turned, or drains: another one comes."""
+        record = RequestRecord(request(mode="disaggregated"), model.tokenizer)
+        fields = {"failed": b"p", "peer_died": False, "unavailable": True}
+        assert after_prefill_failure(record, others=[], may_wait=True, **fields).action == "wait"
+        assert after_prefill_failure(record, others=[], may_wait=False, **fields).action == "refuse"
+        again = after_prefill_failure(record, others=[b"p", b"q"], may_wait=True, **fields)
+        assert again.action == "replace"
+        assert not record.died_holding
+
     def test_two_deaths_are_enough(self, record):
         first = after_prefill_failure(
             record, failed=b"p", peer_died=True, others=[b"q"], may_wait=True
