@@ -373,6 +373,20 @@ def test_a_bad_row_fails_alone():
     assert answers(run(core))[("good", 0)] == golden(list(range(30)))
 
 
+def test_a_prompt_that_has_not_begun_can_be_withdrawn() -> None:
+    """One that has begun goes on, and so does what is no prompt for another worker."""
+    core = make_core(batch=1)
+    core.scheduler.submit(request("begun", list(range(40)), Kind.PREFILL, ticket=0), 0)
+    core.scheduler.submit(request("waits", list(range(40, 80)), Kind.PREFILL, ticket=1), 0)
+    core.scheduler.submit(request("own", list(range(80, 120)), ticket=2), 0)
+    core.plan(1)
+    core.take_events()
+    for name in ("begun", "waits", "own", "unknown"):
+        core.scheduler.withdraw(name)
+    ends = [event for event in core.take_events() if isinstance(event, ev.Ended)]
+    assert [(end.request_id, end.error_code) for end in ends] == [("waits", "unavailable")]
+
+
 def test_announced_kv_that_was_written_twice_ends_its_hand_off(monkeypatch):
     core = make_core()
     core.scheduler.submit(request("handed over", list(range(40)), Kind.PREFILL), 0)

@@ -165,6 +165,21 @@ def test_tenants_are_served_alike_over_all_routers_and_the_window_holds(loads):
     assert all(abs(tokens / mean - 1) <= 0.1 for tokens in served.values()), served
 
 
+async def test_a_router_reports_the_last_turn_by_which_it_places(make_fleet, redis_server):
+    registry = Registry(redis_server.url, "turns")
+    demands = RouterDemands(registry)
+    fleet = await make_fleet({"a": None, "b": None}, shared_demands=demands)
+    fleet.directory.put(record_of("b", "127.0.0.1:1", role="prefill", turn=9))
+
+    async def reported() -> int:
+        return max((demand.turn for demand in (await demands.read()).values()), default=0)
+
+    async with asyncio.timeout(5):
+        while await reported() != 9:
+            await asyncio.sleep(0.05)
+    await registry.close()
+
+
 # ---- two real routers -------------------------------------------------------------------------
 
 
