@@ -81,7 +81,7 @@ class Served:
 
 @dataclass(slots=True)
 class Load:
-    """Conversations of some users, which go on until ``over``."""
+    """Conversations of some users, until ``over`` is set."""
 
     url: str
     http: httpx.AsyncClient
@@ -104,7 +104,7 @@ class Load:
                 messages.append({"role": "assistant", "content": _words(f"reply {turn}", 20)})
 
     async def passer_by(self, number: int, seed: int) -> None:
-        """Send prompts that nobody has sent before."""
+        """Send prompts without a cached prefix."""
         draw = random.Random(f"{seed}/passer-by {number}")
         for turn in itertools.count():
             await asyncio.sleep(draw.uniform(0.1, 0.5))

@@ -12,3 +12,9 @@ def open_log(file: Path) -> BinaryIO:
     """
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     return os.fdopen(descriptor, "ab")
+
+
+def logs_of(name: str, folder: Path) -> list[Path]:
+    """Return the log files of a process, or of all, sorted. ``worker-1`` excludes ``worker-10``."""
+    found = folder.glob(f"{name}*.log")
+    return sorted(path for path in found if not path.name[len(name) :][:1].isdigit())

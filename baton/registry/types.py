@@ -3,6 +3,7 @@
 Does no I/O, so that the router's prefix index and the tests can use it without Redis.
 """
 
+import re
 from collections.abc import Iterable, Set
 from functools import lru_cache
 from hashlib import blake2b
@@ -17,6 +18,10 @@ TIERS = ("memory", "disk")  # below a worker's pool, fastest first
 
 Role = Literal["prefill", "decode"]
 WorkerState = Literal["starting", "ready", "draining", "dead"]
+
+
+# Ids of earlier versions are ``prefill-N`` and ``decode-N``.
+_WORKER_ID = re.compile(r"(worker|prefill|decode)-\d+", re.ASCII)
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,3 +134,25 @@ def packed_checksum(packed: bytes) -> int:
     """Return the checksum of concatenated hashes."""
     firsts = np.frombuffer(packed, "<u8")[:: HASH_BYTES // 8]
     return int(np.bitwise_xor.reduce(firsts)) if len(firsts) else 0
+
+
+def worker_name(number: int) -> str:
+    """Return the id of a worker by its number."""
+    return f"worker-{number}"
+
+
+def is_worker_name(text: str) -> bool:
+    """Return whether a text is the id of a worker of a fleet."""
+    return _WORKER_ID.fullmatch(text) is not None
+
+
+def number_of(worker_id: str) -> int:
+    """Return the number in a worker's id."""
+    return int(worker_id.rpartition("-")[2])
+
+
+def role_in_name(worker_id: str) -> Role | None:
+    """Return the role in an id of an earlier version; None for ``worker-N``."""
+    if worker_id.startswith("prefill-"):
+        return "prefill"
+    return "decode" if worker_id.startswith("decode-") else None

@@ -110,7 +110,7 @@ def merged(
     """Merge the records of the controller and of the workers into one per slot.
 
     The later life wins. Within one life the worker has its addresses, and the controller has
-    drains and deaths. The role is that of the later turn, whoever has it.
+    drains and deaths. The role is that of the later turn in either record.
     """
     result: dict[str, WorkerRecord] = {}
     for worker_id in slots.keys() | workers.keys():

@@ -24,8 +24,8 @@ from fleet.cli.common import (
 from fleet.cli.reach import KeyOption, UrlOption, order, reach
 from fleet.local import preflight
 from fleet.local import state as fleet_state
-from fleet.local.log_files import logs_of
 from fleet.local.state import FleetState
+from fleet.private_logs import logs_of
 
 
 def status(

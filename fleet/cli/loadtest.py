@@ -1,6 +1,7 @@
 """The local fleet as `baton loadtest` uses it."""
 
 import asyncio
+from collections.abc import Mapping
 
 import psutil
 import typer
@@ -10,6 +11,8 @@ from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.cli.common import known_fleet
 from fleet.local.state import FleetState
 from loadtest.commands.options import LocalFleet
+
+_ANSWER_LIMIT_S = 15.0
 
 
 def give_local_fleet(ctx: typer.Context) -> None:
@@ -27,7 +30,7 @@ def local_fleet() -> LocalFleet | None:
         url=state.url,
         operator_key=state.fleet_token,
         redis_pid=lambda: _redis_pid(state),
-        roll=lambda: asyncio.run(_roll(state)),
+        order=lambda verb, arguments: asyncio.run(_order(state, verb, arguments)),
     )
 
 
@@ -41,10 +44,10 @@ def _redis_pid(state: FleetState) -> int | None:
         return None
 
 
-async def _roll(state: FleetState) -> str:
+async def _order(state: FleetState, verb: str, arguments: Mapping[str, int]) -> str:
     registry = Registry(state.redis_url, state.fleet)
     try:
-        answer = await Orders(registry).ask("roll")
+        answer = await Orders(registry).ask(verb, arguments=arguments, timeout_s=_ANSWER_LIMIT_S)
     except RegistryUnavailableError as error:
         return str(error)
     finally:

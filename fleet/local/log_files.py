@@ -19,12 +19,6 @@ _OURS = (
 )
 
 
-def logs_of(name: str, folder: Path) -> list[Path]:
-    """Return the log files of a process, or of all, sorted. ``worker-1`` excludes ``worker-10``."""
-    found = folder.glob(f"{name}*.log")
-    return sorted(path for path in found if not path.name[len(name) :][:1].isdigit())
-
-
 def rotate(folder: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
     """Limit the size of a fleet's logs; one older file of each is kept.
 

@@ -18,9 +18,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.registry.types import Role, WorkerState
+from baton.registry.types import Role, WorkerState, number_of, role_in_name, worker_name
 from fleet.pools.balance import MayTurn, always, balance
-from fleet.pools.names import number_of, role_in_name, worker_name
 
 SECOND_NS = 1_000_000_000
 
@@ -86,7 +85,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Publish all slots' roles, and tell this running incarnation its new one."""
+    """Publish all slots' roles, and send this running incarnation its new one."""
 
     worker_id: str
     role: Role
@@ -262,8 +261,8 @@ class FleetController:
     ) -> None:
         """Take over an incarnation that an earlier controller started.
 
-        ``role`` and ``turn`` are what it knows; None: it did not say. An incarnation beyond its
-        pool's size gets a slot too; the next `resize` drains it.
+        ``role`` and ``turn`` are those that it reports; without them, the registry's count. An
+        incarnation beyond its pool's size gets a slot too; the next `resize` drains it.
         """
         slot = self.slots.get(worker_id)
         if slot is None:
@@ -293,7 +292,7 @@ class FleetController:
             slot.epoch = max(epoch, slot.epoch)
 
     def note_record(self, worker_id: str, epoch: int, role: Role, turn: int) -> None:
-        """Record what the registry knows of a slot: its last epoch, its role and its turn."""
+        """Record the registry's data on a slot: its last epoch, its role and its turn."""
         self._turns = max(turn, self._turns)
         slot = self.slots.get(worker_id)
         if slot is None:
@@ -459,7 +458,7 @@ class FleetController:
         slot.role = role
 
     def _tell(self, slot: Slot) -> list[Action]:
-        """Return the action that tells a ready incarnation a turn that it does not know."""
+        """Return the action that sends a ready incarnation a turn, unless it was sent before."""
         if slot.phase is not Phase.READY or slot.told == slot.turn:
             return []
         slot.told = slot.turn

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from baton.config.fleet_file import FleetConfig
-from baton.registry.types import Role
-from fleet.pools.names import worker_name
+from baton.registry.types import Role, worker_name
 
 _ROLES: tuple[Role, ...] = get_args(Role)
 _ROUNDING = 1e-9  # fractions such as 0.1 do not add up exactly

@@ -34,10 +34,10 @@ from baton.registry.orders import Answer, Order
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role
-from fleet.local.log_files import logs_of
 from fleet.pools.controller import Action, FleetController, Turn
 from fleet.pools.nodes import CapacityError, Node, check_nodes, usable
 from fleet.pools.placement import Placements
+from fleet.private_logs import logs_of
 
 MAX_LINES = 2000
 _MAX_FILE_BYTES = 64 * 2**10

@@ -23,9 +23,8 @@ from ray.util.placement_group import (
 )
 
 from baton.config.fleet_file import FleetConfig
-from baton.registry.types import Role
+from baton.registry.types import Role, is_worker_name
 from baton.telemetry.tasks import BackgroundTasks
-from fleet.pools.names import is_worker_name
 from fleet.pools.nodes import Node, choose
 from fleet.pools.resources import bundles
 

@@ -413,7 +413,7 @@ class ControllerActor:
         await self._registry.write_slots([self._record(item) for item in news])
 
     async def _turn(self, turn: Turn) -> None:
-        """Publish a turn, and tell the worker, which keeps it beyond a restart of Redis.
+        """Publish a turn, and send it to the worker, which keeps it beyond a restart of Redis.
 
         All slots are written at once: a router that has read this turn has read all before it.
         """

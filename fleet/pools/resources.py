@@ -16,9 +16,8 @@ from baton.engine.core.speculative.proposers import SpeculationSettings
 from baton.engine.settings import EmulatedModel, EngineSettings, KvTierSettings
 from baton.model.artifact import resolve_model
 from baton.model.model_config import ModelConfig
-from baton.registry.types import Role
+from baton.registry.types import Role, is_worker_name
 from fleet.pools.controller import HEALTHY_AFTER_NS
-from fleet.pools.names import is_worker_name
 
 NAMESPACE = "baton"
 WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`

@@ -32,7 +32,7 @@ class LocalFleet(NamedTuple):
     url: str
     operator_key: str
     redis_pid: Callable[[], int | None]  # None if the fleet does not own its Redis
-    roll: Callable[[], str]  # starts a rolling restart; returns an error message or ""
+    order: Callable[[str, dict[str, int]], str]  # sends an admin command; returns its error or ""
 
 
 FindFleet = Callable[[], LocalFleet | None]

@@ -74,6 +74,13 @@ DRILLS: dict[str, Drill] = {
         load_s=15.0,
         fault_after_s=15.0,
     ),
+    "turn": Drill(
+        title="a worker's role changes and changes back, three times",
+        fault=faults.turn,
+        mode="auto",  # a fleet of two has one role meanwhile
+        load_s=25.0,
+        recovery_limit_s=30.0,
+    ),
     "rolling-restart": Drill(
         title="rolling restart of all workers",
         fault=faults.roll,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from loadtest.drill.fleet import DrillError, FleetView
 
 _FROZEN_S = 20.0
 _ROLL_LIMIT_S = 400.0
+_TURNS = 3
+_TURN_GAP_S = 1.5
 
 
 class Scene(NamedTuple):
@@ -94,7 +97,7 @@ async def kill_redis(scene: Scene) -> str:
 async def roll(scene: Scene) -> str:
     """Restart the workers one after another; return when all are ready again."""
     before = {worker.id: worker.epoch for worker in await scene.fleet.workers()}
-    if problem := await asyncio.to_thread(scene.local.roll):
+    if problem := await asyncio.to_thread(scene.local.order, "roll", {}):
         raise DrillError(f"rolling restart: {problem}")
     workers = await scene.fleet.wait(
         lambda now: all(w.epoch > before.get(w.id, -1) and w.state == "ready" for w in now),
@@ -102,6 +105,22 @@ async def roll(scene: Scene) -> str:
     )
     new = [w.id for w in workers if w.epoch > before.get(w.id, -1)]
     return f"rolling restart: restarted {', '.join(sorted(new)) or 'no worker'}"
+
+
+async def turn(scene: Scene) -> str:
+    """Change the role of a worker and change it back, several times."""
+    workers = await scene.fleet.workers()
+    sizes = Counter(worker.role for worker in workers)
+    fewer, more = ("prefill", "decode") if sizes["prefill"] else ("decode", "prefill")
+    other = {fewer: sizes[fewer] - 1, more: sizes[more] + 1}
+    for wanted in (other, {role: sizes[role] for role in other}) * _TURNS:
+        if problem := await asyncio.to_thread(scene.local.order, "scale", wanted):
+            raise DrillError(f"change of role: {problem}")
+        await asyncio.sleep(_TURN_GAP_S)
+    after = await scene.fleet.workers()
+    if [worker.epoch for worker in after] != [worker.epoch for worker in workers]:
+        raise DrillError("a worker was restarted")
+    return f"a {fewer} worker became a {more} worker and back, {_TURNS} times"
 
 
 async def only_traffic(scene: Scene) -> str:

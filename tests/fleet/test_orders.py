@@ -6,9 +6,9 @@ import time
 import pytest
 
 from baton.registry.router_demands import RouterDemand
-from fleet.local.log_files import logs_of
 from fleet.pools import orders
 from fleet.pools.orders import routers_behind
+from fleet.private_logs import logs_of
 
 
 class Routers:

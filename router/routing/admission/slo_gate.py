@@ -5,7 +5,7 @@
                 │         └──── after ``LANE_WAIT`` times the limit ──▶ 429
                 └─ lane full ─────────────────────────────────────────▶ 429, with Retry-After
 
-Without it, a fleet with more load than it can serve serves everybody late. A request is judged by
+Without it, an overloaded fleet serves all requests late. A request is judged by
 the cost that placement has computed for it, before anything is booked or sent. The prediction is
 corrected by what was learnt of its error.
 
