@@ -16,7 +16,7 @@ own time: a limit in absolute seconds would refuse long prompts for ever.
 from collections import deque
 from enum import Enum
 from itertools import islice
-from math import ceil, exp
+from math import ceil, exp, expm1, inf
 from typing import NamedTuple
 
 from router.request import Slo
@@ -62,30 +62,6 @@ class Prediction(NamedTuple):
     step_s: float
 
 
-def predict(chosen: Candidate, answer_tokens: float) -> Prediction:
-    """Predict the latencies of a placement.
-
-    Responses that run now have ended in part when the prompt is done, and prompts before it have
-    become responses. Responses are assumed to end at random, after ``answer_tokens`` on average.
-    """
-    terms = chosen.terms
-    decode = chosen.decode
-    first_s = terms.first_token_s
-    running = decode.streams if decode.answering is None else decode.answering
-    coming = max(decode.streams - running, 0)
-    answers = first_s / max(answer_tokens * decode.decode_step_s, 1e-3)
-    still = exp(-answers)
-    begun = (1.0 - still) / answers if answers > 1e-6 else 1.0
-    streams = running * still + coming * begun
-    more = max(streams + 1 - running, 0.0)
-    return Prediction(
-        wait_s=first_s - terms.compute_s,
-        compute_s=terms.compute_s,
-        streams=streams,
-        step_s=decode.decode_step_s * (1.0 + STEP_SHARE_PER_STREAM * more),
-    )
-
-
 class Verdict(Enum):
     """Decision on a request."""
 
@@ -111,10 +87,46 @@ class SloGate:
         self._max_streams = max_streams
         self._max_late = max_late
         self._wait_errors_s = _Quantile(0.9, prior=0.0)
+        self._firsts_s = _Quantile(0.5, prior=inf)
         self._step_ratios = _Quantile(0.5, prior=1.0)
         self._lane: dict[str, _Late] = {}  # in the order of arrival
         self._work_s = 0.0
         self._promised_ns = 0  # when the work is done that refused clients were told to bring
+
+    def predict(self, chosen: Candidate, prompt_tokens: int, answer_tokens: float) -> Prediction:
+        """Predict the latencies of a placement.
+
+        Responses that run now have ended in part when the prompt is done, and prompts before it
+        have become responses. Responses are assumed to end at random. A prompt that takes longer
+        than usual finds as many responses as a usual one: later requests overtake it.
+
+        Args:
+            chosen: The placement.
+            prompt_tokens: Length of the prompt, times the number of its choices.
+            answer_tokens: Mean length of responses.
+        """
+        terms = chosen.terms
+        decode = chosen.decode
+        first_s = terms.first_token_s
+        running = decode.streams if decode.answering is None else decode.answering
+        coming = max(decode.streams - running, 0)
+        answer_s = max(answer_tokens * decode.decode_step_s, 1e-3)
+        answers = max(min(first_s, self._firsts_s.value) / answer_s, 1e-6)
+        still = exp(-answers)
+        begun = -expm1(-answers) / answers
+        streams = running * still + coming * begun
+        if any(decode.decode_line):
+            before = decode.answering_context * still + decode.coming_context * begun
+            step_s = decode.decode_line.seconds(streams + 1, before + prompt_tokens)
+        else:  # a worker that does not report it
+            more = max(streams + 1 - running, 0.0)
+            step_s = decode.decode_step_s * (1.0 + STEP_SHARE_PER_STREAM * more)
+        return Prediction(
+            wait_s=first_s - terms.compute_s,
+            compute_s=terms.compute_s,
+            streams=streams,
+            step_s=step_s,
+        )
 
     def judge(
         self,
@@ -172,6 +184,7 @@ class SloGate:
     def learn_wait(self, predicted_s: float, actual_s: float) -> None:
         """Note the time from a placement to its first token, as predicted and as it was."""
         self._wait_errors_s.add(max(actual_s - predicted_s, 0.0))
+        self._firsts_s.add(actual_s)
 
     def learn_step(self, predicted_s: float, actual_s: float, tokens: int) -> None:
         """Note the mean ITL of a response, as predicted and as it was."""

@@ -1,5 +1,8 @@
 """The gate: requests on time, late ones, and refused ones."""
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -12,9 +15,8 @@ from router.routing.admission.slo_gate import (
     Prediction,
     SloGate,
     Verdict,
-    predict,
 )
-from router.routing.placement.cost import WorkerLoad, price
+from router.routing.placement.cost import DecodeLine, WorkerLoad, price
 
 SLO = Slo(ttft_s=10.0, itl_s=0.05)
 SECOND = 10**9
@@ -128,19 +130,69 @@ def test_streams_are_those_that_will_run_when_the_prompt_is_done(answering, comi
     prefill = load("p", "prefill", queued_tokens=queued)
     decode = load("d", "decode", streams=answering + coming, answering=answering)
     chosen = price(prefill=prefill, decode=decode, prompt_tokens=1000, expected_tokens=100)
-    found = predict(chosen, answer_tokens=100)
+    gate = SloGate(64, 256)
+    found = gate.predict(chosen, 1000, answer_tokens=100)
     assert 0 <= found.streams <= answering + coming
     assert abs(found.wait_s - prefill.queue_s) < 1e-9
-    now = predict(
+    now = gate.predict(
         price(
             prefill=load("p", "prefill", prefill_token_s=1e-9),
             decode=decode,
             prompt_tokens=10,
             expected_tokens=100,
         ),
+        10,
         answer_tokens=1e6,
     )
     assert abs(now.streams - answering - coming) < 0.01, "nothing ends in no time"
+
+
+LINE = DecodeLine(step_s=0.015, row_s=5e-5, context_s=7e-8)
+
+
+def placed(decode: WorkerLoad, prompt_tokens: int = 1000, queued_tokens: int = 0):
+    prefill = load("p", "prefill", prefill_token_s=1e-4, queued_tokens=queued_tokens)
+    return price(prefill=prefill, decode=decode, prompt_tokens=prompt_tokens, expected_tokens=100)
+
+
+def test_a_step_is_predicted_by_the_contexts_of_all_its_rows():
+    figures = {"streams": 30, "answering": 20, "decode_step_s": 0.03, "decode_line": LINE}
+    decode = load("d", "decode", **figures, answering_context=200_000, coming_context=150_000)
+    found = SloGate(64, 256).predict(placed(decode), 40_000, answer_tokens=1e6)
+    true_s = 0.015 + 31 * 5e-5 + (200_000 + 150_000 + 40_000) * 7e-8
+    assert found.step_s == pytest.approx(true_s, rel=0.01)
+    alone = load("d", "decode", decode_step_s=0.03, decode_line=LINE)
+    found = SloGate(64, 256).predict(placed(alone), 1000, answer_tokens=100)
+    assert found.step_s == pytest.approx(0.015 + 5e-5 + 1000 * 7e-8), "whatever its last steps took"
+
+
+def test_contexts_end_and_begin_with_their_responses():
+    figures = {"streams": 30, "answering": 20, "decode_step_s": 0.03, "decode_line": LINE}
+    decode = load("d", "decode", **figures, answering_context=600_000, coming_context=0)
+    chosen = placed(decode, queued_tokens=30_000)
+    found = SloGate(64, 256).predict(chosen, 1000, answer_tokens=100)
+    left = math.exp(-chosen.terms.first_token_s / (100 * 0.03))
+    true_s = LINE.seconds(found.streams + 1, 600_000 * left + 1000)
+    assert found.step_s == pytest.approx(true_s)
+
+
+def test_a_worker_that_reports_no_line_is_predicted_by_its_median_step():
+    decode = load("d", "decode", streams=10, answering=10, decode_step_s=0.03)
+    found = SloGate(64, 256).predict(placed(decode), 40_000, answer_tokens=1e6)
+    assert found.step_s == pytest.approx(0.03 * 1.023, rel=0.001)
+
+
+def test_a_prompt_that_takes_longer_than_others_finds_as_many_responses():
+    gate = SloGate(64, 256)
+    figures = {"streams": 30, "answering": 20, "decode_step_s": 0.03, "decode_line": LINE}
+    decode = load("d", "decode", **figures, answering_context=200_000, coming_context=100_000)
+    usual = placed(decode, 20_000)
+    long = placed(decode, 200_000)
+    assert gate.predict(long, 1000, 350).streams < gate.predict(usual, 1000, 350).streams
+    for _ in range(64):
+        gate.learn_wait(usual.terms.first_token_s, usual.terms.first_token_s)
+    assert gate.predict(long, 1000, 350).streams == gate.predict(usual, 1000, 350).streams
+    assert gate.predict(long, 1000, 350).step_s == gate.predict(usual, 1000, 350).step_s
 
 
 class Lane(RuleBasedStateMachine):
