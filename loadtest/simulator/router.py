@@ -292,7 +292,8 @@ class SimulatedRouter(WorkerListener):
             record.computed_attempt = record.attempt
             self._book.computed(record.id)
         if not record.tokens and record.predicted_first_s:
-            self._gate.learn_wait(record.predicted_first_s, (first_ns - record.placed_ns) / 1e9)
+            first_s = (first_ns - record.placed_ns) / 1e9
+            self._gate.learn_wait(record.predicted_first_s, first_s, record.prompt_tokens)
         record.on_tokens(first_ns, last_ns, count)
 
     def on_end(self, record: Record, attempt: Attempt, error: str) -> None:

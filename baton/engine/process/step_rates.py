@@ -13,7 +13,7 @@ _LEAST_SAMPLE_TOKENS = 32  # smaller prompts measure mostly overhead
 # Steps with closer contexts do not determine the cost of context.
 _LEAST_SPREAD_TOKENS = 256.0
 _DECODE_KEPT = 0.998  # decode steps are short, and their rows and contexts change slowly
-_LEAST_SPREAD_ROWS = 1.0  # as _LEAST_SPREAD_TOKENS, for rows
+_LEAST_SPREAD_ROWS = 0.5  # as _LEAST_SPREAD_TOKENS, for rows
 _ROW_SHARE = 0.023  # share by which a row lengthens a step, until rows have varied
 _LONGEST_DECODE = 4.0  # longer steps, in medians, were interrupted and count as this long
 

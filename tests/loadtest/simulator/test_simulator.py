@@ -120,6 +120,19 @@ def test_a_worker_runs_one_step_at_a_time(monkeypatch):
     assert begun_twice and not any(begun_twice)
 
 
+def test_workers_find_the_line_of_their_decode_steps():
+    """The timing is the truth; steps are taken many at a time, as the mean of their contexts."""
+    simulation = run(SMALL, read_trace(SAMPLE, 200))
+    t = SMALL.timing
+    for life in simulation.lives:
+        if life.role == "decode":
+            fit = life._rates.decode_fit
+            for rows, context in [(5, 50_000), (20, 200_000), (30, 500_000)]:
+                true_s = t.step_s + t.answer_s * rows + t.answer_context_s * context
+                predicted_s = fit.step_s + fit.row_s * rows + fit.context_s * context
+                assert predicted_s == pytest.approx(true_s, rel=0.03)
+
+
 @pytest.mark.parametrize("workers", [2, 24], ids=["small", "only the best are priced"])
 def test_the_same_seed_gives_the_same_bytes(workers):
     trace = read_trace(SAMPLE, 15)

@@ -46,7 +46,9 @@ def test_the_time_that_it_has_waited_counts():
 
 def test_slow_steps_and_full_batches_make_it_wait():
     gate = SloGate(64, 256)
-    assert judge(gate, "slow", prediction(step_s=0.049)) is Verdict.WAIT
+    assert judge(gate, "slow", prediction(step_s=0.051, streams=2)) is Verdict.WAIT
+    assert judge(gate, "slow", prediction(step_s=0.051, streams=2)) is Verdict.WAIT, "still slow"
+    assert judge(gate, "slow", prediction(step_s=0.049, streams=2)) is Verdict.PLACE
     assert judge(gate, "full", prediction(streams=63.5)) is Verdict.WAIT
     assert judge(gate, "fits", prediction(streams=62.5)) is Verdict.PLACE
 
@@ -106,12 +108,20 @@ def test_the_newest_is_asked_first():
 def test_it_learns_how_far_predictions_are_from_the_truth():
     gate = SloGate(64, 256)
     for _ in range(64):
-        gate.learn_wait(1.0, 4.0)
+        gate.learn_wait(1.0, 4.0, 1000)
         gate.learn_step(0.02, 0.04, tokens=100)
     assert judge(gate, "a", prediction(LIMIT_S - 3.1)) is Verdict.PLACE
     assert judge(gate, "b", prediction(LIMIT_S - 2.9)) is Verdict.WAIT
-    assert judge(gate, "c", prediction(step_s=0.023)) is Verdict.PLACE
-    assert judge(gate, "d", prediction(step_s=0.024)) is Verdict.WAIT
+    assert judge(gate, "c", prediction(step_s=0.0249)) is Verdict.PLACE
+    assert judge(gate, "d", prediction(step_s=0.0251, streams=2)) is Verdict.WAIT
+
+
+def test_predictions_that_scatter_leave_more_room():
+    gate = SloGate(64, 256)
+    for number in range(64):
+        gate.learn_step(0.02, 0.03 if number % 8 == 0 else 0.02, tokens=100)
+    assert judge(gate, "a", prediction(step_s=0.034, streams=2)) is Verdict.WAIT
+    assert judge(gate, "b", prediction(step_s=0.033, streams=2)) is Verdict.PLACE
 
 
 def test_short_responses_teach_nothing_about_steps():
@@ -190,9 +200,22 @@ def test_a_prompt_that_takes_longer_than_others_finds_as_many_responses():
     long = placed(decode, 200_000)
     assert gate.predict(long, 1000, 350).streams < gate.predict(usual, 1000, 350).streams
     for _ in range(64):
-        gate.learn_wait(usual.terms.first_token_s, usual.terms.first_token_s)
+        gate.learn_wait(usual.terms.first_token_s, usual.terms.first_token_s, 1000)
     assert gate.predict(long, 1000, 350).streams == gate.predict(usual, 1000, 350).streams
     assert gate.predict(long, 1000, 350).step_s == gate.predict(usual, 1000, 350).step_s
+
+
+def test_a_long_prompt_is_not_refused_for_its_own_context():
+    gate = SloGate(64, 256)
+    figures = {"streams": 20, "answering": 20, "decode_step_s": 0.03, "decode_line": LINE}
+    decode = load("d", "decode", **figures, answering_context=200_000)
+    found = gate.predict(placed(decode), 100_000, 1e6).step_s
+    assert found == pytest.approx(LINE.seconds(21, 300_000), rel=0.01), "nothing is usual yet"
+    for _ in range(64):
+        gate.learn_wait(1.0, 1.0, 5000)
+    for prompt_tokens, counted in ((2000, 2000), (5000, 5000), (100_000, 5000)):
+        found = gate.predict(placed(decode), prompt_tokens, 1e6).step_s
+        assert found == pytest.approx(LINE.seconds(21, 200_000 + counted), rel=0.01)
 
 
 class Lane(RuleBasedStateMachine):
