@@ -46,6 +46,9 @@ _MEASURED: tuple[Any, ...] = (  # fields of a report that each canary changes
     "prefill_token_s",
     "prefill_context_s",
     "decode_step_s",
+    "decode_base_s",
+    "decode_row_s",
+    "decode_context_s",
 )
 
 
@@ -274,6 +277,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         engine = self._parts.engine
         load = self._parts.engine.load
         fit = engine.prompt_fit
+        decode_fit = engine.decode_fit
         edges = [
             common_pb2.EdgeRate(prefill_worker_id=worker_id, bytes_per_s=edge.bytes_per_s)
             for worker_id, edge in self._parts.peers.edges.items()
@@ -312,6 +316,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             prefill_context_s=fit.context_s,
             queued_prompt_context=load.queued_prompt_context,
             decode_step_s=engine.decode_step_s,
+            decode_base_s=decode_fit.step_s,
+            decode_row_s=decode_fit.row_s,
+            decode_context_s=decode_fit.context_s,
+            answering_context=load.answering_context,
+            coming_context=load.coming_context,
             edges=edges,
             capabilities=self._capabilities if with_capabilities else None,
             last_error=engine.sick,

@@ -159,6 +159,9 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_slo_requests": _count(
         "Requests with latency limits by outcome: good, late, refused, failed.", "outcome"
     ),
+    "baton_slo_wasted_prompt_tokens": _count(
+        "Prompt tokens computed for responses that missed their latency limits."
+    ),
     "baton_queue_limit_requests": _gauge("Queue limit; beyond it requests are rejected with 429."),
 }
 

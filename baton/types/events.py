@@ -128,9 +128,12 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_tokens: int = 0  # computed in this step
     prompt_context: int = 0  # sum of their context lengths
     decode_rows: int = 0
+    decode_context: int = 0  # tokens before those of these rows, in all
     running: int = 0
     waiting: int = 0
     answering: int = 0  # sequences that decode
+    answering_context: int = 0  # their tokens
+    coming_context: int = 0  # tokens of the sequences that will decode later
     queued_prompt_tokens: int = 0  # uncached tokens still to compute
     queued_prompt_context: int = 0  # sum of their context lengths
     blocks: BlockCounts = BlockCounts()

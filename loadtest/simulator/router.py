@@ -27,7 +27,7 @@ from loadtest.simulator.worker import SimulatedWorker, WorkerListener
 from router.request import GenerationRequest, Slo
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
-from router.routing.admission.slo_gate import SloGate, Verdict, predict
+from router.routing.admission.slo_gate import SloGate, Verdict
 from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.chain import Source
 from router.routing.placement.cost import WorkerLoad
@@ -145,7 +145,9 @@ class SimulatedRouter(WorkerListener):
         if quote is None:
             return False
         now_ns = self._clock.now_ns
-        prediction = predict(quote.placement.chosen, self._placer.answer_tokens)
+        chosen = quote.placement.chosen
+        answer_tokens = self._placer.answer_tokens
+        prediction = self._gate.predict(chosen, record.prompt_tokens, answer_tokens)
         workers = len(self._table.of_role("prefill")) or len(self._table.usable)
         verdict = self._gate.judge(
             record.id,
@@ -290,7 +292,8 @@ class SimulatedRouter(WorkerListener):
             record.computed_attempt = record.attempt
             self._book.computed(record.id)
         if not record.tokens and record.predicted_first_s:
-            self._gate.learn_wait(record.predicted_first_s, (first_ns - record.placed_ns) / 1e9)
+            first_s = (first_ns - record.placed_ns) / 1e9
+            self._gate.learn_wait(record.predicted_first_s, first_s, record.prompt_tokens)
         record.on_tokens(first_ns, last_ns, count)
 
     def on_end(self, record: Record, attempt: Attempt, error: str) -> None:

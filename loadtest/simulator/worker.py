@@ -201,9 +201,12 @@ class SimulatedWorker:
         self._inbox.clear()
 
     def _turn(self) -> None:
-        """Run pending commands, then start the next step, if there is one."""
+        """Run pending commands, then start the next step, if there is one.
+
+        A turn that was due may find a step begun: the end of the one before began it.
+        """
         self._turn_due = False
-        if not self.alive:
+        if not self.alive or self._steps is not None:
             return
         while True:
             inbox = self._inbox
@@ -353,6 +356,7 @@ class SimulatedWorker:
         load = self._load
         blocks = self._load.blocks
         fit = self._rates.prompt_fit
+        decode_fit = self._rates.decode_fit
         return WorkerStatus(
             identity=self._identity,
             state="ready",
@@ -382,6 +386,11 @@ class SimulatedWorker:
             prefill_context_s=fit.context_s,
             queued_prompt_context=load.queued_prompt_context,
             decode_step_s=self._rates.decode_step_s,
+            decode_base_s=decode_fit.step_s,
+            decode_row_s=decode_fit.row_s,
+            decode_context_s=decode_fit.context_s,
+            answering_context=load.answering_context,
+            coming_context=load.coming_context,
             steps=load.step,
             edges=self._edge_messages.values(),
         )

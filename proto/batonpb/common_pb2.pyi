@@ -161,7 +161,7 @@ class KvTier(_message.Message):
     def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., block_s: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("identity", "state", "kv_blocks", "running", "waiting", "threads", "transfers", "event_sequence", "steps", "queued_prompt_tokens", "prefill_tokens_per_s", "decode_step_s", "prefill_overhead_s", "edges", "capabilities", "last_error", "adapters", "highest_ticket", "answering", "load_age_ns", "prefill_token_s", "prefill_context_s", "queued_prompt_context", "kv_tiers", "resting")
+    __slots__ = ("identity", "state", "kv_blocks", "running", "waiting", "threads", "transfers", "event_sequence", "steps", "queued_prompt_tokens", "prefill_tokens_per_s", "decode_step_s", "prefill_overhead_s", "edges", "capabilities", "last_error", "adapters", "highest_ticket", "answering", "load_age_ns", "prefill_token_s", "prefill_context_s", "queued_prompt_context", "kv_tiers", "resting", "decode_base_s", "decode_row_s", "decode_context_s", "answering_context", "coming_context")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,11 @@ class WorkerStatus(_message.Message):
     QUEUED_PROMPT_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     KV_TIERS_FIELD_NUMBER: _ClassVar[int]
     RESTING_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BASE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ROW_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    ANSWERING_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    COMING_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     identity: WorkerIdentity
     state: str
     kv_blocks: BlockCounts
@@ -212,7 +217,12 @@ class WorkerStatus(_message.Message):
     queued_prompt_context: int
     kv_tiers: _containers.RepeatedCompositeFieldContainer[KvTier]
     resting: bool
-    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., state: _Optional[str] = ..., kv_blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., threads: _Optional[int] = ..., transfers: _Optional[_Union[TransferTotals, _Mapping]] = ..., event_sequence: _Optional[int] = ..., steps: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., prefill_overhead_s: _Optional[float] = ..., edges: _Optional[_Iterable[_Union[EdgeRate, _Mapping]]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., last_error: _Optional[str] = ..., adapters: _Optional[_Iterable[bytes]] = ..., highest_ticket: _Optional[int] = ..., answering: _Optional[int] = ..., load_age_ns: _Optional[int] = ..., prefill_token_s: _Optional[float] = ..., prefill_context_s: _Optional[float] = ..., queued_prompt_context: _Optional[int] = ..., kv_tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ..., resting: _Optional[bool] = ...) -> None: ...
+    decode_base_s: float
+    decode_row_s: float
+    decode_context_s: float
+    answering_context: int
+    coming_context: int
+    def __init__(self, identity: _Optional[_Union[WorkerIdentity, _Mapping]] = ..., state: _Optional[str] = ..., kv_blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., threads: _Optional[int] = ..., transfers: _Optional[_Union[TransferTotals, _Mapping]] = ..., event_sequence: _Optional[int] = ..., steps: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., prefill_overhead_s: _Optional[float] = ..., edges: _Optional[_Iterable[_Union[EdgeRate, _Mapping]]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., last_error: _Optional[str] = ..., adapters: _Optional[_Iterable[bytes]] = ..., highest_ticket: _Optional[int] = ..., answering: _Optional[int] = ..., load_age_ns: _Optional[int] = ..., prefill_token_s: _Optional[float] = ..., prefill_context_s: _Optional[float] = ..., queued_prompt_context: _Optional[int] = ..., kv_tiers: _Optional[_Iterable[_Union[KvTier, _Mapping]]] = ..., resting: _Optional[bool] = ..., decode_base_s: _Optional[float] = ..., decode_row_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ..., answering_context: _Optional[int] = ..., coming_context: _Optional[int] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")

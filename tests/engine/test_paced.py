@@ -1,5 +1,6 @@
 """An emulated engine of a fleet: as slow as its timing model, exact, honest about its limits."""
 
+import random
 import subprocess
 import sys
 
@@ -11,9 +12,10 @@ from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.engine.emulated_timing import EPYC_135M, TIMINGS
 from baton.engine.paced import PacedRunner, paced_geometry
+from baton.engine.process.step_rates import StepRates
 from baton.engine.settings import EmulatedModel
 from baton.types.errors import GrammarError, InvalidRequestError
-from baton.types.events import Tokens
+from baton.types.events import StepDone, Tokens
 from baton.types.params import AdapterRef, SamplingParams
 
 MODEL = EmulatedModel(
@@ -72,6 +74,61 @@ def test_steps_last_as_long_as_the_timing_model_says() -> None:
     step(core)
     assert clock.now_s - before_s == pytest.approx(t.step_s + t.answer_s + t.answer_context_s * 100)
     assert len(clock.slept_s) == 2  # nobody listens to layers: one sleep for each step
+
+
+def load_after(core: EngineCore, clock: Clock, steps: int = 1) -> StepDone:
+    plan, began_s = core.plan(0), clock.now_s
+    results = [row * steps for row in core.runner.execute(plan)]
+    duration_ns = round((clock.now_s - began_s) * 1e9)
+    return core.apply(plan, results, 0, duration_ns, steps)[-1]
+
+
+def test_a_step_reports_the_contexts_of_its_rows() -> None:
+    core, clock = engine()
+    submit(core, "a", range(300, 400), max_tokens=50)
+    submit(core, "b", range(500, 550), max_tokens=50)
+    assert core.take_events()[-1].coming_context == 100 + 50
+    prompts = load_after(core, clock)
+    assert (prompts.decode_rows, prompts.decode_context) == (0, 0)
+    assert (prompts.answering_context, prompts.coming_context) == (101 + 51, 0)
+    first = load_after(core, clock)
+    assert (first.decode_rows, first.decode_context) == (2, 100 + 50)
+    assert first.answering_context == 102 + 52
+    submit(core, "c", range(600, 620), max_tokens=1)
+    mixed = load_after(core, clock)
+    assert (mixed.decode_rows, mixed.decode_context) == (2, 101 + 51)
+    assert mixed.prompt_tokens == 20
+    equal = load_after(core, clock, steps=5)
+    assert equal.decode_context == 2 * 2 + 102 + 52, (
+        "the mean of 102, 103, ... 106 and of the other"
+    )
+
+
+def test_tokens_that_will_come_from_another_worker_are_coming() -> None:
+    core, _ = engine()
+    spec = RequestSpec(
+        kind=Kind.REMOTE, params=SamplingParams(max_tokens=8, n=3), hash_seed=bytes(16)
+    )
+    request = EngineRequest(request_id="a", prompt=list(range(40)), spec=spec)
+    core.scheduler.submit(request, 0)
+    load = core.take_events()[-1]
+    assert (load.answering_context, load.coming_context) == (0, 3 * 40)
+
+
+def test_an_engine_finds_the_line_of_its_own_steps() -> None:
+    core, clock = engine(max_requests=8, max_tokens=4096)
+    rates, draw = StepRates(), random.Random(1)
+    for number in range(60):
+        begin = draw.randrange(1000, 20_000)
+        length = draw.randrange(16, 400)
+        submit(core, f"r{number}", range(begin, begin + length), max_tokens=draw.randrange(4, 30))
+        for _ in range(draw.randrange(6)):
+            rates.add(load_after(core, clock))
+    fit, t = rates.decode_fit, EPYC_135M
+    for rows, context in [(1, 100), (4, 2000), (8, 3000)]:
+        true_s = t.step_s + t.answer_s * rows + t.answer_context_s * context
+        predicted_s = fit.step_s + fit.row_s * rows + fit.context_s * context
+        assert predicted_s == pytest.approx(true_s, rel=0.03)
 
 
 def test_layers_are_announced_while_the_step_goes_on() -> None:

@@ -23,12 +23,18 @@ _MAX_RESTORES = 4  # queued requests whose blocks are restored from tiers at onc
 
 
 class Load(NamedTuple):
-    """Numbers of requests, and of prompt tokens to compute with their context."""
+    """Numbers of requests, and of prompt tokens to compute with their context.
+
+    ``answering`` sequences decode. Those that will decode later have ``coming_context`` tokens.
+    """
 
     running: int
     waiting: int
     queued_tokens: int
     queued_context: int
+    answering: int
+    answering_context: int
+    coming_context: int
 
 
 class BatchState:
@@ -102,14 +108,29 @@ class BatchState:
             if reservation.state is not ReservationState.WAITING
         }
         waiting = {item.request.request_id for item in self.queue} - running
-        queued_tokens = queued_context = 0
+        queued_tokens = queued_context = answering = answering_context = 0
+        coming_context = sum(reservation.tokens for reservation in self.reservations)
         for item in [*self.running, *self.queue]:
-            if isinstance(item, TokenSequence) and not item.decodes:
+            if not isinstance(item, TokenSequence):
+                continue
+            end = len(item.tokens)
+            if item.decodes:
+                answering += 1
+                answering_context += end
+            else:
                 begin = max(item.computed, item.found_tokens)
-                end = len(item.tokens)
                 queued_tokens += end - begin
                 queued_context += context_tokens(begin, end)
-        return Load(len(running), len(waiting), queued_tokens, queued_context)
+                coming_context += end
+        return Load(
+            len(running),
+            len(waiting),
+            queued_tokens,
+            queued_context,
+            answering,
+            answering_context,
+            coming_context,
+        )
 
     def available_blocks(self) -> int:
         """Return the number of blocks that are neither in use nor promised."""

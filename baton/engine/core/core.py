@@ -138,7 +138,7 @@ class EngineCore:
         self.scheduler.apply(plan, results, now_ns)
         self.steps += steps
         self._fit_times(plan, duration_ns)
-        return self.take_events(plan, duration_ns)
+        return self.take_events(plan, duration_ns, steps)
 
     def fail(self, plan: StepPlan, error: NumericsError) -> list[ev.Event]:
         """End the requests whose rows have NaN or Inf, and leave the others unchanged.
@@ -187,7 +187,9 @@ class EngineCore:
         """Return the events of planning a step, before those of the step."""
         return self.batch.take_events()
 
-    def take_events(self, plan: StepPlan | None = None, duration_ns: int = 0) -> list[ev.Event]:
+    def take_events(
+        self, plan: StepPlan | None = None, duration_ns: int = 0, steps: int = 1
+    ) -> list[ev.Event]:
         """Return all events, followed by cache changes and the load."""
         if self._check_every_step:
             self.batch.check_integrity()
@@ -196,24 +198,34 @@ class EngineCore:
         below = self.tiers.take_changes([*stored, *removed])
         if stored or removed or below:
             events.append(ev.CacheChanged(tuple(stored), tuple(removed), below))
-        events.append(self._load(plan, duration_ns))
+        events.append(self._load(plan, duration_ns, steps))
         return events
 
-    def _load(self, plan: StepPlan | None, duration_ns: int) -> ev.StepDone:
+    def _load(self, plan: StepPlan | None, duration_ns: int, steps: int) -> ev.StepDone:
         rows = plan.rows if plan else ()
-        decode_rows = sum(row.decodes for row in rows)
-        prompts = [(row.start, len(row.tokens)) for row in rows if not row.decodes]
+        decode_rows = decode_context = prompt_tokens = prompt_context = 0
+        for row in rows:
+            if row.decodes:
+                decode_rows += 1
+                decode_context += row.start
+            else:
+                count = len(row.tokens)
+                prompt_tokens += count
+                prompt_context += context_tokens(row.start, row.start + count)
         speculation = self.speculation
         load = self.batch.load()
         return ev.StepDone(
             step=self.steps,
             duration_ns=duration_ns,
-            prompt_tokens=sum(count for _, count in prompts),
-            prompt_context=sum(context_tokens(start, start + count) for start, count in prompts),
+            prompt_tokens=prompt_tokens,
+            prompt_context=prompt_context,
             decode_rows=decode_rows,
+            decode_context=decode_context + decode_rows * (steps - 1) // 2,
             running=load.running,
             waiting=load.waiting,
-            answering=self.batch.count_decodes(),
+            answering=load.answering,
+            answering_context=load.answering_context,
+            coming_context=load.coming_context,
             queued_prompt_tokens=load.queued_tokens,
             queued_prompt_context=load.queued_context,
             blocks=self.pool.counts(),

@@ -42,6 +42,11 @@ class Reservation:
         """Block table: pinned prefix, then pages."""
         return self.pinned + self.pages
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the sequences that will decode after the transfer."""
+        return len(self.request.prompt) * self.request.spec.params.n
+
 
 class Reservations:
     """All reservations of one engine, and the pages of revoked ones that still drain."""

@@ -8,7 +8,7 @@ from typing import IO
 
 from baton.engine.process import messages
 from baton.engine.process.client import EngineClient
-from baton.engine.process.step_rates import PromptFit, StepRates
+from baton.engine.process.step_rates import DecodeFit, PromptFit, StepRates
 from baton.engine.settings import EngineSettings
 from baton.telemetry.alive_clock import ALIVE
 from baton.types import events as ev
@@ -108,6 +108,11 @@ class EngineHandle:
     def prompt_fit(self) -> PromptFit:
         """Fitted time per prompt token and per token of its context."""
         return self._rates.prompt_fit
+
+    @property
+    def decode_fit(self) -> DecodeFit:
+        """Fitted time of a decode step by its rows and their contexts."""
+        return self._rates.decode_fit
 
     @property
     def decode_step_s(self) -> float:

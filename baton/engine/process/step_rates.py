@@ -12,12 +12,30 @@ _DECODE_STEPS = 64  # recent steps in the median
 _LEAST_SAMPLE_TOKENS = 32  # smaller prompts measure mostly overhead
 # Steps with closer contexts do not determine the cost of context.
 _LEAST_SPREAD_TOKENS = 256.0
+_DECODE_KEPT = 0.998  # decode steps are short, and their rows and contexts change slowly
+_LEAST_SPREAD_ROWS = 0.5  # as _LEAST_SPREAD_TOKENS, for rows
+_ROW_SHARE = 0.023  # share by which a row lengthens a step, until rows have varied
+_LONGEST_DECODE = 4.0  # longer steps, in medians, were interrupted and count as this long
 
 
 class PromptFit(NamedTuple):
     """Time of a prompt token: ``token_s`` plus ``context_s`` per token before it; 0: unknown."""
 
     token_s: float = 0.0
+    context_s: float = 0.0
+
+
+class DecodeFit(NamedTuple):
+    """Time of a step without prompt tokens: the sum of three parts; all 0: unknown.
+
+    Attributes:
+        step_s: Time of each step.
+        row_s: Further time per sequence.
+        context_s: Further time per token of their contexts.
+    """
+
+    step_s: float = 0.0
+    row_s: float = 0.0
     context_s: float = 0.0
 
 
@@ -33,6 +51,7 @@ class StepRates:
     def __init__(self) -> None:
         self._prompt_tokens = self._prompt_s = 0.0
         self._line = _Line()
+        self._plane = _Plane()
         self._decode_steps_s: deque[float] = deque()
         self._sorted_steps_s: list[float] = []  # sorted, for the median in each report
 
@@ -48,6 +67,8 @@ class StepRates:
             self._line.add(tokens, step.prompt_context / tokens, seconds / tokens)
         elif step.decode_rows and not step.prompt_tokens:
             self._add_decode_step(seconds)
+            longest_s = _LONGEST_DECODE * self.decode_step_s
+            self._plane.add(step.decode_rows, step.decode_context, min(seconds, longest_s))
 
     def _add_decode_step(self, seconds: float) -> None:
         self._decode_steps_s.append(seconds)
@@ -65,6 +86,11 @@ class StepRates:
     def prompt_fit(self) -> PromptFit:
         """Fitted time per prompt token and per token of its context."""
         return self._line.fit()
+
+    @property
+    def decode_fit(self) -> DecodeFit:
+        """Fitted time of a decode step by its rows and their contexts."""
+        return self._plane.fit()
 
     @property
     def decode_step_s(self) -> float:
@@ -100,3 +126,60 @@ class _Line:
         if slope * self._x >= self._y:  # noise: nothing is left for the token itself
             slope = 0.0
         return PromptFit(self._y - slope * self._x, slope)
+
+
+class _Plane:
+    """Fit of y = a + b rows + c context by decaying least squares; none of them is negative.
+
+    What steps have not determined is assumed: ``_ROW_SHARE`` per row, and nothing for context. As
+    for the line, steps that are too close to each other count less than these assumptions.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._context = self._y = 0.0  # total weight, and means
+        # Sums of products of distances from the means.
+        self._rr = self._rc = self._cc = self._ry = self._cy = 0.0
+
+    def add(self, rows: float, context: float, y: float) -> None:
+        kept = self._weight * _DECODE_KEPT
+        self._weight = kept + 1.0
+        share = 1.0 / self._weight
+        far_rows = rows - self._rows
+        far_context = context - self._context
+        far_y = y - self._y
+        self._rows += share * far_rows
+        self._context += share * far_context
+        self._y += share * far_y
+        product = kept * share
+        self._rr = self._rr * _DECODE_KEPT + product * far_rows * far_rows
+        self._rc = self._rc * _DECODE_KEPT + product * far_rows * far_context
+        self._cc = self._cc * _DECODE_KEPT + product * far_context * far_context
+        self._ry = self._ry * _DECODE_KEPT + product * far_rows * far_y
+        self._cy = self._cy * _DECODE_KEPT + product * far_context * far_y
+
+    def fit(self) -> DecodeFit:
+        if not self._weight:
+            return DecodeFit()
+        row_s, context_s = self._slopes()
+        rest_s = self._rows * row_s + self._context * context_s
+        if rest_s > self._y:  # noise: nothing is left for the step itself
+            row_s *= self._y / rest_s
+            context_s *= self._y / rest_s
+            rest_s = self._y
+        return DecodeFit(self._y - rest_s, row_s, context_s)
+
+    def _slopes(self) -> tuple[float, float]:
+        assumed_s = _ROW_SHARE * self._y / (1.0 + _ROW_SHARE * self._rows)
+        few_rows = self._weight * _LEAST_SPREAD_ROWS**2
+        rr = self._rr + few_rows
+        cc = self._cc + self._weight * _LEAST_SPREAD_TOKENS**2
+        ry = self._ry + few_rows * assumed_s
+        both = rr * cc - self._rc * self._rc
+        row_s = (ry * cc - self._cy * self._rc) / both
+        context_s = (self._cy * rr - ry * self._rc) / both
+        if row_s >= 0 and context_s >= 0:
+            return row_s, context_s
+        only_row_s = max(ry / rr, 0.0)
+        only_context_s = max(self._cy / cc, 0.0)
+        by_rows = ry * only_row_s >= self._cy * only_context_s  # explains more of the differences
+        return (only_row_s, 0.0) if by_rows else (0.0, only_context_s)

@@ -35,6 +35,7 @@ from router.request import GenerationRequest
 from router.routing.choice import Delta
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
+from router.routing.requests.slo_outcome import slo_header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +158,11 @@ class Exchange(Response):
         begun = [active for active in self._active if active.record.begun] or self._active
         begun[0].record.sent = True  # its route is in the headers, so it cannot be placed again
         timing = self._router.settings.emulated
+        slo = slo_header(begun, monotonic_ns())
         return [
             (b"content-type", kind),
             *([(b"x-baton-emulated", timing.encode())] if timing else []),
+            *([(b"x-baton-slo", slo.encode())] if slo else []),
             *self._context.errors.id_headers(self._context.request_id),
             (b"x-baton-route", begun[0].route_header().encode()),
             *more,

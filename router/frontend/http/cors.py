@@ -11,6 +11,7 @@ _SHOWN = (
     "x-baton-route",
     "x-baton-ignored",
     "x-baton-emulated",
+    "x-baton-slo",
     "retry-after",
     "allow",
 )

@@ -16,7 +16,7 @@ own time: a limit in absolute seconds would refuse long prompts for ever.
 from collections import deque
 from enum import Enum
 from itertools import islice
-from math import ceil, exp
+from math import ceil, exp, expm1, inf
 from typing import NamedTuple
 
 from router.request import Slo
@@ -24,9 +24,6 @@ from router.routing.placement.cost import STEP_SHARE_PER_STREAM, Candidate
 
 HEADROOM = 0.8
 """Share of the limits up to which a request is predicted to be on time."""
-
-STEP_HEADROOM = 0.95
-"""The same for ITL."""
 
 OVER_SHARE = 0.5
 """Further share for tenants with more than their part: others find room below the limit."""
@@ -38,7 +35,6 @@ LANE_WAIT = 6.0
 """Time in the lane at most, in multiples of the limit."""
 
 _IDLE = 0.01  # a worker with a shorter queue, in multiples of the limit, takes late requests
-_LATE_STEP = 1.25  # as STEP_HEADROOM, where prefill is idle
 _ASKED = 4  # requests of the lane at once: each is priced anew
 _SAMPLES = 500  # in the quantile of errors
 _LEAST_SAMPLES = 32
@@ -60,30 +56,6 @@ class Prediction(NamedTuple):
     compute_s: float
     streams: float
     step_s: float
-
-
-def predict(chosen: Candidate, answer_tokens: float) -> Prediction:
-    """Predict the latencies of a placement.
-
-    Responses that run now have ended in part when the prompt is done, and prompts before it have
-    become responses. Responses are assumed to end at random, after ``answer_tokens`` on average.
-    """
-    terms = chosen.terms
-    decode = chosen.decode
-    first_s = terms.first_token_s
-    running = decode.streams if decode.answering is None else decode.answering
-    coming = max(decode.streams - running, 0)
-    answers = first_s / max(answer_tokens * decode.decode_step_s, 1e-3)
-    still = exp(-answers)
-    begun = (1.0 - still) / answers if answers > 1e-6 else 1.0
-    streams = running * still + coming * begun
-    more = max(streams + 1 - running, 0.0)
-    return Prediction(
-        wait_s=first_s - terms.compute_s,
-        compute_s=terms.compute_s,
-        streams=streams,
-        step_s=decode.decode_step_s * (1.0 + STEP_SHARE_PER_STREAM * more),
-    )
 
 
 class Verdict(Enum):
@@ -111,10 +83,50 @@ class SloGate:
         self._max_streams = max_streams
         self._max_late = max_late
         self._wait_errors_s = _Quantile(0.9, prior=0.0)
-        self._step_ratios = _Quantile(0.5, prior=1.0)
+        self._firsts_s = _Quantile(0.5, prior=inf)
+        self._prompts_tokens = _Quantile(0.5, prior=inf)
+        self._step_ratios = _Quantile(0.9, prior=1.0)
         self._lane: dict[str, _Late] = {}  # in the order of arrival
         self._work_s = 0.0
         self._promised_ns = 0  # when the work is done that refused clients were told to bring
+
+    def predict(self, chosen: Candidate, prompt_tokens: int, answer_tokens: float) -> Prediction:
+        """Predict the latencies of a placement.
+
+        Responses that run now have ended in part when the prompt is done, and prompts before it
+        have become responses. Responses are assumed to end at random. A prompt that takes longer
+        than usual finds as many responses as a usual one: later requests overtake it. Its own
+        context counts as a usual one, or long prompts would be refused as long as short ones come;
+        later requests are judged by all of it.
+
+        Args:
+            chosen: The placement.
+            prompt_tokens: Length of the prompt, times the number of its choices.
+            answer_tokens: Mean length of responses.
+        """
+        terms = chosen.terms
+        decode = chosen.decode
+        first_s = terms.first_token_s
+        running = decode.streams if decode.answering is None else decode.answering
+        coming = max(decode.streams - running, 0)
+        answer_s = max(answer_tokens * decode.decode_step_s, 1e-3)
+        answers = max(min(first_s, self._firsts_s.value) / answer_s, 1e-6)
+        still = exp(-answers)
+        begun = -expm1(-answers) / answers
+        streams = running * still + coming * begun
+        if any(decode.decode_line):
+            before = decode.answering_context * still + decode.coming_context * begun
+            own_tokens = min(prompt_tokens, self._prompts_tokens.value)
+            step_s = decode.decode_line.seconds(streams + 1, before + own_tokens)
+        else:  # a worker that does not report it
+            more = max(streams + 1 - running, 0.0)
+            step_s = decode.decode_step_s * (1.0 + STEP_SHARE_PER_STREAM * more)
+        return Prediction(
+            wait_s=first_s - terms.compute_s,
+            compute_s=terms.compute_s,
+            streams=streams,
+            step_s=step_s,
+        )
 
     def judge(
         self,
@@ -156,22 +168,21 @@ class SloGate:
         return wait_s <= slo.ttft_s * share and self._keeps_step(prediction, slo)
 
     def _may_run_late(self, prediction: Prediction, slo: Slo) -> bool:
-        """Return whether the chosen workers are idle enough for a late request.
-
-        An idle prefill worker is worth a risk, because steps are predicted less well than waits.
-        """
+        """Return whether the chosen workers are idle enough for a late request."""
         alone = prediction.streams < 1
         idle = prediction.wait_s <= _IDLE * slo.ttft_s
-        return idle and (alone or self._keeps_step(prediction, slo, _LATE_STEP))
+        return idle and (alone or self._keeps_step(prediction, slo))
 
-    def _keeps_step(self, prediction: Prediction, slo: Slo, share: float = STEP_HEADROOM) -> bool:
+    def _keeps_step(self, prediction: Prediction, slo: Slo) -> bool:
         step_s = prediction.step_s * self._step_ratios.value
         has_room = prediction.streams + 1 <= self._max_streams
-        return has_room and step_s <= share * slo.itl_s
+        return has_room and step_s <= slo.itl_s
 
-    def learn_wait(self, predicted_s: float, actual_s: float) -> None:
+    def learn_wait(self, predicted_s: float, actual_s: float, prompt_tokens: int) -> None:
         """Note the time from a placement to its first token, as predicted and as it was."""
+        self._prompts_tokens.add(prompt_tokens)
         self._wait_errors_s.add(max(actual_s - predicted_s, 0.0))
+        self._firsts_s.add(actual_s)
 
     def learn_step(self, predicted_s: float, actual_s: float, tokens: int) -> None:
         """Note the mean ITL of a response, as predicted and as it was."""

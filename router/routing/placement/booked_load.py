@@ -22,12 +22,14 @@ class Unreported(NamedTuple):
     """Load that a worker's last report does not include.
 
     ``tokens`` are prompt tokens to compute; ``context`` is the sum over them of the tokens before
-    each; ``streams`` is negative if more have ended than begun.
+    each; ``streams`` is negative if more have ended than begun; ``stream_tokens`` are those of
+    their prompts.
     """
 
     tokens: int = 0
     context: int = 0
     streams: int = 0
+    stream_tokens: int = 0
 
 
 _NOTHING = Unreported()
@@ -38,6 +40,7 @@ class _Booking:
     tokens: int
     context: int
     streams: int
+    stream_tokens: int
     at_ns: int
     adapter: str
 
@@ -48,19 +51,24 @@ class _Worker:
 
     live: dict[str, _Booking] = field(default_factory=dict)
     unreported: dict[str, _Booking] = field(default_factory=dict)
-    ended: list[tuple[int, int]] = field(default_factory=list)  # (end in ns, streams)
+    ended: list[tuple[int, _Booking]] = field(default_factory=list)  # with the end in ns
     tokens: int = 0
     context: int = 0
     streams: int = 0
+    stream_tokens: int = 0
 
     def add(self, booking: _Booking, sign: int) -> None:
         self.tokens += sign * booking.tokens
         self.context += sign * booking.context
+        self.add_streams(booking, sign)
+
+    def add_streams(self, booking: _Booking, sign: int) -> None:
         self.streams += sign * booking.streams
+        self.stream_tokens += sign * booking.stream_tokens
 
     @property
     def sum(self) -> Unreported:
-        return Unreported(self.tokens, self.context, self.streams)
+        return Unreported(self.tokens, self.context, self.streams, self.stream_tokens)
 
 
 class LoadBook:
@@ -81,13 +89,15 @@ class LoadBook:
         streams: int,
         now_ns: int,
         context: int = 0,
+        stream_tokens: int = 0,
         adapter: str = "",
     ) -> None:
         """Book a placement: prompt tokens to compute, and sequences to run.
 
-        ``context`` is the sum over ``tokens`` of the tokens before each.
+        ``context`` is the sum over ``tokens`` of the tokens before each, and ``stream_tokens`` are
+        those of the sequences' prompts.
         """
-        booking = _Booking(tokens, context, streams, now_ns, adapter)
+        booking = _Booking(tokens, context, streams, stream_tokens, now_ns, adapter)
         worker = self._workers.get(worker_id)
         if worker is None:
             worker = self._workers[worker_id] = _Worker()
@@ -137,8 +147,8 @@ class LoadBook:
         if worker.unreported.pop(request_id, None) is not None:
             worker.add(booking, -1)
         elif ended_ns is not None and booking.streams:
-            worker.ended.append((ended_ns, booking.streams))
-            worker.streams -= booking.streams
+            worker.ended.append((ended_ns, booking))
+            worker.add_streams(booking, -1)
         else:
             return
         self._note(worker_id, worker)
@@ -155,7 +165,9 @@ class LoadBook:
         ]
         for request_id in settled:
             worker.add(worker.unreported.pop(request_id), -1)
-        worker.streams += sum(streams for at_ns, streams in worker.ended if at_ns <= as_of_ns)
+        for at_ns, booking in worker.ended:
+            if at_ns <= as_of_ns:
+                worker.add_streams(booking, 1)
         worker.ended = [end for end in worker.ended if end[0] > as_of_ns]
         self._note(worker_id, worker)
 

@@ -48,6 +48,18 @@ PAIRED_OF_A_ROLE = 6
 COMPARED = 16
 
 
+class DecodeLine(NamedTuple):
+    """Time of a step without prompt tokens, as a worker fitted it; all 0 if it has not."""
+
+    step_s: float = 0.0
+    row_s: float = 0.0  # further time per sequence
+    context_s: float = 0.0  # further time per token of their contexts
+
+    def seconds(self, rows: float, context: float) -> float:
+        """Return the time of a step; ``context`` are the tokens of all rows."""
+        return self.step_s + rows * self.row_s + context * self.context_s
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker as this router sees it, with the load that the router booked.
 
@@ -57,7 +69,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     time to load the prompt's adapter; ``crowding`` is the delay of later requests per second that
     a worker of its role computes; ``edges_bytes_per_s`` are measured, by source; ``sources`` have
     leading blocks of the prompt that the worker lacks, those with most first; ``tier_blocks`` are
-    in its pool or in tiers below, and take ``tier_s`` to bring back.
+    in its pool or in tiers below, and take ``tier_s`` to bring back; ``answering_context`` tokens
+    belong to streams that generate responses, ``coming_context`` to those that will.
     """
 
     worker_id: str
@@ -79,6 +92,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     prefill_token_s: float = 0.0  # one token without context; 0: use the rate
     prefill_context_s: float = 0.0  # more per token of context
     decode_step_s: float = PRIOR_DECODE_STEP_S
+    decode_line: DecodeLine = DecodeLine()
+    answering_context: int = 0
+    coming_context: int = 0
     block_bytes: int = 0
     block_tokens: int = BLOCK_TOKENS
     format_id: str = ""  # equal on both sides of a pair between which KV can move

@@ -343,7 +343,14 @@ class Placer:
             delay_s = 0.0
         streams = request.sampling.n
         seen_ns = now_ns + round(delay_s * 1e9)
-        book(decodes.worker_id, tokens=tokens, context=context, streams=streams, now_ns=seen_ns)
+        book(
+            decodes.worker_id,
+            tokens=tokens,
+            context=context,
+            streams=streams,
+            stream_tokens=streams * length,
+            now_ns=seen_ns,
+        )
 
 
 def _unmet(request: GenerationRequest) -> UnavailableError:

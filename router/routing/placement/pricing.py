@@ -194,7 +194,7 @@ class Pricing:
         """Write the load of a worker that its report does not show."""
         cells = self._booked_cells
         at = 3 * index
-        cells[at], cells[at + 1], cells[at + 2] = load
+        cells[at], cells[at + 1], cells[at + 2] = load[:3]
 
     def cheapest(
         self,

@@ -21,6 +21,7 @@ from router.routing.placement.cost import (
     PRIOR_EDGE_BYTES_PER_S,
     PRIOR_PREFILL_TOKENS_PER_S,
     PRIOR_TIER_BLOCK_S,
+    DecodeLine,
     WorkerLoad,
 )
 from router.routing.placement.crowding import Crowding
@@ -158,6 +159,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float
     prompt_line: PromptLine
     decode_step_s: float
+    decode_line: DecodeLine
+    answering_context: int
+    coming_context: int
     adapters: frozenset[bytes]
     edges_bytes_per_s: ReportedEdges
     edge_bytes_per_s: float  # mean of a sample; 0: none was measured
@@ -206,6 +210,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             prefill_tokens_per_s=status.prefill_tokens_per_s,
             prompt_line=PromptLine.fitted(status.prefill_token_s, status.prefill_context_s),
             decode_step_s=status.decode_step_s,
+            decode_line=DecodeLine(
+                status.decode_base_s, status.decode_row_s, status.decode_context_s
+            ),
+            answering_context=status.answering_context,
+            coming_context=status.coming_context,
             adapters=frozenset(status.adapters),
             edges_bytes_per_s=edges,
             edge_bytes_per_s=edges.usual_bytes_per_s(),
@@ -338,6 +347,8 @@ class Known(NamedTuple):
         report = self.report
         booked = self.booked
         line = rates.prompt_line(slot.role, report)
+        begun_tokens = max(booked.stream_tokens, 0)
+        ended_tokens = max(-booked.stream_tokens, 0)
         return WorkerLoad(
             worker_id=slot.worker_id,
             incarnation=self.incarnation,
@@ -360,6 +371,9 @@ class Known(NamedTuple):
             prefill_token_s=line.token_s,
             prefill_context_s=line.context_s,
             decode_step_s=report.decode_step_s or rates.decode_step_s,
+            decode_line=report.decode_line,
+            answering_context=max(report.answering_context - ended_tokens, 0),
+            coming_context=report.coming_context + begun_tokens,
             block_bytes=report.block_bytes,
             block_tokens=report.block_tokens,
             format_id=report.format_id,

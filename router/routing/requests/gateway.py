@@ -281,7 +281,8 @@ class Gateway:
             return
         if record.attempt == 1:
             first_s = (record.first_token_ns - active.placed_ns) / 1e9
-            self._slo.gate.learn_wait(active.placement.chosen.terms.first_token_s, first_s)
+            predicted_s = active.placement.chosen.terms.first_token_s
+            self._slo.gate.learn_wait(predicted_s, first_s, len(active.request.prompt))
             tokens = record.completion_tokens // active.request.sampling.n
             itl_s = (record.last_token_ns - record.first_token_ns) / 1e9 / max(tokens - 1, 1)
             self._slo.gate.learn_step(active.predicted_step_s, itl_s, tokens)

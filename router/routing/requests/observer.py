@@ -9,12 +9,10 @@ from statistics import median
 
 from baton.telemetry.live_series import LiveSeries
 from baton.telemetry.metrics import Metrics
-from baton.types.errors import SloUnreachableError
-from baton.types.geometry import context_tokens
-from router.request import Slo
 from router.routing.placement.regret import Allowance, FittedRates, Measured, regret
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.record import RequestRecord
+from router.routing.requests.slo_outcome import outcome
 
 
 class Observer:
@@ -155,7 +153,7 @@ class Observer:
         active.exposed_s = exposed_s
         self._regret(active)
         if (slo := active.request.slo) is not None:
-            inc("baton_slo_requests", outcome=_outcome(active, slo))
+            self._slo(active, outcome(active, slo, active.delivered_ns))
         self.series.ended(failed=record.error is not None)
         for phase, took_s in phases(active, exposed_s).items():
             observe("baton_phase_seconds", took_s, phase=phase)
@@ -186,6 +184,12 @@ class Observer:
             whole = reason in ("stop", "tool_calls") and choice.stop_reason not in own_stop
             if sampling.grammar and not whole:
                 inc("baton_grammar_incomplete", reason=reason)
+
+    def _slo(self, active: ActiveRequest, ended: str) -> None:
+        self.metrics.inc("baton_slo_requests", outcome=ended)
+        if ended == "late":
+            computed = active.record.prompt_tokens - active.record.cached_tokens
+            self.metrics.inc("baton_slo_wasted_prompt_tokens", computed)
 
     def _regret(self, active: ActiveRequest) -> None:
         record = active.record
@@ -259,20 +263,3 @@ def _phase(active: ActiveRequest) -> str:
     if active.decode_id is None:
         return "queue"
     return "decode" if active.record.begun else "prefill"
-
-
-def _outcome(active: ActiveRequest, slo: Slo) -> str:
-    """Return ``good``, ``late``, ``refused`` or ``failed`` for a request that has ended."""
-    record = active.record
-    if isinstance(record.error, SloUnreachableError):
-        return "refused"
-    if record.error is not None or active.placement is None:
-        return "failed"
-    tokens = active.request.prompt
-    own_s = active.placement.chosen.computes.prompt_s(len(tokens), context_tokens(0, len(tokens)))
-    first_ns = record.first_token_ns or active.delivered_ns  # embeddings have no token
-    first_s = (first_ns - active.request.arrived_ns) / 1e9
-    later = record.completion_tokens // active.request.sampling.n - 1
-    itl_s = (record.last_token_ns - record.first_token_ns) / 1e9 / max(later, 1)
-    good = first_s <= slo.ttft_s + 2 * own_s and (later < 1 or itl_s <= slo.itl_s)
-    return "good" if good else "late"

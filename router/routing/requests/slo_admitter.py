@@ -8,7 +8,7 @@ from baton.types.errors import SloUnreachableError
 from router.request import Slo
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
-from router.routing.admission.slo_gate import SloGate, Verdict, predict
+from router.routing.admission.slo_gate import SloGate, Verdict
 from router.routing.placement.placer import Placer, Quote
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.workers.table import WorkerTable
@@ -68,7 +68,10 @@ class SloAdmitter:
             self._placed(active, entry, None)
             return
         now_ns = monotonic_ns()
-        prediction = predict(quote.placement.chosen, self._placer.answer_tokens)
+        prompt_tokens = request.sampling.n * len(request.prompt)
+        prediction = self.gate.predict(
+            quote.placement.chosen, prompt_tokens, self._placer.answer_tokens
+        )
         workers = [slot.role for slot in self._workers.usable]
         computing = workers.count("prefill") or len(workers)
         verdict = self.gate.judge(

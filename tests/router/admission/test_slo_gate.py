@@ -1,5 +1,8 @@
 """The gate: requests on time, late ones, and refused ones."""
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -12,9 +15,8 @@ from router.routing.admission.slo_gate import (
     Prediction,
     SloGate,
     Verdict,
-    predict,
 )
-from router.routing.placement.cost import WorkerLoad, price
+from router.routing.placement.cost import DecodeLine, WorkerLoad, price
 
 SLO = Slo(ttft_s=10.0, itl_s=0.05)
 SECOND = 10**9
@@ -44,7 +46,9 @@ def test_the_time_that_it_has_waited_counts():
 
 def test_slow_steps_and_full_batches_make_it_wait():
     gate = SloGate(64, 256)
-    assert judge(gate, "slow", prediction(step_s=0.049)) is Verdict.WAIT
+    assert judge(gate, "slow", prediction(step_s=0.051, streams=2)) is Verdict.WAIT
+    assert judge(gate, "slow", prediction(step_s=0.051, streams=2)) is Verdict.WAIT, "still slow"
+    assert judge(gate, "slow", prediction(step_s=0.049, streams=2)) is Verdict.PLACE
     assert judge(gate, "full", prediction(streams=63.5)) is Verdict.WAIT
     assert judge(gate, "fits", prediction(streams=62.5)) is Verdict.PLACE
 
@@ -104,12 +108,20 @@ def test_the_newest_is_asked_first():
 def test_it_learns_how_far_predictions_are_from_the_truth():
     gate = SloGate(64, 256)
     for _ in range(64):
-        gate.learn_wait(1.0, 4.0)
+        gate.learn_wait(1.0, 4.0, 1000)
         gate.learn_step(0.02, 0.04, tokens=100)
     assert judge(gate, "a", prediction(LIMIT_S - 3.1)) is Verdict.PLACE
     assert judge(gate, "b", prediction(LIMIT_S - 2.9)) is Verdict.WAIT
-    assert judge(gate, "c", prediction(step_s=0.023)) is Verdict.PLACE
-    assert judge(gate, "d", prediction(step_s=0.024)) is Verdict.WAIT
+    assert judge(gate, "c", prediction(step_s=0.0249)) is Verdict.PLACE
+    assert judge(gate, "d", prediction(step_s=0.0251, streams=2)) is Verdict.WAIT
+
+
+def test_predictions_that_scatter_leave_more_room():
+    gate = SloGate(64, 256)
+    for number in range(64):
+        gate.learn_step(0.02, 0.03 if number % 8 == 0 else 0.02, tokens=100)
+    assert judge(gate, "a", prediction(step_s=0.034, streams=2)) is Verdict.WAIT
+    assert judge(gate, "b", prediction(step_s=0.033, streams=2)) is Verdict.PLACE
 
 
 def test_short_responses_teach_nothing_about_steps():
@@ -128,19 +140,82 @@ def test_streams_are_those_that_will_run_when_the_prompt_is_done(answering, comi
     prefill = load("p", "prefill", queued_tokens=queued)
     decode = load("d", "decode", streams=answering + coming, answering=answering)
     chosen = price(prefill=prefill, decode=decode, prompt_tokens=1000, expected_tokens=100)
-    found = predict(chosen, answer_tokens=100)
+    gate = SloGate(64, 256)
+    found = gate.predict(chosen, 1000, answer_tokens=100)
     assert 0 <= found.streams <= answering + coming
     assert abs(found.wait_s - prefill.queue_s) < 1e-9
-    now = predict(
+    now = gate.predict(
         price(
             prefill=load("p", "prefill", prefill_token_s=1e-9),
             decode=decode,
             prompt_tokens=10,
             expected_tokens=100,
         ),
+        10,
         answer_tokens=1e6,
     )
     assert abs(now.streams - answering - coming) < 0.01, "nothing ends in no time"
+
+
+LINE = DecodeLine(step_s=0.015, row_s=5e-5, context_s=7e-8)
+
+
+def placed(decode: WorkerLoad, prompt_tokens: int = 1000, queued_tokens: int = 0):
+    prefill = load("p", "prefill", prefill_token_s=1e-4, queued_tokens=queued_tokens)
+    return price(prefill=prefill, decode=decode, prompt_tokens=prompt_tokens, expected_tokens=100)
+
+
+def test_a_step_is_predicted_by_the_contexts_of_all_its_rows():
+    figures = {"streams": 30, "answering": 20, "decode_step_s": 0.03, "decode_line": LINE}
+    decode = load("d", "decode", **figures, answering_context=200_000, coming_context=150_000)
+    found = SloGate(64, 256).predict(placed(decode), 40_000, answer_tokens=1e6)
+    true_s = 0.015 + 31 * 5e-5 + (200_000 + 150_000 + 40_000) * 7e-8
+    assert found.step_s == pytest.approx(true_s, rel=0.01)
+    alone = load("d", "decode", decode_step_s=0.03, decode_line=LINE)
+    found = SloGate(64, 256).predict(placed(alone), 1000, answer_tokens=100)
+    assert found.step_s == pytest.approx(0.015 + 5e-5 + 1000 * 7e-8), "whatever its last steps took"
+
+
+def test_contexts_end_and_begin_with_their_responses():
+    figures = {"streams": 30, "answering": 20, "decode_step_s": 0.03, "decode_line": LINE}
+    decode = load("d", "decode", **figures, answering_context=600_000, coming_context=0)
+    chosen = placed(decode, queued_tokens=30_000)
+    found = SloGate(64, 256).predict(chosen, 1000, answer_tokens=100)
+    left = math.exp(-chosen.terms.first_token_s / (100 * 0.03))
+    true_s = LINE.seconds(found.streams + 1, 600_000 * left + 1000)
+    assert found.step_s == pytest.approx(true_s)
+
+
+def test_a_worker_that_reports_no_line_is_predicted_by_its_median_step():
+    decode = load("d", "decode", streams=10, answering=10, decode_step_s=0.03)
+    found = SloGate(64, 256).predict(placed(decode), 40_000, answer_tokens=1e6)
+    assert found.step_s == pytest.approx(0.03 * 1.023, rel=0.001)
+
+
+def test_a_prompt_that_takes_longer_than_others_finds_as_many_responses():
+    gate = SloGate(64, 256)
+    figures = {"streams": 30, "answering": 20, "decode_step_s": 0.03, "decode_line": LINE}
+    decode = load("d", "decode", **figures, answering_context=200_000, coming_context=100_000)
+    usual = placed(decode, 20_000)
+    long = placed(decode, 200_000)
+    assert gate.predict(long, 1000, 350).streams < gate.predict(usual, 1000, 350).streams
+    for _ in range(64):
+        gate.learn_wait(usual.terms.first_token_s, usual.terms.first_token_s, 1000)
+    assert gate.predict(long, 1000, 350).streams == gate.predict(usual, 1000, 350).streams
+    assert gate.predict(long, 1000, 350).step_s == gate.predict(usual, 1000, 350).step_s
+
+
+def test_a_long_prompt_is_not_refused_for_its_own_context():
+    gate = SloGate(64, 256)
+    figures = {"streams": 20, "answering": 20, "decode_step_s": 0.03, "decode_line": LINE}
+    decode = load("d", "decode", **figures, answering_context=200_000)
+    found = gate.predict(placed(decode), 100_000, 1e6).step_s
+    assert found == pytest.approx(LINE.seconds(21, 300_000), rel=0.01), "nothing is usual yet"
+    for _ in range(64):
+        gate.learn_wait(1.0, 1.0, 5000)
+    for prompt_tokens, counted in ((2000, 2000), (5000, 5000), (100_000, 5000)):
+        found = gate.predict(placed(decode), prompt_tokens, 1e6).step_s
+        assert found == pytest.approx(LINE.seconds(21, 200_000 + counted), rel=0.01)
 
 
 class Lane(RuleBasedStateMachine):

@@ -107,3 +107,38 @@ async def test_limits_that_are_no_limits_are_named(make_fleet, value):
     answer = await call(fleet, **{"x-baton-slo-ttft-ms": value})
     assert answer.status_code == 400
     assert "x-baton-slo-ttft-ms" in answer.json()["error"]["message"]
+
+
+def wasted(fleet) -> float:
+    lines = fleet.router.metrics.render().decode().splitlines()
+    name = "baton_slo_wasted_prompt_tokens_total"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+async def test_a_response_says_whether_it_kept_its_limits(make_fleet):
+    """The worker reports shorter steps than it makes."""
+    script = Script(step_s=0.05, decode_step_s=0.001)
+    fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=5, itl_s=0.02))
+    late = await call(fleet)
+    assert late.headers["x-baton-slo"] == "late"
+    await until(lambda: outcomes(fleet) == {"late": 1})
+    assert wasted(fleet) == late.json()["usage"]["prompt_tokens"] > 0
+    script.step_s = 0.001
+    assert (await call(fleet)).headers["x-baton-slo"] == "met"
+    await until(lambda: outcomes(fleet) == {"late": 1, "good": 1})
+    assert wasted(fleet) == late.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(("prefill_s", "value"), [(0.0, "met"), (0.4, "late")])
+async def test_a_stream_says_whether_its_first_token_came_in_time(make_fleet, prefill_s, value):
+    script = Script(step_s=0.05, decode_step_s=0.001, prefill_s=prefill_s)
+    fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=0.2, itl_s=0.02))
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=30) as client:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert answer.headers["x-baton-slo"] == value
+    await until(lambda: outcomes(fleet) == {"late": 1})
+
+
+async def test_without_limits_nothing_is_said_of_them(make_fleet):
+    fleet = await make_fleet({"decode-0": Script()})
+    assert "x-baton-slo" not in (await call(fleet)).headers

@@ -42,3 +42,14 @@ def test_a_pull_that_overlaps_the_queue_ends_with_it(seconds: float, tokens: int
     """2 s of the worker's queue and 3 s beyond."""
     found = booked_after(seconds, links=(Source("other", 4),), queued_tokens=3000)
     assert found == tokens
+
+
+def test_the_decode_worker_is_booked_the_tokens_of_all_choices() -> None:
+    prefill = WorkerLoad(worker_id="p", incarnation=b"p", role="prefill")
+    decode = WorkerLoad(worker_id="d", incarnation=b"d", role="decode")
+    chosen = price(prefill=prefill, decode=decode, prompt_tokens=3000, expected_tokens=10)
+    placer = SimpleNamespace(_book=LoadBook())
+    asked = request(prompt=range(3000), n=2)
+    Placer._book_load(placer, asked, chosen, 0)
+    assert placer._book.unreported("p").stream_tokens == 0
+    assert placer._book.unreported("d")[2:] == (2, 6000)

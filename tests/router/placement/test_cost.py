@@ -19,6 +19,7 @@ from router.routing.placement.cost import (
     PRIOR_ADAPTER_LOAD_S,
     PRIOR_PREFILL_TOKENS_PER_S,
     Candidate,
+    DecodeLine,
     Terms,
     WorkerLoad,
     candidates,
@@ -260,6 +261,18 @@ class TestLoadBook:
         assert book.unreported("w") == Unreported()
         assert not list(book.booked())
 
+    def test_the_tokens_of_a_stream_are_booked_as_long_as_the_stream(self):
+        book = LoadBook()
+        book.book("w", "r", tokens=100, streams=2, stream_tokens=600, now_ns=0)
+        book.computed("r")
+        assert book.unreported("w") == Unreported(streams=2, stream_tokens=600)
+        book.reported("w", as_of_ns=300_000_000)
+        assert book.unreported("w") == Unreported()
+        book.release("r", now_ns=400_000_000)
+        assert book.unreported("w") == Unreported(streams=-2, stream_tokens=-600)
+        book.reported("w", as_of_ns=410_000_000)
+        assert book.unreported("w") == Unreported()
+
     def test_it_says_once_of_which_workers_it_has_changed(self):
         book = LoadBook()
         book.book("w", "r", tokens=100, streams=2, now_ns=0)
@@ -398,6 +411,33 @@ def test_who_has_not_measured_is_expected_to_be_like_its_peers():
     slots[2].link.status = WorkerStatus()
     (alone,) = loads_of(slots[2:], [], PrefixIndex(), LoadBook(), 0)
     assert alone.prefill_tokens_per_s == PRIOR_PREFILL_TOKENS_PER_S
+
+
+def test_contexts_of_streams_are_reported_and_what_was_booked_since():
+    status = WorkerStatus(
+        running=5,
+        answering=3,
+        decode_base_s=0.01,
+        decode_row_s=1e-4,
+        decode_context_s=1e-7,
+        answering_context=30_000,
+        coming_context=20_000,
+    )
+    link = SimpleNamespace(status=status, capabilities=Capabilities(), incarnation=b"i")
+    slot = SimpleNamespace(worker_id="d", role="decode", link=link, incarnation=b"i")
+    book = LoadBook()
+
+    def contexts() -> tuple[int, int]:
+        (load,) = loads_of([slot], [], PrefixIndex(), book, 0)
+        assert load.decode_line == DecodeLine(0.01, 1e-4, 1e-7)
+        return load.answering_context, load.coming_context
+
+    assert contexts() == (30_000, 20_000)
+    book.book("d", "new", tokens=0, streams=1, stream_tokens=7000, now_ns=0)
+    assert contexts() == (30_000, 27_000)
+    book.reported("d", as_of_ns=300_000_000)
+    book.release("new", now_ns=400_000_000)
+    assert contexts() == (23_000, 20_000)
 
 
 def test_a_difference_that_is_noise_does_not_break_ties():

@@ -1,0 +1,53 @@
+"""Whether requests with latency limits have kept them."""
+
+from collections.abc import Iterable
+
+from baton.types.errors import SloUnreachableError
+from baton.types.geometry import context_tokens
+from router.request import Slo
+from router.routing.placement.placer import Placement
+from router.routing.requests.active_request import ActiveRequest
+
+
+def outcome(active: ActiveRequest, slo: Slo, now_ns: int) -> str:
+    """Return ``good``, ``late``, ``refused`` or ``failed`` for a request that has ended.
+
+    ``now_ns`` is when a response without tokens, such as an embedding, was delivered.
+    """
+    record = active.record
+    if isinstance(record.error, SloUnreachableError):
+        return "refused"
+    if record.error is not None or active.placement is None:
+        return "failed"
+    later = record.completion_tokens // active.request.sampling.n - 1
+    itl_s = (record.last_token_ns - record.first_token_ns) / 1e9 / max(later, 1)
+    kept = later < 1 or itl_s <= slo.itl_s
+    return "good" if kept and _began_in_time(active, active.placement, slo, now_ns) else "late"
+
+
+def slo_header(requests: Iterable[ActiveRequest], now_ns: int) -> str:
+    """Return the value of ``x-baton-slo``: ``met``, ``late``, or "" without limits.
+
+    A response of which only the beginning is known is judged by that.
+    """
+    value = ""
+    for active in requests:
+        slo = active.request.slo
+        placement = active.placement
+        if slo is None or placement is None:
+            continue
+        if active.record.ended:
+            kept = outcome(active, slo, now_ns) == "good"
+        else:
+            kept = _began_in_time(active, placement, slo, now_ns)
+        if not kept:
+            return "late"
+        value = "met"
+    return value
+
+
+def _began_in_time(active: ActiveRequest, placement: Placement, slo: Slo, now_ns: int) -> bool:
+    length = len(active.request.prompt)
+    own_s = placement.chosen.computes.prompt_s(length, context_tokens(0, length))
+    first_ns = active.record.first_token_ns or now_ns
+    return (first_ns - active.request.arrived_ns) / 1e9 <= slo.ttft_s + 2 * own_s
