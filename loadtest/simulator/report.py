@@ -52,7 +52,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     pulled_share: float  # share of all blocks that came from another worker's cache
     bound_share: float  # share of blocks cached in one unlimited cache of every earlier prompt
     max_to_mean_work: float  # maximum / mean of the prompt tokens computed per worker
-    busy_share: float
+    busy_share: float  # of workers that were prefill workers at some time
     ttft: Distribution  # time from arrival at the router to the first token
     tpot: Distribution  # (last - first) / (tokens - 1) of responses of two tokens or more
     e2e: Distribution
@@ -155,18 +155,13 @@ def _ttft_ns(record: Record) -> int:
 
 
 def _busy_s(simulation: Simulation) -> float:
-    setup = simulation.setup
-    role = "prefill" if setup.prefill_workers else "decode"
-    busy_ns = sum(life.busy_ns for life in simulation.lives if life.role == role)
-    return busy_ns / 1e9 / (setup.prefill_workers or setup.decode_workers)
+    computing = simulation.computing
+    busy_ns = sum(life.busy_ns for life in simulation.lives if life.worker_id in computing)
+    return busy_ns / 1e9 / len(computing)
 
 
 def _max_to_mean_work(simulation: Simulation) -> float:
-    setup = simulation.setup
-    if setup.prefill_workers:
-        work = {f"prefill-{i}": 0 for i in range(setup.prefill_workers)}
-    else:
-        work = {f"decode-{i}": 0 for i in range(setup.decode_workers)}
+    work = dict.fromkeys(sorted(simulation.computing), 0)
     for record in simulation.records:
         if record.computed_on:
             work.setdefault(record.computed_on, 0)

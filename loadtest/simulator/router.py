@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from batonpb.common_pb2 import WorkerStatus
 
-from baton.registry.types import TIERS, EventBatch, tier_incarnation
+from baton.registry.types import TIERS, EventBatch, Role, tier_incarnation
 from baton.types import events as ev
 from baton.types.errors import BatonError, QueueFullError, SloUnreachableError, UnavailableError
 from baton.types.geometry import context_tokens
@@ -268,12 +268,14 @@ class SimulatedRouter(WorkerListener):
 
     def _regret_s(self, record: Record, chosen_id: str) -> float:
         """Return the time that the best worker would save for this prompt, by the true queues."""
-        role = self._table.worker(chosen_id).role
+        slot = self._table.get(chosen_id)
+        if slot is None:
+            return 0.0
         seconds = {
             slot.worker_id: self._table.worker(slot.worker_id).first_token_s(
                 record.hashes, record.prompt_tokens
             )
-            for slot in self._table.of_role(role)
+            for slot in self._table.of_role(slot.role)
         }
         return seconds[chosen_id] - min(seconds.values())
 
@@ -316,9 +318,24 @@ class SimulatedRouter(WorkerListener):
             self._placer.learn(record.request, record.tokens)
         self._pump()
 
-    def on_live(self, worker: SimulatedWorker) -> None:
+    def on_live(self, worker: SimulatedWorker, role: Role) -> None:
         """Process the start of a worker, and place requests that wait for it."""
-        self._table.note_live(worker)
+        self._table.note_live(worker, role)
+        self._place_waiting()
+
+    def on_turned(self, worker_id: str, role: Role) -> None:
+        """Place by a worker's other role; prompts that it has not begun go to others."""
+        self._table.turn(worker_id, role)
+        if role == "decode" and self._table.is_live(worker_id):
+            worker = self._table.worker(worker_id)
+            for record_id, attempt in list(self._attempts.items()):
+                record = self.records[record_id]
+                if attempt.prefill is worker and not record.started_ns:
+                    attempt.leave_prefill()
+                    self._replace_prefill(record)
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
         for record in self.records.values():
             if record.wants_prefill:
                 self._replace_prefill(record)
