@@ -36,6 +36,7 @@ from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import Reports, load_of, loads_of
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.tickets import Tickets
+from router.routing.shares.work_counter import WorkCounter
 from router.routing.workers.table import Slot
 from router.settings import RouterSettings
 
@@ -67,6 +68,8 @@ class SimulatedRouter(WorkerListener):
     ) -> None:
         self.records: dict[str, Record] = {}
         self.deaths = 0
+        self.ended = 0
+        self.work = WorkCounter()
         self._settings = settings
         self._table = table
         self._clock = clock
@@ -109,6 +112,7 @@ class SimulatedRouter(WorkerListener):
         self.records[record.id] = record
         request = record.request
         now_ns = self._clock.now_ns
+        self.work.arrived(record.id, record.prompt_tokens)
         try:
             self._placer.check_served(request)
             cost_tokens = self._placer.cost_tokens(request, record.prompt_tokens)
@@ -204,6 +208,7 @@ class SimulatedRouter(WorkerListener):
         except UnavailableError as error:
             self._end(record, error.code)
             return None
+        self.work.placed(record.id, chosen.uncached_tokens)
         record.attempt += 1
         record.placed_ns = record.placed_ns or self._clock.now_ns
         record.prefill_id = chosen.prefill_id
@@ -293,6 +298,7 @@ class SimulatedRouter(WorkerListener):
             self._book.computed(record.id)
         if not record.tokens and record.predicted_first_s:
             self._gate.learn_wait(record.predicted_first_s, (first_ns - record.placed_ns) / 1e9)
+        self.work.generated(record.id, count)
         record.on_tokens(first_ns, last_ns, count)
 
     def on_end(self, record: Record, attempt: Attempt, error: str) -> None:
@@ -305,9 +311,11 @@ class SimulatedRouter(WorkerListener):
         record.error = error
         record.ended_ns = now_ns
         record.ends += 1
+        self.ended += 1
         record.wants_prefill = False
         self._attempts.pop(record.id, None)
         self._book.release(record.id, now_ns)
+        self.work.ended(record.id, served=not error)
         if record.admitted:
             record.admitted = False
             self._admission.release(1, now_ns)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import RouterDemand, TenantDemand
+from baton.registry.work_demand import WorkDemand
 from baton.telemetry.tasks import BackgroundTasks
 from router.routing.shares.shares import Shares
 
@@ -44,7 +45,12 @@ class DemandSource(Protocol):
 
 
 class ShareFeed:
-    """Task that keeps a router's shares current, unless there is a single router or no Redis."""
+    """Task that keeps a router's shares current and reports its demand, unless there is no Redis.
+
+    Args:
+        on_change: Called after each exchange.
+        work: Work of the router's requests until now.
+    """
 
     def __init__(
         self,
@@ -52,6 +58,7 @@ class ShareFeed:
         admission: Queue,
         shares: Shares,
         on_change: Callable[[], None],
+        work: Callable[[], WorkDemand],
         source: DemandSource | None,
         count_failure: Callable[[str], None],
     ) -> None:
@@ -59,6 +66,7 @@ class ShareFeed:
         self._admission = admission
         self._shares = shares
         self._on_change = on_change
+        self._work = work
         self._source = source
         self._beat = 0
         self._background = BackgroundTasks("shares", count_failure)
@@ -88,7 +96,12 @@ class ShareFeed:
         admission = self._admission
         shares = self._shares
         self._beat += 1
-        own = RouterDemand(beat=self._beat, queued=admission.waiting, tenants=admission.demands())
+        own = RouterDemand(
+            beat=self._beat,
+            queued=admission.waiting,
+            tenants=admission.demands(),
+            work=self._work(),
+        )
         try:
             others = await source.exchange(self._router_id, own)
             now_ns = monotonic_ns()

@@ -1,0 +1,242 @@
+"""Decides which worker changes its role, so that both roles keep the latency limits. Sans-IO.
+
+    demand of routers ──▶ needs in workers ──▶ split with the largest flow ──▶ turn one worker
+    waiting prompts, streams of now ─────────▶ veto, alarm ───────┘
+
+Arrivals decide where to go: the time of their prompts and the length of their responses give the
+flow of requests that each split serves. A turn is made when the present split misses or is about
+to, and the next one serves a tenth more. What waits and runs now may forbid a turn that takes a
+worker from a role in distress, and may order one that arrivals do not show yet. The decode workers'
+load is what arrives and what waits to be handed over, not only the streams of now: with these
+alone, the planner would take decode workers away while prompts wait, and want them back after.
+
+There is no forecast.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from baton.planner.demand import DemandWindow
+from baton.planner.state import (
+    Decision,
+    DecodeLine,
+    Figures,
+    Limits,
+    Nothing,
+    PromptLine,
+    Turn,
+    WorkerState,
+    usual_decode_line,
+    usual_prompt_line,
+)
+from baton.registry.types import Role
+from baton.registry.work_demand import PromptSum, WorkDemand
+
+PREFILL_SHARE = 0.85
+"""Share of a prefill worker's time up to which its queue stays short."""
+
+DECODE_SHARE = 0.85
+"""Share of the ITL limit for which decode workers are planned."""
+
+GAIN = 1.1
+"""Flow of a split that is worth a turn, in multiples of the present one's."""
+
+_MISSES = 0.9  # load of a role, in its workers, above which it is about to miss
+_HOLDS = 0.9  # load of a role that gives a worker away, after that
+_WAIT_ALARM = 0.5  # of the TTFT limit: prompts wait so long that prefill is in distress
+_WAIT_CALM = 0.15  # of the same: prefill may give a worker away
+_CLEAR_S = 30.0  # time in which prompts that wait should be handed over
+_LEAST_STEPS = 32
+_LEAST_ANSWERS = 16.0
+_LOOKS = 2  # in a row that agree
+_TURNS_PER_WORKER = 2
+_TURNS_WITHIN_NS = 60_000_000_000
+_PENDING_NS = 10_000_000_000  # after which a turn that nobody has seen is given up
+
+
+class Planner:
+    """Planner of one fleet. Call ``observe``, then ``decide``, every few seconds."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._window = DemandWindow()
+        self._demands: Mapping[str, WorkDemand] = {}
+        self._workers: Sequence[WorkerState] = ()
+        self._pending: tuple[str, Role, int] | None = None
+        self._turns_ns: dict[str, deque[int]] = {}
+        self._wished: Role | None = None
+        self._looks = 0
+
+    def observe(
+        self, demands: Mapping[str, WorkDemand], workers: Sequence[WorkerState], now_ns: int
+    ) -> None:
+        """Note the demand of each router, and the ready workers."""
+        self._window.observe(demands, now_ns)
+        self._demands = demands
+        self._workers = sorted(workers, key=lambda worker: worker.worker_id)
+
+    def decide(self, now_ns: int) -> Decision:
+        """Return one turn, or the reason for none."""
+        if self._is_pending(now_ns):
+            return Nothing(reason="a turn is pending")
+        figures = self._figures()
+        if isinstance(figures, str):
+            self._wished = None
+            return Nothing(reason=figures)
+        role, reason = self._wish(figures)
+        if role != self._wished:
+            self._wished = role
+            self._looks = 0
+        self._looks += 1
+        if role is None:
+            return Nothing(reason=reason, figures=figures)
+        if self._looks < _LOOKS:
+            return Nothing(reason=f"one more look: {reason}", figures=figures)
+        worker = self._worker_to_turn(role, now_ns)
+        if worker is None:
+            return Nothing(reason=f"every worker has just turned: {reason}", figures=figures)
+        self._turns_ns.setdefault(worker.worker_id, deque(maxlen=_TURNS_PER_WORKER)).append(now_ns)
+        self._pending = (worker.worker_id, role, now_ns)
+        return Turn(worker_id=worker.worker_id, role=role, reason=reason, figures=figures)
+
+    def _is_pending(self, now_ns: int) -> bool:
+        if self._pending is None:
+            return False
+        worker_id, role, since_ns = self._pending
+        seen = any(one.worker_id == worker_id and one.role == role for one in self._workers)
+        if seen or now_ns - since_ns >= _PENDING_NS:
+            self._pending = None
+        return self._pending is not None
+
+    def _worker_to_turn(self, role: Role, now_ns: int) -> WorkerState | None:
+        """Return the worker of the other role with the least work."""
+        able = []
+        for worker in self._workers:
+            turns_ns = self._turns_ns.get(worker.worker_id, ())
+            recent = sum(now_ns - turn_ns < _TURNS_WITHIN_NS for turn_ns in turns_ns)
+            if worker.role != role and recent < _TURNS_PER_WORKER:
+                able.append(worker)
+        return min(able, key=lambda one: (one.streams, one.queued_tokens), default=None)
+
+    # --- figures ---------------------------------------------------------------------------------
+
+    def _figures(self) -> Figures | str:
+        """Return the figures of now, or why there are none."""
+        window = self._window
+        prefill = sum(worker.role == "prefill" for worker in self._workers)
+        decode = len(self._workers) - prefill
+        if not prefill or not decode:
+            return f"{prefill} prefill and {decode} decode workers are ready: each role needs one"
+        prompt_line = usual_prompt_line(self._workers, _LEAST_STEPS)
+        decode_line = usual_decode_line(self._workers, _LEAST_STEPS)
+        if prompt_line is None or decode_line is None:
+            return "no worker has measured its steps yet"
+        if window.answers < _LEAST_ANSWERS or not window.arrived.count:
+            return f"too little load: {window.answers:.0f} responses have ended lately"
+        count = window.arrived.count
+        rate = count / window.span_s
+        miss_share = window.miss_share(prompt_line)
+        prompt_s = window.arrived.seconds(prompt_line) / count * miss_share
+        answer_tokens = window.tokens_per_answer()
+        context = window.arrived.tokens / count + answer_tokens / 2
+        flow = self._decode_flow(decode_line, context, answer_tokens)
+        if not flow:
+            return (
+                f"a decode step takes {decode_line.step_s:g} s without any stream, more than "
+                f"{DECODE_SHARE:g} of the limit of {self._limits.itl_s:g} s"
+            )
+        return Figures(
+            prefill=prefill,
+            decode=decode,
+            requests_per_s=round(rate, 4),
+            prompt_s=round(prompt_s, 6),
+            miss_share=round(miss_share, 4),
+            answer_tokens=round(answer_tokens, 1),
+            prefill_need=round(rate * prompt_s / PREFILL_SHARE, 4),
+            decode_need=round(rate / flow, 4),
+            prefill_wait_s=round(self._waiting_s(prompt_line, miss_share) / prefill, 4),
+            decode_now=round(self._decode_now(decode_line), 4),
+        )
+
+    def _decode_flow(self, line: DecodeLine, context: float, answer_tokens: float) -> float:
+        """Return the requests per second that one decode worker generates within the limit."""
+        limit_s = DECODE_SHARE * self._limits.itl_s
+        most = min(worker.max_streams for worker in self._workers)
+        rows = min(line.rows_within(limit_s, context), most)
+        return rows / limit_s / answer_tokens
+
+    def _waiting_s(self, line: PromptLine, miss_share: float) -> float:
+        total_s = 0.0
+        for demand in self._demands.values():
+            total_s += _seconds(line, demand.waiting) * miss_share
+            total_s += _seconds(line, demand.computing)
+        return total_s
+
+    def _decode_now(self, line: DecodeLine) -> float:
+        streams = sum(demand.streams for demand in self._demands.values())
+        tokens = sum(demand.stream_tokens for demand in self._demands.values())
+        room_s = DECODE_SHARE * self._limits.itl_s - line.step_s
+        return (streams * line.row_s + tokens * line.context_s) / room_s
+
+    # --- where to go -----------------------------------------------------------------------------
+
+    def _wish(self, figures: Figures) -> tuple[Role | None, str]:
+        """Return the role that needs one more worker and can have it, and the reason."""
+        split = f"{figures.prefill} + {figures.decode}"
+        needs = f"{figures.prefill_need:.2f} + {figures.decode_need:.2f}"
+        waits = figures.prefill_wait_s / self._limits.ttft_s
+        full = figures.decode_now / figures.decode
+        load = _load(figures, 0)
+        gains = {
+            "prefill": load / _load(figures, 1) if figures.decode > 1 else 0.0,
+            "decode": load / _load(figures, -1) if figures.prefill > 1 else 0.0,
+        }
+        calm = load < _MISSES and waits < _WAIT_ALARM and full < 1.0
+        if calm:
+            return None, f"{split} holds the load, which needs {needs}"
+        if gains["prefill"] >= GAIN:
+            if self._may_leave_decode(figures):
+                return "prefill", f"{split} misses: the load needs {needs}"
+            return None, f"{split} misses: the load needs {needs}, but decode is full now"
+        if gains["decode"] >= GAIN:
+            if waits < _WAIT_CALM or full >= 1.0:
+                return "decode", f"{split} misses: the load needs {needs}"
+            return None, f"{split} misses: the load needs {needs}, but prompts wait now"
+        if waits >= _WAIT_ALARM and full < 1.0 and self._holds_without(figures, "decode"):
+            return "prefill", f"prompts wait {figures.prefill_wait_s:.1f} s at {split}"
+        if full >= 1.0 and waits < _WAIT_CALM and self._holds_without(figures, "prefill"):
+            return "decode", f"streams fill {figures.decode_now:.2f} decode workers at {split}"
+        if load >= 1.0:
+            total = figures.prefill + figures.decode
+            return None, f"no split of {total} workers holds the load: it needs {needs}"
+        return None, f"{split} is the best split for a load that needs {needs}"
+
+    def _may_leave_decode(self, figures: Figures) -> bool:
+        return figures.decode_now / (figures.decode - 1) < 1.0
+
+    def _holds_without(self, figures: Figures, role: Role) -> bool:
+        """Return whether a role holds its load with one worker fewer."""
+        if role == "prefill":
+            left = figures.prefill - 1
+            return left > 0 and figures.prefill_need / left < _HOLDS
+        left = figures.decode - 1
+        if not left or figures.decode_now / left >= _HOLDS:
+            return False
+        # What waits is handed over as fast as one prefill worker more computes it.
+        prefill = (figures.prefill + 1) * PREFILL_SHARE
+        waiting = figures.prefill_wait_s * figures.prefill / max(figures.prompt_s, 1e-9)
+        rate = figures.requests_per_s + waiting / _CLEAR_S
+        rate = min(rate, prefill / max(figures.prompt_s, 1e-9))
+        handed = figures.decode_need * rate / figures.requests_per_s
+        return handed / left < _HOLDS
+
+
+def _load(figures: Figures, more_prefill: int) -> float:
+    """Return the load of the fuller role, for a split with more prefill workers."""
+    prefill = figures.prefill_need / (figures.prefill + more_prefill)
+    decode = figures.decode_need / (figures.decode - more_prefill)
+    return max(prefill, decode)
+
+
+def _seconds(line: PromptLine, prompts: PromptSum) -> float:
+    return line.seconds(prompts.tokens, prompts.context)
