@@ -200,9 +200,12 @@ class SimulatedWorker:
         self._inbox.clear()
 
     def _turn(self) -> None:
-        """Run pending commands, then start the next step, if there is one."""
+        """Run pending commands, then start the next step, if there is one.
+
+        A turn that was due may find a step begun: the end of the one before began it.
+        """
         self._turn_due = False
-        if not self.alive:
+        if not self.alive or self._steps is not None:
             return
         while True:
             inbox = self._inbox

@@ -21,6 +21,7 @@ from loadtest.simulator.network import LINKS, Network
 from loadtest.simulator.policies import FLEET
 from loadtest.simulator.report import Slo, as_json, bound_share, figures
 from loadtest.simulator.simulation import Setup, Simulation
+from loadtest.simulator.worker import SimulatedWorker
 from loadtest.workloads.traces import TraceRequest, read_trace
 from router.request import Slo as RequestSlo
 from router.routing.placement.chain import Source
@@ -104,6 +105,19 @@ def test_the_links_of_a_chain_are_pulled_one_after_the_other(monkeypatch):
     pulled = [sum(one.pulled_blocks for one in run.records) for run in (before, simulation)]
     assert 0 < pulled[0] == pulled[1], "no block came twice, and none was lost"
     assert_nothing_is_left(simulation)
+
+
+def test_a_worker_runs_one_step_at_a_time(monkeypatch):
+    """Two at once publish the same layers twice, in other rectangles, and transfers fail."""
+    begin, begun_twice = SimulatedWorker._begin, []
+
+    def counted(worker, plan):
+        begun_twice.append(worker._steps is not None)
+        begin(worker, plan)
+
+    monkeypatch.setattr(SimulatedWorker, "_begin", counted)
+    run(SMALL, read_trace(SAMPLE, 200))
+    assert begun_twice and not any(begun_twice)
 
 
 @pytest.mark.parametrize("workers", [2, 24], ids=["small", "only the best are priced"])
