@@ -13,6 +13,12 @@ from baton.registry.work_demand import PromptSum, WorkDemand
 MEMORY_S = 30.0
 """Time in which the weight of what was observed falls to 1 / e."""
 
+MEMORY_REQUESTS = 400.0
+"""The same in requests: with many of them, less time is enough."""
+
+_PRIOR_ANSWERS = 8.0  # in the mean length of responses, until there are enough
+_PRIOR_TOKENS = 256.0
+
 
 class _Prompts:
     """Decaying sum over prompts."""
@@ -41,7 +47,7 @@ class DemandWindow:
 
     def __init__(self) -> None:
         self._before: dict[str, WorkDemand] = {}
-        self._observed_ns = 0
+        self._observed_ns: int | None = None
         self.arrived = _Prompts()
         self.placed = _Prompts()
         self.uncached = _Prompts()
@@ -51,22 +57,31 @@ class DemandWindow:
 
     def observe(self, demands: Mapping[str, WorkDemand], now_ns: int) -> None:
         """Add what each router has counted since the last call; a new router counts from now on."""
-        if self._observed_ns:
-            self._decay((now_ns - self._observed_ns) / 1e9)
-            for router_id, now in demands.items():
-                before = self._before.get(router_id)
-                if before is not None and before.arrived.count <= now.arrived.count:
-                    self._add(now, before)
+        if self._observed_ns is not None:
+            pairs = self._pairs(demands)
+            arrived = sum(now.arrived.count - before.arrived.count for now, before in pairs)
+            self._decay((now_ns - self._observed_ns) / 1e9, arrived)
+            for now, before in pairs:
+                self._add(now, before)
         self._observed_ns = now_ns
         self._before = dict(demands)
 
-    def _decay(self, seconds: float) -> None:
-        kept = exp(-seconds / MEMORY_S)
+    def _pairs(self, demands: Mapping[str, WorkDemand]) -> list[tuple[WorkDemand, WorkDemand]]:
+        """Return sums of now and before, without those of routers that are new."""
+        pairs = [
+            (now, self._before[router_id])
+            for router_id, now in demands.items()
+            if router_id in self._before
+        ]
+        return [(now, before) for now, before in pairs if before.arrived.count <= now.arrived.count]
+
+    def _decay(self, seconds: float, arrived: int) -> None:
+        kept = exp(-seconds / MEMORY_S - arrived / MEMORY_REQUESTS)
         for prompts in (self.arrived, self.placed, self.uncached):
             prompts.decay(kept)
         self.answers *= kept
         self.answer_tokens *= kept
-        self.span_s = self.span_s * kept + MEMORY_S * (1.0 - kept)
+        self.span_s = self.span_s * kept + seconds
 
     def _add(self, now: WorkDemand, before: WorkDemand) -> None:
         self.arrived.add(now.arrived, before.arrived)
@@ -85,4 +100,5 @@ class DemandWindow:
 
         Tokens of those that still run count, so it grows with their age, long before they end.
         """
-        return self.answer_tokens / self.answers if self.answers else 0.0
+        tokens = self.answer_tokens + _PRIOR_ANSWERS * _PRIOR_TOKENS
+        return tokens / (self.answers + _PRIOR_ANSWERS)

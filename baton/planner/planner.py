@@ -15,6 +15,7 @@ There is no forecast.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from baton.planner.demand import DemandWindow
 from baton.planner.state import (
@@ -46,9 +47,9 @@ _HOLDS = 0.9  # load of a role that gives a worker away, after that
 _WAIT_ALARM = 0.5  # of the TTFT limit: prompts wait so long that prefill is in distress
 _WAIT_CALM = 0.15  # of the same: prefill may give a worker away
 _CLEAR_S = 30.0  # time in which prompts that wait should be handed over
-_LEAST_STEPS = 32
-_LEAST_ANSWERS = 16.0
-_LOOKS = 2  # in a row that agree
+_LEAST_REQUESTS = 8.0
+_SURE_REQUESTS = 64.0  # whose mean prompt limits what is handed over; a few long ones mislead
+_AGREE_NS = 6_000_000_000  # for which looks have to agree, unless prompts wait long
 _TURNS_PER_WORKER = 2
 _TURNS_WITHIN_NS = 60_000_000_000
 _PENDING_NS = 10_000_000_000  # after which a turn that nobody has seen is given up
@@ -65,7 +66,7 @@ class Planner:
         self._pending: tuple[str, Role, int] | None = None
         self._turns_ns: dict[str, deque[int]] = {}
         self._wished: Role | None = None
-        self._looks = 0
+        self._wished_ns = 0
 
     def observe(
         self, demands: Mapping[str, WorkDemand], workers: Sequence[WorkerState], now_ns: int
@@ -84,13 +85,13 @@ class Planner:
             self._wished = None
             return Nothing(reason=figures)
         role, reason = self._wish(figures)
+        alarm = figures.prefill_wait_s >= _WAIT_ALARM * self._limits.ttft_s
         if role != self._wished:
             self._wished = role
-            self._looks = 0
-        self._looks += 1
+            self._wished_ns = now_ns
         if role is None:
             return Nothing(reason=reason, figures=figures)
-        if self._looks < _LOOKS:
+        if now_ns - self._wished_ns < _AGREE_NS and not (alarm and role == "prefill"):
             return Nothing(reason=f"one more look: {reason}", figures=figures)
         worker = self._worker_to_turn(role, now_ns)
         if worker is None:
@@ -127,13 +128,13 @@ class Planner:
         decode = len(self._workers) - prefill
         if not prefill or not decode:
             return f"{prefill} prefill and {decode} decode workers are ready: each role needs one"
-        prompt_line = usual_prompt_line(self._workers, _LEAST_STEPS)
-        decode_line = usual_decode_line(self._workers, _LEAST_STEPS)
+        prompt_line = usual_prompt_line(self._workers)
+        decode_line = usual_decode_line(self._workers)
         if prompt_line is None or decode_line is None:
             return "no worker has measured its steps yet"
-        if window.answers < _LEAST_ANSWERS or not window.arrived.count:
-            return f"too little load: {window.answers:.0f} responses have ended lately"
         count = window.arrived.count
+        if count < _LEAST_REQUESTS:
+            return f"too little load: {count:.0f} requests have arrived lately"
         rate = count / window.span_s
         miss_share = window.miss_share(prompt_line)
         prompt_s = window.arrived.seconds(prompt_line) / count * miss_share
@@ -195,40 +196,42 @@ class Planner:
         if calm:
             return None, f"{split} holds the load, which needs {needs}"
         if gains["prefill"] >= GAIN:
-            if self._may_leave_decode(figures):
+            if self._decode_load_after(figures) < 1.0:
                 return "prefill", f"{split} misses: the load needs {needs}"
-            return None, f"{split} misses: the load needs {needs}, but decode is full now"
+            return None, f"{split} misses: the load needs {needs}, but decode would be full"
         if gains["decode"] >= GAIN:
             if waits < _WAIT_CALM or full >= 1.0:
                 return "decode", f"{split} misses: the load needs {needs}"
             return None, f"{split} misses: the load needs {needs}, but prompts wait now"
-        if waits >= _WAIT_ALARM and full < 1.0 and self._holds_without(figures, "decode"):
+        if waits >= _WAIT_ALARM and full < 1.0 and self._decode_load_after(figures) < _HOLDS:
             return "prefill", f"prompts wait {figures.prefill_wait_s:.1f} s at {split}"
-        if full >= 1.0 and waits < _WAIT_CALM and self._holds_without(figures, "prefill"):
+        if full >= 1.0 and waits < _WAIT_CALM and self._prefill_load_after(figures) < _HOLDS:
             return "decode", f"streams fill {figures.decode_now:.2f} decode workers at {split}"
         if load >= 1.0:
             total = figures.prefill + figures.decode
             return None, f"no split of {total} workers holds the load: it needs {needs}"
         return None, f"{split} is the best split for a load that needs {needs}"
 
-    def _may_leave_decode(self, figures: Figures) -> bool:
-        return figures.decode_now / (figures.decode - 1) < 1.0
+    def _decode_load_after(self, figures: Figures) -> float:
+        """Return the load of decode with one worker fewer, and prefill with one more.
 
-    def _holds_without(self, figures: Figures, role: Role) -> bool:
-        """Return whether a role holds its load with one worker fewer."""
-        if role == "prefill":
-            left = figures.prefill - 1
-            return left > 0 and figures.prefill_need / left < _HOLDS
+        Prompts that wait are handed over as fast as prefill computes them then.
+        """
         left = figures.decode - 1
-        if not left or figures.decode_now / left >= _HOLDS:
-            return False
-        # What waits is handed over as fast as one prefill worker more computes it.
-        prefill = (figures.prefill + 1) * PREFILL_SHARE
-        waiting = figures.prefill_wait_s * figures.prefill / max(figures.prompt_s, 1e-9)
+        if not left:
+            return inf
+        prompt_s = max(figures.prompt_s, 1e-9)
+        waiting = figures.prefill_wait_s * figures.prefill / prompt_s
         rate = figures.requests_per_s + waiting / _CLEAR_S
-        rate = min(rate, prefill / max(figures.prompt_s, 1e-9))
-        handed = figures.decode_need * rate / figures.requests_per_s
-        return handed / left < _HOLDS
+        if self._window.arrived.count >= _SURE_REQUESTS:
+            rate = min(rate, (figures.prefill + 1) / prompt_s)
+        need = figures.decode_need * rate / figures.requests_per_s
+        return max(need, figures.decode_now) / left
+
+    def _prefill_load_after(self, figures: Figures) -> float:
+        """Return the load of prefill with one worker fewer."""
+        left = figures.prefill - 1
+        return figures.prefill_need / left if left else inf
 
 
 def _load(figures: Figures, more_prefill: int) -> float:

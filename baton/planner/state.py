@@ -6,6 +6,9 @@ import msgspec
 
 from baton.registry.types import Role
 
+_WARM_STEPS = 64
+_LEAST_STEPS = 2
+
 
 class PromptLine(msgspec.Struct, frozen=True, kw_only=True):
     """Time of a prompt token: ``token_s`` plus ``context_s`` per token before it."""
@@ -35,7 +38,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """A ready worker, as the routers place by it.
 
     Attributes:
-        steps: Steps of its engine so far; lines from few steps are not used.
+        steps: Steps of its engine so far; the first ones are slow.
         prompt_line: Fit of its steps with prompts; zeros if it has none.
         decode_line: Fit of its other steps; zeros if it has none.
         streams: Sequences that it generates.
@@ -105,18 +108,25 @@ class Nothing(msgspec.Struct, frozen=True, kw_only=True, tag="nothing"):
 Decision = Turn | Nothing
 
 
-def usual_prompt_line(workers: Sequence[WorkerState], least_steps: int) -> PromptLine | None:
-    """Return the line of the middle worker of those with enough steps; prefill workers first."""
-    measured = [one for one in workers if one.steps >= least_steps and one.prompt_line.token_s]
+def usual_prompt_line(workers: Sequence[WorkerState]) -> PromptLine | None:
+    """Return the line of the middle worker, of prefill workers if one has measured."""
+    measured = _experienced([one for one in workers if one.prompt_line.token_s])
     chosen = [one for one in measured if one.role == "prefill"] or measured
     lines = sorted((one.prompt_line for one in chosen), key=lambda line: line.seconds(1.0, 2048.0))
     return lines[len(lines) // 2] if lines else None
 
 
-def usual_decode_line(workers: Sequence[WorkerState], least_steps: int) -> DecodeLine | None:
-    """Return the line of the middle worker of those with enough steps; decode workers first."""
-    measured = [one for one in workers if one.steps >= least_steps and one.decode_line.step_s]
+def usual_decode_line(workers: Sequence[WorkerState]) -> DecodeLine | None:
+    """Return the line of the middle worker, of decode workers if one has measured."""
+    measured = _experienced([one for one in workers if one.decode_line.step_s])
     chosen = [one for one in measured if one.role == "decode"] or measured
     lines = [one.decode_line for one in chosen]
     lines.sort(key=lambda line: line.step_s + 32 * (line.row_s + 2048 * line.context_s))
     return lines[len(lines) // 2] if lines else None
+
+
+def _experienced(workers: Sequence[WorkerState]) -> Sequence[WorkerState]:
+    """Leave out new workers, whose first passes are slow, unless all are new."""
+    return [one for one in workers if one.steps >= _WARM_STEPS] or [
+        one for one in workers if one.steps >= _LEAST_STEPS
+    ]

@@ -1,4 +1,4 @@
-"""The planner of roles in a simulation: the real machine, every five seconds of virtual time."""
+"""The planner of roles in a simulation: the real machine, every two seconds of virtual time."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from loadtest.simulator.table import SimulatedTable
 from router.request import Slo
 from router.routing.workers.table import Slot
 
-PLAN_NS = 5_000_000_000
+PLAN_NS = 2_000_000_000
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,14 +50,19 @@ class SimulatedPlanner:
 
     def start(self) -> None:
         """Plan from now on."""
+        self._observe()
         self._clock.after(PLAN_NS, self._plan)
+
+    def _observe(self) -> None:
+        workers = [self._state(slot) for slot in self._table.usable]
+        demands = {"router": self._router.work.demand()}
+        self._planner.observe(demands, workers, self._clock.now_ns)
 
     def _plan(self) -> None:
         if not self._is_busy():
             return
         now_ns = self._clock.now_ns
-        workers = [self._state(slot) for slot in self._table.usable]
-        self._planner.observe({"router": self._router.work.demand()}, workers, now_ns)
+        self._observe()
         decision = self._planner.decide(now_ns)
         self.decisions.append(Decided(at_s=now_ns / 1e9, decision=decision))
         if isinstance(decision, Turn):
