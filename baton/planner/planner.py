@@ -5,7 +5,7 @@
 
 Arrivals decide where to go: the time of their prompts and the length of their responses give the
 flow of requests that each split serves. A turn is made when the present split misses or is about
-to, and the next one serves a tenth more. What waits and runs now may forbid a turn that takes a
+to, and the best one serves a tenth more. What waits and runs now may forbid a turn that takes a
 worker from a role in distress, and may order one that arrivals do not show yet. The decode workers'
 load is what arrives and what waits to be handed over, not only the streams of now: with these
 alone, the planner would take decode workers away while prompts wait, and want them back after.
@@ -40,7 +40,7 @@ DECODE_SHARE = 0.85
 """Share of the ITL limit for which decode workers are planned."""
 
 GAIN = 1.1
-"""Flow of a split that is worth a turn, in multiples of the present one's."""
+"""Flow of the best split that is worth a turn, in multiples of the present one's."""
 
 _MISSES = 0.9  # load of a role, in its workers, above which it is about to miss
 _HOLDS = 0.9  # load of a role that gives a worker away, after that
@@ -65,8 +65,8 @@ class Planner:
         self._workers: Sequence[WorkerState] = ()
         self._pending: tuple[str, Role, int] | None = None
         self._turns_ns: dict[str, deque[int]] = {}
-        self._wished: Role | None = None
-        self._wished_ns = 0
+        self._direction: Role | None = None
+        self._since_ns = 0
 
     def observe(
         self, demands: Mapping[str, WorkDemand], workers: Sequence[WorkerState], now_ns: int
@@ -82,16 +82,16 @@ class Planner:
             return Nothing(reason="a turn is pending")
         figures = self._figures()
         if isinstance(figures, str):
-            self._wished = None
+            self._direction = None
             return Nothing(reason=figures)
-        role, reason = self._wish(figures)
-        alarm = figures.prefill_wait_s >= _WAIT_ALARM * self._limits.ttft_s
-        if role != self._wished:
-            self._wished = role
-            self._wished_ns = now_ns
+        role, reason = self._choose_role(figures)
+        urgent = role == "prefill" and self._waits(figures) >= _WAIT_ALARM
+        if role != self._direction:
+            self._direction = role
+            self._since_ns = now_ns
         if role is None:
             return Nothing(reason=reason, figures=figures)
-        if now_ns - self._wished_ns < _AGREE_NS and not (alarm and role == "prefill"):
+        if now_ns - self._since_ns < _AGREE_NS and not urgent:
             return Nothing(reason=f"one more look: {reason}", figures=figures)
         worker = self._worker_to_turn(role, now_ns)
         if worker is None:
@@ -149,6 +149,7 @@ class Planner:
         return Figures(
             prefill=prefill,
             decode=decode,
+            requests=round(count, 1),
             requests_per_s=round(rate, 4),
             prompt_s=round(prompt_s, 6),
             miss_share=round(miss_share, 4),
@@ -159,11 +160,14 @@ class Planner:
             decode_now=round(self._decode_now(decode_line), 4),
         )
 
+    @property
+    def _max_streams(self) -> int:
+        return min(worker.max_streams for worker in self._workers)
+
     def _decode_flow(self, line: DecodeLine, context: float, answer_tokens: float) -> float:
         """Return the requests per second that one decode worker generates within the limit."""
         limit_s = DECODE_SHARE * self._limits.itl_s
-        most = min(worker.max_streams for worker in self._workers)
-        rows = min(line.rows_within(limit_s, context), most)
+        rows = min(line.rows_within(limit_s, context), self._max_streams)
         return rows / limit_s / answer_tokens
 
     def _waiting_s(self, line: PromptLine, miss_share: float) -> float:
@@ -177,29 +181,28 @@ class Planner:
         streams = sum(demand.streams for demand in self._demands.values())
         tokens = sum(demand.stream_tokens for demand in self._demands.values())
         room_s = DECODE_SHARE * self._limits.itl_s - line.step_s
-        return (streams * line.row_s + tokens * line.context_s) / room_s
+        by_time = (streams * line.row_s + tokens * line.context_s) / room_s
+        return max(by_time, streams / self._max_streams)
 
     # --- where to go -----------------------------------------------------------------------------
 
-    def _wish(self, figures: Figures) -> tuple[Role | None, str]:
+    def _choose_role(self, figures: Figures) -> tuple[Role | None, str]:
         """Return the role that needs one more worker and can have it, and the reason."""
         split = f"{figures.prefill} + {figures.decode}"
         needs = f"{figures.prefill_need:.2f} + {figures.decode_need:.2f}"
-        waits = figures.prefill_wait_s / self._limits.ttft_s
+        waits = self._waits(figures)
         full = figures.decode_now / figures.decode
-        load = _load(figures, 0)
-        gains = {
-            "prefill": load / _load(figures, 1) if figures.decode > 1 else 0.0,
-            "decode": load / _load(figures, -1) if figures.prefill > 1 else 0.0,
-        }
-        calm = load < _MISSES and waits < _WAIT_ALARM and full < 1.0
-        if calm:
+        load = _load(figures, figures.prefill)
+        if load < _MISSES and waits < _WAIT_ALARM and full < 1.0:
             return None, f"{split} holds the load, which needs {needs}"
-        if gains["prefill"] >= GAIN:
+        total = figures.prefill + figures.decode
+        best = min(range(1, total), key=lambda prefill: _load(figures, prefill))
+        gains = load / _load(figures, best) >= GAIN
+        if gains and best > figures.prefill:
             if self._decode_load_after(figures) < 1.0:
                 return "prefill", f"{split} misses: the load needs {needs}"
             return None, f"{split} misses: the load needs {needs}, but decode would be full"
-        if gains["decode"] >= GAIN:
+        if gains:
             if waits < _WAIT_CALM or full >= 1.0:
                 return "decode", f"{split} misses: the load needs {needs}"
             return None, f"{split} misses: the load needs {needs}, but prompts wait now"
@@ -208,9 +211,12 @@ class Planner:
         if full >= 1.0 and waits < _WAIT_CALM and self._prefill_load_after(figures) < _HOLDS:
             return "decode", f"streams fill {figures.decode_now:.2f} decode workers at {split}"
         if load >= 1.0:
-            total = figures.prefill + figures.decode
             return None, f"no split of {total} workers holds the load: it needs {needs}"
         return None, f"{split} is the best split for a load that needs {needs}"
+
+    def _waits(self, figures: Figures) -> float:
+        """Return the time that prompts wait, in multiples of the TTFT limit."""
+        return figures.prefill_wait_s / self._limits.ttft_s
 
     def _decode_load_after(self, figures: Figures) -> float:
         """Return the load of decode with one worker fewer, and prefill with one more.
@@ -223,7 +229,7 @@ class Planner:
         prompt_s = max(figures.prompt_s, 1e-9)
         waiting = figures.prefill_wait_s * figures.prefill / prompt_s
         rate = figures.requests_per_s + waiting / _CLEAR_S
-        if self._window.arrived.count >= _SURE_REQUESTS:
+        if figures.requests >= _SURE_REQUESTS:
             rate = min(rate, (figures.prefill + 1) / prompt_s)
         need = figures.decode_need * rate / figures.requests_per_s
         return max(need, figures.decode_now) / left
@@ -234,11 +240,13 @@ class Planner:
         return figures.prefill_need / left if left else inf
 
 
-def _load(figures: Figures, more_prefill: int) -> float:
-    """Return the load of the fuller role, for a split with more prefill workers."""
-    prefill = figures.prefill_need / (figures.prefill + more_prefill)
-    decode = figures.decode_need / (figures.decode - more_prefill)
-    return max(prefill, decode)
+def _load(figures: Figures, prefill: int) -> float:
+    """Return the load of the fuller role with this number of prefill workers.
+
+    The inverse is the flow of requests that the split serves, in multiples of what arrives.
+    """
+    decode = figures.prefill + figures.decode - prefill
+    return max(figures.prefill_need / prefill, figures.decode_need / decode)
 
 
 def _seconds(line: PromptLine, prompts: PromptSum) -> float:

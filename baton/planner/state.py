@@ -67,6 +67,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures that a decision is based on. Loads and needs are in workers.
 
     Attributes:
+        requests: Requests that the figures are from; older ones count less.
         requests_per_s: Requests that arrive per second.
         prompt_s: Time to compute the uncached part of a prompt.
         miss_share: Uncached part of the time of whole prompts.
@@ -79,6 +80,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: int
     decode: int
+    requests: float
     requests_per_s: float
     prompt_s: float
     miss_share: float

@@ -105,6 +105,17 @@ def test_from_any_split_it_comes_to_one_that_holds_and_stays(start):
     assert len(world.turns) == turns, "a steady load turns nothing"
 
 
+def test_a_large_fleet_turns_as_a_small_one_does():
+    """One worker of 64 changes little, and the best split is far away."""
+    world = World(workers(32, 32))
+    world.looks(60, 36.0, 9.0)
+    prefill, _ = world.split
+    assert 45 <= prefill <= 52
+    turns = len(world.turns)
+    world.looks(60, 36.0, 9.0)
+    assert len(world.turns) == turns
+
+
 def test_a_split_that_holds_is_left_although_another_would_be_better():
     world = World(workers(4, 4))
     world.looks(30, 2.5, 1.2)
