@@ -87,6 +87,7 @@ class Router:
             gateway.admission,
             gateway.shares,
             gateway.pump,
+            gateway.work.demand,
             shared_demands,
             self.parts.observer.task_failed,
             gateway.workers.last_turn,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from baton.registry.redis_store import Registry
+from baton.registry.work_demand import WorkDemand
 
 _TTL_MS = 60_000
 
@@ -20,13 +21,15 @@ class TenantDemand(msgspec.Struct, frozen=True, array_like=True):
 class RouterDemand(msgspec.Struct, frozen=True, kw_only=True):
     """Load of one router: ``queued`` requests wait there; ``beat`` counts its reports.
 
-    It places by all workers' turns up to number ``turn``.
+    It places by all workers' turns up to number ``turn``. ``work`` is for the planner of roles;
+    routers ignore each other's.
     """
 
     beat: int
     queued: int = 0
     turn: int = 0
     tenants: dict[str, TenantDemand] = {}
+    work: WorkDemand = WorkDemand()
 
 
 class RouterDemands:

@@ -164,6 +164,11 @@ class Attempt:
         self.prefill = prefill
         self._perform(self._receiver.replaced(self._clock.now_ns))
 
+    def leave_prefill(self) -> None:
+        """Leave a prefill worker that has another role now. This is not a failure of it."""
+        actions = self._receiver.prefill_failed("the worker has another role")
+        self._perform([one for one in actions if not isinstance(one, receiver.AskForPeer)])
+
     def compute_locally(self) -> None:
         """Compute the prompt on the decode worker."""
         self.prefill = None

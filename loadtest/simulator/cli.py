@@ -13,8 +13,17 @@ from baton.engine.emulated_timing import H100_70B, TIMINGS
 from loadtest.commands.options import with_options
 from loadtest.simulator.network import LINKS
 from loadtest.simulator.policies import FLEET, POLICIES
-from loadtest.simulator.report import Figures, Slo, as_json, figures, goodput_table, table
+from loadtest.simulator.report import (
+    Figures,
+    Slo,
+    as_json,
+    figures,
+    goodput_table,
+    table,
+    turns_table,
+)
 from loadtest.simulator.simulation import Setup, Simulation
+from loadtest.workloads.shifting import shifting
 from loadtest.workloads.traces import TraceError, read_trace
 from router.request import Slo as RequestSlo
 
@@ -51,6 +60,9 @@ def simulate(
     slo_itl_s: Annotated[
         float | None, typer.Option(min=0.0001, help="Limit of ITL for admission (slo.itl_s).")
     ] = None,
+    shift: Annotated[
+        bool, typer.Option("--shift", help="Change lengths and rate every 10 minutes of the trace.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None,
     ttft_s: Annotated[float, typer.Option(min=0, help="TTFT limit of a good request.")] = 10.0,
     tpot_s: Annotated[float, typer.Option(min=0, help="TPOT limit of a good request.")] = 0.1,
@@ -71,6 +83,8 @@ def simulate(
             )
     if (slo_ttft_s is None) != (slo_itl_s is None):
         raise typer.BadParameter("use --slo-ttft-s and --slo-itl-s together")
+    if setup.plan == "auto" and slo_ttft_s is None:
+        raise typer.BadParameter("--plan auto needs --slo-ttft-s and --slo-itl-s")
     limits = None
     if slo_ttft_s is not None and slo_itl_s is not None:
         limits = RequestSlo(ttft_s=slo_ttft_s, itl_s=slo_itl_s)
@@ -78,13 +92,18 @@ def simulate(
         requests = read_trace(trace, limit)
     except (TraceError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
+    if shift:
+        requests = shifting(requests)
     slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
     results: dict[str, Figures] = {}
     written: list[bytes] = []
     for name in [*POLICIES, FLEET] if policy == ALL else [policy]:
         fleet = replace(setup, policy=name, slo=limits, timing=TIMINGS[worker], link=LINKS[link])
         began_s = time.perf_counter()
-        simulation = Simulation(fleet, requests)
+        try:
+            simulation = Simulation(fleet, requests)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
         simulation.run()
         results[name] = figures(simulation, requests, slo)
         written.append(as_json(simulation, results[name], slo))
@@ -95,5 +114,7 @@ def simulate(
     Console().print(table(results))
     if limits is not None:
         Console().print(goodput_table(results))
+    if simulation.planner is not None:
+        Console().print(turns_table(simulation.planner.decisions))
     if json is not None:
         json.write_bytes(written[0] if len(written) == 1 else b"[" + b",".join(written) + b"]\n")

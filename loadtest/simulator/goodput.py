@@ -20,6 +20,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
         long_admitted_ratio: Share of prompts over 32,768 tokens that were answered, divided by the
             share of all requests that were; None if there are no such prompts.
         wasted_share: Prompt tokens computed for requests that were not good, of all computed ones.
+        turns: Changes of a worker's role.
     """
 
     good_per_s: float
@@ -28,9 +29,10 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     good_of_admitted_share: float
     long_admitted_ratio: float | None
     wasted_share: float
+    turns: int
 
 
-def goodput(records: list[Record], setup: Setup, slo: Slo) -> Goodput:
+def goodput(records: list[Record], setup: Setup, slo: Slo, turns: int = 0) -> Goodput:
     """Return the goodput of a finished simulation."""
     good = {record.id for record in records if is_good(record, setup, slo)}
     admitted = [record for record in records if not record.error]
@@ -52,6 +54,7 @@ def goodput(records: list[Record], setup: Setup, slo: Slo) -> Goodput:
         good_of_admitted_share=round(len(good) / max(len(admitted), 1), 4),
         long_admitted_ratio=round(long_share / admitted_share, 4) if long and admitted else None,
         wasted_share=round(wasted / max(sum(computed.values()), 1), 4),
+        turns=turns,
     )
 
 

@@ -8,8 +8,10 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
+from baton.planner.state import Turn
 from loadtest.metrics.summary import Distribution
 from loadtest.simulator.goodput import Goodput, goodput
+from loadtest.simulator.planning import Decided
 from loadtest.simulator.records import Record
 from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.traces import TraceRequest
@@ -52,7 +54,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     pulled_share: float  # share of all blocks that came from another worker's cache
     bound_share: float  # share of blocks cached in one unlimited cache of every earlier prompt
     max_to_mean_work: float  # maximum / mean of the prompt tokens computed per worker
-    busy_share: float
+    busy_share: float  # of workers that were prefill workers at some time
     ttft: Distribution  # time from arrival at the router to the first token
     tpot: Distribution  # (last - first) / (tokens - 1) of responses of two tokens or more
     e2e: Distribution
@@ -146,7 +148,9 @@ def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> 
         evictions=sum(life.core.pool.evictions for life in lives),
         worker_deaths=simulation.router.deaths,
         retried=sum(record.attempt > 1 for record in records),
-        goodput=goodput(records, setup, setup.slo) if setup.slo is not None else None,
+        goodput=goodput(records, setup, setup.slo, simulation.turns)
+        if setup.slo is not None
+        else None,
     )
 
 
@@ -155,18 +159,13 @@ def _ttft_ns(record: Record) -> int:
 
 
 def _busy_s(simulation: Simulation) -> float:
-    setup = simulation.setup
-    role = "prefill" if setup.prefill_workers else "decode"
-    busy_ns = sum(life.busy_ns for life in simulation.lives if life.role == role)
-    return busy_ns / 1e9 / (setup.prefill_workers or setup.decode_workers)
+    computing = simulation.computing
+    busy_ns = sum(life.busy_ns for life in simulation.lives if life.worker_id in computing)
+    return busy_ns / 1e9 / len(computing)
 
 
 def _max_to_mean_work(simulation: Simulation) -> float:
-    setup = simulation.setup
-    if setup.prefill_workers:
-        work = {f"prefill-{i}": 0 for i in range(setup.prefill_workers)}
-    else:
-        work = {f"decode-{i}": 0 for i in range(setup.decode_workers)}
+    work = dict.fromkeys(sorted(simulation.computing), 0)
     for record in simulation.records:
         if record.computed_on:
             work.setdefault(record.computed_on, 0)
@@ -187,12 +186,14 @@ def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
         "link_latency_s": setup.link.latency_s,
         "link_bytes_per_s": setup.link.bytes_per_s,
     }
-    content = {
+    content: dict[str, object] = {
         "emulated": "virtual time: no model ran",
         "setup": described,
         "slo": slo,
         "figures": result,
     }
+    if simulation.planner is not None:
+        content["decisions"] = simulation.planner.decisions
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
@@ -226,7 +227,16 @@ def table(results: dict[str, Figures]) -> Table:
 def goodput_table(results: dict[str, Figures]) -> Table:
     """Return a table with one row per run of a fleet that has limits of latency."""
     shown = Table(title="goodput, simulated", title_justify="left")
-    for column in ("policy", "good/s", "good", "refused", "good of admitted", "long", "wasted"):
+    for column in (
+        "policy",
+        "good/s",
+        "good",
+        "refused",
+        "good of admitted",
+        "long",
+        "wasted",
+        "turns",
+    ):
         shown.add_column(column, justify="left" if column == "policy" else "right")
     for name, one in results.items():
         found = one.goodput
@@ -240,5 +250,18 @@ def goodput_table(results: dict[str, Figures]) -> Table:
                 f"{found.good_of_admitted_share:.1%}",
                 "" if long is None else f"{long:.2f}",
                 f"{found.wasted_share:.1%}",
+                str(found.turns),
             )
+    return shown
+
+
+def turns_table(decisions: Sequence[Decided]) -> Table:
+    """Return a table with one row per change of a role."""
+    shown = Table(title="turns, simulated", title_justify="left")
+    for column in ("at", "worker", "to", "reason"):
+        shown.add_column(column, justify="right" if column == "at" else "left")
+    for decided in decisions:
+        turn = decided.decision
+        if isinstance(turn, Turn):
+            shown.add_row(f"{decided.at_s:.0f} s", turn.worker_id, turn.role, turn.reason)
     return shown

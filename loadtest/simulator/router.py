@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from batonpb.common_pb2 import WorkerStatus
 
-from baton.registry.types import TIERS, EventBatch, tier_incarnation
+from baton.registry.types import TIERS, EventBatch, Role, tier_incarnation
 from baton.types import events as ev
 from baton.types.errors import BatonError, QueueFullError, SloUnreachableError, UnavailableError
 from baton.types.geometry import context_tokens
@@ -36,6 +36,7 @@ from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import Reports, load_of, loads_of
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.tickets import Tickets
+from router.routing.shares.work_counter import WorkCounter
 from router.routing.workers.table import Slot
 from router.settings import RouterSettings
 
@@ -67,6 +68,8 @@ class SimulatedRouter(WorkerListener):
     ) -> None:
         self.records: dict[str, Record] = {}
         self.deaths = 0
+        self.ended = 0
+        self.work = WorkCounter()
         self._settings = settings
         self._table = table
         self._clock = clock
@@ -109,6 +112,7 @@ class SimulatedRouter(WorkerListener):
         self.records[record.id] = record
         request = record.request
         now_ns = self._clock.now_ns
+        self.work.arrived(record.id, record.prompt_tokens)
         try:
             self._placer.check_served(request)
             cost_tokens = self._placer.cost_tokens(request, record.prompt_tokens)
@@ -206,6 +210,7 @@ class SimulatedRouter(WorkerListener):
         except UnavailableError as error:
             self._end(record, error.code)
             return None
+        self.work.placed(record.id, chosen.uncached_tokens)
         record.attempt += 1
         record.placed_ns = record.placed_ns or self._clock.now_ns
         record.prefill_id = chosen.prefill_id
@@ -270,12 +275,14 @@ class SimulatedRouter(WorkerListener):
 
     def _regret_s(self, record: Record, chosen_id: str) -> float:
         """Return the time that the best worker would save for this prompt, by the true queues."""
-        role = self._table.worker(chosen_id).role
+        slot = self._table.get(chosen_id)
+        if slot is None:
+            return 0.0
         seconds = {
             slot.worker_id: self._table.worker(slot.worker_id).first_token_s(
                 record.hashes, record.prompt_tokens
             )
-            for slot in self._table.of_role(role)
+            for slot in self._table.of_role(slot.role)
         }
         return seconds[chosen_id] - min(seconds.values())
 
@@ -294,6 +301,7 @@ class SimulatedRouter(WorkerListener):
         if not record.tokens and record.predicted_first_s:
             first_s = (first_ns - record.placed_ns) / 1e9
             self._gate.learn_wait(record.predicted_first_s, first_s, record.prompt_tokens)
+        self.work.generated(record.id, count)
         record.on_tokens(first_ns, last_ns, count)
 
     def on_end(self, record: Record, attempt: Attempt, error: str) -> None:
@@ -306,9 +314,11 @@ class SimulatedRouter(WorkerListener):
         record.error = error
         record.ended_ns = now_ns
         record.ends += 1
+        self.ended += 1
         record.wants_prefill = False
         self._attempts.pop(record.id, None)
         self._book.release(record.id, now_ns)
+        self.work.ended(record.id, served=not error)
         if record.admitted:
             record.admitted = False
             self._admission.release(1, now_ns)
@@ -319,9 +329,24 @@ class SimulatedRouter(WorkerListener):
             self._placer.learn(record.request, record.tokens)
         self._pump()
 
-    def on_live(self, worker: SimulatedWorker) -> None:
+    def on_live(self, worker: SimulatedWorker, role: Role) -> None:
         """Process the start of a worker, and place requests that wait for it."""
-        self._table.note_live(worker)
+        self._table.note_live(worker, role)
+        self._place_waiting()
+
+    def on_turned(self, worker_id: str, role: Role) -> None:
+        """Place by a worker's other role; prompts that it has not begun go to others."""
+        self._table.turn(worker_id, role)
+        if role == "decode" and self._table.is_live(worker_id):
+            worker = self._table.worker(worker_id)
+            for record_id, attempt in list(self._attempts.items()):
+                record = self.records[record_id]
+                if attempt.prefill is worker and not record.started_ns:
+                    attempt.leave_prefill()
+                    self._replace_prefill(record)
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
         for record in self.records.values():
             if record.wants_prefill:
                 self._replace_prefill(record)

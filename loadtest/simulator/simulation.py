@@ -5,17 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
 from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.emulated_timing import H100_70B, WorkerTiming
+from baton.registry.types import Role
 from baton.types.geometry import KvGeometry
 from baton.types.params import SamplingParams
 from loadtest.simulator.attempt import DETECT_NS
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.network import LINKS, Link, Network
+from loadtest.simulator.planning import SimulatedPlanner
 from loadtest.simulator.policies import FLEET, POLICIES
 from loadtest.simulator.records import Record
 from loadtest.simulator.router import SimulatedRouter
@@ -25,6 +27,8 @@ from loadtest.workloads.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 from router.request import GenerationRequest, Mode, Slo
 from router.settings import RouterSettings
 
+TURN_NS = 600_000_000  # until routers place by another role; measured on a real fleet
+Plan = Literal["fixed", "auto"]
 ANSWER_LIMIT_TOKENS = 4096  # max_tokens of requests: the router does not know the real length
 
 
@@ -65,6 +69,9 @@ class Setup:
     spread_s: Annotated[
         float, Option(min=0, help="Seconds from its tick on over which an arrival is drawn.")
     ] = 3.0  # Mooncake's ticks are 3 s apart
+    plan: Annotated[
+        Plan, Option(help="Roles of workers: fixed, or changed by the planner (auto).")
+    ] = "fixed"
     slo: Slo | None = None  # limits by which the router admits requests; None: it admits all
     speed: Annotated[float, Option(min=0.001, help="Divisor of the gaps between arrivals.")] = 1.0
     mtbf_s: Annotated[
@@ -109,23 +116,70 @@ class Simulation:
             seed=setup.seed,
         )
         self.lives: list[SimulatedWorker] = []
+        self.turns = 0
+        roles: list[Role] = ["prefill"] * setup.prefill_workers
+        roles += ["decode"] * setup.decode_workers
+        self.roles = {f"worker-{number}": role for number, role in enumerate(roles)}
+        computing: Role = "prefill" if setup.prefill_workers else "decode"
+        self.computing = {name for name, role in self.roles.items() if role == computing}
         self.records = self._records(trace)
+        self.planner = self._planner() if setup.plan == "auto" else None
         self._last_arrival_ns = max(record.request.arrived_ns for record in self.records)
 
     def run(self) -> list[Record]:
         """Run until every request has ended; return the records in the order of arrival."""
-        names = [f"prefill-{i}" for i in range(self.setup.prefill_workers)]
-        names += [f"decode-{i}" for i in range(self.setup.decode_workers)]
-        for name in names:
+        for name in list(self.roles):
             self._start(name, 1, random.Random(f"{self.setup.seed}/faults/{name}"))
         for record in self.records:
             self.clock.at(record.request.arrived_ns, partial(self.router.submit, record))
+        if self.planner is not None:
+            self.planner.start()
         self.clock.run()
         return self.records
 
+    def _planner(self) -> SimulatedPlanner:
+        setup = self.setup
+        if setup.slo is None:
+            raise ValueError("the planner needs limits of latency (slo)")
+        if not setup.prefill_workers or setup.decode_workers < 1:
+            raise ValueError("the planner needs a worker of each role")
+        self._check_pools()
+        return SimulatedPlanner(
+            setup.slo,
+            self.clock,
+            self._table,
+            self.router,
+            setup.timing,
+            setup.max_batch_requests,
+            self.turn,
+            lambda: self.router.ended < len(self.records),
+        )
+
+    def _check_pools(self) -> None:
+        setup = self.setup
+        if setup.prefill_kv_tokens != setup.decode_kv_tokens:
+            raise ValueError(
+                f"pools of {setup.prefill_kv_tokens} and {setup.decode_kv_tokens} tokens: "
+                "workers that change their role need pools of one size"
+            )
+
+    def turn(self, worker_id: str, role: Role) -> None:
+        """Give a worker another role; what runs at it ends there, and its cache stays.
+
+        Raises:
+            ValueError: Pools of prefill and decode workers differ in size.
+        """
+        self._check_pools()
+        self.turns += 1
+        self.roles[worker_id] = role
+        if role == "prefill":
+            self.computing.add(worker_id)
+        self.clock.after(TURN_NS, partial(self.router.on_turned, worker_id, role))
+
     def _start(self, worker_id: str, epoch: int, draw: random.Random) -> None:
         setup = self.setup
-        prefill = worker_id.startswith("prefill")
+        role = self.roles[worker_id]
+        prefill = role == "prefill"
         kv_tokens = setup.prefill_kv_tokens if prefill else setup.decode_kv_tokens
         worker = SimulatedWorker(
             worker_id,
@@ -153,7 +207,7 @@ class Simulation:
             check_every_step=setup.check_every_step,
         )
         self.lives.append(worker)
-        self.router.on_live(worker)
+        self.router.on_live(worker, role)
         if not setup.mtbf_s:
             return
         death_ns = self.clock.now_ns + round(draw.expovariate(1 / setup.mtbf_s) * 1e9)

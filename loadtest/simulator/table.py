@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import msgspec
 from batonpb.common_pb2 import Capabilities, KvGroup
 from batonpb.decode_pb2 import Hello, Submission, WorkerFrame
 
@@ -70,11 +71,10 @@ class SimulatedTable:
     def news(self) -> None:
         """Do nothing: the simulated router notifies no listeners."""
 
-    def note_live(self, worker: SimulatedWorker) -> None:
-        """Add a worker that has started."""
+    def note_live(self, worker: SimulatedWorker, role: Role) -> None:
+        """Add a worker that has started; ``role`` counts for its first life."""
         slot = self._slots.get(worker.worker_id)
         if slot is None:
-            role: Role = "prefill" if worker.role == "prefill" else "decode"
             record = WorkerRecord(worker_id=worker.worker_id, role=role, state="ready", epoch=1)
             slot = self._slots[worker.worker_id] = Slot(record)
         link = WorkerLink(worker.worker_id, "", NoListener(), Hello())
@@ -85,6 +85,11 @@ class SimulatedTable:
         slot.link = link
         self._live[worker.worker_id] = worker
         self._count()
+
+    def turn(self, worker_id: str, role: Role) -> None:
+        """Give a worker another role."""
+        slot = self._slots[worker_id]
+        slot.record = msgspec.structs.replace(slot.record, role=role)
 
     def note_dead(self, worker: SimulatedWorker) -> None:
         """Remove a worker that has died."""
@@ -102,6 +107,10 @@ class SimulatedTable:
         slot = self._slots[worker.worker_id]
         link = slot.link
         return link if link is not None and link.incarnation == worker.incarnation else None
+
+    def is_live(self, worker_id: str) -> bool:
+        """Return whether a worker runs."""
+        return worker_id in self._live
 
     def worker(self, worker_id: str) -> SimulatedWorker:
         """Return a live worker by id."""

@@ -123,7 +123,6 @@ class SimulatedWorker:
         check_every_step: bool = False,
     ) -> None:
         self.worker_id = worker_id
-        self.role = worker_id.split("-")[0]
         self.incarnation = blake2b(f"{worker_id}/{epoch}".encode(), digest_size=16).digest()
         self.alive = True
         self._identity = WorkerIdentity(host=host)

@@ -29,6 +29,7 @@ from baton.types.errors import (
     CancelledError_,
     DeadlineError,
     InternalError,
+    QueueFullError,
     UnavailableError,
     WorkerLostError,
 )
@@ -51,6 +52,7 @@ from router.routing.requests.slo_admitter import SloAdmitter
 from router.routing.requests.stream_repair import StreamRepair
 from router.routing.requests.tickets import Tickets
 from router.routing.shares.shares import Shares
+from router.routing.shares.work_counter import WorkCounter
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import WorkerDirectory, WorkerTable
 from router.settings import RouterSettings
@@ -81,6 +83,7 @@ class Gateway:
         self.workers = WorkerTable(directory, settings, hello, self, observer.task_failed)
         self.admission = Admission(settings.max_queued_requests)
         self.shares = Shares()
+        self.work = WorkCounter()
         self.tickets = Tickets()
         self._tokenizer = tokenizer
         self._observer = observer
@@ -143,7 +146,12 @@ class Gateway:
         if not request.probe:
             cost_tokens = self._placer.cost_tokens(request, len(request.prompt))
             entry = Waiting.of(request, cost_tokens)  # as if nothing were cached
-            loser = self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
+            self.work.arrived(active.id, len(request.prompt), request.sampling.n)
+            try:
+                loser = self.admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
+            except QueueFullError:
+                self.work.ended(active.id, served=False)
+                raise
             self.kept.keep(active)
         self._active[active.id] = active
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
@@ -214,6 +222,8 @@ class Gateway:
         """Choose workers and send. ``avoid`` is an incarnation that just failed, for ``why``."""
         try:
             self._dispatcher.begin_attempt(active, avoid, why, quote)
+            if active.placement is not None:
+                self.work.placed(active.id, active.placement.chosen.uncached_tokens)
         except Exception as fault:  # noqa: BLE001 - logged there; only this request ends
             active.decode_id = None
             self._fail_placed(active, as_error(active, fault))
@@ -249,6 +259,7 @@ class Gateway:
         active.stop_timers()
         active.wants_prefill = False
         self._book.release(active.id, now_ns)
+        self.work.ended(active.id, served=active.record.error is None)
         if active.admitted:
             self.admission.release(active.request.sampling.n, now_ns, active.request.tenant)
             active.admitted = False
@@ -430,6 +441,7 @@ class Gateway:
             if not active.computed:
                 active.computed = True
                 self._book.computed(active.id)
+            self.work.generated(active.id, result.fresh_tokens)
             self._observer.tokens(active, before_ns, now_ns, result.fresh_tokens)
         if result.stopped:
             self._cancel_at_worker(active, () if record.ended else (run.choice,))

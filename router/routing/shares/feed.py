@@ -8,6 +8,7 @@ from typing import Protocol
 
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import RouterDemand, TenantDemand
+from baton.registry.work_demand import WorkDemand
 from baton.telemetry.tasks import BackgroundTasks
 from router.routing.shares.shares import Shares
 
@@ -44,9 +45,12 @@ class DemandSource(Protocol):
 
 
 class ShareFeed:
-    """Task that keeps a router's shares current, unless there is a single router or no Redis.
+    """Task that keeps a router's shares current and reports its demand, unless there is no Redis.
 
-    ``last_turn`` returns the number of the last turn by which this router places.
+    Args:
+        on_change: Called after each exchange.
+        work: Work of the router's requests until now.
+        last_turn: Number of the last turn by which this router places.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class ShareFeed:
         admission: Queue,
         shares: Shares,
         on_change: Callable[[], None],
+        work: Callable[[], WorkDemand],
         source: DemandSource | None,
         count_failure: Callable[[str], None],
         last_turn: Callable[[], int] = lambda: 0,
@@ -64,6 +69,7 @@ class ShareFeed:
         self._admission = admission
         self._shares = shares
         self._on_change = on_change
+        self._work = work
         self._source = source
         self._beat = 0
         self._background = BackgroundTasks("shares", count_failure)
@@ -98,6 +104,7 @@ class ShareFeed:
             queued=admission.waiting,
             tenants=admission.demands(),
             turn=self._last_turn(),
+            work=self._work(),
         )
         try:
             others = await source.exchange(self._router_id, own)

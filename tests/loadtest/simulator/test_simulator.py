@@ -77,9 +77,9 @@ def test_a_message_takes_the_line_through_the_measured_times_and_ends_queue():
 
 def test_within_a_node_messages_take_another_link():
     network = Network(LINKS["between-nodes"], nodes=2)
-    assert network.node("prefill-1") == network.node("decode-3") == "node-1"
-    near = network.send("prefill-1", "decode-3", 5e6, 0)
-    assert network.send("prefill-0", "decode-1", 5e6, 0) == pytest.approx(158e3, rel=0.01)
+    assert network.node("worker-1") == network.node("worker-3") == "node-1"
+    near = network.send("worker-1", "worker-3", 5e6, 0)
+    assert network.send("worker-0", "worker-5", 5e6, 0) == pytest.approx(158e3, rel=0.01)
     assert near == pytest.approx(LINKS["nvlink"].seconds(5e6) * 1e9)
 
 
@@ -93,7 +93,7 @@ def test_the_links_of_a_chain_are_pulled_one_after_the_other(monkeypatch):
         placement = quoted.placement
         if not placement.prefix:
             return quoted
-        others = ({"prefill-0", "prefill-1"} - {placement.prefix[0].worker_id}).pop()
+        others = ({"worker-0", "worker-1"} - {placement.prefix[0].worker_id}).pop()
         asked.append([Source(others, 1), *placement.prefix])
         return quoted._replace(placement=replace(placement, prefix=asked[-1]))
 
@@ -350,7 +350,7 @@ def test_a_report_is_as_old_as_the_step_that_it_is_from():
     real = simulation.router.on_status
 
     def on_status(worker, status):
-        if worker.role == "prefill":
+        if simulation.roles[worker.worker_id] == "prefill":
             as_of_ns = simulation.clock.now_ns - status.load_age_ns
             reported.append((as_of_ns, status.queued_prompt_tokens))
         real(worker, status)
@@ -359,3 +359,46 @@ def test_a_report_is_as_old_as_the_step_that_it_is_from():
     simulation.run()
     later = [tokens for as_of_ns, tokens in reported if 0.6e9 < as_of_ns < 3e9]
     assert later and min(later) > 40_000, "both prompts, once a report is from after the second"
+
+
+EQUAL = replace(SMALL, prefill_kv_tokens=2_097_152, decode_kv_tokens=2_097_152)
+
+
+def test_a_worker_that_turns_ends_what_runs_and_gets_the_new_role_s_requests():
+    """Four prompts wait at the worker that turns: it computes the first, another the others."""
+    trace = [TraceRequest(0.1 * number, 40_000, 64) for number in range(10)]
+    simulation = Simulation(replace(EQUAL, spread_s=0.0, check_every_step=True), trace)
+    simulation.clock.at(3_000_000_000, partial(simulation.turn, "worker-1", "decode"))
+    records = simulation.run()
+    assert all(record.ends == 1 and not record.error for record in records)
+    assert all(record.attempt == 1 for record in records), "no request was placed again as a whole"
+    computed = [record.computed_on for record in records]
+    assert 0 < computed.count("worker-1") < computed.count("worker-0")
+    assert {record.prefill_id for record in records} == {"worker-0", "worker-1"}
+    assert_nothing_is_left(simulation)
+
+    later = [TraceRequest(30.0 + number, 2_000, 64) for number in range(6)]
+    simulation = Simulation(replace(EQUAL, spread_s=0.0), [*trace, *later])
+    simulation.clock.at(3_000_000_000, partial(simulation.turn, "worker-1", "decode"))
+    records = simulation.run()[-6:]
+    assert "worker-1" in {record.decode_id for record in records}
+    assert {record.prefill_id for record in records} == {"worker-0"}
+
+
+def test_requests_run_through_turns_and_deaths():
+    trace = read_trace(SAMPLE, 60)
+    setup = replace(EQUAL, prefill_workers=3, decode_workers=3, check_every_step=True, mtbf_s=60.0)
+    simulation = Simulation(replace(setup, repair_s=3.0), trace)
+    for second in range(2, 40, 4):
+        worker_id = f"worker-{second % 3}"
+        role = "decode" if second % 8 == 2 else "prefill"
+        simulation.clock.at(second * 1_000_000_000, partial(simulation.turn, worker_id, role))
+    records = simulation.run()
+    assert all(record.ends == 1 for record in records)
+    assert sum(not record.error for record in records) > 50
+    assert_nothing_is_left(simulation)
+
+
+def test_workers_with_pools_of_two_sizes_do_not_turn():
+    with pytest.raises(ValueError, match="pools of one size"):
+        Simulation(SMALL, read_trace(SAMPLE, 1)).turn("worker-0", "decode")

@@ -1,0 +1,253 @@
+"""Decides which worker changes its role, so that both roles keep the latency limits. Sans-IO.
+
+    demand of routers ──▶ needs in workers ──▶ split with the largest flow ──▶ turn one worker
+    waiting prompts, streams of now ─────────▶ veto, alarm ───────┘
+
+Arrivals decide where to go: the time of their prompts and the length of their responses give the
+flow of requests that each split serves. A turn is made when the present split misses or is about
+to, and the best one serves a tenth more. What waits and runs now may forbid a turn that takes a
+worker from a role in distress, and may order one that arrivals do not show yet. The decode workers'
+load is what arrives and what waits to be handed over, not only the streams of now: with these
+alone, the planner would take decode workers away while prompts wait, and want them back after.
+
+There is no forecast.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from math import inf
+
+from baton.planner.demand import DemandWindow
+from baton.planner.state import (
+    Decision,
+    DecodeLine,
+    Figures,
+    Limits,
+    Nothing,
+    PromptLine,
+    Turn,
+    WorkerState,
+    usual_decode_line,
+    usual_prompt_line,
+)
+from baton.registry.types import Role
+from baton.registry.work_demand import PromptSum, WorkDemand
+
+PREFILL_SHARE = 0.85
+"""Share of a prefill worker's time up to which its queue stays short."""
+
+DECODE_SHARE = 0.85
+"""Share of the ITL limit for which decode workers are planned."""
+
+GAIN = 1.1
+"""Flow of the best split that is worth a turn, in multiples of the present one's."""
+
+_MISSES = 0.9  # load of a role, in its workers, above which it is about to miss
+_HOLDS = 0.9  # load of a role that gives a worker away, after that
+_WAIT_ALARM = 0.5  # of the TTFT limit: prompts wait so long that prefill is in distress
+_WAIT_CALM = 0.15  # of the same: prefill may give a worker away
+_CLEAR_S = 30.0  # time in which prompts that wait should be handed over
+_LEAST_REQUESTS = 8.0
+_SURE_REQUESTS = 64.0  # whose mean prompt limits what is handed over; a few long ones mislead
+_AGREE_NS = 6_000_000_000  # for which looks have to agree, unless prompts wait long
+_TURNS_PER_WORKER = 2
+_TURNS_WITHIN_NS = 60_000_000_000
+_PENDING_NS = 10_000_000_000  # after which a turn that nobody has seen is given up
+
+
+class Planner:
+    """Planner of one fleet. Call ``observe``, then ``decide``, every few seconds."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._window = DemandWindow()
+        self._demands: Mapping[str, WorkDemand] = {}
+        self._workers: Sequence[WorkerState] = ()
+        self._pending: tuple[str, Role, int] | None = None
+        self._turns_ns: dict[str, deque[int]] = {}
+        self._direction: Role | None = None
+        self._since_ns = 0
+
+    def observe(
+        self, demands: Mapping[str, WorkDemand], workers: Sequence[WorkerState], now_ns: int
+    ) -> None:
+        """Note the demand of each router, and the ready workers."""
+        self._window.observe(demands, now_ns)
+        self._demands = demands
+        self._workers = sorted(workers, key=lambda worker: worker.worker_id)
+
+    def decide(self, now_ns: int) -> Decision:
+        """Return one turn, or the reason for none."""
+        if self._is_pending(now_ns):
+            return Nothing(reason="a turn is pending")
+        figures = self._figures()
+        if isinstance(figures, str):
+            self._direction = None
+            return Nothing(reason=figures)
+        role, reason = self._choose_role(figures)
+        urgent = role == "prefill" and self._waits(figures) >= _WAIT_ALARM
+        if role != self._direction:
+            self._direction = role
+            self._since_ns = now_ns
+        if role is None:
+            return Nothing(reason=reason, figures=figures)
+        if now_ns - self._since_ns < _AGREE_NS and not urgent:
+            return Nothing(reason=f"one more look: {reason}", figures=figures)
+        worker = self._worker_to_turn(role, now_ns)
+        if worker is None:
+            return Nothing(reason=f"every worker has just turned: {reason}", figures=figures)
+        self._turns_ns.setdefault(worker.worker_id, deque(maxlen=_TURNS_PER_WORKER)).append(now_ns)
+        self._pending = (worker.worker_id, role, now_ns)
+        return Turn(worker_id=worker.worker_id, role=role, reason=reason, figures=figures)
+
+    def _is_pending(self, now_ns: int) -> bool:
+        if self._pending is None:
+            return False
+        worker_id, role, since_ns = self._pending
+        seen = any(one.worker_id == worker_id and one.role == role for one in self._workers)
+        if seen or now_ns - since_ns >= _PENDING_NS:
+            self._pending = None
+        return self._pending is not None
+
+    def _worker_to_turn(self, role: Role, now_ns: int) -> WorkerState | None:
+        """Return the worker of the other role with the least work."""
+        able = []
+        for worker in self._workers:
+            turns_ns = self._turns_ns.get(worker.worker_id, ())
+            recent = sum(now_ns - turn_ns < _TURNS_WITHIN_NS for turn_ns in turns_ns)
+            if worker.role != role and recent < _TURNS_PER_WORKER:
+                able.append(worker)
+        return min(able, key=lambda one: (one.streams, one.queued_tokens), default=None)
+
+    # --- figures ---------------------------------------------------------------------------------
+
+    def _figures(self) -> Figures | str:
+        """Return the figures of now, or why there are none."""
+        window = self._window
+        prefill = sum(worker.role == "prefill" for worker in self._workers)
+        decode = len(self._workers) - prefill
+        if not prefill or not decode:
+            return f"{prefill} prefill and {decode} decode workers are ready: each role needs one"
+        prompt_line = usual_prompt_line(self._workers)
+        decode_line = usual_decode_line(self._workers)
+        if prompt_line is None or decode_line is None:
+            return "no worker has measured its steps yet"
+        count = window.arrived.count
+        if count < _LEAST_REQUESTS:
+            return f"too little load: {count:.0f} requests have arrived lately"
+        rate = count / window.span_s
+        miss_share = window.miss_share(prompt_line)
+        prompt_s = window.arrived.seconds(prompt_line) / count * miss_share
+        answer_tokens = window.tokens_per_answer()
+        context = window.arrived.tokens / count + answer_tokens / 2
+        flow = self._decode_flow(decode_line, context, answer_tokens)
+        if not flow:
+            return (
+                f"a decode step takes {decode_line.step_s:g} s without any stream, more than "
+                f"{DECODE_SHARE:g} of the limit of {self._limits.itl_s:g} s"
+            )
+        return Figures(
+            prefill=prefill,
+            decode=decode,
+            requests=round(count, 1),
+            requests_per_s=round(rate, 4),
+            prompt_s=round(prompt_s, 6),
+            miss_share=round(miss_share, 4),
+            answer_tokens=round(answer_tokens, 1),
+            prefill_need=round(rate * prompt_s / PREFILL_SHARE, 4),
+            decode_need=round(rate / flow, 4),
+            prefill_wait_s=round(self._waiting_s(prompt_line, miss_share) / prefill, 4),
+            decode_now=round(self._decode_now(decode_line), 4),
+        )
+
+    @property
+    def _max_streams(self) -> int:
+        return min(worker.max_streams for worker in self._workers)
+
+    def _decode_flow(self, line: DecodeLine, context: float, answer_tokens: float) -> float:
+        """Return the requests per second that one decode worker generates within the limit."""
+        limit_s = DECODE_SHARE * self._limits.itl_s
+        rows = min(line.rows_within(limit_s, context), self._max_streams)
+        return rows / limit_s / answer_tokens
+
+    def _waiting_s(self, line: PromptLine, miss_share: float) -> float:
+        total_s = 0.0
+        for demand in self._demands.values():
+            total_s += _seconds(line, demand.waiting) * miss_share
+            total_s += _seconds(line, demand.computing)
+        return total_s
+
+    def _decode_now(self, line: DecodeLine) -> float:
+        streams = sum(demand.streams for demand in self._demands.values())
+        tokens = sum(demand.stream_tokens for demand in self._demands.values())
+        room_s = DECODE_SHARE * self._limits.itl_s - line.step_s
+        by_time = (streams * line.row_s + tokens * line.context_s) / room_s
+        return max(by_time, streams / self._max_streams)
+
+    # --- where to go -----------------------------------------------------------------------------
+
+    def _choose_role(self, figures: Figures) -> tuple[Role | None, str]:
+        """Return the role that needs one more worker and can have it, and the reason."""
+        split = f"{figures.prefill} + {figures.decode}"
+        needs = f"{figures.prefill_need:.2f} + {figures.decode_need:.2f}"
+        waits = self._waits(figures)
+        full = figures.decode_now / figures.decode
+        load = _load(figures, figures.prefill)
+        if load < _MISSES and waits < _WAIT_ALARM and full < 1.0:
+            return None, f"{split} holds the load, which needs {needs}"
+        total = figures.prefill + figures.decode
+        best = min(range(1, total), key=lambda prefill: _load(figures, prefill))
+        gains = load / _load(figures, best) >= GAIN
+        if gains and best > figures.prefill:
+            if self._decode_load_after(figures) < 1.0:
+                return "prefill", f"{split} misses: the load needs {needs}"
+            return None, f"{split} misses: the load needs {needs}, but decode would be full"
+        if gains:
+            if waits < _WAIT_CALM or full >= 1.0:
+                return "decode", f"{split} misses: the load needs {needs}"
+            return None, f"{split} misses: the load needs {needs}, but prompts wait now"
+        if waits >= _WAIT_ALARM and full < 1.0 and self._decode_load_after(figures) < _HOLDS:
+            return "prefill", f"prompts wait {figures.prefill_wait_s:.1f} s at {split}"
+        if full >= 1.0 and waits < _WAIT_CALM and self._prefill_load_after(figures) < _HOLDS:
+            return "decode", f"streams fill {figures.decode_now:.2f} decode workers at {split}"
+        if load >= 1.0:
+            return None, f"no split of {total} workers holds the load: it needs {needs}"
+        return None, f"{split} is the best split for a load that needs {needs}"
+
+    def _waits(self, figures: Figures) -> float:
+        """Return the time that prompts wait, in multiples of the TTFT limit."""
+        return figures.prefill_wait_s / self._limits.ttft_s
+
+    def _decode_load_after(self, figures: Figures) -> float:
+        """Return the load of decode with one worker fewer, and prefill with one more.
+
+        Prompts that wait are handed over as fast as prefill computes them then.
+        """
+        left = figures.decode - 1
+        if not left:
+            return inf
+        prompt_s = max(figures.prompt_s, 1e-9)
+        waiting = figures.prefill_wait_s * figures.prefill / prompt_s
+        rate = figures.requests_per_s + waiting / _CLEAR_S
+        if figures.requests >= _SURE_REQUESTS:
+            rate = min(rate, (figures.prefill + 1) / prompt_s)
+        need = figures.decode_need * rate / figures.requests_per_s
+        return max(need, figures.decode_now) / left
+
+    def _prefill_load_after(self, figures: Figures) -> float:
+        """Return the load of prefill with one worker fewer."""
+        left = figures.prefill - 1
+        return figures.prefill_need / left if left else inf
+
+
+def _load(figures: Figures, prefill: int) -> float:
+    """Return the load of the fuller role with this number of prefill workers.
+
+    The inverse is the flow of requests that the split serves, in multiples of what arrives.
+    """
+    decode = figures.prefill + figures.decode - prefill
+    return max(figures.prefill_need / prefill, figures.decode_need / decode)
+
+
+def _seconds(line: PromptLine, prompts: PromptSum) -> float:
+    return line.seconds(prompts.tokens, prompts.context)

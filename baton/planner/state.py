@@ -1,0 +1,134 @@
+"""Input and output of the planner."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from baton.registry.types import Role
+
+_WARM_STEPS = 64
+_LEAST_STEPS = 2
+
+
+class PromptLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of a prompt token: ``token_s`` plus ``context_s`` per token before it."""
+
+    token_s: float = 0.0
+    context_s: float = 0.0
+
+    def seconds(self, tokens: float, context: float) -> float:
+        """Return the time of prompt tokens with this sum of tokens before each."""
+        return tokens * self.token_s + context * self.context_s
+
+
+class DecodeLine(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of a decode step: ``step_s + row_s * rows + context_s * tokens in their contexts``."""
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+    context_s: float = 0.0
+
+    def rows_within(self, limit_s: float, context_tokens: float) -> float:
+        """Return the number of rows of this context whose step takes ``limit_s``."""
+        row_s = self.row_s + self.context_s * context_tokens
+        return max(limit_s - self.step_s, 0.0) / row_s if row_s else 0.0
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A ready worker, as the routers place by it.
+
+    Attributes:
+        steps: Steps of its engine so far; the first ones are slow.
+        prompt_line: Fit of its steps with prompts; zeros if it has none.
+        decode_line: Fit of its other steps; zeros if it has none.
+        streams: Sequences that it generates.
+        queued_tokens: Prompt tokens that wait there.
+        max_streams: Limit of sequences that it runs at once.
+    """
+
+    worker_id: str
+    role: Role
+    steps: int
+    prompt_line: PromptLine = PromptLine()
+    decode_line: DecodeLine = DecodeLine()
+    streams: int = 0
+    queued_tokens: int = 0
+    max_streams: int = 1 << 30
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Latency limits of the fleet (``slo``)."""
+
+    ttft_s: float
+    itl_s: float
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures that a decision is based on. Loads and needs are in workers.
+
+    Attributes:
+        requests: Requests that the figures are from; older ones count less.
+        requests_per_s: Requests that arrive per second.
+        prompt_s: Time to compute the uncached part of a prompt.
+        miss_share: Uncached part of the time of whole prompts.
+        answer_tokens: Expected tokens of a response.
+        prefill_need: Prefill workers that compute what arrives, at ``PREFILL_SHARE`` of their time.
+        decode_need: Decode workers that generate what arrives, at ``DECODE_SHARE`` of the limit.
+        prefill_wait_s: Time to compute the prompts that wait, by all prefill workers.
+        decode_now: Decode workers that the streams of now fill, at ``DECODE_SHARE`` of the limit.
+    """
+
+    prefill: int
+    decode: int
+    requests: float
+    requests_per_s: float
+    prompt_s: float
+    miss_share: float
+    answer_tokens: float
+    prefill_need: float
+    decode_need: float
+    prefill_wait_s: float
+    decode_now: float
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True, tag="turn"):
+    """Decision to give one worker another role."""
+
+    worker_id: str
+    role: Role
+    reason: str
+    figures: Figures
+
+
+class Nothing(msgspec.Struct, frozen=True, kw_only=True, tag="nothing"):
+    """Decision to leave the roles as they are; without figures if there is no load to judge."""
+
+    reason: str
+    figures: Figures | None = None
+
+
+Decision = Turn | Nothing
+
+
+def usual_prompt_line(workers: Sequence[WorkerState]) -> PromptLine | None:
+    """Return the line of the middle worker, of prefill workers if one has measured."""
+    measured = _experienced([one for one in workers if one.prompt_line.token_s])
+    chosen = [one for one in measured if one.role == "prefill"] or measured
+    lines = sorted((one.prompt_line for one in chosen), key=lambda line: line.seconds(1.0, 2048.0))
+    return lines[len(lines) // 2] if lines else None
+
+
+def usual_decode_line(workers: Sequence[WorkerState]) -> DecodeLine | None:
+    """Return the line of the middle worker, of decode workers if one has measured."""
+    measured = _experienced([one for one in workers if one.decode_line.step_s])
+    chosen = [one for one in measured if one.role == "decode"] or measured
+    lines = [one.decode_line for one in chosen]
+    lines.sort(key=lambda line: line.step_s + 32 * (line.row_s + 2048 * line.context_s))
+    return lines[len(lines) // 2] if lines else None
+
+
+def _experienced(workers: Sequence[WorkerState]) -> Sequence[WorkerState]:
+    """Leave out new workers, whose first passes are slow, unless all are new."""
+    return [one for one in workers if one.steps >= _WARM_STEPS] or [
+        one for one in workers if one.steps >= _LEAST_STEPS
+    ]

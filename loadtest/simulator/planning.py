@@ -1,0 +1,92 @@
+"""The planner of roles in a simulation: the real machine, every two seconds of virtual time."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from baton.engine.emulated_timing import WorkerTiming
+from baton.planner.planner import Planner
+from baton.planner.state import Decision, DecodeLine, Limits, PromptLine, Turn, WorkerState
+from baton.registry.types import Role
+from loadtest.simulator.clock import VirtualClock
+from loadtest.simulator.router import SimulatedRouter
+from loadtest.simulator.table import SimulatedTable
+from router.request import Slo
+from router.routing.workers.table import Slot
+
+PLAN_NS = 2_000_000_000
+
+
+class Decided(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision, and when it was taken."""
+
+    at_s: float
+    decision: Decision
+
+
+class SimulatedPlanner:
+    """Observes and decides while ``is_busy``; ``decisions`` has every one."""
+
+    def __init__(
+        self,
+        slo: Slo,
+        clock: VirtualClock,
+        table: SimulatedTable,
+        router: SimulatedRouter,
+        timing: WorkerTiming,
+        max_streams: int,
+        turn: Callable[[str, Role], None],
+        is_busy: Callable[[], bool],
+    ) -> None:
+        self.decisions: list[Decided] = []
+        self._planner = Planner(Limits(ttft_s=slo.ttft_s, itl_s=slo.itl_s))
+        self._clock = clock
+        self._table = table
+        self._router = router
+        self._decode_line = decode_line(timing)
+        self._max_streams = max_streams
+        self._turn = turn
+        self._is_busy = is_busy
+
+    def start(self) -> None:
+        """Plan from now on."""
+        self._observe()
+        self._clock.after(PLAN_NS, self._plan)
+
+    def _observe(self) -> None:
+        workers = [self._state(slot) for slot in self._table.usable]
+        demands = {"router": self._router.work.demand()}
+        self._planner.observe(demands, workers, self._clock.now_ns)
+
+    def _plan(self) -> None:
+        if not self._is_busy():
+            return
+        now_ns = self._clock.now_ns
+        self._observe()
+        decision = self._planner.decide(now_ns)
+        self.decisions.append(Decided(at_s=now_ns / 1e9, decision=decision))
+        if isinstance(decision, Turn):
+            self._turn(decision.worker_id, decision.role)
+        self._clock.after(PLAN_NS, self._plan)
+
+    def _state(self, slot: Slot) -> WorkerState:
+        status = self._table.worker(slot.worker_id).status()
+        return WorkerState(
+            worker_id=slot.worker_id,
+            role=slot.role,
+            steps=status.steps,
+            prompt_line=PromptLine(
+                token_s=status.prefill_token_s, context_s=status.prefill_context_s
+            ),
+            decode_line=self._decode_line if status.decode_step_s else DecodeLine(),
+            streams=status.answering,
+            queued_tokens=status.queued_prompt_tokens,
+            max_streams=self._max_streams,
+        )
+
+
+def decode_line(timing: WorkerTiming) -> DecodeLine:
+    """Return the line of a worker's decode steps."""
+    return DecodeLine(
+        step_s=timing.step_s, row_s=timing.answer_s, context_s=timing.answer_context_s
+    )
