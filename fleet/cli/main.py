@@ -17,7 +17,7 @@ from fleet.cli.explain import explain
 from fleet.cli.inspection import config_check, logs, status
 from fleet.cli.lifecycle import down, up
 from fleet.cli.loadtest import give_local_fleet, local_fleet
-from fleet.cli.orders import drain, nodes, restart, scale
+from fleet.cli.orders import drain, nodes, plan, restart, scale
 from fleet.cli.router import router
 from fleet.cli.top import top
 from loadtest.cli import app as loadtest_app
@@ -35,7 +35,7 @@ app = typer.Typer(
 )
 for command in (
     *(capacity, up, down, status, top, explain, doctor, chat, batch, logs, drain, restart),
-    *(scale, nodes, router, certs, lab, simulate),
+    *(scale, plan, nodes, router, certs, lab, simulate),
 ):
     app.command()(command)
 

@@ -1,9 +1,12 @@
 """Admin commands for a running fleet: `baton drain`, `restart`, `scale` and `nodes`."""
 
+import json
 import signal
-from typing import Annotated
+import time
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -13,6 +16,7 @@ from fleet.cli.reach import KeyOption, UrlOption, order, reach
 from fleet.local.state import FleetState
 
 _MOVE_LIMIT_S = 15.0
+_SHOWN_DECISIONS = 8
 
 
 def drain(
@@ -78,22 +82,31 @@ def _restart_routers(state: FleetState) -> None:
 
 
 def scale(
-    sizes: Annotated[list[str], typer.Argument(help="prefill=N, decode=N", metavar="POOL=N...")],
+    sizes: Annotated[
+        list[str], typer.Argument(help="prefill=N, decode=N, auto or hold", metavar="POOL=N...")
+    ],
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
 ) -> None:
-    """Change the number of workers in the pools.
+    """Change the number of workers in the pools, or let the planner change their roles.
+
+    With `auto` the planner changes roles by the load, within the limits of `slo` in the fleet
+    file; `hold` stops it. `baton plan` shows its decisions.
 
     Workers change their role first, without a restart; then surplus ones are drained and missing
     ones started. Example: `baton scale prefill=3 decode=5`. The sizes apply until the fleet is
     stopped, or started with another file.
     """
     arguments: dict[str, int | str | bool] = {}
+    if sizes in (["auto"], ["hold"]):
+        order(reach(fleet, url, api_key), "scale", arguments={"roles": sizes[0]})
+        typer.echo(f"roles: {sizes[0]} (`baton plan`)")
+        return
     for size in sizes:
         role, _, count = size.partition("=")
         if role not in ("prefill", "decode") or not count.isdigit():
-            fail(f"{size}: use prefill=N or decode=N")
+            fail(f"{size}: use prefill=N and decode=N, or auto, or hold")
         arguments[role] = int(count)
     place = reach(fleet, url, api_key)
     answer = order(place, "scale", arguments=arguments, timeout_s=_MOVE_LIMIT_S) or {}
@@ -102,6 +115,46 @@ def scale(
     if behind := answer.get("routers_behind"):
         fail(f"routers that do not follow yet: {', '.join(behind)} (`baton status`)")
     typer.echo(f"{', '.join(sizes)}: scaling (`baton status`)")
+
+
+def plan(
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the response of /fleet/planner.")
+    ] = False,
+) -> None:
+    """Show what the planner of roles does, or would do, and why.
+
+    `baton scale auto` lets it change roles. `baton simulate TRACE --plan auto` replays a trace.
+    """
+    found = order(reach(fleet, url, api_key), "plan")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    console = Console()
+    meaning = "it changes roles" if found["mode"] == "auto" else "it only decides"
+    console.print(f"planner: {found['mode']} ({meaning})")
+    if found["reason"]:
+        console.print(escape(found["reason"]))
+    for decided in found["decisions"][:_SHOWN_DECISIONS]:
+        console.print(escape(_described(decided)))
+    if found["decisions"] and (figures := found["decisions"][0]["decision"].get("figures")):
+        table = Table("figure", "value", box=SIMPLE_HEAD)
+        for name, value in figures.items():
+            table.add_row(name, f"{value:g}")
+        console.print(table)
+
+
+def _described(decided: dict[str, Any]) -> str:
+    decision = decided["decision"]
+    at = time.strftime("%H:%M:%S", time.localtime(decided["at"]))
+    if decision["type"] != "turn":
+        return f"{at}  {decision['reason']}"
+    done = "" if decided["done"] else f" (not made{': ' * bool(decided['refused'])}"
+    done += f"{decided['refused']})" if done else ""
+    return f"{at}  {decision['worker_id']} → {decision['role']}{done}: {decision['reason']}"
 
 
 def nodes(fleet: FleetOption = None, url: UrlOption = None, api_key: KeyOption = "") -> None:

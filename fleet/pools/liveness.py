@@ -21,6 +21,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
+from baton.planner.state import WorkerState
 from baton.registry.types import Role
 from fleet.process_key import ProcessKey, end_at_once
 
@@ -47,6 +48,7 @@ class ShellProcess(msgspec.Struct, frozen=True):
     settings_digest: str = ""  # of the settings that it was started with
     started: bool = False
     turned: TurnedTo | None = None  # None: a worker of an earlier version
+    load: WorkerState | None = None  # of a ready worker
 
     @classmethod
     def own(
@@ -56,12 +58,13 @@ class ShellProcess(msgspec.Struct, frozen=True):
         *,
         started: bool = False,
         turned: TurnedTo | None = None,
+        load: WorkerState | None = None,
     ) -> "ShellProcess":
         """Return the present process."""
         key = ProcessKey.of(os.getpid())
         if key is None:
             raise RuntimeError("cannot read /proc")
-        return cls(socket.gethostname(), key, epoch, settings_digest, started, turned)
+        return cls(socket.gethostname(), key, epoch, settings_digest, started, turned, load)
 
 
 class Life:
@@ -84,6 +87,11 @@ class Life:
             except RayError as error:  # after its end, the task that waits for it gets the error
                 _LOG.debug("no response to a ping: %r", error)
             await asyncio.sleep(ASK_EVERY_S)
+
+    @property
+    def load(self) -> WorkerState | None:
+        """Load of the worker at its last response; None if it has not been ready."""
+        return self._process.load if self._process is not None else None
 
     async def freeze(self) -> None:
         """Return once the incarnation has not responded for `FROZEN_AFTER_S`, counted from now."""

@@ -9,6 +9,8 @@
                                          all workers except drained ones
     roll      worker_ids, move           restart one after another, each drained first
     scale     prefill, decode            change the pool sizes: turn workers before any starts
+    scale     roles                      "auto": the planner changes roles; "hold": it does not
+    plan                                 the planner's mode and last decisions
     close     node                       place nothing there and move its workers
     open      node                       undo ``close``
 
@@ -37,6 +39,7 @@ from baton.registry.types import Role
 from fleet.pools.controller import Action, FleetController, Turn
 from fleet.pools.nodes import CapacityError, Node, check_nodes, usable
 from fleet.pools.placement import Placements
+from fleet.pools.roles.planning import NO_LIMITS, RolePlanning
 from fleet.private_logs import logs_of
 
 MAX_LINES = 2000
@@ -60,6 +63,7 @@ class OrderDesk:
     apply: Callable[[list[Action]], None]
     now_ns: Callable[[], int]
     log_dir: str
+    planning: RolePlanning
 
     async def execute(self, order: Order) -> Answer:
         """Execute a command; the answer has the problem if it is rejected."""
@@ -71,6 +75,10 @@ class OrderDesk:
             return Answer(data=await self._nodes())
         if order.verb == "logs":
             return await self._logs(order)
+        if order.verb == "plan":
+            return Answer(data=self.planning.describe())
+        if order.verb == "scale" and set(order.arguments) == {"roles"}:
+            return self._set_planning(order.arguments["roles"])
         if order.verb == "scale":
             return await self._scale(order.arguments)
         if order.verb in ("close", "open"):
@@ -81,6 +89,7 @@ class OrderDesk:
         """Apply the state that operators requested, possibly from an earlier controller."""
         for worker_id in set(state.drained) & set(self.machine.slots):
             self.apply(self.machine.drain(worker_id, self.now_ns()))
+        self.planning.auto = state.auto and self.planning.possible
         sizes = sizes_in(state.pools) if state.pools else self.machine.wanted
         self.apply(self.machine.resize(sizes, self.now_ns(), self._widths_agree))
 
@@ -137,14 +146,38 @@ class OrderDesk:
             return Answer(str(error))
 
         def may_turn(worker_id: str, role: Role) -> bool:
-            there = {node.address for node in usable(role, nodes, self.placements.closed)}
-            fits = there >= set(self.placements.addresses_of(worker_id))
-            return fits and self._widths_agree(worker_id, role)
+            return not self._why_not(worker_id, role, nodes)
 
         actions = self.machine.resize(sizes_in(wanted), self.now_ns(), may_turn)
         self.apply(actions)
         turns = [action for action in actions if isinstance(action, Turn)]
         return Answer(data=await self._turned(turns) if turns else None)
+
+    async def turn(self, worker_id: str, role: Role) -> str:
+        """Give a worker another role; return why it cannot have it, or ""."""
+        slot = self.machine.slots.get(worker_id)
+        if slot is None or slot.role == role or not slot.ready:
+            return "it is no longer a ready worker of the other role"
+        if why := self._why_not(worker_id, role, await self.placements.nodes()):
+            return why
+        self.apply(self.machine.turn(worker_id, role, self.now_ns()))
+        return ""
+
+    def _why_not(self, worker_id: str, role: Role, nodes: Sequence[Node]) -> str:
+        """Return why a worker cannot have a role, or ""."""
+        if not self._widths_agree(worker_id, role):
+            return "the pools have workers of different tensor_parallel widths"
+        there = {node.address for node in usable(role, nodes, self.placements.closed)}
+        outside = set(self.placements.addresses_of(worker_id)) - there
+        return f"no {role} worker may be on {', '.join(sorted(outside))}" if outside else ""
+
+    def _set_planning(self, mode: object) -> Answer:
+        if mode not in ("auto", "hold"):
+            return Answer(f"roles cannot be {mode!r}: use auto or hold")
+        if mode == "auto" and not self.planning.possible:
+            return Answer(NO_LIMITS)
+        self.planning.auto = mode == "auto"
+        return Answer()
 
     def _widths_agree(self, worker_id: str, role: Role) -> bool:
         """Return whether a worker of one pool has as many ranks as the other pool asks for."""
@@ -251,7 +284,7 @@ class WantedState:
         self.known = True
         return found
 
-    async def note(self, machine: FleetController) -> None:
+    async def note(self, machine: FleetController, planning: RolePlanning) -> None:
         """Write the state. Called regularly: a restarted Redis is empty, and the key expires."""
         if not self.known or machine.stopped:
             return
@@ -260,6 +293,7 @@ class WantedState:
             pools={str(role): size for role, size in machine.wanted.items()},
             closed_nodes=tuple(sorted(self.placements.closed)),
             drained=machine.drained_workers,
+            auto=planning.auto,
         )
         await wanted.write(self.registry, state)
 

@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.config.fleet_file import FleetConfig
+from baton.planner.state import WorkerState
 from baton.registry import wanted
 from baton.registry.orders import Answer, Order, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
@@ -51,6 +52,7 @@ from fleet.pools.resources import (
     worker_environment,
     worker_settings,
 )
+from fleet.pools.roles.planning import RolePlanning
 from fleet.pools.sealing import SECRET_FIELDS, seal, unseal
 
 _LOG = logging.getLogger("fleet.pools.controller")
@@ -100,6 +102,7 @@ class ControllerActor:
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
             self._tasks.keep(self._watch_nodes, "nodes")
+            self._tasks.keep(self._desk.planning.run, "planner")
             self._running = True
 
     async def identity(self) -> tuple[str, str]:
@@ -372,15 +375,31 @@ class ControllerActor:
         """Create the state machine and the desk for admin commands."""
         self._machine = FleetController(pools, _now_ns(), self._spec.healthy_after_ns)
         self._placements.role_of = self._role_of
+        demands = RouterDemands(self._registry)
+
+        async def turn(worker_id: str, role: Role) -> str:
+            return await self._desk.turn(worker_id, role)
+
         self._desk = OrderDesk(
             self._config,
             self._machine,
             self._placements,
-            RouterDemands(self._registry),
+            demands,
             self._apply,
             _now_ns,
             self._spec.log_dir,
+            RolePlanning(self._config.slo, demands, self._ready_workers, turn),
         )
+
+    def _ready_workers(self) -> list[WorkerState]:
+        """Return the load of each ready worker at its last ping, with its present role."""
+        slots = [slot for slot in self._machine.slots.values() if slot.ready]
+        loads = [
+            (slot.role, life.load)
+            for slot in slots
+            if (life := self._lives.get(slot.worker_id)) is not None and life.epoch == slot.epoch
+        ]
+        return [msgspec.structs.replace(load, role=role) for role, load in loads if load]
 
     def _role_of(self, worker_id: str) -> Role:
         slot = self._machine.slots.get(worker_id)
@@ -406,7 +425,7 @@ class ControllerActor:
         await self._read_wanted_late()
         with contextlib.suppress(RegistryUnavailableError):
             await self._write_all()
-            await self._wanted_state.note(self._machine)
+            await self._wanted_state.note(self._machine, self._desk.planning)
 
     async def _write_all(self) -> None:
         news = [self._machine.describe(slot) for slot in self._machine.slots.values()]
@@ -462,7 +481,7 @@ class ControllerActor:
         except (RayError, RuntimeError, ValueError, TypeError) as error:
             answer = Answer(f"{order.verb} failed: {error}")
         with contextlib.suppress(RegistryUnavailableError):
-            await self._wanted_state.note(self._machine)
+            await self._wanted_state.note(self._machine, self._desk.planning)
         with contextlib.suppress(RegistryUnavailableError):
             await self._orders.answer(order, answer)
         if order.verb == "stop":

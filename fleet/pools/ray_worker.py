@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from baton.planner.state import WorkerState
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools.liveness import ShellProcess, StandstillGuard, TurnedTo
@@ -31,6 +32,9 @@ class RunningWorker(Protocol):
     @property
     def record(self) -> WorkerRecord:
         """Registry record of the worker."""
+
+    def load(self) -> WorkerState:
+        """Return the speed and the load of the worker."""
 
     async def wait(self) -> int:
         """Wait for the engine's death or a stop, and return the exit code."""
@@ -127,9 +131,12 @@ class WorkerActor:
         """Return this process and its epoch as msgpack; a frozen process does not respond."""
         started = self._started.is_set()
         turned = self._turned
+        load = None
         if self._worker is not None:
             turned = TurnedTo(self._worker.record.role, self._worker.record.turn)
-        own = ShellProcess.own(self._settings.epoch, self._digest, started=started, turned=turned)
+            load = self._worker.load()
+        epoch = self._settings.epoch
+        own = ShellProcess.own(epoch, self._digest, started=started, turned=turned, load=load)
         return msgspec.msgpack.encode(own)
 
     async def record(self) -> bytes:

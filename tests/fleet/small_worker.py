@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.planner.state import WorkerState
 from baton.registry.redis_store import Registry
 from baton.registry.types import Role, WorkerRecord
 from baton.registry.workers import Presence
@@ -61,6 +62,10 @@ class Worker:
     @property
     def record(self) -> WorkerRecord:
         return self._presence.record
+
+    def load(self) -> WorkerState:
+        record = self.record
+        return WorkerState(worker_id=record.worker_id, role=record.role, steps=0)
 
     async def _watch_engine(self) -> None:
         code = await self._engine.wait()

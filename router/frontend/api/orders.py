@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from baton.registry.orders import Orders
+from baton.registry.orders import Answer, Orders
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnauthorizedError, UnavailableError
 from router.frontend.access import check_operator, has_operator_key
@@ -47,14 +47,26 @@ def routes(router: RouterParts, orders: Orders) -> Endpoints:
             raise InvalidRequestError.at(where, f"{first['msg']}") from error
         if body.verb in _SUPERVISOR_VERBS:
             raise InvalidRequestError.at("verb", f"{body.verb} is available only to the supervisor")
-        try:
-            answer = await orders.ask(body.verb, body.workers, body.arguments, body.timeout_s)
-        except RegistryUnavailableError as error:
-            raise UnavailableError("the fleet's Redis is unavailable") from error
-        if answer is None:
-            raise UnavailableError("the fleet's controller did not answer")
-        if answer.problem:
-            raise InvalidRequestError(answer.problem)
+        answer = await _ask(orders, body)
         return {"data": answer.data}
 
+    @api.get("/fleet/planner")
+    async def planner(request: Request) -> dict[str, Any]:
+        """Return the planner's mode and its last decisions, the newest first, with figures."""
+        check_operator(request.headers, router.settings)
+        answer = await _ask(orders, _OrderBody(verb="plan"))
+        return dict(answer.data)
+
     return api
+
+
+async def _ask(orders: Orders, body: _OrderBody) -> Answer:
+    try:
+        answer = await orders.ask(body.verb, body.workers, body.arguments, body.timeout_s)
+    except RegistryUnavailableError as error:
+        raise UnavailableError("the fleet's Redis is unavailable") from error
+    if answer is None:
+        raise UnavailableError("the fleet's controller did not answer")
+    if answer.problem:
+        raise InvalidRequestError(answer.problem)
+    return answer
