@@ -34,7 +34,8 @@ async def read(registry: Registry, of: str) -> Wanted:
         else:
             if found.of == of:
                 return found
-            return Wanted(of=of, closed_nodes=found.closed_nodes, drained=found.drained)
+            nodes = found.closed_nodes
+            return Wanted(of=of, closed_nodes=nodes, drained=found.drained, auto=found.auto)
     return Wanted(of=of)
 
 

@@ -157,8 +157,11 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_grammar_incomplete": _count("Choices cut before their grammar was satisfied.", "reason"),
     "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant", together="sum"),
     "baton_slo_requests": _count(
-        "Requests with latency limits by outcome: good, late, refused, failed.", "outcome"
+        "Requests with latency limits by outcome: good, late, refused, failed.",
+        "outcome",
+        from_start=("good", "late", "refused", "failed"),
     ),
+    "baton_role_turns": _gauge("Number of the last change of a worker's role in this fleet."),
     "baton_slo_wasted_prompt_tokens": _count(
         "Prompt tokens computed for responses that missed their latency limits."
     ),

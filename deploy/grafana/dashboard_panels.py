@@ -94,6 +94,40 @@ _OVERVIEW = (
     Panel("Inter-token latency", "s", _quantiles("baton_inter_token_seconds")),
     Panel("End-to-end latency", "s", _quantiles("baton_e2e_seconds")),
     Panel("Tokens per second", "short", (("prompt", _PROMPT), ("output", _OUTPUT))),
+    _plot(
+        "Requests with latency limits per second",
+        "short",
+        "{{outcome}}",
+        _rate("baton_slo_requests_total", "outcome"),
+        stacked=True,
+        text="The height is the offered load, the part that is good is the goodput.",
+    ),
+    _plot(
+        "Ready workers by role",
+        "short",
+        "{{role}}",
+        'max by (role) (baton_workers{fleet="$fleet", state="ready"})',
+        stacked=True,
+    ),
+    Panel(
+        "Changes of roles",
+        "short",
+        (
+            ("changes", 'max(baton_role_turns{fleet="$fleet"})'),
+            (
+                "of the last hour",
+                'max(baton_role_turns{fleet="$fleet"})'
+                ' - max(baton_role_turns{fleet="$fleet"} offset 1h)',
+            ),
+        ),
+    ),
+    _plot(
+        "Wasted prompt tokens per second",
+        "short",
+        "wasted",
+        _rate("baton_slo_wasted_prompt_tokens_total"),
+        text="Computed for responses that missed their latency limits.",
+    ),
     Panel(
         "Router queue",
         "short",

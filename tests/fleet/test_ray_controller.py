@@ -17,9 +17,10 @@ import msgspec
 import pytest
 from ray.exceptions import ActorUnschedulableError, NodeDiedError
 
+from baton.config.clients import SloConfig
 from baton.config.fleet_file import FleetConfig, PoolsConfig
 from baton.registry import wanted
-from baton.registry.orders import Order
+from baton.registry.orders import Answer, Order
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
@@ -27,6 +28,7 @@ from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import liveness, placement, ray_controller
 from fleet.pools.controller import Phase
 from fleet.pools.liveness import ShellProcess, StandstillGuard
+from fleet.pools.nodes import Node
 from fleet.pools.ray_controller import ControllerActor
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
@@ -90,7 +92,8 @@ class Actor:
 async def controller(
     redis_server: EmbeddedRedis, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ControllerActor]:
-    config = FleetConfig(fleet="test", pools=PoolsConfig(prefill=1, decode=1))
+    slo = SloConfig(ttft_s=2.0, itl_s=0.05)
+    config = FleetConfig(fleet="test", pools=PoolsConfig(prefill=1, decode=1), slo=slo)
     spec = ControllerSpec(
         config_json=config.to_json(),
         redis_url=redis_server.url,
@@ -248,6 +251,53 @@ async def test_a_new_controller_leaves_those_down_that_an_operator_has_drained(
     slot = controller._machine.slots["worker-0"]
     assert (slot.phase, slot.epoch) == (Phase.PARKED, 0)
     assert slot.reason == "drained by an operator"
+
+
+@pytest.mark.parametrize("of", ["this file", "another"])
+async def test_a_new_controller_plans_if_the_old_one_did(
+    controller: ControllerActor,
+    redis_server: EmbeddedRedis,
+    monkeypatch: pytest.MonkeyPatch,
+    of: str,
+) -> None:
+    registry = Registry(redis_server.url, "test")
+    digest = controller._spec.digest if of == "this file" else of
+    await wanted.write(registry, wanted.Wanted(of=digest, auto=True))
+    adopting(controller, monkeypatch)
+    await controller.run()
+    assert controller._desk.planning.auto
+    await controller._execute(Order("token", "scale", arguments={"roles": "hold"}))
+    assert not (await wanted.read(registry, controller._spec.digest)).auto
+    await registry.close()
+
+
+async def test_roles_are_planned_as_an_operator_says(controller: ControllerActor) -> None:
+    for mode in ("auto", "hold"):
+        assert (
+            await controller._desk.execute(Order("token", "scale", arguments={"roles": mode}))
+            == Answer()
+        )
+        shown = await controller._desk.execute(Order("token", "plan"))
+        assert shown.data["mode"] == mode
+    refused = await controller._desk.execute(Order("token", "scale", arguments={"roles": "x"}))
+    assert refused.problem == "roles cannot be 'x': use auto or hold"
+
+
+async def test_a_planned_turn_checks_the_worker_again(
+    controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nodes() -> list[Node]:
+        return []
+
+    monkeypatch.setattr(controller._placements, "nodes", nodes)
+    adopting(controller, monkeypatch)
+    await controller.run()
+    await until(lambda: phase(controller, "worker-1") is phase(controller) is Phase.READY)
+    assert await controller._desk.turn("worker-1", "decode") != ""
+    assert await controller._desk.turn("worker-7", "decode") != ""
+    assert await controller._desk.turn("worker-1", "prefill") == ""
+    assert controller._machine.slots["worker-1"].role == "prefill"
+    assert controller._machine.wanted == {"prefill": 2, "decode": 0}
 
 
 async def test_a_drain_that_names_nobody_is_not_one_of_all(

@@ -148,6 +148,7 @@ def _set_gauges(router: RouterParts) -> None:
     for role in _ROLES:
         for state in _WORKER_STATES:
             router.metrics.set("baton_workers", counts[role, state], role=role, state=state)
+    router.metrics.set("baton_role_turns", router.gateway.workers.last_turn())
     running = 0
     waiting = router.gateway.admission.waiting
     total_blocks = leased_blocks = 0

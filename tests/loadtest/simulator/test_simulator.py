@@ -125,7 +125,8 @@ def test_workers_find_the_line_of_their_decode_steps():
     simulation = run(SMALL, read_trace(SAMPLE, 200))
     t = SMALL.timing
     for life in simulation.lives:
-        if life.role == "decode":
+        slot = simulation._table.get(life.worker_id)
+        if slot.role == "decode":
             fit = life._rates.decode_fit
             for rows, context in [(5, 50_000), (20, 200_000), (30, 500_000)]:
                 true_s = t.step_s + t.answer_s * rows + t.answer_context_s * context

@@ -1,0 +1,120 @@
+"""The planner of roles in the controller: what it observes, and what becomes of its decisions."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from baton.config.clients import SloConfig
+from baton.planner.state import Decision, Figures, Nothing, Turn, WorkerState
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.router_demands import RouterDemand
+from baton.registry.work_demand import WorkDemand
+from fleet.pools.roles.planning import NO_LIMITS, RolePlanning
+
+FIGURES = Figures(
+    prefill=1,
+    decode=3,
+    requests=20.0,
+    requests_per_s=2.0,
+    prompt_s=0.5,
+    miss_share=1.0,
+    answer_tokens=20.0,
+    prefill_need=1.5,
+    decode_need=0.5,
+    prefill_wait_s=1.0,
+    decode_now=0.5,
+)
+TURN = Turn(worker_id="worker-1", role="prefill", reason="1 + 3 misses", figures=FIGURES)
+
+
+class Planner:
+    """Decides what it is told to, and notes what it observes."""
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions = list(decisions)
+        self.demands: list[Mapping[str, WorkDemand]] = []
+
+    def observe(self, demands: Mapping[str, WorkDemand], workers: object, now_ns: int) -> None:
+        self.demands.append(demands)
+
+    def decide(self, now_ns: int) -> Decision:
+        return self.decisions.pop(0)
+
+
+class Demands:
+    def __init__(self, *looks: dict[str, RouterDemand]) -> None:
+        self.looks = list(looks)
+
+    async def read(self) -> dict[str, RouterDemand]:
+        if not self.looks:
+            raise RegistryUnavailableError("away")
+        return self.looks.pop(0)
+
+
+def made(demands: Demands, refusal: str = "") -> tuple[RolePlanning, list[tuple[str, str]]]:
+    turns: list[tuple[str, str]] = []
+
+    async def turn(worker_id: str, role: str) -> str:
+        turns.append((worker_id, role))
+        return refusal
+
+    slo = SloConfig(ttft_s=2.0, itl_s=0.05)
+    worker = WorkerState(worker_id="worker-1", role="decode", steps=100)
+    return RolePlanning(slo, demands, lambda: [worker], turn), turns
+
+
+async def test_a_turn_is_made_only_in_auto() -> None:
+    planning, turns = made(Demands({}, {}))
+    planner = Planner(TURN, TURN)
+    await planning.plan(planner)
+    assert turns == []
+    planning.auto = True
+    await planning.plan(planner)
+    assert turns == [("worker-1", "prefill")]
+    shown = planning.describe()
+    assert [one["done"] for one in shown["decisions"]] == [True, False], "the newest first"
+    assert shown["decisions"][0]["decision"]["figures"]["prefill_need"] == 1.5
+    assert shown["mode"] == "auto"
+
+
+async def test_a_turn_that_cannot_be_made_is_shown_with_the_reason() -> None:
+    planning, _ = made(Demands({}), "no prefill worker may be on 10.0.0.2")
+    planning.auto = True
+    await planning.plan(Planner(TURN))
+    (shown,) = planning.describe()["decisions"]
+    assert (shown["done"], shown["refused"]) == (False, "no prefill worker may be on 10.0.0.2")
+
+
+async def test_a_router_that_reports_no_more_is_not_counted() -> None:
+    gone, lives = RouterDemand(beat=5), RouterDemand(beat=6)
+    planning, _ = made(Demands({"a": gone, "b": gone}, {"a": gone, "b": lives}))
+    planner = Planner(Nothing(reason="x"), Nothing(reason="x"))
+    await planning.plan(planner)
+    await planning.plan(planner)
+    assert [sorted(demands) for demands in planner.demands] == [["a", "b"], ["b"]]
+
+
+async def test_without_redis_nothing_is_decided() -> None:
+    planning, turns = made(Demands())
+    planning.auto = True
+    planner = Planner(TURN)
+    await planning.plan(planner)
+    assert (turns, planner.demands) == ([], [])
+
+
+async def test_a_decision_that_only_repeats_the_last_with_other_figures_replaces_it() -> None:
+    reasons = ["2 + 2 holds 0.51 + 0.20", "2 + 2 holds 0.52 + 0.21", "no load"]
+    planning, _ = made(Demands({}, {}, {}))
+    planner = Planner(*(Nothing(reason=reason) for reason in reasons))
+    for _ in reasons:
+        await planning.plan(planner)
+    found = [one["decision"]["reason"] for one in planning.describe()["decisions"]]
+    assert found == ["no load", "2 + 2 holds 0.52 + 0.21"]
+
+
+@pytest.mark.timeout(5)
+async def test_without_limits_there_is_nothing_to_plan_for() -> None:
+    planning = RolePlanning(None, Demands(), list, lambda *_: None)
+    await planning.run()
+    assert not planning.possible
+    assert planning.describe()["reason"] == NO_LIMITS
