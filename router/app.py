@@ -138,7 +138,12 @@ class Router:
             await asyncio.sleep(at_s - loop.time())
             queued = gateway.admission.waiting
             running = gateway.in_flight - queued
-            self.parts.observer.series.close(time.time(), queued=queued, running=running)
+            self.parts.observer.series.close(
+                time.time(),
+                queued=queued,
+                running=running,
+                last_turn=self.parts.gateway.workers.last_turn(),
+            )
 
     async def _wait_for_workers(self) -> None:
         """Wait until all workers of the list are connected, but at most ``start_limit_s``.

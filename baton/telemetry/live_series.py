@@ -39,6 +39,8 @@ class Sample:
     queued: int
     running: int
     handoffs: dict[str, int]  # first tokens per pair of workers: "worker-0>worker-1"
+    limited: dict[str, int]  # ended requests with latency limits: good, late, refused, failed
+    last_turn: int  # number of the last change of a worker's role
 
     def as_dict(self) -> dict[str, Any]:
         """Return the sample as a dict for JSON."""
@@ -81,6 +83,7 @@ class _Open:
     ended: int = 0
     failed: int = 0
     handoffs: Counter[str] = field(default_factory=Counter)
+    limited: Counter[str] = field(default_factory=Counter)
 
 
 class LiveSeries:
@@ -118,7 +121,11 @@ class LiveSeries:
         self._open.ended += 1
         self._open.failed += failed
 
-    def close(self, at_s: float, *, queued: int, running: int) -> Sample:
+    def ended_with_limits(self, outcome: str) -> None:
+        """Record what became of a request with latency limits."""
+        self._open.limited[outcome] += 1
+
+    def close(self, at_s: float, *, queued: int, running: int, last_turn: int = 0) -> Sample:
         """Close the interval at a Unix time, with the requests that wait and run; open the next."""
         now = self._open
         self._open = _Open()
@@ -142,6 +149,8 @@ class LiveSeries:
             queued=queued,
             running=running,
             handoffs=dict(now.handoffs),
+            limited=dict(now.limited),
+            last_turn=last_turn,
         )
         self._samples.append(sample)
         return sample

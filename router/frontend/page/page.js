@@ -7,10 +7,11 @@ const KEPT_SAMPLES = 600;
 const HANDOFF_SHOWN = 3; // samples during which an edge moves after a hand-off
 const SLOW_SHARE = 0.5; // of the median of its peers
 const SVG = "http://www.w3.org/2000/svg";
+const PLANNER_POLLS = 5; // polls from one question to the planner to the next
 const BLOCK_STATES = ["leased", "cached", "quarantined", "free"];
 
 const byId = (id) => document.getElementById(id);
-const state = { samples: [], order: "newest", plots: [], chat: null, failures: 0 };
+const state = { samples: [], order: "newest", plots: [], chat: null, failures: 0, polls: 0 };
 
 function element(name, { text, className, title } = {}, ...children) {
   const made = document.createElement(name);
@@ -63,6 +64,7 @@ async function poll() {
       takeSamples(series.value);
       showFleet(fleet.value, series.value.workers);
       showPlots();
+      if (state.polls++ % PLANNER_POLLS === 0 && hasLimits()) showPlanner();
     }
     showTrouble(refused);
   } finally {
@@ -104,7 +106,8 @@ function showFleet(fleet, rates) {
     for (const [edge, count] of Object.entries(sample.handoffs)) moving[edge] = (moving[edge] ?? 0) + count;
   }
   for (const role of ["prefill", "decode"]) {
-    const workers = fleet.workers.filter((worker) => worker.role === role);
+    const workers = fleet.workers.filter((worker) => worker.role === role)
+      .sort((a, b) => a.id.localeCompare(b.id, undefined, { numeric: true }));
     byId(role).replaceChildren(...workers.map((worker) => card(worker, rates, workers)));
   }
   byId("emulated").hidden = !fleet.emulated;
@@ -186,6 +189,38 @@ function drawEdges(workers, moving) {
 
 // --- plots -------------------------------------------------------------------------------------
 
+const sum = (counts) => Object.values(counts).reduce((total, count) => total + count, 0);
+const hasLimits = () => state.samples.some((sample) => sum(sample.limited));
+
+// A vertical line where workers changed their roles.
+function drawTurns(uplot) {
+  const { ctx, bbox } = uplot;
+  ctx.save();
+  ctx.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--soft").trim();
+  ctx.setLineDash([4, 4]);
+  state.samples.forEach((sample, place) => {
+    if (!place || sample.last_turn <= state.samples[place - 1].last_turn) return;
+    const x = uplot.valToPos(sample.at_s, "x", true);
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  });
+  ctx.restore();
+}
+
+async function showPlanner() {
+  let text = "";
+  try {
+    const planner = await get("fleet/planner");
+    const { decision, done } = planner.decisions[0] ?? {};
+    const what = decision?.type === "turn" ? `${decision.worker_id} ${done ? "became" : "would become"} a ${decision.role} worker: ` : "";
+    text = decision ? `Planner (${planner.mode}): ${what}${decision.reason}` : "";
+  } catch { /* a fleet without a controller, or a tenant's key */ }
+  byId("planner").textContent = text;
+  byId("planner").hidden = !text;
+}
+
 function makePlots() {
   for (const plot of state.plots) plot.uplot.destroy();
   const style = getComputedStyle(document.documentElement);
@@ -193,16 +228,18 @@ function makePlots() {
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 0.5 }, ticks: { show: false }, size: 46 };
   const clock = (_, times) => times.map((time) => new Date(time * 1000).toLocaleTimeString([], { hourCycle: "h23" }));
   const line = (label, name) => ({ label, stroke: colour(name), width: 1.5, points: { show: true, size: 3 } });
-  const make = (id, series, values, now) => {
+  const make = (id, series, values, now, hooks = {}) => {
     const options = {
       width: byId(id).clientWidth || 300, height: 150, legend: { show: false }, cursor: { show: false },
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
-      axes: [{ ...axis, size: 26, space: 90, values: clock }, axis], series: [{}, ...series],
+      axes: [{ ...axis, size: 26, space: 90, values: clock }, axis], series: [{}, ...series], hooks,
     };
     return { uplot: new uPlot(options, [[], ...series.map(() => [])], byId(id)), id, values, now };
   };
   const ms = (name) => (sample) => (sample[name] === null ? null : sample[name] * 1000);
   const rate = (name) => (sample) => sample[name] / sample.took_s;
+  const offered = (sample) => sum(sample.limited) / sample.took_s;
+  const good = (sample) => (sample.limited.good ?? 0) / sample.took_s;
   const latest = (name) => {
     const last = state.samples.findLast((sample) => sample[`${name}_p50_s`] !== null);
     return last ? `p50 ${seconds(last[`${name}_p50_s`])}, p99 ${seconds(last[`${name}_p99_s`])}` : "";
@@ -214,12 +251,24 @@ function makePlots() {
     make("rate", [line("output", "--leased"), line("prompt", "--moving")],
       [rate("generated_tokens"), rate("prompt_tokens")],
       () => `${rate("generated_tokens")(state.samples.at(-1)).toFixed(0)} output, ${rate("prompt_tokens")(state.samples.at(-1)).toFixed(0)} prompt`),
+    make("goodput", [line("all", "--moving"), line("good", "--leased")], [offered, good],
+      () => {
+        const limited = state.samples.slice(-60).filter((sample) => sum(sample.limited));
+        const all = limited.reduce((total, sample) => total + sum(sample.limited), 0);
+        const kept = limited.reduce((total, sample) => total + (sample.limited.good ?? 0), 0);
+        return all ? `good: ${((100 * kept) / all).toFixed(0)} % of the last minute` : "";
+      }, { draw: [drawTurns] }),
   ];
 }
 
 function showPlots() {
   if (!state.samples.length) return;
   const times = state.samples.map((sample) => sample.at_s);
+  const figure = byId("goodput-figure");
+  if (figure.hidden && hasLimits()) {
+    figure.hidden = false;
+    makePlots(); // its width is known now
+  }
   for (const plot of state.plots) {
     plot.uplot.setData([times, ...plot.values.map((value) => state.samples.map(value))]);
     byId(`${plot.id}-now`).textContent = plot.now();

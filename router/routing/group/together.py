@@ -52,14 +52,18 @@ def _second(samples: list[dict[str, Any]]) -> dict[str, Any]:
     if len(samples) == 1:
         return samples[0]
     handoffs: Counter[str] = Counter()
+    limited: Counter[str] = Counter()
     for sample in samples:
         handoffs.update(sample["handoffs"])
+        limited.update(sample.get("limited", {}))  # missing in the version before
     return {
         **samples[0],
         **{name: sum(sample[name] for sample in samples) for name in _COUNTED},
         **{name: _weighted_mean(samples, name) for name in ("ttft_p50_s", "itl_p50_s")},
         **{name: _maximum(samples, name) for name in ("ttft_p99_s", "itl_p99_s")},
         "handoffs": dict(handoffs),
+        "limited": dict(limited),
+        "last_turn": max(sample.get("last_turn", 0) for sample in samples),
     }
 
 

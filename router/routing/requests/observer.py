@@ -187,6 +187,7 @@ class Observer:
 
     def _slo(self, active: ActiveRequest, ended: str) -> None:
         self.metrics.inc("baton_slo_requests", outcome=ended)
+        self.series.ended_with_limits(ended)
         if ended == "late":
             computed = active.record.prompt_tokens - active.record.cached_tokens
             self.metrics.inc("baton_slo_wasted_prompt_tokens", computed)

@@ -2,9 +2,10 @@
 
 import re
 
+import msgspec
 import pytest
 
-from baton.config.clients import ApiKeyConfig
+from baton.config.clients import ApiKeyConfig, SloConfig
 from tests.router.emulated_worker import Script
 from tests.router.page.chromium import CHROMIUM, chromium
 
@@ -93,6 +94,31 @@ async def test_fleet_requests_explanation_and_chat(make_fleet, tab, tmp_path):
     # Nor while a plot still has the width that the window had.
     await tab.js("state.plots[0].uplot.setSize({ width: 800, height: 150 })")
     assert await tab.js("document.documentElement.scrollWidth") <= 390
+
+
+@needs_browser
+async def test_a_fleet_with_latency_limits_shows_its_goodput_and_the_changes_of_roles(
+    make_fleet, tab
+):
+    names = ("decode-0", "decode-2", "decode-10")
+    fleet = await make_fleet(dict.fromkeys(names), slo=SloConfig(ttft_s=5, itl_s=1))
+    await tab.show_as(1280, 900, "light")
+    await tab.go(fleet.url)
+    await tab.until("document.querySelectorAll('#decode .worker').length === 3")
+    shown = await tab.js("[...document.querySelectorAll('.worker')].map(w => w.dataset.worker)")
+    assert shown == list(names), "10 comes after 2"
+    assert await tab.js("byId('goodput-figure').hidden"), "no request had limits yet"
+    await fleet.chat()
+    record = fleet.router.gateway.workers.get("decode-0").record
+    fleet.directory.put(msgspec.structs.replace(record, role="prefill", turn=1))
+    await tab.until("!byId('goodput-figure').hidden")
+    await tab.until("byId('goodput-now').textContent === 'good: 100 % of the last minute'")
+    await tab.until("state.samples.at(-1).last_turn === 1")
+    await tab.until("document.querySelectorAll('#prefill .worker').length === 1")
+    assert await tab.js("state.plots[3].uplot.data[2].some(value => value > 0)")
+    await tab.show_as(390, 800, "dark")
+    assert await tab.js("document.documentElement.scrollWidth") <= 390
+    tab.problems.clear()  # this fleet has no controller to ask for its plans
 
 
 @needs_browser
