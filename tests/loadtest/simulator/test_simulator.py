@@ -386,6 +386,39 @@ def test_requests_run_through_turns_and_deaths():
     assert_nothing_is_left(simulation)
 
 
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    requests,
+    st.sampled_from(["disaggregated", "auto"]),
+    st.sampled_from([0.0, 4.0]),
+    st.lists(
+        st.tuples(st.floats(0, 9), st.integers(0, 4), st.sampled_from(["prefill", "decode"])),
+        max_size=12,
+    ),
+)
+def test_whatever_turns_every_request_ends_once_and_no_block_is_lost(trace, mode, mtbf_s, turns):
+    """Also when no worker of a role is left, which the planner never does."""
+    setup = replace(
+        EQUAL,
+        prefill_workers=3,
+        mode=mode,
+        mtbf_s=mtbf_s,
+        repair_s=2.0,
+        prefill_kv_tokens=16 * 512,
+        decode_kv_tokens=16 * 512,
+        check_every_step=True,
+    )
+    simulation = Simulation(setup, trace)
+    for at_s, number, role in turns:
+        turn = partial(simulation.turn, f"worker-{number}", role)
+        simulation.clock.at(round(at_s * 1e9), turn)
+    for record in simulation.run():
+        assert record.ends == 1, record
+        if not record.error:
+            assert record.tokens == record.answer_tokens, record
+    assert_nothing_is_left(simulation)
+
+
 def test_workers_with_pools_of_two_sizes_do_not_turn():
     with pytest.raises(ValueError, match="pools of one size"):
         Simulation(SMALL, read_trace(SAMPLE, 1)).turn("worker-0", "decode")
