@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import exp
 
 from baton.planner.state import PromptLine
-from baton.registry.work_demand import PromptSum, WorkDemand
+from baton.registry.types import PromptSum, WorkDemand
 
 MEMORY_S = 30.0
 """Time in which the weight of what was observed falls to 1 / e."""
@@ -16,7 +16,7 @@ MEMORY_S = 30.0
 MEMORY_REQUESTS = 400.0
 """The same in requests: with many of them, less time is enough."""
 
-_PRIOR_ANSWERS = 8.0  # in the mean length of responses, until there are enough
+_PRIOR_RESPONSES = 8.0  # in the mean length of responses, until there are enough
 _PRIOR_TOKENS = 256.0
 
 
@@ -51,8 +51,8 @@ class DemandWindow:
         self.arrived = _Prompts()
         self.placed = _Prompts()
         self.uncached = _Prompts()
-        self.answers = 0.0
-        self.answer_tokens = 0.0
+        self.responses = 0.0
+        self.output_tokens = 0.0
         self.span_s = 0.0  # weight of the observed time
 
     def observe(self, demands: Mapping[str, WorkDemand], now_ns: int) -> None:
@@ -79,26 +79,26 @@ class DemandWindow:
         kept = exp(-seconds / MEMORY_S - arrived / MEMORY_REQUESTS)
         for prompts in (self.arrived, self.placed, self.uncached):
             prompts.decay(kept)
-        self.answers *= kept
-        self.answer_tokens *= kept
+        self.responses *= kept
+        self.output_tokens *= kept
         self.span_s = self.span_s * kept + seconds
 
     def _add(self, now: WorkDemand, before: WorkDemand) -> None:
         self.arrived.add(now.arrived, before.arrived)
         self.placed.add(now.placed, before.placed)
         self.uncached.add(now.uncached, before.uncached)
-        self.answers += now.answers - before.answers
-        self.answer_tokens += now.answer_tokens - before.answer_tokens
+        self.responses += now.responses - before.responses
+        self.output_tokens += now.output_tokens - before.output_tokens
 
     def miss_share(self, line: PromptLine) -> float:
         """Return the share of prompts' time that is not saved by caches."""
         whole_s = self.placed.seconds(line)
         return self.uncached.seconds(line) / whole_s if whole_s else 1.0
 
-    def tokens_per_answer(self) -> float:
+    def tokens_per_response(self) -> float:
         """Return the mean length of responses, by the rate at which generating ones end.
 
         Tokens of those that still run count, so it grows with their age, long before they end.
         """
-        tokens = self.answer_tokens + _PRIOR_ANSWERS * _PRIOR_TOKENS
-        return tokens / (self.answers + _PRIOR_ANSWERS)
+        tokens = self.output_tokens + _PRIOR_RESPONSES * _PRIOR_TOKENS
+        return tokens / (self.responses + _PRIOR_RESPONSES)

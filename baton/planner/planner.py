@@ -7,8 +7,8 @@ Arrivals decide where to go: the time of their prompts and the length of their r
 flow of requests that each split serves. A turn is made when the present split misses or is about
 to, and the best one serves a tenth more. What waits and runs now may forbid a turn that takes a
 worker from a role in distress, and may order one that arrivals do not show yet. The decode workers'
-load is what arrives and what waits to be handed over, not only the streams of now: with these
-alone, the planner would take decode workers away while prompts wait, and want them back after.
+load is what arrives and what waits for prefill, not only the streams of now: with these alone, the
+planner would take decode workers away while prompts wait, and give them back after.
 
 There is no forecast.
 """
@@ -30,8 +30,7 @@ from baton.planner.state import (
     usual_decode_line,
     usual_prompt_line,
 )
-from baton.registry.types import Role
-from baton.registry.work_demand import PromptSum, WorkDemand
+from baton.registry.types import PromptSum, Role, WorkDemand
 
 PREFILL_SHARE = 0.85
 """Share of a prefill worker's time up to which its queue stays short."""
@@ -46,13 +45,13 @@ _MISSES = 0.9  # load of a role, in its workers, above which it is about to miss
 _HOLDS = 0.9  # load of a role that gives a worker away, after that
 _WAIT_ALARM = 0.5  # of the TTFT limit: prompts wait so long that prefill is in distress
 _WAIT_CALM = 0.15  # of the same: prefill may give a worker away
-_CLEAR_S = 30.0  # time in which prompts that wait should be handed over
+_CLEAR_S = 30.0  # time in which prompts that wait should be computed
 _LEAST_REQUESTS = 8.0
-_SURE_REQUESTS = 64.0  # whose mean prompt limits what is handed over; a few long ones mislead
+_SURE_REQUESTS = 64.0  # whose mean prompt limits the flow to decode; a few long ones mislead
 _AGREE_NS = 6_000_000_000  # for which looks have to agree, unless prompts wait long
 _TURNS_PER_WORKER = 2
 _TURNS_WITHIN_NS = 60_000_000_000
-_PENDING_NS = 10_000_000_000  # after which a turn that nobody has seen is given up
+_PENDING_NS = 10_000_000_000  # after which a turn without effect is given up
 
 
 class Planner:
@@ -138,9 +137,9 @@ class Planner:
         rate = count / window.span_s
         miss_share = window.miss_share(prompt_line)
         prompt_s = window.arrived.seconds(prompt_line) / count * miss_share
-        answer_tokens = window.tokens_per_answer()
-        context = window.arrived.tokens / count + answer_tokens / 2
-        flow = self._decode_flow(decode_line, context, answer_tokens)
+        output_tokens = window.tokens_per_response()
+        context = window.arrived.tokens / count + output_tokens / 2
+        flow = self._decode_flow(decode_line, context, output_tokens)
         if not flow:
             return (
                 f"a decode step takes {decode_line.step_s:g} s without any stream, more than "
@@ -153,7 +152,7 @@ class Planner:
             requests_per_s=round(rate, 4),
             prompt_s=round(prompt_s, 6),
             miss_share=round(miss_share, 4),
-            answer_tokens=round(answer_tokens, 1),
+            output_tokens=round(output_tokens, 1),
             prefill_need=round(rate * prompt_s / PREFILL_SHARE, 4),
             decode_need=round(rate / flow, 4),
             prefill_wait_s=round(self._waiting_s(prompt_line, miss_share) / prefill, 4),
@@ -164,11 +163,11 @@ class Planner:
     def _max_streams(self) -> int:
         return min(worker.max_streams for worker in self._workers)
 
-    def _decode_flow(self, line: DecodeLine, context: float, answer_tokens: float) -> float:
+    def _decode_flow(self, line: DecodeLine, context: float, output_tokens: float) -> float:
         """Return the requests per second that one decode worker generates within the limit."""
         limit_s = DECODE_SHARE * self._limits.itl_s
         rows = min(line.rows_within(limit_s, context), self._max_streams)
-        return rows / limit_s / answer_tokens
+        return rows / limit_s / output_tokens
 
     def _waiting_s(self, line: PromptLine, miss_share: float) -> float:
         total_s = 0.0
@@ -221,7 +220,7 @@ class Planner:
     def _decode_load_after(self, figures: Figures) -> float:
         """Return the load of decode with one worker fewer, and prefill with one more.
 
-        Prompts that wait are handed over as fast as prefill computes them then.
+        Prompts that wait become streams as fast as prefill computes them then.
         """
         left = figures.decode - 1
         if not left:

@@ -71,7 +71,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         requests_per_s: Requests that arrive per second.
         prompt_s: Time to compute the uncached part of a prompt.
         miss_share: Uncached part of the time of whole prompts.
-        answer_tokens: Expected tokens of a response.
+        output_tokens: Expected tokens of a response.
         prefill_need: Prefill workers that compute what arrives, at ``PREFILL_SHARE`` of their time.
         decode_need: Decode workers that generate what arrives, at ``DECODE_SHARE`` of the limit.
         prefill_wait_s: Time to compute the prompts that wait, by all prefill workers.
@@ -84,7 +84,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float
     prompt_s: float
     miss_share: float
-    answer_tokens: float
+    output_tokens: float
     prefill_need: float
     decode_need: float
     prefill_wait_s: float

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from baton.registry.redis_store import Registry
-from baton.registry.work_demand import WorkDemand
+from baton.registry.types import WorkDemand
 
 _TTL_MS = 60_000
 

@@ -1,4 +1,4 @@
-"""Data in the registry: worker records, KV events, snapshots.
+"""Data in the registry: worker records, KV events, snapshots, work of routers.
 
 Does no I/O, so that the router's prefix index and the tests can use it without Redis.
 """
@@ -104,6 +104,40 @@ class Refreshed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FeedItem = Snapshot | EventBatch | Heartbeat | Forget
+
+
+class PromptSum(msgspec.Struct, frozen=True, array_like=True):
+    """Sum over prompts. ``context`` is the number of tokens before each token, added up."""
+
+    count: int = 0
+    tokens: int = 0
+    context: int = 0
+
+
+class WorkDemand(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of one router: sums since its start, and those that wait or run now.
+
+    Attributes:
+        arrived: Prompts of all requests, also of those that are refused.
+        placed: Prompts of placed requests.
+        uncached: The part of these that workers had to compute.
+        responses: Responses that have ended.
+        output_tokens: Tokens of all responses, also of those that have not ended.
+        waiting: Prompts that are not placed yet.
+        computing: Uncached part of prompts that are placed and have yielded no token.
+        streams: Sequences that generate.
+        stream_tokens: Tokens in the contexts of these.
+    """
+
+    arrived: PromptSum = PromptSum()
+    placed: PromptSum = PromptSum()
+    uncached: PromptSum = PromptSum()
+    responses: int = 0
+    output_tokens: int = 0
+    waiting: PromptSum = PromptSum()
+    computing: PromptSum = PromptSum()
+    streams: int = 0
+    stream_tokens: int = 0
 
 
 @lru_cache(maxsize=16_384)

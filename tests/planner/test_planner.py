@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.planner.planner import Planner
 from baton.planner.state import DecodeLine, Limits, Nothing, PromptLine, Turn, WorkerState
-from baton.registry.work_demand import PromptSum, WorkDemand
+from baton.registry.types import PromptSum, WorkDemand
 from baton.types.geometry import context_tokens
 from tests.soak import examples
 
@@ -44,14 +44,14 @@ class World:
         """
         before, count = self.demand, 20 if prefill else 0
         length = round(prefill / 10 / PROMPT_LINE.token_s)
-        told = {"answers": count, "answer_tokens": round(decode * FLOW * 2)} | now
+        told = {"responses": count, "output_tokens": round(decode * FLOW * 2)} | now
         prompts = PromptSum(count, count * length, count * context_tokens(0, length))
         self.demand = WorkDemand(
             arrived=add(before.arrived, prompts),
             placed=add(before.placed, prompts),
             uncached=add(before.uncached, prompts),
-            answers=before.answers + told.pop("answers"),
-            answer_tokens=before.answer_tokens + told.pop("answer_tokens"),
+            responses=before.responses + told.pop("responses"),
+            output_tokens=before.output_tokens + told.pop("output_tokens"),
             **told,
         )
         self.planner.observe({"router": self.demand}, self.fleet, self.now_ns)
@@ -145,9 +145,9 @@ def test_responses_are_known_to_be_long_before_the_first_of_them_ends():
     world = World(workers(6, 2))
     world.looks(20, 2.0, 1.2)
     assert not world.turns
-    found = world.looks(30, 2.0, 1.7, answers=3)
+    found = world.looks(30, 2.0, 1.7, responses=3)
     assert world.split[1] > 2
-    assert found[-1].figures.answer_tokens > 3 * world.decisions[19].figures.answer_tokens
+    assert found[-1].figures.output_tokens > 3 * world.decisions[19].figures.output_tokens
 
 
 def test_no_split_holds_twice_the_load_but_the_best_is_taken():
@@ -180,7 +180,7 @@ def test_streams_keep_their_workers_and_alarm():
     assert world.split == (4, 4), "arrivals alone would turn nothing"
 
 
-def test_a_backlog_is_not_handed_over_to_too_few_decode_workers():
+def test_a_backlog_does_not_come_to_too_few_decode_workers():
     """What waits comes to the decode workers as fast as prefill computes it."""
     world = World(workers(6, 2))
     world.looks(20, 4.8, 0.65, **waiting(6 * 12.0))

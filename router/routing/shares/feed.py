@@ -8,7 +8,7 @@ from typing import Protocol
 
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import RouterDemand, TenantDemand
-from baton.registry.work_demand import WorkDemand
+from baton.registry.types import WorkDemand
 from baton.telemetry.tasks import BackgroundTasks
 from router.routing.shares.shares import Shares
 

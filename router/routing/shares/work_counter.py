@@ -7,7 +7,7 @@ A few additions per request and per received run of tokens.
 
 from dataclasses import dataclass
 
-from baton.registry.work_demand import PromptSum, WorkDemand
+from baton.registry.types import PromptSum, WorkDemand
 from baton.types.geometry import context_tokens
 
 
@@ -45,8 +45,8 @@ class WorkCounter:
         self._uncached = _Sum()
         self._waiting = _Sum()
         self._computing = _Sum()
-        self._answers = 0
-        self._answer_tokens = 0
+        self._responses = 0
+        self._output_tokens = 0
         self._streams = 0
         self._stream_tokens = 0
 
@@ -81,7 +81,7 @@ class WorkCounter:
             self._streams += request.choices
             self._stream_tokens += request.choices * request.prompt_tokens
         request.generated += tokens
-        self._answer_tokens += tokens
+        self._output_tokens += tokens
         self._stream_tokens += tokens
 
     def ended(self, request_id: str, *, served: bool) -> None:
@@ -97,7 +97,7 @@ class WorkCounter:
         else:
             self._computing.add(request.prompt_tokens, request.uncached, -1)
         if served or request.generated:
-            self._answers += 1
+            self._responses += 1
 
     def demand(self) -> WorkDemand:
         """Return the demand until now."""
@@ -105,8 +105,8 @@ class WorkCounter:
             arrived=self._arrived.told(),
             placed=self._placed.told(),
             uncached=self._uncached.told(),
-            answers=self._answers,
-            answer_tokens=self._answer_tokens,
+            responses=self._responses,
+            output_tokens=self._output_tokens,
             waiting=self._waiting.told(),
             computing=self._computing.told(),
             streams=self._streams,

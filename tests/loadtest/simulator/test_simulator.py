@@ -400,6 +400,126 @@ def test_requests_run_through_turns_and_deaths():
     assert_nothing_is_left(simulation)
 
 
+@settings(max_examples=examples(15), deadline=None)
+@given(
+    requests,
+    st.sampled_from(["disaggregated", "auto"]),
+    st.sampled_from([0.0, 4.0]),
+    st.lists(
+        st.tuples(st.floats(0, 9), st.integers(0, 4), st.sampled_from(["prefill", "decode"])),
+        max_size=12,
+    ),
+)
+def test_whatever_turns_every_request_ends_once_and_no_block_is_lost(trace, mode, mtbf_s, turns):
+    """Also when no worker of a role is left, which the planner never does."""
+    setup = replace(
+        EQUAL,
+        prefill_workers=3,
+        mode=mode,
+        mtbf_s=mtbf_s,
+        repair_s=2.0,
+        prefill_kv_tokens=16 * 512,
+        decode_kv_tokens=16 * 512,
+        check_every_step=True,
+    )
+    simulation = Simulation(setup, trace)
+    for at_s, number, role in turns:
+        turn = partial(simulation.turn, f"worker-{number}", role)
+        simulation.clock.at(round(at_s * 1e9), turn)
+    for record in simulation.run():
+        assert record.ends == 1, record
+        if not record.error:
+            assert record.tokens == record.answer_tokens, record
+    assert_nothing_is_left(simulation)
+
+
 def test_workers_with_pools_of_two_sizes_do_not_turn():
     with pytest.raises(ValueError, match="pools of one size"):
         Simulation(SMALL, read_trace(SAMPLE, 1)).turn("worker-0", "decode")
+
+
+STRICT = RequestSlo(ttft_s=3.0, itl_s=0.03)
+
+
+def changing_mix(phase_s: int) -> list[TraceRequest]:
+    """Long prompts, for which three of four workers have to prefill; then long responses."""
+    prompts = [TraceRequest(n / 2.2, 6000, 60) for n in range(round(2.2 * phase_s))]
+    responses = [TraceRequest(phase_s + n / 10, 500, 600) for n in range(10 * phase_s)]
+    return prompts + responses
+
+
+def planned(trace, prefill: int, plan: str, gate: bool = False, **more) -> Simulation:
+    setup = replace(EQUAL, prefill_workers=prefill, plan=plan, slo=STRICT, spread_s=0.5)
+    simulation = Simulation(replace(setup, max_batch_requests=128, **more), trace)
+    if not gate:
+        for record in simulation.records:
+            record.request = replace(record.request, slo=None)
+    simulation.run()
+    assert all(record.ends == 1 for record in simulation.records)
+    assert_nothing_is_left(simulation)
+    return simulation
+
+
+def good_share(simulation: Simulation) -> float:
+    return goodput(simulation.records, simulation.setup, STRICT).good_share
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_planner_follows_a_mix_that_no_fixed_split_serves():
+    trace = changing_mix(120)
+    fixed = [good_share(planned(trace, n, "fixed", decode_workers=4 - n)) for n in (2, 3)]
+    assert max(fixed) < 0.75
+    for start in (1, 2, 3):
+        simulation = planned(trace, start, "auto", decode_workers=4 - start)
+        assert good_share(simulation) > 0.98
+        assert simulation.turns == 4 - start
+        prefill = sum(role == "prefill" for role in simulation.roles.values())
+        assert prefill == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_planner_leaves_a_steady_mix_alone_and_finds_its_split_under_overload():
+    trace = [TraceRequest(n / 2.2, 6000, 60) for n in range(660)]
+    steady = planned(trace, 1, "auto", decode_workers=3)
+    assert good_share(steady) > 0.95
+    assert steady.turns == 2
+    right = goodput(steady.records, steady.setup, STRICT)
+    over = planned(trace, 1, "auto", gate=True, decode_workers=3, speed=1.5)
+    late = [record for record in over.records if record.request.arrived_ns > 60e9]
+    found = goodput(late, over.setup, STRICT)
+    assert found.good_per_s >= 0.9 * right.good_per_s
+    last = over.planner.decisions[-1].decision
+    assert last.figures.prefill == 3
+    reasons = {decided.decision.reason for decided in over.planner.decisions}
+    assert any("no split of 4 workers holds the load" in reason for reason in reasons)
+
+
+def test_the_planner_turns_a_worker_and_the_report_has_every_decision():
+    trace = [TraceRequest(n / 2.0, 6000, 20) for n in range(40)]
+    simulation = planned(trace, 1, "auto", decode_workers=3)
+    assert simulation.turns >= 1
+    content = msgspec.json.decode(as_json(simulation, figures(simulation, trace, Slo()), Slo()))
+    turns = [one for one in content["decisions"] if one["decision"]["type"] == "turn"]
+    assert content["figures"]["goodput"]["turns"] == len(turns) == simulation.turns
+    assert turns[0]["decision"]["role"] == "prefill"
+    assert turns[0]["decision"]["figures"]["prefill"] == 1
+    quiet = [one for one in content["decisions"] if one["decision"]["type"] == "nothing"]
+    assert all(one["decision"]["reason"] for one in quiet)
+
+
+def test_the_planner_needs_limits_and_pools_of_one_size(tmp_path):
+    arguments = ["simulate", str(SAMPLE), "--limit", "20", "--prefill", "1", "--decode", "3"]
+    shown = CliRunner().invoke(app, [*arguments, "--plan", "auto"])
+    assert shown.exit_code == 2
+    assert "--slo-ttft-s" in shown.output
+    limits = ["--slo-ttft-s", "3", "--slo-itl-s", "0.03"]
+    shown = CliRunner().invoke(app, [*arguments, "--plan", "auto", *limits])
+    assert shown.exit_code == 2
+    assert "pools" in shown.output
+    pools = ["--prefill-kv-tokens", "1048576", "--decode-kv-tokens", "1048576"]
+    arguments = [*arguments, "--plan", "auto", *limits, *pools]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert "turns, simulated" in shown.output

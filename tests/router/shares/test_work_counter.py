@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemand, RouterDemands
-from baton.registry.work_demand import PromptSum, WorkDemand
+from baton.registry.types import PromptSum, WorkDemand
 from baton.types.geometry import context_tokens
 from router.routing.shares.work_counter import WorkCounter
 
@@ -26,9 +26,9 @@ def test_a_request_is_counted_where_it_is():
     assert counter.demand() == WorkDemand(**placed, computing=rest)
     counter.generated("a", 1)
     counter.generated("a", 9)
-    assert counter.demand() == WorkDemand(**placed, answer_tokens=10, streams=1, stream_tokens=1010)
+    assert counter.demand() == WorkDemand(**placed, output_tokens=10, streams=1, stream_tokens=1010)
     counter.ended("a", served=True)
-    assert counter.demand() == WorkDemand(**placed, answers=1, answer_tokens=10)
+    assert counter.demand() == WorkDemand(**placed, responses=1, output_tokens=10)
 
 
 def test_a_request_that_is_refused_arrived():
@@ -36,7 +36,7 @@ def test_a_request_that_is_refused_arrived():
     counter.arrived("a", 1000)
     counter.ended("a", served=False)
     found = counter.demand()
-    assert (found.arrived.count, found.waiting, found.answers) == (1, NOTHING, 0)
+    assert (found.arrived.count, found.waiting, found.responses) == (1, NOTHING, 0)
 
 
 def test_choices_are_streams_and_a_second_placement_is_not_more_demand():
@@ -77,7 +77,7 @@ def test_when_all_have_ended_nothing_waits_or_runs(sequence):
         now = counter.demand()
         assert now.waiting.count + now.computing.count <= len(known)
         assert min(now.waiting.tokens, now.computing.tokens, now.streams, now.stream_tokens) >= 0
-        assert now.answers <= now.arrived.count == arrived
+        assert now.responses <= now.arrived.count == arrived
     for name in known:
         counter.ended(name, served=True)
     left = counter.demand()
@@ -98,14 +98,14 @@ async def test_a_router_reports_the_work_of_its_clients(make_fleet, redis_server
     for _ in range(100):
         told = await demands.exchange("test", RouterDemand(beat=1))
         found = [demand.work for demand in told.values()]
-        if found and found[0].answers:
+        if found and found[0].responses:
             break
         await asyncio.sleep(0.05)
     await registry.close()
     await other.close()
     (work,) = found
-    assert work.arrived.count == work.placed.count == work.answers == 1
+    assert work.arrived.count == work.placed.count == work.responses == 1
     assert work.arrived.tokens == usage["prompt_tokens"]
     assert work.uncached.tokens <= work.arrived.tokens
-    assert work.answer_tokens == usage["completion_tokens"]
+    assert work.output_tokens == usage["completion_tokens"]
     assert work.waiting == work.computing == NOTHING
