@@ -7,8 +7,7 @@ import pytest
 from baton.config.clients import SloConfig
 from baton.planner.state import Decision, Figures, Nothing, Turn, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.registry.router_demands import RouterDemand
-from baton.registry.work_demand import WorkDemand
+from baton.registry.router_demands import RouterDemand, WorkDemand
 from fleet.pools.roles.planning import NO_LIMITS, RolePlanning
 
 FIGURES = Figures(
@@ -18,7 +17,7 @@ FIGURES = Figures(
     requests_per_s=2.0,
     prompt_s=0.5,
     miss_share=1.0,
-    answer_tokens=20.0,
+    output_tokens=20.0,
     prefill_need=1.5,
     decode_need=0.5,
     prefill_wait_s=1.0,
