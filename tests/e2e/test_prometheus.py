@@ -120,9 +120,9 @@ def load(shared: Fleet, prometheus: Prometheus) -> None:
 
 def test_every_process_is_found_and_answers(shared: Fleet, prometheus: Prometheus, load) -> None:
     told = {target["labels"].get("worker", "router"): target for target in prometheus.targets()}
-    assert sorted(told) == ["router", "worker-0", "worker-1", "worker-2"]
+    assert sorted(told) == ["decode-0", "prefill-0", "prefill-1", "router"]
     assert {target["labels"]["fleet"] for target in told.values()} == {"e2e"}
-    assert told["worker-1"]["labels"]["role"] == "prefill"
+    assert told["prefill-1"]["labels"]["role"] == "prefill"
     assert prometheus.value("sum(up)") == 4
     assert prometheus.value("max(scrape_samples_post_metric_relabeling)") < 5000
 
@@ -196,7 +196,7 @@ def test_a_planted_slow_prefill_worker_is_found_in_three_ways(
     shared: Fleet, prometheus: Prometheus, load: None
 ) -> None:
     """By the explanation of its requests, by what the page marks, by the dashboards' query."""
-    slow, answers = "worker-1", []
+    slow, answers = "prefill-1", []
     began_s = time.monotonic()
     with slowed(shared.workers[slow].record.pid):
         with (
@@ -225,15 +225,15 @@ def test_a_planted_slow_prefill_worker_is_found_in_three_ways(
         assert all(slow in story["why"]["sentence"] for story in named)
         blamed = [story for story in others if story["why"]["cause"] == "slow_prefill_worker"]
         assert blamed == [], "its peer is not blamed"
-        speed = {name: rates[name]["prefill_tokens_per_s"] for name in ("worker-0", slow)}
-        assert speed[slow] < 0.5 * speed["worker-0"], "what the page marks"
+        speed = {name: rates[name]["prefill_tokens_per_s"] for name in ("prefill-0", slow)}
+        assert speed[slow] < 0.5 * speed["prefill-0"], "what the page marks"
         time.sleep(2 * SCRAPE_S)
         latency = json.loads((FOLDER / "latency.json").read_text())
         [panel] = [p for p in latency["panels"] if "prefill time" in p["title"]]
         expression = panel["targets"][0]["expr"].replace("$fleet", "e2e")
         found = prometheus.query(expression.replace("$__rate_interval", "2m"))
         shown = {one["metric"]["worker"]: float(one["value"][1]) for one in found}
-        assert shown[slow] < 0.5 * shown["worker-0"], shown
+        assert shown[slow] < 0.5 * shown["prefill-0"], shown
     assert time.monotonic() - began_s < 60, "within a minute"
 
 
