@@ -109,17 +109,11 @@ _OVERVIEW = (
         'max by (role) (baton_workers{fleet="$fleet", state="ready"})',
         stacked=True,
     ),
-    Panel(
-        "Changes of roles",
+    _plot(
+        "Changes of roles since the start",
         "short",
-        (
-            ("changes", 'max(baton_role_turns{fleet="$fleet"})'),
-            (
-                "of the last hour",
-                'max(baton_role_turns{fleet="$fleet"})'
-                ' - max(baton_role_turns{fleet="$fleet"} offset 1h)',
-            ),
-        ),
+        "changes",
+        'max(baton_role_turns{fleet="$fleet"})',
     ),
     _plot(
         "Wasted prompt tokens per second",
