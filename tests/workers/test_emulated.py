@@ -39,6 +39,21 @@ async def test_one_process_a_worker_hands_over_and_keeps_the_time_of_its_model()
     assert took_s > least_s, "steps may not be shorter than the model says"
 
 
+async def test_a_decode_worker_reports_the_line_of_its_steps_and_the_tokens_in_them():
+    async with workers("prefill-0", "decode-0", emulated=MODEL) as (prefill, decode):
+        async with routed(decode) as router:
+            await router.submit("a", PROMPT, prefill, sampling={"max_tokens": 200})
+            await router.until(lambda: router.status.answering_context > len(PROMPT))
+            status = router.status
+            assert len(PROMPT) < status.answering_context <= len(PROMPT) + 200
+            line_s = status.decode_base_s + status.decode_row_s
+            predicted_s = line_s + status.decode_context_s * status.answering_context
+            true_s = EPYC_135M.step_s + EPYC_135M.answer_s + EPYC_135M.answer_context_s * 300
+            assert 0.9 * true_s < predicted_s < 4 * true_s, "a busy machine makes it longer"
+            await router.ended("a")
+            await router.baseline()
+
+
 async def test_a_prefix_is_pulled_from_another_worker():
     async with workers("decode-0", "decode-1", emulated=MODEL) as (a, b):
         async with routed(a) as router:

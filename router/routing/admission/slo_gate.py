@@ -50,12 +50,14 @@ class Prediction(NamedTuple):
         compute_s: Time to compute what is not cached of the prompt.
         streams: Responses that the decode worker will generate when it begins this one.
         step_s: Time of a decode step then.
+        begun: Requests that the decode worker has now, including prompts computed elsewhere.
     """
 
     wait_s: float
     compute_s: float
     streams: float
     step_s: float
+    begun: int = 0
 
 
 class Verdict(Enum):
@@ -126,6 +128,7 @@ class SloGate:
             compute_s=terms.compute_s,
             streams=streams,
             step_s=step_s,
+            begun=decode.streams,
         )
 
     def judge(
@@ -175,7 +178,8 @@ class SloGate:
 
     def _keeps_step(self, prediction: Prediction, slo: Slo) -> bool:
         step_s = prediction.step_s * self._step_ratios.value
-        has_room = prediction.streams + 1 <= self._max_streams
+        # A full decode worker lets the prompt wait, and until then prefill's load lacks it.
+        has_room = prediction.begun + 1 <= self._max_streams
         return has_room and step_s <= slo.itl_s
 
     def learn_wait(self, predicted_s: float, actual_s: float, prompt_tokens: int) -> None:

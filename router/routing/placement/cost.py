@@ -59,6 +59,15 @@ class DecodeLine(NamedTuple):
         """Return the time of a step; ``context`` are the tokens of all rows."""
         return self.step_s + rows * self.row_s + context * self.context_s
 
+    def beside(self, median_s: float) -> "DecodeLine":
+        """Return the line for the number of streams beside one more.
+
+        Without a fit it begins at the median step, and ``STEP_SHARE_PER_STREAM`` is assumed.
+        """
+        if any(self):
+            return self._replace(step_s=self.step_s + self.row_s)
+        return DecodeLine(median_s, median_s * STEP_SHARE_PER_STREAM)
+
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker as this router sees it, with the load that the router booked.
@@ -340,9 +349,12 @@ class _Work(NamedTuple):
 
     def answer(self, worker: WorkerLoad) -> _Answer:
         step_s = worker.decode_step_s
-        marginal_s = worker.decode_step_s * STEP_SHARE_PER_STREAM
-        decode_s = self.expected_tokens * (step_s + marginal_s * worker.streams)
-        slowdown_s = self.expected_tokens * marginal_s * worker.streams * self.choices
+        line = worker.decode_line.beside(step_s)
+        context = worker.answering_context + worker.coming_context
+        busy_s = worker.streams * line.row_s + context * line.context_s
+        own_s = line.step_s + self.prompt_tokens * line.context_s
+        decode_s = self.expected_tokens * (own_s + busy_s)
+        slowdown_s = self.expected_tokens * busy_s * self.choices
         blocks = -(
             -(self.prompt_tokens + self.choices * self.expected_tokens) // worker.block_tokens
         )
@@ -350,9 +362,11 @@ class _Work(NamedTuple):
         # Running responses free the whole pool in about one response's time: wait in proportion.
         room_s = lacking / max(worker.total_blocks, 1) * self.expected_tokens * step_s
         lacking_bytes = self._lacking_bytes(worker)
-        own_s = worker.adapter_s + room_s + decode_s + slowdown_s
+        answer_s = worker.adapter_s + room_s + decode_s + slowdown_s
         wire_s = lacking_bytes / worker.unmeasured_bytes_per_s * EXPOSED_SHARE
-        return _Answer(worker, lacking_bytes, room_s, decode_s, slowdown_s, own_s, own_s + wire_s)
+        return _Answer(
+            worker, lacking_bytes, room_s, decode_s, slowdown_s, answer_s, answer_s + wire_s
+        )
 
     def _lacking_bytes(self, worker: WorkerLoad) -> int:
         if not self.moves_kv:

@@ -28,7 +28,6 @@ from router.routing.placement.cost import (
     EXPOSED_SHARE,
     PAIRED_OF_A_ROLE,
     PREFILL_OVERHEAD_S,
-    STEP_SHARE_PER_STREAM,
 )
 from router.routing.placement.edges import ReportedEdges
 from router.routing.placement.worker_load import Rates, Report
@@ -68,6 +67,11 @@ class Row(ctypes.Structure):
         ("format", ctypes.c_double),
         ("is_decode", ctypes.c_double),
         ("unmeasured_bytes_per_s", ctypes.c_double),
+        ("base_s", ctypes.c_double),
+        ("row_s", ctypes.c_double),
+        ("row_context_s", ctypes.c_double),
+        ("answering_context", ctypes.c_double),
+        ("coming_context", ctypes.c_double),
     ]
 
 
@@ -83,7 +87,6 @@ class Prompt(ctypes.Structure):
         ("crowding_decode", ctypes.c_double),
         ("prefill_overhead_s", ctypes.c_double),
         ("edge_overhead_s", ctypes.c_double),
-        ("step_share", ctypes.c_double),
         ("exposed_share", ctypes.c_double),
         ("pull_overhead_s", ctypes.c_double),
         ("sources", ctypes.c_double),
@@ -102,7 +105,6 @@ class PricingBuffers:
         self.prompt = Prompt(
             prefill_overhead_s=PREFILL_OVERHEAD_S,
             edge_overhead_s=EDGE_OVERHEAD_S,
-            step_share=STEP_SHARE_PER_STREAM,
             exposed_share=EXPOSED_SHARE,
             pull_overhead_s=PULL_OVERHEAD_S,
         )
@@ -111,7 +113,7 @@ class PricingBuffers:
             "rows": ctypes.addressof(self.rows),
             "prompt": ctypes.addressof(self.prompt),
         }
-        self._add("booked", (workers, 3))
+        self._add("booked", (workers, 4))
         self._add("cached", (workers,))
         self._add("tiers", (workers, 2))  # blocks, and the time to bring them back
         self._add("pulls", (workers, 1 + MAX_SOURCES))  # whether measured, bytes/s per source
@@ -162,6 +164,8 @@ class Pricing:
             self._buffers.make_formats(number + 1)
             self._rate_cells = self._buffers.cells("rates")
         line = rates.prompt_line(role, report)
+        step_s = report.decode_step_s or rates.decode_step_s
+        decode_line = report.decode_line.beside(step_s)
         streams = report.streams
         self._names[index] = worker_id
         self._edges[index] = report.edges_bytes_per_s
@@ -174,12 +178,17 @@ class Pricing:
             total_blocks=report.total_blocks,
             token_s=rates.token_s(role, report),
             context_s=line.context_s,
-            step_s=report.decode_step_s or rates.decode_step_s,
+            step_s=step_s,
             block_bytes=report.block_bytes,
             block_tokens=report.block_tokens,
             format=number,
             is_decode=role == "decode",
             unmeasured_bytes_per_s=rates.edge_bytes_per_s,
+            base_s=decode_line.step_s,
+            row_s=decode_line.row_s,
+            row_context_s=decode_line.context_s,
+            answering_context=report.answering_context,
+            coming_context=report.coming_context,
         )
 
     @property
@@ -193,8 +202,8 @@ class Pricing:
     def book(self, index: int, load: Unreported) -> None:
         """Write the load of a worker that its report does not show."""
         cells = self._booked_cells
-        at = 3 * index
-        cells[at], cells[at + 1], cells[at + 2] = load[:3]
+        at = 4 * index
+        cells[at], cells[at + 1], cells[at + 2], cells[at + 3] = load
 
     def cheapest(
         self,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.routing.placement.cost import Candidate, Terms, WorkerLoad, price
+from router.routing.placement.cost import Candidate, DecodeLine, Terms, WorkerLoad, price
 
 REPRICED_CANDIDATES = 12
 """Number of cheapest candidates that are priced again at each request's end, in the event loop."""
@@ -58,6 +58,7 @@ class FittedRates(NamedTuple):
     decode_step_s: float
     prefill_token_s: float = 0.0
     prefill_context_s: float = 0.0
+    decode_line: DecodeLine = DecodeLine()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,9 @@ def _refit(worker: WorkerLoad, fitted: Callable[[str], FittedRates | None]) -> W
             prefill_context_s=rates.prefill_context_s,
         )
     return msgspec.structs.replace(
-        worker, decode_step_s=rates.decode_step_s or worker.decode_step_s
+        worker,
+        decode_step_s=rates.decode_step_s or worker.decode_step_s,
+        decode_line=rates.decode_line if any(rates.decode_line) else worker.decode_line,
     )
 
 

@@ -210,9 +210,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             prefill_tokens_per_s=status.prefill_tokens_per_s,
             prompt_line=PromptLine.fitted(status.prefill_token_s, status.prefill_context_s),
             decode_step_s=status.decode_step_s,
-            decode_line=DecodeLine(
-                status.decode_base_s, status.decode_row_s, status.decode_context_s
-            ),
+            decode_line=_decode_line(status),
             answering_context=status.answering_context,
             coming_context=status.coming_context,
             adapters=frozenset(status.adapters),
@@ -226,6 +224,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
                 for tier in status.kv_tiers
             },
         )
+
+
+def _decode_line(status: WorkerStatus) -> DecodeLine:
+    return DecodeLine(status.decode_base_s, status.decode_row_s, status.decode_context_s)
 
 
 def _block_shape(capabilities: Capabilities) -> tuple[int, int, str]:
@@ -392,4 +394,5 @@ def fitted_rates(slot: Slot | None) -> FittedRates | None:
         status.decode_step_s,
         status.prefill_token_s,
         status.prefill_context_s,
+        _decode_line(status),
     )

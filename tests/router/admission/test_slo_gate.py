@@ -49,8 +49,9 @@ def test_slow_steps_and_full_batches_make_it_wait():
     assert judge(gate, "slow", prediction(step_s=0.051, streams=2)) is Verdict.WAIT
     assert judge(gate, "slow", prediction(step_s=0.051, streams=2)) is Verdict.WAIT, "still slow"
     assert judge(gate, "slow", prediction(step_s=0.049, streams=2)) is Verdict.PLACE
-    assert judge(gate, "full", prediction(streams=63.5)) is Verdict.WAIT
-    assert judge(gate, "fits", prediction(streams=62.5)) is Verdict.PLACE
+    full = prediction(streams=40.0)._replace(begun=64)
+    assert judge(gate, "full", full) is Verdict.WAIT, "though most have ended when it begins"
+    assert judge(gate, "fits", full._replace(begun=63)) is Verdict.PLACE
 
 
 def test_a_tenant_with_more_than_its_share_is_late_first():
@@ -142,7 +143,7 @@ def test_streams_are_those_that_will_run_when_the_prompt_is_done(answering, comi
     chosen = price(prefill=prefill, decode=decode, prompt_tokens=1000, expected_tokens=100)
     gate = SloGate(64, 256)
     found = gate.predict(chosen, 1000, answer_tokens=100)
-    assert 0 <= found.streams <= answering + coming
+    assert 0 <= found.streams <= answering + coming == found.begun
     assert abs(found.wait_s - prefill.queue_s) < 1e-9
     now = gate.predict(
         price(

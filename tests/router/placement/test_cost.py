@@ -413,6 +413,27 @@ def test_who_has_not_measured_is_expected_to_be_like_its_peers():
     assert alone.prefill_tokens_per_s == PRIOR_PREFILL_TOKENS_PER_S
 
 
+@pytest.mark.parametrize("prompt_tokens", [100, 100_000])
+def test_responses_go_where_steps_are_shorter_whatever_their_prompt(prompt_tokens):
+    """By what a prompt adds to others, long ones would go where few streams run, and stay there."""
+    line = DecodeLine(0.015, 5e-5, 7e-8)
+    few = worker("decode-0", streams=10, decode_line=line, answering_context=300_000)
+    many = worker("decode-1", streams=30, decode_line=line, answering_context=200_000)
+    prefill = worker("prefill-0")
+    best = candidates(
+        [prefill, few, many],
+        mode="disaggregated",
+        prompt_tokens=prompt_tokens,
+        expected_tokens=300,
+    )[0]
+    assert best.decode.worker_id == "decode-1"
+    busy_s = 30 * 5e-5 + 200_000 * 7e-8
+    assert best.terms.decode_s == pytest.approx(
+        300 * (0.015 + 5e-5 + busy_s + prompt_tokens * 7e-8)
+    )
+    assert best.terms.slowdown_s == pytest.approx(300 * busy_s)
+
+
 def test_contexts_of_streams_are_reported_and_what_was_booked_since():
     status = WorkerStatus(
         running=5,

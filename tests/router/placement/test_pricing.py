@@ -40,6 +40,11 @@ def drawn(seed: int):
             status.ClearField("answering")
         if draw.random() < 0.3:
             status.prefill_tokens_per_s = status.prefill_token_s = status.decode_step_s = 0
+        if draw.random() < 0.7:
+            status.decode_base_s, status.decode_row_s = draw.uniform(0, 0.02), draw.uniform(0, 1e-3)
+            status.decode_context_s = draw.uniform(0, 1e-6)
+            status.answering_context = draw.randrange(2000)
+            status.coming_context = draw.randrange(10**6)
         status.kv_blocks.free, status.kv_blocks.cached = draw.randrange(60), draw.randrange(60)
         status.queued_prompt_context = draw.randrange(10**6)
         status.identity.host = draw.choice(("here", "there"))
@@ -59,7 +64,11 @@ def drawn(seed: int):
                 index.apply(EventBatch(incarnation=name, sequence=1, stored=stored))
         if draw.random() < 0.5:
             tokens, streams = draw.randrange(500), draw.randrange(3)
-            book.book(slot.worker_id, slot.worker_id, tokens=tokens, streams=streams, now_ns=0)
+            figures = {"tokens": tokens, "streams": streams, "stream_tokens": 900 * streams}
+            book.book(slot.worker_id, slot.worker_id, **figures, now_ns=0)
+            if draw.random() < 0.3:  # reported, and then it ends
+                book.reported(slot.worker_id, 10**9)
+                book.release(slot.worker_id, 2 * 10**9)
     return draw, slots, index.prefixes(hashes, 0), book, index, hashes
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as with_load
 
-from router.routing.placement.cost import WorkerLoad, candidates
+from router.routing.placement.cost import DecodeLine, WorkerLoad, candidates
 from router.routing.placement.regret import Allowance, FittedRates, Measured, regret
 
 FORMAT = {"format_id": "f", "block_bytes": 1000}
@@ -54,6 +54,22 @@ def test_a_worker_that_turned_out_slow_is_regretted_by_what_the_other_would_have
     assert found.best.computes.worker_id == "prefill-1"
     assert found.seconds == pytest.approx(4.0, abs=0.05)
     assert found.chosen_s - found.best_s == found.seconds
+
+
+def test_a_decode_worker_that_turned_out_slow_is_regretted_by_its_line() -> None:
+    line = DecodeLine(0.02, 1e-4, 1e-7)
+    loads = [
+        with_load(DECODE, worker_id=f"decode-{number}", decode_line=line) for number in range(2)
+    ]
+    placements = compared(QUICK, *loads)
+    chosen = next(c for c in placements if c.decode.worker_id == "decode-0")
+    slow = {"decode-0": FittedRates(0, 0.0, decode_line=DecodeLine(0.05, 1e-4, 1e-7))}
+    expected_s = chosen.terms.decode_s
+    late = as_predicted(chosen, decode_s=expected_s + 128 * 0.03, answer_tokens=128)
+    assert told(chosen, placements, late, slow).seconds == pytest.approx(128 * 0.03)
+    other = {"decode-1": FittedRates(0, 0.0, decode_line=DecodeLine(0.01, 1e-4, 1e-7))}
+    same = as_predicted(chosen, answer_tokens=128)
+    assert told(chosen, placements, same, other).seconds == pytest.approx(128 * 0.01)
 
 
 def test_what_all_candidates_share_is_nobodys_fault() -> None:

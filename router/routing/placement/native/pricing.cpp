@@ -18,13 +18,15 @@ struct BatonRow {
   double room_blocks, total_blocks, token_s, context_s;
   double step_s, block_bytes, block_tokens, format;
   double is_decode, unmeasured_bytes_per_s;
+  double base_s, row_s, row_context_s;  // of a decode step: DecodeLine
+  double answering_context, coming_context;
 };
 
 // One prompt and the constants of cost.py; `Prompt` in pricing.py has the same fields.
 struct BatonPrompt {
   double prompt_tokens, expected_tokens, choices, moves_kv;
   double crowding_prefill, crowding_decode;
-  double prefill_overhead_s, edge_overhead_s, step_share, exposed_share;
+  double prefill_overhead_s, edge_overhead_s, exposed_share;
   double pull_overhead_s, sources;
   double source_blocks[kSources];  // that each source has, the largest first
 };
@@ -120,7 +122,7 @@ void baton_price_workers(const BatonRow* rows, uint32_t count, const BatonPrompt
       continue;
     }
     const BatonRow* row = rows + i;
-    const double* more = booked + static_cast<size_t>(i) * 3;
+    const double* more = booked + static_cast<size_t>(i) * 4;
     double token_s = row->token_s, context_s = row->context_s, step_s = row->step_s;
     double streams = row->streams + more[2];
     double delayed = row->answering + more[2];
@@ -152,9 +154,13 @@ void baton_price_workers(const BatonRow* rows, uint32_t count, const BatonPrompt
     double crowding_s = compute_s * crowding;
     double prompt_own_s = queue_s + bring_s + pull_s + compute_s + delays_s + crowding_s;
 
-    double marginal_s = step_s * prompt->step_share;
-    double decode_s = prompt->expected_tokens * (step_s + marginal_s * streams);
-    double slows_s = prompt->expected_tokens * marginal_s * streams * prompt->choices;
+    double answering = row->answering_context + (more[3] < 0 ? more[3] : 0);
+    double coming = row->coming_context + (more[3] > 0 ? more[3] : 0);
+    double context = (answering > 0 ? answering : 0) + coming;
+    double busy_s = streams * row->row_s + context * row->row_context_s;
+    double own_s = row->base_s + prompt->prompt_tokens * row->row_context_s;
+    double decode_s = prompt->expected_tokens * (own_s + busy_s);
+    double slows_s = prompt->expected_tokens * busy_s * prompt->choices;
     double blocks = whole_up(prompt->prompt_tokens + prompt->choices * prompt->expected_tokens, row->block_tokens);
     double lacking = blocks - cached[i] - row->room_blocks;
     if (lacking < 0) lacking = 0;
