@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from baton.engine.emulated_timing import WorkerTiming
 from baton.planner.planner import Planner
 from baton.planner.state import Decision, DecodeLine, Limits, PromptLine, Turn, WorkerState
 from baton.registry.types import Role
@@ -33,7 +32,6 @@ class SimulatedPlanner:
         clock: VirtualClock,
         table: SimulatedTable,
         router: SimulatedRouter,
-        timing: WorkerTiming,
         max_streams: int,
         turn: Callable[[str, Role], None],
         is_busy: Callable[[], bool],
@@ -43,7 +41,6 @@ class SimulatedPlanner:
         self._clock = clock
         self._table = table
         self._router = router
-        self._decode_line = decode_line(timing)
         self._max_streams = max_streams
         self._turn = turn
         self._is_busy = is_busy
@@ -78,15 +75,12 @@ class SimulatedPlanner:
             prompt_line=PromptLine(
                 token_s=status.prefill_token_s, context_s=status.prefill_context_s
             ),
-            decode_line=self._decode_line if status.decode_step_s else DecodeLine(),
+            decode_line=DecodeLine(
+                step_s=status.decode_base_s,
+                row_s=status.decode_row_s,
+                context_s=status.decode_context_s,
+            ),
             streams=status.answering,
             queued_tokens=status.queued_prompt_tokens,
             max_streams=self._max_streams,
         )
-
-
-def decode_line(timing: WorkerTiming) -> DecodeLine:
-    """Return the line of a worker's decode steps."""
-    return DecodeLine(
-        step_s=timing.step_s, row_s=timing.answer_s, context_s=timing.answer_context_s
-    )

@@ -149,7 +149,6 @@ class Simulation:
             self.clock,
             self._table,
             self.router,
-            setup.timing,
             setup.max_batch_requests,
             self.turn,
             lambda: self.router.ended < len(self.records),

@@ -81,6 +81,7 @@ class Gateway:
             router_id=self.router_id, router_incarnation=incarnation, wire=own_wire(), may_rest=True
         )
         self.workers = WorkerTable(directory, settings, hello, self, observer.task_failed)
+        self.workers.on_turn = self._on_turn
         self.admission = Admission(settings.max_queued_requests)
         self.shares = Shares()
         self.work = WorkCounter()
@@ -314,6 +315,11 @@ class Gateway:
                     self._stream_repair.resume(link, active)
                 elif active.record.error is not None:
                     self._send_cancel(active)  # the first one may have been lost
+        self._prefill_recovery.on_live(list(self._active.values()))
+        self.pump()
+
+    def _on_turn(self) -> None:
+        """Place requests that wait for a worker of a role."""
         self._prefill_recovery.on_live(list(self._active.values()))
         self.pump()
 

@@ -60,7 +60,7 @@ class PrefillRecovery:
         )
         match repair.action:
             case "replace":
-                self._try_replacement(active)
+                self._try_replacement(active, avoid=failed)
             case "local":
                 self.observer.fallback("local prefill")
                 self.book.take_back(active.prefill_id, active.id)
@@ -96,8 +96,8 @@ class PrefillRecovery:
             if slot.role == "prefill" and slot.worker_id != active.decode_id
         ]
 
-    def _try_replacement(self, active: ActiveRequest) -> None:
-        tried = active.record.failed_prefills
+    def _try_replacement(self, active: ActiveRequest, avoid: bytes = b"") -> None:
+        tried = {*active.record.failed_prefills, avoid}
         fit = [slot for slot in self._prefills(active) if slot.incarnation not in tried]
         link = None
         if fit:
@@ -160,4 +160,6 @@ class PrefillRecovery:
             replacement.request_id = active.id
             replacement.attempt = active.record.attempt
             active.repairs[active.prefill_asked] = replacement
+            # A worker that only took no prompts for a while may be asked again, and say so again.
+            active.repairs.pop(replacement.prefill.incarnation, None)
             link.send(RouterFrame(replacement=replacement))

@@ -72,17 +72,20 @@ def after_prefill_failure(
 ) -> Repair:
     """Decide after a prefill worker failed, and add the failure to the record.
 
+    A worker that is only ``unavailable`` has not failed: the request may come back to it later.
+
     The decode worker keeps its reservation. ``others`` are the live prefill workers. With
     ``peer_died`` the failed one is gone, not just unreachable or unwilling; ``unavailable`` means
     that it is well, but takes no prompts now.
     """
-    record.failed_prefills.add(failed)
+    if not unavailable:
+        record.failed_prefills.add(failed)
     if peer_died:
         record.died_holding.add(failed)
     poison = is_poison(record)
     if poison is not None:
         return Repair("refuse", poison)
-    if any(other not in record.failed_prefills for other in others):
+    if any(other not in {*record.failed_prefills, failed} for other in others):
         return Repair("replace")
     # A crash of unknown cause may be caused by this prompt: computing it locally would put the
     # decode worker, with all its streams, at the same risk. A fresh prefill worker is cheaper.

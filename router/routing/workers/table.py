@@ -231,6 +231,7 @@ class WorkerTable:
         self._tasks = BackgroundTasks("workers", count_failure)
         self._closing: set[WorkerLink] = set()
         self.changed = asyncio.Event()
+        self.on_turn: Callable[[], None] = lambda: None  # a worker has changed its role
         self.resting = RestingWorkers(
             lambda: (slot.link for slot in self._slots.values() if slot.link is not None)
         )
@@ -298,6 +299,7 @@ class WorkerTable:
     def _take(self, slot: Slot, record: WorkerRecord) -> None:
         if slot.is_begun and record.state == "dead":
             slot.dead_since_ns = None  # the incarnation that has ended never served
+        turned = record.role != slot.role
         slot.record = record
         slot.epoch = record.epoch
         slot.older = None
@@ -311,6 +313,8 @@ class WorkerTable:
         if record.address and (link is None or link.address != record.address):
             self._hang_up(slot, died=True)
             slot.link = self._connect(record)
+        if turned:
+            self.on_turn()
 
     def _connect(self, record: WorkerRecord) -> WorkerLink:
         settings = self._settings

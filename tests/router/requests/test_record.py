@@ -324,6 +324,10 @@ class TestRepair:
         assert after_prefill_failure(record, others=[], may_wait=False, **fields).action == "refuse"
         again = after_prefill_failure(record, others=[b"p", b"q"], may_wait=True, **fields)
         assert again.action == "replace"
+        assert (
+            after_prefill_failure(record, others=[b"p"], may_wait=True, **fields).action == "wait"
+        )
+        assert not record.failed_prefills, "it may be asked again"
         assert not record.died_holding
 
     def test_two_deaths_are_enough(self, record):

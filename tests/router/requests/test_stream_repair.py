@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
@@ -168,10 +169,51 @@ async def handed_off(model):
     })  # fmt: skip
 
 
-def ask(fleet, failed: FakeLink, *, peer_died: bool = True) -> None:
+def ask(fleet, failed: FakeLink, *, peer_died: bool = True, code: str = "") -> None:
     target = pb.PrefillTarget(worker_id=failed.worker_id, incarnation=failed.incarnation)
-    needed = pb.PrefillNeeded(request_id="r", attempt=1, failed=target, peer_died=peer_died)
+    needed = pb.PrefillNeeded(
+        request_id="r",
+        attempt=1,
+        failed=target,
+        peer_died=peer_died,
+        reason=common.Error(code=code),
+    )
     fleet.decode_0.say(prefill_needed=[needed])
+
+
+def withdraw(fleet, link: FakeLink) -> None:
+    """The worker has changed its role, and gives the prompt back."""
+    ask(fleet, link, peer_died=False, code="unavailable")
+
+
+def turn(fleet, link: FakeLink, role: str) -> None:
+    record = fleet.gateway.workers.get(link.worker_id).record
+    turned = msgspec.structs.replace(record, role=role, turn=record.turn + 1)
+    fleet.gateway.workers._upsert(turned)
+
+
+async def test_a_prompt_may_come_back_to_a_worker_that_changed_its_role_twice(handed_off):
+    fleet = handed_off
+    for link in (fleet.prefill_0, fleet.prefill_1, fleet.prefill_0):
+        withdraw(fleet, link)
+    chosen = [one.prefill.worker_id for one in fleet.decode_0.sent("replacement")]
+    assert chosen == ["prefill-1", "prefill-0", "prefill-1"]
+    assert not fleet.record.ended
+    assert booked(fleet) == {"prefill-1": 1}
+
+
+async def test_a_prompt_waits_for_a_worker_that_changes_its_role(handed_off):
+    """Every other prefill worker has changed its own meanwhile."""
+    fleet = handed_off
+    turn(fleet, fleet.prefill_0, "decode")
+    turn(fleet, fleet.prefill_1, "decode")
+    withdraw(fleet, fleet.prefill_0)
+    assert fleet.active.wants_prefill
+    assert fleet.decode_0.sent("replacement") == []
+    turn(fleet, fleet.prefill_0, "prefill")
+    [answer] = fleet.decode_0.sent("replacement")
+    assert answer.prefill.worker_id == "prefill-0"
+    assert not fleet.active.wants_prefill
 
 
 def booked(fleet) -> dict[str, int]:
