@@ -197,14 +197,19 @@ class Planner:
         total = figures.prefill + figures.decode
         best = min(range(1, total), key=lambda prefill: _load(figures, prefill))
         gains = load / _load(figures, best) >= GAIN
+        misses = f"{split} misses: the load needs {needs}"
+        if load < _MISSES:
+            misses = f"streams fill {figures.decode_now:.2f} decode workers at {split}"
+            if waits >= _WAIT_ALARM:
+                misses = f"prompts wait {figures.prefill_wait_s:.1f} s at {split}"
         if gains and best > figures.prefill:
             if self._decode_load_after(figures) < 1.0:
-                return "prefill", f"{split} misses: the load needs {needs}"
-            return None, f"{split} misses: the load needs {needs}, but decode would be full"
+                return "prefill", misses
+            return None, f"{misses}, but decode would be full"
         if gains:
             if waits < _WAIT_CALM or full >= 1.0:
-                return "decode", f"{split} misses: the load needs {needs}"
-            return None, f"{split} misses: the load needs {needs}, but prompts wait now"
+                return "decode", misses
+            return None, f"{misses}, but prompts wait now"
         if waits >= _WAIT_ALARM and full < 1.0 and self._decode_load_after(figures) < _HOLDS:
             return "prefill", f"prompts wait {figures.prefill_wait_s:.1f} s at {split}"
         if full >= 1.0 and waits < _WAIT_CALM and self._prefill_load_after(figures) < _HOLDS:
