@@ -440,7 +440,8 @@ class ControllerActor:
             await self._write_all()
         life = self._lives.get(turn.worker_id)
         if life is not None and life.epoch == turn.epoch:
-            with contextlib.suppress(RayError):
+            # An actor of an earlier version has no such method; the record of its slot counts.
+            with contextlib.suppress(RayError, AttributeError):
                 await life.actor.turn.remote(turn.role, turn.turn)
 
     async def _publish(self, news: Publish) -> None:
