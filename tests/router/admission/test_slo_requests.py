@@ -29,7 +29,7 @@ def outcomes(fleet) -> dict[str, float]:
     for line in lines:
         if line.startswith("baton_slo_requests_total{"):
             found[line.split('outcome="')[1].split('"')[0]] = float(line.split()[-1])
-    return found
+    return {outcome: count for outcome, count in found.items() if count}
 
 
 async def test_a_request_that_can_be_good_is_served_and_counted(make_fleet):
