@@ -185,9 +185,13 @@ class FleetController:
         self._wanted |= sizes
         return [*self._balance(now_ns, may_turn), *self.tick(now_ns)]
 
-    def settle(self, now_ns: int) -> None:
-        """Reconcile the slots without a process with the adopted ones, which are left alone."""
-        self._balance(now_ns, lambda worker_id, _: not self.slots[worker_id].has_process, keep=True)
+    def settle(self, now_ns: int, *, add: bool = True) -> None:
+        """Reconcile the slots without a process with the adopted ones, which are left alone.
+
+        Without ``add`` a `resize` follows, which may turn an adopted worker instead.
+        """
+        idle = {slot.worker_id for slot in self.slots.values() if not slot.has_process}
+        self._balance(now_ns, lambda worker_id, _: worker_id in idle, keep=True, add=add)
 
     def turn(self, worker_id: str, role: Role, now_ns: int) -> list[Action]:
         """Give a worker another role, and change the pools' sizes accordingly.
@@ -429,7 +433,9 @@ class FleetController:
             self._relabel(slot, role)
         self.slots[worker_id] = slot
 
-    def _balance(self, now_ns: int, may_turn: MayTurn, *, keep: bool = False) -> list[Action]:
+    def _balance(
+        self, now_ns: int, may_turn: MayTurn, *, keep: bool = False, add: bool = True
+    ) -> list[Action]:
         """Fit the slots to the sizes; ``keep``: drain no worker that has a process."""
         plan = balance(self.slots.values(), self._wanted, may_turn)
         actions: list[Action] = []
@@ -444,7 +450,7 @@ class FleetController:
             if not (keep and slot.has_process):
                 slot.leaving = True
                 actions += self._begin_drain(slot, "scale-in", Phase.PARKED, now_ns)
-        for role in plan.added:
+        for role in plan.added if add else ():
             self._add(role, now_ns)
         return actions
 

@@ -39,6 +39,7 @@ from baton.registry.types import Role
 from fleet.pools.controller import Action, FleetController, Turn
 from fleet.pools.nodes import CapacityError, Node, check_nodes, usable
 from fleet.pools.placement import Placements
+from fleet.pools.roles.balance import MayTurn
 from fleet.pools.roles.planning import NO_LIMITS, RolePlanning
 from fleet.private_logs import logs_of
 
@@ -85,13 +86,15 @@ class OrderDesk:
             return await self._close(str(order.arguments.get("node", "")), order.verb == "close")
         return self._about_workers(order)
 
-    def apply_wanted(self, state: wanted.Wanted) -> None:
+    async def apply_wanted(self, state: wanted.Wanted) -> None:
         """Apply the state that operators requested, possibly from an earlier controller."""
         for worker_id in set(state.drained) & set(self.machine.slots):
             self.apply(self.machine.drain(worker_id, self.now_ns()))
         self.planning.auto = state.auto and self.planning.possible
         sizes = sizes_in(state.pools) if state.pools else self.machine.wanted
-        self.apply(self.machine.resize(sizes, self.now_ns(), self._widths_agree))
+        placed = any(map(self.placements.addresses_of, self.machine.slots))
+        nodes = await self.placements.nodes() if placed else []
+        self.apply(self.machine.resize(sizes, self.now_ns(), self._may_turn(nodes)))
 
     def slots(self) -> list[dict[str, Any]]:
         """Return the slots as plain data."""
@@ -145,10 +148,7 @@ class OrderDesk:
         except CapacityError as error:
             return Answer(str(error))
 
-        def may_turn(worker_id: str, role: Role) -> bool:
-            return not self._why_not(worker_id, role, nodes)
-
-        actions = self.machine.resize(sizes_in(wanted), self.now_ns(), may_turn)
+        actions = self.machine.resize(sizes_in(wanted), self.now_ns(), self._may_turn(nodes))
         self.apply(actions)
         turns = [action for action in actions if isinstance(action, Turn)]
         return Answer(data=await self._turned(turns) if turns else None)
@@ -163,9 +163,12 @@ class OrderDesk:
         self.apply(self.machine.turn(worker_id, role, self.now_ns()))
         return ""
 
+    def _may_turn(self, nodes: Sequence[Node]) -> MayTurn:
+        return lambda worker_id, role: not self._why_not(worker_id, role, nodes)
+
     def _why_not(self, worker_id: str, role: Role, nodes: Sequence[Node]) -> str:
         """Return why a worker cannot have a role, or ""."""
-        if not self._widths_agree(worker_id, role):
+        if self.config.pools.width("prefill") != self.config.pools.width("decode"):
             return "the pools have workers of different tensor_parallel widths"
         there = {node.address for node in usable(role, nodes, self.placements.closed)}
         outside = set(self.placements.addresses_of(worker_id)) - there
@@ -178,10 +181,6 @@ class OrderDesk:
             return Answer(NO_LIMITS)
         self.planning.auto = mode == "auto"
         return Answer()
-
-    def _widths_agree(self, worker_id: str, role: Role) -> bool:
-        """Return whether a worker of one pool has as many ranks as the other pool asks for."""
-        return self.config.pools.width("prefill") == self.config.pools.width("decode")
 
     async def _turned(self, turns: Sequence[Turn]) -> dict[str, Any]:
         """Return the workers that turned, once all live routers place by their new roles."""

@@ -358,9 +358,9 @@ class ControllerActor:
             differs = process is not None and self._differs(worker_id, role, process)
             if differs or self._placements.outgrown(worker_id):
                 changed.append(worker_id)
-        self._machine.settle(_now_ns())
+        self._machine.settle(_now_ns(), add=state is None)
         if state is not None:
-            self._desk.apply_wanted(state)
+            await self._desk.apply_wanted(state)
         changed = [name for name in changed if name in self._machine.slots]
         if changed:
             _LOG.info("restarting workers with old settings: %s", ", ".join(changed))
@@ -408,7 +408,7 @@ class ControllerActor:
     async def _read_wanted_late(self) -> None:
         """Read the requested state, if Redis was down when this controller started."""
         if not self._wanted_state.known and (state := await self._wanted_state.read()) is not None:
-            self._desk.apply_wanted(state)
+            await self._desk.apply_wanted(state)
 
     # ---- the registry ---------------------------------------------------------------------------
 

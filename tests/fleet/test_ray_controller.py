@@ -27,7 +27,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import liveness, placement, ray_controller
 from fleet.pools.controller import Phase
-from fleet.pools.liveness import ShellProcess, StandstillGuard
+from fleet.pools.liveness import ShellProcess, StandstillGuard, TurnedTo
 from fleet.pools.nodes import Node
 from fleet.pools.ray_controller import ControllerActor
 from fleet.pools.resources import ControllerSpec
@@ -298,6 +298,41 @@ async def test_a_planned_turn_checks_the_worker_again(
     assert await controller._desk.turn("worker-1", "prefill") == ""
     assert controller._machine.slots["worker-1"].role == "prefill"
     assert controller._machine.wanted == {"prefill": 2, "decode": 0}
+
+
+@pytest.mark.parametrize("reserved", [True, False])
+async def test_a_changed_file_turns_no_worker_on_a_node_of_the_other_role(
+    controller: ControllerActor,
+    redis_server: EmbeddedRedis,
+    monkeypatch: pytest.MonkeyPatch,
+    reserved: bool,
+) -> None:
+    registry = Registry(redis_server.url, "test")
+    sizes = wanted.Wanted(of=controller._spec.digest, pools={"prefill": 2, "decode": 0})
+    await wanted.write(registry, sizes)
+    await registry.close()
+
+    async def nodes() -> list[Node]:
+        roles = {"a": frozenset({"prefill"}), "b": frozenset({"decode"})} if reserved else {}
+        return [
+            Node(id=name, name=name, address=name, cpus=4.0, roles=roles.get(name, frozenset()))
+            for name in ("a", "b")
+        ]
+
+    monkeypatch.setattr(controller._placements, "nodes", nodes)
+    monkeypatch.setattr(controller._placements, "addresses_of", lambda _: ("b",))
+    lives = adopting(controller, monkeypatch, "worker-0", "worker-1")
+    roles = {"worker-0": "prefill", "worker-1": "decode"}
+    for name, life in lives.items():
+        turned = TurnedTo(roles[name])
+        life.process = msgspec.structs.replace(life.process, turned=turned)
+    await controller.run()
+    slots = controller._machine.slots
+    assert slots["worker-0"].role == "prefill"
+    turned_roles = {name: slot.role for name, slot in slots.items() if not slot.leaving}
+    kept = {"worker-0": "prefill", "worker-2" if reserved else "worker-1": "prefill"}
+    assert turned_roles == kept
+    await until(lambda: controller._machine.ready or reserved)
 
 
 async def test_a_drain_that_names_nobody_is_not_one_of_all(
