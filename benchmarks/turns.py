@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,19 +238,17 @@ def _kill(what: str, home: Path) -> None:
     raise RuntimeError(f"found no {what}")
 
 
-async def _phase(
-    load: Load, seed: int, seconds: float, orders: "asyncio.Task[Any] | None" = None
-) -> list[Served]:
+async def _phase(load: Load, seed: int, during: Coroutine[Any, Any, None]) -> list[Served]:
+    """Load the fleet until ``during`` is done."""
     load.served = []
     load.over = False
-    users = [asyncio.create_task(load.user(number, seed)) for number in range(_USERS)]
-    users += [asyncio.create_task(load.passer_by(number, seed)) for number in range(_PASSERS_BY)]
-    if orders is not None:
-        await orders
-    else:
-        await asyncio.sleep(seconds)
-    load.over = True
-    await asyncio.gather(*users)
+    async with asyncio.TaskGroup() as users:
+        for number in range(_USERS):
+            users.create_task(load.user(number, seed))
+        for number in range(_PASSERS_BY):
+            users.create_task(load.passer_by(number, seed))
+        await during
+        load.over = True
     return load.served
 
 
@@ -286,8 +284,8 @@ async def measure(turns: int, every_s: float, kill: list[str]) -> dict[str, Any]
         ):
             load = Load(url, http)
             steady_s = min(turns * every_s, 60.0)
-            await _phase(load, 0, 10.0)
-            before = await _phase(load, 1, steady_s)
+            await _phase(load, 0, asyncio.sleep(10.0))
+            before = await _phase(load, 1, asyncio.sleep(steady_s))
             computed = await _computed(http, url)
             part = turns // (len(kill) + 1)
             killed_at = {part * (place + 1): what for place, what in enumerate(kill)}
@@ -299,18 +297,19 @@ async def measure(turns: int, every_s: float, kill: list[str]) -> dict[str, Any]
                     await asyncio.sleep(every_s)
                     ordered_s = time.monotonic()
                     sizes = _SIZES[number % len(_SIZES)]
-                    order = asyncio.create_task(_order(http, url, *sizes))
-                    if number in killed_at:
-                        await asyncio.sleep(0.1)
-                        _kill(killed_at[number], folder / "home")
-                    answer = await order
+                    async with asyncio.TaskGroup() as group:
+                        order = group.create_task(_order(http, url, *sizes))
+                        if number in killed_at:
+                            await asyncio.sleep(0.1)
+                            _kill(killed_at[number], folder / "home")
+                    answer = order.result()
                     answered.append(time.monotonic() - ordered_s)
                     for worker, role in answer.get("turned", {}).items():
                         turned.append((ordered_s, worker, role))
 
-            during = await _phase(load, 2, 0.0, asyncio.create_task(order_turns()))
+            during = await _phase(load, 2, order_turns())
             computed = await _computed(http, url) - computed
-            after = await _phase(load, 2, steady_s * 1.5)
+            after = await _phase(load, 2, asyncio.sleep(steady_s * 1.5))
     texts = {(one.talk, one.turn): one.text for one in after if not one.error}
     same = [one for one in during if not one.error and (one.talk, one.turn) in texts]
     firsts = sorted(_firsts(during, turned))

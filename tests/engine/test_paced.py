@@ -128,7 +128,7 @@ def test_an_engine_finds_the_line_of_its_own_steps() -> None:
     for rows, context in [(1, 100), (4, 2000), (8, 3000)]:
         true_s = t.step_s + t.answer_s * rows + t.answer_context_s * context
         predicted_s = fit.step_s + fit.row_s * rows + fit.context_s * context
-        assert predicted_s == pytest.approx(true_s, rel=0.03)
+        assert predicted_s == pytest.approx(true_s, rel=0.05)
 
 
 def test_layers_are_announced_while_the_step_goes_on() -> None:

@@ -104,9 +104,10 @@ async def test_a_long_prompt_whose_answer_is_one_token_is_no_stall(monkeypatch):
     listener.on_peer_needed.assert_not_called()
     now_s += 11
     handoff.tick(clock.monotonic_ns())
-    listener.on_peer_needed.assert_called_once_with(
-        submission.prefill, "no progress for 10.0 s", False
-    )
+    listener.on_peer_needed.assert_called_once()
+    target, error, died = listener.on_peer_needed.call_args.args
+    assert (target, died) == (submission.prefill, False)
+    assert (error.code, error.message) == ("transfer_failed", "no progress for 10.0 s")
     await handoff._tasks.close()
     parts.count_task_failure.assert_not_called()
 

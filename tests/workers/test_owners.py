@@ -74,7 +74,9 @@ async def test_pulls_that_raise_are_failed_pulls() -> None:
         listener.on_peer_needed.assert_not_called()
         handoff.on_event(PrefillEvent(heartbeat=Renew()))  # the peer lives: try again
     reason = "a pull failed: RuntimeError: by design"
-    listener.on_peer_needed.assert_called_once_with(handoff._target, reason, False)
+    listener.on_peer_needed.assert_called_once()
+    target, error, died = listener.on_peer_needed.call_args.args
+    assert (target, error.message, died) == (handoff._target, reason, False)
     await handoff._tasks.close()
 
 
@@ -94,7 +96,9 @@ async def test_words_that_cannot_be_handled_give_the_peer_up(monkeypatch) -> Non
     await asyncio.sleep(0.1)
     assert failures == ["prefill stream"]
     reason = f"{handoff._target.worker_id}: RuntimeError: by design"
-    listener.on_peer_needed.assert_called_once_with(handoff._target, reason, False)
+    listener.on_peer_needed.assert_called_once()
+    target, error, died = listener.on_peer_needed.call_args.args
+    assert (target, error.message, died) == (handoff._target, reason, False)
     assert len(handoff._tasks) == 0, "the renewals ended with it"
 
 
