@@ -24,7 +24,7 @@ from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from baton.engine.emulated_timing import TIMINGS
 from baton.engine.parent import die_with_parent
 from baton.engine.process.handle import EngineHandle
-from baton.planner.state import DecodeLine, PromptLine, WorkerState
+from baton.planner.state import WorkerState, state_of
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
 from baton.registry.types import Role, WorkerRecord, tier_incarnation
@@ -172,23 +172,9 @@ class Worker:
 
     def load(self) -> WorkerState:
         """Return the speed and the load, for the planner of roles."""
+        max_streams = self._settings.engine.max_batch_requests
         status = self._parts.decode.status()
-        return WorkerState(
-            worker_id=self.record.worker_id,
-            role=self.record.role,
-            steps=status.steps,
-            prompt_line=PromptLine(
-                token_s=status.prefill_token_s, context_s=status.prefill_context_s
-            ),
-            decode_line=DecodeLine(
-                step_s=status.decode_base_s,
-                row_s=status.decode_row_s,
-                context_s=status.decode_context_s,
-            ),
-            streams=status.answering,
-            queued_tokens=status.queued_prompt_tokens,
-            max_streams=self._settings.engine.max_batch_requests,
-        )
+        return state_of(self.record.worker_id, self.record.role, status, max_streams)
 
     def _vital(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run a task until the worker stops; if the task raises, the worker fails."""

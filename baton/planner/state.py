@@ -1,6 +1,7 @@
 """Input and output of the planner."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -54,6 +55,37 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     streams: int = 0
     queued_tokens: int = 0
     max_streams: int = 1 << 30
+
+
+class Report(Protocol):
+    """Load report of a worker, as far as the planner reads it; ``WorkerStatus`` has all of it."""
+
+    steps: int
+    prefill_token_s: float
+    prefill_context_s: float
+    decode_base_s: float
+    decode_row_s: float
+    decode_context_s: float
+    answering: int
+    queued_prompt_tokens: int
+
+
+def state_of(worker_id: str, role: Role, report: Report, max_streams: int) -> WorkerState:
+    """Return the state of a worker from its last load report."""
+    return WorkerState(
+        worker_id=worker_id,
+        role=role,
+        steps=report.steps,
+        prompt_line=PromptLine(token_s=report.prefill_token_s, context_s=report.prefill_context_s),
+        decode_line=DecodeLine(
+            step_s=report.decode_base_s,
+            row_s=report.decode_row_s,
+            context_s=report.decode_context_s,
+        ),
+        streams=report.answering,
+        queued_tokens=report.queued_prompt_tokens,
+        max_streams=max_streams,
+    )
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -152,9 +152,11 @@ def _described(decided: dict[str, Any]) -> str:
     at = time.strftime("%H:%M:%S", time.localtime(decided["at"]))
     if decision["type"] != "turn":
         return f"{at}  {decision['reason']}"
-    done = "" if decided["done"] else f" (not made{': ' * bool(decided['refused'])}"
-    done += f"{decided['refused']})" if done else ""
-    return f"{at}  {decision['worker_id']} → {decision['role']}{done}: {decision['reason']}"
+    note = ""
+    if not decided["done"]:
+        refused = decided["refused"]
+        note = f" (refused: {refused})" if refused else " (not made)"
+    return f"{at}  {decision['worker_id']} → {decision['role']}{note}: {decision['reason']}"
 
 
 def nodes(fleet: FleetOption = None, url: UrlOption = None, api_key: KeyOption = "") -> None:

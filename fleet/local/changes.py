@@ -103,8 +103,10 @@ def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None
         why = " (stop and start the fleet, or start a second one)"
         return Changes(keys=tuple(names), refused=(*refused[:-1], refused[-1] + why))
     more = {role: getattr(new.pools, role) - getattr(old.pools, role) for role in _ROLES}
-    turns = min(abs(more["prefill"]), abs(more["decode"]))
-    turns *= more["prefill"] * more["decode"] < 0 and len({*map(new.pools.width, _ROLES)}) == 1
+    turns = 0
+    opposite = min(more.values()) < 0 < max(more.values())
+    if opposite and new.pools.width("prefill") == new.pools.width("decode"):
+        turns = min(map(abs, more.values()))
     stay = {role: min(getattr(old.pools, role), getattr(new.pools, role)) for role in _ROLES}
     renewed = [role for role in _ROLES if stay[role] and _started(old, role) != _started(new, role)]
     return Changes(

@@ -131,24 +131,24 @@ class Slot:
 
     @property
     def has_process(self) -> bool:
-        """Whether an incarnation runs, starts or drains."""
+        """True while an incarnation starts, runs or drains."""
         return self.phase in (Phase.STARTING, Phase.READY, Phase.DRAINING)
 
     @property
     def ready(self) -> bool:
-        """Whether it accepts requests."""
+        """True if it accepts requests."""
         return self.phase is Phase.READY
 
     @property
     def down(self) -> bool:
-        """Whether an operator has drained it, or is draining it."""
+        """True if an operator has drained it, or is draining it."""
         stays = self.after_drain is Phase.PARKED and not self.leaving
         return self.phase in (Phase.PARKED, Phase.DRAINING) and stays
 
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """What is known of a slot that is not in the fleet now."""
+    """Last data of a slot that is not in the fleet now."""
 
     epoch: int
     role: Role

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from baton.planner.planner import Planner
-from baton.planner.state import Decision, DecodeLine, Limits, PromptLine, Turn, WorkerState
+from baton.planner.state import Decision, Limits, Turn, WorkerState, state_of
 from baton.registry.types import Role
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.router import SimulatedRouter
@@ -68,19 +68,4 @@ class SimulatedPlanner:
 
     def _state(self, slot: Slot) -> WorkerState:
         status = self._table.worker(slot.worker_id).status()
-        return WorkerState(
-            worker_id=slot.worker_id,
-            role=slot.role,
-            steps=status.steps,
-            prompt_line=PromptLine(
-                token_s=status.prefill_token_s, context_s=status.prefill_context_s
-            ),
-            decode_line=DecodeLine(
-                step_s=status.decode_base_s,
-                row_s=status.decode_row_s,
-                context_s=status.decode_context_s,
-            ),
-            streams=status.answering,
-            queued_tokens=status.queued_prompt_tokens,
-            max_streams=self._max_streams,
-        )
+        return state_of(slot.worker_id, slot.role, status, self._max_streams)

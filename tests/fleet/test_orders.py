@@ -1,4 +1,4 @@
-"""What the controller waits for before it answers an order."""
+"""Waits of the controller before it answers an order."""
 
 import asyncio
 import time

@@ -7,7 +7,7 @@ from typing import Protocol, get_args
 from baton.registry.types import Role
 
 MayTurn = Callable[[str, Role], bool]
-"""Whether a worker may get a role: its node may be reserved for the other one."""
+"""Function that returns whether a worker may get a role; its node may be reserved for the other."""
 
 _ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -29,19 +29,19 @@ class Member(Protocol):
 
     @property
     def leaving(self) -> bool:
-        """Whether it is being removed."""
+        """True while it is being removed."""
 
     @property
     def down(self) -> bool:
-        """Whether an operator has drained it."""
+        """True if an operator has drained it."""
 
     @property
     def ready(self) -> bool:
-        """Whether it accepts requests."""
+        """True if it accepts requests."""
 
     @property
     def has_process(self) -> bool:
-        """Whether an incarnation runs, starts or drains."""
+        """True while an incarnation starts, runs or drains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def always(worker_id: str, role: Role) -> bool:
 def balance(
     members: Iterable[Member], sizes: Mapping[Role, int], may_turn: MayTurn = always
 ) -> Balance:
-    """Return the changes; a turn comes before a start, and a start before nothing.
+    """Return the changes; workers turn before any is removed or added.
 
     Workers that serve turn first, those without a process are removed first; among equals the
     highest number. A worker that an operator has drained does not turn, since it would not serve.

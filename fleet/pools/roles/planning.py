@@ -64,7 +64,7 @@ class RolePlanning:
 
     @property
     def possible(self) -> bool:
-        """Whether the fleet has limits to plan for."""
+        """True if the fleet has latency limits to plan for."""
         return self._planner is not None
 
     def describe(self) -> dict[str, Any]:

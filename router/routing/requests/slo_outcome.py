@@ -1,4 +1,4 @@
-"""Whether requests with latency limits have kept them."""
+"""Outcome of requests with latency limits: kept or missed."""
 
 from collections.abc import Iterable
 

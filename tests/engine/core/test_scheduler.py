@@ -374,7 +374,7 @@ def test_a_bad_row_fails_alone():
 
 
 def test_a_prompt_that_has_not_begun_can_be_withdrawn() -> None:
-    """One that has begun goes on, and so does what is no prompt for another worker."""
+    """Prompts that have begun, and requests that decode here, continue."""
     core = make_core(batch=1)
     core.scheduler.submit(request("begun", list(range(40)), Kind.PREFILL, ticket=0), 0)
     core.scheduler.submit(request("waits", list(range(40, 80)), Kind.PREFILL, ticket=1), 0)

@@ -111,7 +111,7 @@ def predicted_s(rates: StepRates, rows: float, context: float) -> float:
 
 
 def test_the_median_step_does_not_tell_what_the_next_context_costs() -> None:
-    """What the router had before: a long context is priced as any other stream."""
+    """By the median step alone, a long context would cost no more than a short one."""
     rates, draw = StepRates(), random.Random(4)
     for rows, context in batches(draw, 2000):
         if rows:

@@ -93,7 +93,7 @@ def test_the_links_of_a_chain_are_pulled_one_after_the_other(monkeypatch):
         placement = quoted.placement
         if not placement.prefix:
             return quoted
-        others = ({"worker-0", "worker-1"} - {placement.prefix[0].worker_id}).pop()
+        others = min({"worker-0", "worker-1"} - {placement.prefix[0].worker_id})
         asked.append([Source(others, 1), *placement.prefix])
         return quoted._replace(placement=replace(placement, prefix=asked[-1]))
 
@@ -102,8 +102,12 @@ def test_the_links_of_a_chain_are_pulled_one_after_the_other(monkeypatch):
     monkeypatch.setattr(Placer, "quote", with_one_more)
     simulation = run(replace(setup, check_every_step=True), trace)
     assert asked and all(record.ends == 1 and not record.error for record in simulation.records)
-    pulled = [sum(one.pulled_blocks for one in run.records) for run in (before, simulation)]
-    assert 0 < pulled[0] == pulled[1], "no block came twice, and none was lost"
+    # The question costs time, so some later prompts are placed elsewhere.
+    pairs = zip(before.records, simulation.records, strict=True)
+    alike = [(one, other) for one, other in pairs if one.prefill_id == other.prefill_id]
+    assert any(one.pulled_blocks for one, _ in alike)
+    for one, other in alike:
+        assert one.pulled_blocks == other.pulled_blocks, "no block came twice, and none was lost"
     assert_nothing_is_left(simulation)
 
 
