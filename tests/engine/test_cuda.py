@@ -6,9 +6,11 @@ Its switch must be set before triton is imported, and other tests import it (by 
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,19 +43,51 @@ def test_the_kernels_in_the_interpreter_over_many_shapes() -> None:
     assert " passed" in run("slow")
 
 
-@pytest.mark.slow
-def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+def compiled(which: str, cache: Path) -> list[dict[str, Any]]:
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(
-        [sys.executable, HERE / "cuda" / "compile_for_hopper.py"],
+        [sys.executable, HERE / "cuda" / "compile_for_hopper.py", which],
         env=environment,
         cwd=HERE.parents[1],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check_rounding(found: list[dict[str, Any]], dim: int, loops: int) -> None:
+    """All loops over keys of all exact kernels of a head dim do the same fp32 operations."""
+    title = re.compile(rf"exact \w+ {dim}\b")
+    rows = [r for r in found if r["kernel"] == "attend_kernel" and title.match(r["case"])]
+    counted = [loop for row in rows for loop in row["loops"]]
+    assert len(counted) == loops, "with and without a mask, in decode and in prefill"
+    assert all(loop == counted[0] for loop in counted), counted
+    assert counted[0]["fma.rn.f32"]
+    fused = sum(row["fused"] for row in rows)
+    assert fused == counted[0]["fma.rn.f32"] * loops, "nothing else is fused"
+
+
+@pytest.mark.timeout(300)
+def test_exact_kernels_round_alike_in_all_their_loops_and_versions(tmp_path: Path) -> None:
+    found = compiled("exact", tmp_path)
+    assert not [row for row in found if row["may_fuse"]], "ptxas may fuse what has no rounding mode"
+    check_rounding(found, 128, loops=4)
+    others = [row for row in found if row["kernel"] != "attend_kernel"]
+    assert {row["kernel"] for row in others} == {
+        "add_norm_kernel",
+        "gate_kernel",
+        "linear_kernel",
+        "reduce_kernel",
+        "rope_write_kernel",
+    }
+    assert not [row for row in others if row["fused"]]
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    found = compiled("all", tmp_path)
     assert {row["kernel"] for row in found} == {
         "attend_kernel",
         "reduce_kernel",
@@ -65,9 +99,14 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
         "cut_kernel",
         "linear_kernel",
     }
+    check_rounding(found, 64, loops=4)
+    check_rounding(found, 128, loops=4)
+    check_rounding(found, 256, loops=6)  # two with a window, which is always masked
     assert not [row for row in found if row["spill_bytes"]]
     assert not [row for row in found if row["shared_bytes"] > 227 * 1024]
     for row in found:
         if row["kernel"] in ("attend_kernel", "linear_kernel"):
             assert row["wide_async_copies"], "K, V and weights come 16 bytes at a time, in advance"
             assert row["wgmma"] == (not row["case"].startswith("fast decode")), row
+        if row["kernel"] == "attend_kernel" and not row["case"].startswith("exact prefill 256"):
+            assert max(row["async_waits"]) >= 2, "a tile of pages is loaded while one is computed"

@@ -1,8 +1,8 @@
-"""Compile every kernel for compute capability 9.0, without a GPU; prints one JSON line for each.
+"""Compile kernels for compute capability 9.0, without a GPU; prints one JSON line for each.
 
-python tests/engine/cuda/compile_for_hopper.py
+python tests/engine/cuda/compile_for_hopper.py exact | all
 
-Triton's compiler and ``ptxas`` need no driver. A driver that only names the device is put in place
+``exact`` compiles the kernels of an exact Llama, ``all`` all kernels. Triton's compiler and ``ptxas`` need no driver. A driver that only names the device is put in place
 of the real one, and launches end after compiling.
 """
 
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,33 @@ class NoDevice:
         return device
 
 
+FLOAT_OPERATION = re.compile(r"^\s*(?:@%p\d+ )?((?:add|sub|mul|fma|max|min|div|ex2)\.[\w.]*f32)", re.M)
+
+
+def loops_over_keys(ptx: str) -> list[dict[str, int]]:
+    """Count the fp32 operations of each innermost loop with matrix products."""
+    lines = ptx.splitlines()
+    labels: dict[str, int] = {}
+    loops = []
+    for number, line in enumerate(lines):
+        if label := re.match(r"\s*(\$L__BB\w+):", line):
+            labels[label[1]] = number
+        branch = re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)", line)
+        if branch and branch[1] in labels:
+            loops.append(range(labels[branch[1]], number))
+    innermost = [
+        loop
+        for loop in loops
+        if not any(inner != loop and inner[0] in loop and inner[-1] in loop for inner in loops)
+    ]
+    bodies = ("\n".join(lines[loop.start : loop.stop]) for loop in innermost)
+    return [
+        dict(sorted(Counter(FLOAT_OPERATION.findall(body)).items()))
+        for body in bodies
+        if re.search(r"mma(_async)?\.sync", body)
+    ]
+
+
 class Compiler:
     """Stands in for launches."""
 
@@ -55,6 +83,8 @@ class Compiler:
             file.write(ptx)
             file.flush()
             command = [str(PTXAS), "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
+            if not compiled.metadata.enable_fp_fusion:
+                command.append("--fmad=false")  # as Triton does
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         found = {
             "case": self.title,
@@ -64,6 +94,13 @@ class Compiler:
             "shared_bytes": compiled.metadata.shared,
             "wgmma": "wgmma.mma_async" in ptx,
             "wide_async_copies": len(re.findall(r"cp\.async\.cg.* 0x10", ptx)),
+            "async_waits": [
+                int(count)
+                for count in re.findall(r"async_wait[^{]*\{num = (\d+)", compiled.asm["ttgir"])
+            ],
+            "loops": loops_over_keys(ptx),
+            "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
+            "may_fuse": len(re.findall(r"\b(?:mul|add|sub)\.(?:ftz\.)?f32", ptx)),
         }
         print(json.dumps(found), flush=True)
         return compiled
@@ -79,22 +116,37 @@ def attention(cut: configs.AttentionConfig, dim: int, *, spread: bool, window: i
     paged_attention(q, pool, tables, tiles, torch.zeros_like(q), cut, space, window=window)
 
 
-def main() -> None:
+def main(which: str) -> None:
     driver.set_active(NoDevice())
     compiler = Compiler()
     JITFunction.run = lambda kernel, *args, **options: compiler(kernel, *args, **options)
-    for dim in (64, 128, 256):
+    everything = which == "all"
+    for dim in (64, 128, 256) if everything else (128,):
         for kind in ("decode", "prefill"):
-            for exact in (False, True):
+            for exact in (True, False) if everything else (True,):
                 compiler.title = f"{'exact' if exact else 'fast'} {kind} {dim}"
                 cut = configs.attention_config(kind, dim, exact=exact)
                 attention(cut, dim, spread=kind == "decode")
-    compiler.title = "fast prefill 128, window"
-    attention(configs.attention_config("prefill", 128, exact=False), 128, spread=False, window=99)
-    for kind in ("decode", "prefill"):  # Gemma 3
+    for kind in ("decode", "prefill") if everything else ():  # Gemma 3
         compiler.title = f"exact {kind} 256, window"
         cut = configs.attention_config(kind, 256, exact=True)
         attention(cut, 256, spread=kind == "decode", window=99)
+    compile_rows(compiler)
+    for name, cut in (("few", configs.EXACT_ROWS), ("many", configs.EXACT_MANY_ROWS)):
+        compiler.title = f"product of {name} rows"
+        weight = torch.zeros(6144, 4096, dtype=BF16)
+        x = torch.zeros(64, 4096, dtype=BF16)
+        products.fixed_linear(x, weight, cut, BF16)
+        compiler.title += ", fp8 weight"
+        products.fixed_linear(x, products.to_fp8(weight), cut, BF16)
+    if everything:
+        compiler.title = "fast prefill 128, window"
+        cut = configs.attention_config("prefill", 128, exact=False)
+        attention(cut, 128, spread=False, window=99)
+        compile_sampling(compiler)
+
+
+def compile_rows(compiler: Compiler) -> None:
     compiler.title = "rows"
     x, delta = torch.zeros(64, 4096), torch.zeros(64, 4096, dtype=BF16)
     weight = torch.zeros(4096)
@@ -105,24 +157,22 @@ def main() -> None:
         rows.gate_mul(torch.zeros(64, 2 * 14336, dtype=BF16), gelu=gelu)
     index = torch.zeros(64, dtype=torch.int32)
     qkv, pool = torch.zeros(64, 48 * 128, dtype=BF16), torch.zeros(2, 8, 16, 8, 128, dtype=BF16)
-    tables = torch.zeros(4, 16, dtype=torch.int32)
     turns, norm, bias = torch.zeros(99, 64, 2), torch.zeros(40, 128), torch.zeros(48 * 128)
-    rows.rope_write(qkv, 32, index, index, turns, tables, pool)
-    rows.rope_write(qkv, 32, index, index, turns, tables, pool, bias=bias, norm=norm, eps=1e-6)
+    for width in (1, 15, 16):  # a stride of 1 and multiples of 16 are compiled apart
+        tables = torch.zeros(4, width, dtype=torch.int32)
+        rows.rope_write(qkv, 32, index, index, turns, tables, pool)
+        rows.rope_write(qkv, 32, index, index, turns, tables, pool, bias=bias, norm=norm, eps=1e-6)
+
+
+def compile_sampling(compiler: Compiler) -> None:
+    compiler.title = "sampling"
     zeros = torch.zeros(4, dtype=torch.int64)
     hot, logits = zeros.double(), torch.zeros(4, 128256)
     rows.sample_tokens(logits, hot, zeros, zeros, zeros)
     rows.sample_tokens(
         logits, hot, zeros, zeros, zeros, rows.cuts(logits, hot, zeros.int(), hot, hot)
     )
-    for name, cut in (("few", configs.EXACT_ROWS), ("many", configs.EXACT_MANY_ROWS)):
-        compiler.title = f"product of {name} rows"
-        weight = torch.zeros(6144, 4096, dtype=BF16)
-        x = torch.zeros(64, 4096, dtype=BF16)
-        products.fixed_linear(x, weight, cut, BF16)
-        compiler.title += ", fp8 weight"
-        products.fixed_linear(x, products.to_fp8(weight), cut, BF16)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1]))

@@ -166,6 +166,7 @@ def paged_attention(
         PRECISION="ieee",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=False,
     )
     if tiles.splits:
         per_program = min(triton.next_power_of_2(rows), _REDUCE_ROWS)
@@ -188,4 +189,5 @@ def paged_attention(
             ROWS=per_program,
             UNROLL=_UNROLL,
             num_warps=4,
+            enable_fp_fusion=False,
         )

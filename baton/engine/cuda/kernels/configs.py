@@ -18,6 +18,8 @@ class AttentionConfig:
         block_m: Rows of a tile (queries times the query heads that share a KV head).
         kv_tile: Keys per inner step; a multiple of 16 (the matrix units' smallest side).
         split: Tokens per split, a multiple of ``kv_tile``; 0 = one split (prefill in ``fast``).
+        num_stages: Loads of block ids and then of pages are two pipelined steps, so Triton keeps
+            ``(num_stages - 1) // 2`` tiles of pages in flight: none overlaps below 5.
     """
 
     block_m: int
@@ -36,17 +38,17 @@ class AttentionConfig:
 SPLIT_TOKENS = 256
 """Independent of batch and context: it determines the order of summation."""
 
-EXACT = AttentionConfig(block_m=64, kv_tile=32, split=SPLIT_TOKENS, num_warps=4, num_stages=4)
+EXACT = AttentionConfig(block_m=64, kv_tile=32, split=SPLIT_TOKENS, num_warps=4, num_stages=5)
 """64 rows: the smallest tile of Hopper's wide matrix instructions, which prefill needs."""
 
 # (kind, largest head dim) -> sizes; not tuned on any machine yet, see docs/design/gpu.md
 FAST: dict[tuple[Kind, int], AttentionConfig] = {
-    ("decode", 64): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=4),
-    ("decode", 128): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=4),
-    ("decode", 256): AttentionConfig(16, 32, SPLIT_TOKENS, num_warps=4, num_stages=3),
-    ("prefill", 64): AttentionConfig(128, 64, 0, num_warps=4, num_stages=3),
-    ("prefill", 128): AttentionConfig(128, 64, 0, num_warps=8, num_stages=3),
-    ("prefill", 256): AttentionConfig(64, 32, 0, num_warps=8, num_stages=2),
+    ("decode", 64): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=5),
+    ("decode", 128): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=5),
+    ("decode", 256): AttentionConfig(16, 32, SPLIT_TOKENS, num_warps=4, num_stages=5),
+    ("prefill", 64): AttentionConfig(128, 64, 0, num_warps=4, num_stages=5),
+    ("prefill", 128): AttentionConfig(128, 64, 0, num_warps=8, num_stages=5),
+    ("prefill", 256): AttentionConfig(64, 32, 0, num_warps=8, num_stages=5),
 }
 
 
@@ -57,7 +59,8 @@ def attention_config(kind: Kind, head_dim: int, *, exact: bool) -> AttentionConf
     if exact and head_dim <= 128:
         return EXACT
     if exact:  # two accumulators of 64 x 256 would not fit into registers
-        return AttentionConfig(64, 32, SPLIT_TOKENS, num_warps=8, num_stages=2)
+        stages = 5 if kind == "decode" else 2  # more would spill registers in prefill
+        return AttentionConfig(64, 32, SPLIT_TOKENS, num_warps=8, num_stages=stages)
     width = next(limit for limit in (64, 128, 256) if head_dim <= limit)
     return FAST[kind, width]
 

@@ -1,7 +1,7 @@
 """Corrections of Triton's interpreter: right results for bf16, and speed enough for tests.
 
-Three parts of triton 3.6's interpreter are replaced. It does not round to bf16 to nearest even, and
-each call of a device function scans the whole of ``triton.language`` again. ``tl.dot`` multiplies
+Four parts of triton 3.6's interpreter are replaced. It does not round to bf16 to nearest even, it
+rounds twice in a fused multiply-add, and each call of a device function scans the whole of ``triton.language`` again. ``tl.dot`` multiplies
 bf16 bit patterns as integers, by numpy's product, in which the bits of a row depend on its place in
 the matrix. Here, as in matrix units, each element is a separate chain: it begins with the
 accumulator and goes over K from left to right.
@@ -33,6 +33,10 @@ def repair() -> None:
             total += left[:, k, None] * right[k]
         return theirs.TensorHandle(total, d.dtype.scalar)
 
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        product = x.data.astype(np.float64) * y.data  # exact for fp32
+        return theirs.TensorHandle((product + z.data).astype(z.data.dtype), z.dtype.scalar)
+
     def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source == tl.float32 and target == tl.bfloat16:
             return round_to_bf16(values)
@@ -48,6 +52,7 @@ def repair() -> None:
         return self.rewrite()(*args, **kwargs)
 
     builder.create_dot = dot
+    builder.create_fma = fma
     theirs._convert_float = convert_float
     theirs.InterpretedFunction.__call__ = call
 

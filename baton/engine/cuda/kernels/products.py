@@ -84,6 +84,7 @@ def fixed_linear(
         PRECISION="ieee",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=False,
     )
     return out_TN
 

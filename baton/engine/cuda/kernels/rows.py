@@ -2,6 +2,9 @@
 
 T rows of a step, E hidden size, F feed-forward size, H query heads, K KV heads, D head dim,
 V vocabulary, S block table rows
+
+A kernel is compiled several times, for strides and options. No version fuses multiplications and
+additions, so that all of them round alike.
 """
 
 # ruff: noqa: N803, N806 - suffixes such as x_TE give shapes
@@ -57,6 +60,7 @@ def add_to(
         NORM=out_TE is not None,
         WIDTH_PAD=padded,
         num_warps=8 if padded >= 4096 else 4,
+        enable_fp_fusion=False,
     )
 
 
@@ -111,6 +115,7 @@ def rope_write(
         BIASED=bias is not None,
         NORMED=norm is not None,
         num_warps=8 if heads * dim >= 4096 else 4,
+        enable_fp_fusion=False,
     )
 
 
@@ -120,7 +125,15 @@ def gate_mul(gate_up: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
     width = gate_up.shape[1] // 2
     out_TF = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (count, triton.cdiv(width, _GATE_TILE))
-    rows.gate_kernel[grid](gate_up, out_TF, width, GELU=gelu, TILE=_GATE_TILE, num_warps=4)
+    rows.gate_kernel[grid](
+        gate_up,
+        out_TF,
+        width,
+        GELU=gelu,
+        TILE=_GATE_TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return out_TF
 
 
@@ -162,9 +175,16 @@ def sample_tokens(
         CUT=cuts_S is not None,
         TILE=_DRAW_TILE,
         num_warps=4,
+        enable_fp_fusion=False,
     )
     sampling.reduce_draw_kernel[(count,)](
-        scores, tokens, out_S, vocabulary, parts, PARTS_PAD=triton.next_power_of_2(parts)
+        scores,
+        tokens,
+        out_S,
+        vocabulary,
+        parts,
+        PARTS_PAD=triton.next_power_of_2(parts),
+        enable_fp_fusion=False,
     )
     return out_S
 
@@ -197,5 +217,6 @@ def cuts(
         vocabulary,
         TILE=_CUT_TILE,
         num_warps=8,
+        enable_fp_fusion=False,
     )
     return cuts_S

@@ -9,6 +9,9 @@ Keys are read in tiles of ``KV_TILE`` that begin at multiples of it, and form *s
 tokens that begin at multiples of that. Splits are merged from left to right. So the order of sums
 depends on a query's position alone: not on the batch, not on the query's chunk, and not on whether
 one program had all splits or each split its own program.
+
+Keys go through a loop with a mask or one without, depending on the tile's first query. Both must
+round alike: the one fused multiply-add is explicit, and the launches forbid all others.
 """
 
 # ruff: noqa: N803 - constexpr are upper case
@@ -64,18 +67,18 @@ def attend_keys(
         else:
             k = tl.load(k_at)
             v = tl.load(v_at)
-        s = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+        s = tl.dot(q, k, input_precision=PRECISION)
         if MASKED:
             seen = n[None, :] <= positions[:, None]
             if WINDOWED:
                 seen = seen & (n[None, :] > positions[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
         m_used = m_new
         if MASKED:
             m_used = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that sees nothing yet
         alpha = tl.exp2(m - m_used)
-        p = tl.exp2(s - m_used[:, None])
+        p = tl.exp2(tl.fma(s, scale_log2, -m_used[:, None]))
         total = total * alpha + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
