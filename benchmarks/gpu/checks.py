@@ -1,6 +1,6 @@
 """Checks of the kernels on this device; each gives ``None``, or a description of the fault."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -13,10 +13,10 @@ from baton.engine.cuda.kernels.configs import AttentionConfig, attention_config
 from baton.engine.cuda.kernels.products import Products, to_fp8
 from baton.engine.cuda.kernels.rows import add_norm, cuts, gate_mul, rope_write, sample_tokens
 from benchmarks.gpu.decode_loop import DecodeLoop
-from benchmarks.gpu.model import Machine, random_decoder, scattered_tables
+from benchmarks.gpu.model import BLOCK, Machine, random_decoder, scattered_tables
 
 Result = tuple[str, str | None]
-
+Attend = Callable[..., None]
 
 # (heads, KV heads, head dim, window); compiling each takes seconds, so not all combinations
 SHAPES = ((32, 8, 128, 0), (32, 8, 128, 24), (6, 2, 64, 0), (2, 2, 64, 24), (8, 1, 256, 0))
@@ -25,12 +25,17 @@ SPANS = {
     "verify": [(700, 5), (0, 2), (511, 3)],
     "prefill": [(0, 333), (290, 185), (0, 1)],
 }
+# (heads, KV heads, head dim): 4, 3, 1, 4 and 8 heads for each KV head
+POSITION_SHAPES = ((32, 8, 128), (9, 3, 64), (8, 8, 64), (4, 1, 256), (64, 8, 128))
+POSITIONS = 2048
 SMOKE_SHAPES = ((3, 1, 16, 0), (3, 1, 16, 24))
 SMOKE_SPANS = {
     "decode": [(40, 1), (0, 1), (15, 1)],
     "verify": [(37, 4), (0, 2)],
     "prefill": [(0, 21), (29, 11)],
 }
+SMOKE_POSITION_SHAPES = ((4, 1, 16), (3, 1, 16), (1, 1, 16))
+SMOKE_POSITIONS = 100
 
 
 def checks(machine: Machine) -> Iterator[Result]:
@@ -39,6 +44,7 @@ def checks(machine: Machine) -> Iterator[Result]:
         for name, spans in (SMOKE_SPANS if machine.smoke else SPANS).items():
             title = f"{name}, {heads}/{kv_heads} heads of {dim}, window {window}"
             yield title, _attention(machine, spans, heads, kv_heads, dim, window)
+    yield from _positions(machine)
     yield "rows: norms, gates, biased and normed heads with RoPE", _rows(machine)
     yield "products: exact, and with fp8 weights", _products(machine)
     yield "samples: the largest logit, and independent noise of each row", _draws(machine)
@@ -261,6 +267,58 @@ def _attention(
         if not torch.equal(alone[mine], merged[mine]):
             return "exact: a sequence alone has other bits than in its batch"
     return None
+
+
+def _positions(machine: Machine) -> Iterator[Result]:
+    positions = SMOKE_POSITIONS if machine.smoke else POSITIONS
+    for heads, kv_heads, dim in SMOKE_POSITION_SHAPES if machine.smoke else POSITION_SHAPES:
+        kv_tile = attention_config("decode", dim, exact=True).kv_tile
+        differing = exact_positions(heads, kv_heads, dim, positions, machine.device)
+        fault = None
+        if differing:
+            residues = sorted({position % kv_tile for position in differing})
+            fault = f"{len(differing)} differ, mod {kv_tile}: {', '.join(map(str, residues))}"
+        title = f"exact: {positions} positions alone, {heads}/{kv_heads} heads of {dim}"
+        yield title, fault
+
+
+def exact_positions(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    positions: int,
+    device: torch.device,
+    *,
+    attend: Attend = paged_attention,
+) -> list[int]:
+    """Return the positions whose bits differ between a decode and one prefill of all of them.
+
+    The results are fp32: rounded to bf16, most differences would disappear. Tests of this check
+    give another ``attend``, with the positional parameters of ``paged_attention``.
+    """
+    generator = torch.Generator(device).manual_seed(5)
+    cut = attention_config("decode", dim, exact=True)
+    blocks = -(-positions // BLOCK)
+    pool_shape = (2, blocks, BLOCK, kv_heads, dim)
+    pool = torch.randn(pool_shape, generator=generator, device=device).bfloat16()
+    # twice the usual size, so that the softmax is not flat
+    q = 2 * torch.randn(positions, heads, dim, generator=generator, device=device)
+    q = q.bfloat16()
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(5))
+    table = order.to(torch.int32).view(1, -1).to(device)
+
+    def run(spans: Sequence[Span], queries: int, splits: int) -> torch.Tensor:
+        rows = torch.tensor(tiles_of(spans, queries), dtype=torch.int32).t().contiguous()
+        tiles = Tiles(rows.to(device), splits, queries)
+        out = torch.full(q.shape, float("nan"), device=device)
+        attend(q, pool, table, tiles, out, cut, Workspace(device))
+        return out
+
+    prefill = run([Span(0, 0, positions, 0)], cut.queries(heads // kv_heads), 0)
+    decodes = [Span(position, position, 1, 0) for position in range(positions)]
+    alone = run(decodes, 1, -(-positions // cut.split))
+    same = (prefill == alone).all(dim=(1, 2))  # False for NaN, so for rows without a result
+    return [position for position, is_same in enumerate(same.tolist()) if not is_same]
 
 
 def _decoder(machine: Machine) -> Iterator[Result]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.engine.cuda.kernels.attention import Tiles
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import transports
+from benchmarks.gpu import checks, transports
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,6 +102,21 @@ def test_a_peer_that_hangs_or_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -
     assert found == {"not_run": "exit code 1: RuntimeError: no kernel"}
     monkeypatch.setattr(gpu.subprocess, "run", hang)
     assert gpu.run_peer(1, 2, 3, smoke=True, timeout_s=9) == {"not_run": "took more than 9 s"}
+
+
+def test_positions_are_told_apart_by_their_bits() -> None:
+    def attend(
+        q: torch.Tensor, pool: object, tables: object, tiles: Tiles, out: torch.Tensor, *_: object
+    ) -> None:
+        for row, count, position, _ in tiles.table_4N.t().tolist():
+            out[row : row + count] = q[row : row + count].float()
+            if tiles.splits and position % 32 == 31:
+                out[row, -1, -1] += 2**-20  # another rounding, where one program has the keys alone
+            if tiles.splits and position == 40:
+                out[row] = float("nan")
+
+    found = checks.exact_positions(4, 1, 16, 70, torch.device("cpu"), attend=attend)
+    assert found == [31, 40, 63]
 
 
 @pytest.mark.slow
