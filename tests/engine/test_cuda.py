@@ -92,6 +92,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
         "attend_kernel",
         "reduce_kernel",
         "add_norm_kernel",
+        "copy_blocks_kernel",
         "gate_kernel",
         "rope_write_kernel",
         "draw_kernel",
@@ -108,5 +109,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
         if row["kernel"] in ("attend_kernel", "linear_kernel"):
             assert row["wide_async_copies"], "K, V and weights come 16 bytes at a time, in advance"
             assert row["wgmma"] == (not row["case"].startswith("fast decode")), row
+        if row["kernel"] == "copy_blocks_kernel":
+            assert row["wide_stores"], "16 bytes at a time"
         if row["kernel"] == "attend_kernel" and not row["case"].startswith("exact prefill 256"):
             assert max(row["async_waits"]) >= 2, "a tile of pages is loaded while one is computed"

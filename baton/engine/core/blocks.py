@@ -72,6 +72,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
+        self._written: set[int] = set()  # see ``StepPlan.written``
         self.evictions = 0
         # With tiers (``baton/engine/core/tiers``): hashes that the first tier holds, cached blocks
         # that it lacks, and blocks that are being copied to it.
@@ -169,6 +170,16 @@ class BlockPool:
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
         self._stored.append(block_hash)
+
+    def note_written(self, blocks: Iterable[int]) -> None:
+        """Note blocks that others than the model runner have filled."""
+        self._written.update(blocks)
+
+    def take_written(self) -> tuple[int, ...]:
+        """Return the blocks noted since the last call, in order."""
+        written = tuple(sorted(self._written))
+        self._written.clear()
+        return written
 
     def shared(self, block: int) -> bool:
         """Return whether several sequences hold the block; writers then need a copy."""

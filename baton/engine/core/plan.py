@@ -1,7 +1,7 @@
 """Step plan that the scheduler passes to a model runner, as plain data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.types.params import SamplingParams
 from baton.types.prompt_outputs import PromptOutputs
@@ -63,7 +63,15 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Engine step. ``copies`` (source block, target block) are made first."""
+    """Engine step.
+
+    Attributes:
+        copies: Copies of blocks (source, target), which are made first.
+        written: Blocks that others than the runner wrote since the last plan with rows: the KV of
+            a hand-off, or blocks restored from a tier. Only a runner with a pool of its own needs
+            them.
+    """
 
     rows: tuple[PlanRow, ...]
-    copies: tuple[tuple[int, int], ...] = field(default=())
+    copies: tuple[tuple[int, int], ...] = ()
+    written: tuple[int, ...] = ()

@@ -116,6 +116,7 @@ class Scheduler:
         self.batch.reservations.take(request_id)
         request.prompt_done_ns = now_ns
         blocks = reservation.blocks
+        self.batch.pool.note_written(reservation.pages)
         source = self.batch.new_sequence(request, 0, list(request.prompt))
         source.blocks = blocks
         source.computed = len(request.prompt)
@@ -221,7 +222,8 @@ class Scheduler:
         while budget > 0 and (admitted := self._admit(now_ns)) is not None:
             rows.append(self._row(admitted, budget))
             budget -= rows[-1].cost_tokens
-        return StepPlan(tuple(rows), tuple(copies))
+        written = batch.pool.take_written() if rows else ()
+        return StepPlan(tuple(rows), tuple(copies), written)
 
     def apply(self, plan: StepPlan, results: list[list[SampledToken]], now_ns: int) -> None:
         """Record the tokens that a step computed and sampled.

@@ -1,88 +1,136 @@
-"""Synchronises the device's pool with the one in host memory, which KV transfers use.
+"""Keeps the device's pool and the one in host memory equal where somebody reads them.
 
-The worker's shell reads and writes pages in shared host memory
-(``baton/engine/process/client.py``), without reporting which. So host memory is authoritative
-between steps. The KV that a step computes is copied to it before the step ends. A sequence whose KV
-this runner did not just compute (transferred, cached or resumed) has its pages copied to the device
-first.
+    host ──blocks that the plan calls written──▶ device        before a step
+    host ◀──blocks that a step finished───────── device        beside the end of a step
+
+The worker's shell reads and writes pages in shared host memory (``baton/engine/process/client.py``):
+it sends the pages of finished prompts and of the prefix cache, and receives those of other workers.
+So each block goes to the host once, when its last token is computed. The end of a sequence, a block
+that is not full, goes there only in steps that publish KV. A plan names the blocks that arrived in
+host memory since the last plan; all others are as the device left them.
+
+The host's pool is registered with the driver, and a kernel copies to and from it. Copies to the host
+run on a stream of their own, so the CPU copies nothing, and the device can compute meanwhile.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
+import triton
 
 from baton.engine.core.plan import PlanRow, StepPlan
+from baton.engine.cuda.kernels.device import blocks as device
+from baton.model.artifact import ModelError
+
+_TILE = 2048  # elements
 
 
-@dataclass(slots=True)
-class _Known:
-    blocks: list[int]
-    end: int
-
-
-class HostPoolSync:
-    """Keeps both pools equal where steps read them.
+class HostPool:
+    """Copies blocks between both pools.
 
     Args:
-        host: Pool ``[L, 2, blocks, token, K, D]`` in host memory.
+        host: Pool ``[L, 2, blocks, token, K, D]`` in host memory, which stays registered.
         device: The same on the device; on the CPU a second tensor (interpreter).
+
+    Raises:
+        ModelError: The driver cannot register the host's pool.
     """
 
     def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
         self._host = host
         self._device = device
-        self._known: dict[int, _Known] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._written: torch.cuda.Event | None = None
+        if device.is_cuda:
+            _register(host)
+            self._stream = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
 
     def before(self, plan: StepPlan) -> None:
-        """Execute the plan's copies, and copy missing pages to the device."""
-        for source, target in plan.copies:
-            self._host[:, :, target].copy_(self._host[:, :, source])
+        """Copy the blocks that arrived in host memory, then make the plan's copies."""
+        if plan.written:
+            self._copy(self._host, self._device, plan.written, plan.written)
+        if plan.copies:
+            sources, targets = zip(*plan.copies, strict=True)
+            self._copy(self._device, self._device, sources, targets)
+
+    def after(self, rows: Iterable[PlanRow], *, ends: bool) -> None:
+        """Start to copy the rows' finished blocks to the host, and with ``ends`` all their blocks.
+
+        ``wait`` must follow before the host's pages are read.
+        """
+        blocks = self._touched(rows, ends=ends)
+        if not blocks:
+            return
+        if self._stream is None:
+            self._copy(self._device, self._host, blocks, blocks)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(self._device, self._host, blocks, blocks)
+            self._written = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Wait until the host has the blocks of ``after``."""
+        if self._written is not None:
+            self._written.synchronize()
+            self._written = None
+
+    def clear(self, rows: Sequence[PlanRow]) -> None:
+        """Zero the KV that the rows stored, in both pools."""
         size = self._host.shape[3]
-        missing: set[int] = set()
-        seen: dict[int, _Known] = {}
-        for row in plan.rows:
-            known = self._known.get(row.sequence_id)
-            blocks = list(row.block_ids[: -(-row.start // size)])
-            # a row may begin before the end of the last one, whose draft tokens were wrong
-            if known is None or known.end < row.start or known.blocks[: len(blocks)] != blocks:
-                missing.update(blocks)
-            seen[row.sequence_id] = _Known(list(row.block_ids), row.start + len(row.tokens))
-        missing.update(target for _, target in plan.copies)
-        # a sequence outside this plan is checked again when it returns
-        self._known = seen
-        if missing:
-            index = torch.tensor(sorted(missing))
-            pages = self._host.index_select(2, index).to(self._device.device)
-            self._device.index_copy_(2, index.to(self._device.device), pages)
+        slots = [
+            row.block_ids[position // size] * size + position % size
+            for row in rows
+            for position in range(row.start, row.start + len(row.tokens))
+        ]
+        tokens = self._device.view(*self._device.shape[:2], -1, *self._device.shape[4:])
+        tokens.index_fill_(2, torch.tensor(slots).to(self._device.device), 0.0)
+        self.after(rows, ends=True)
 
-    def after(self, rows: Iterable[PlanRow]) -> None:
-        """Copy the KV of the rows to host memory; waits for the device."""
-        slots = self.slots(rows)
-        device_slots = slots.to(self._device.device)
-        written = self._tokens(self._device).index_select(2, device_slots).to(self._host.device)
-        self._tokens(self._host).index_copy_(2, slots, written)
-
-    def clear(self, rows: Iterable[PlanRow]) -> None:
-        """Zero the KV of the rows in both pools, and forget their sequences."""
-        rows = list(rows)
-        slots = self.slots(rows)
-        self._tokens(self._host).index_fill_(2, slots, 0.0)
-        self._tokens(self._device).index_fill_(2, slots.to(self._device.device), 0.0)
-        for row in rows:
-            self._known.pop(row.sequence_id, None)
-
-    def slots(self, rows: Iterable[PlanRow]) -> torch.Tensor:
-        """Return the slots of the rows' tokens: block times block size plus offset."""
+    def _touched(self, rows: Iterable[PlanRow], *, ends: bool) -> list[int]:
+        """Return the blocks to which the rows' tokens belong; without ``ends`` only full ones."""
         size = self._host.shape[3]
-        by_row = []
+        blocks: list[int] = []
         for row in rows:
-            positions = torch.arange(row.start, row.start + len(row.tokens))
-            blocks = torch.tensor(row.block_ids)
-            by_row.append(blocks[positions // size] * size + positions % size)
-        return torch.cat(by_row)
+            first = row.start // size
+            end = row.start + len(row.tokens)
+            last = -(-end // size) if ends else end // size
+            if last > first:
+                blocks += row.block_ids[first:last]
+        return blocks
 
     @staticmethod
-    def _tokens(pool: torch.Tensor) -> torch.Tensor:
-        layers, two, blocks, size, heads, dim = pool.shape
-        return pool.view(layers, two, blocks * size, heads, dim)
+    def _copy(
+        source: torch.Tensor, target: torch.Tensor, sources: Sequence[int], targets: Sequence[int]
+    ) -> None:
+        """Enqueue copies of blocks on the current stream."""
+        layers, two, _, *block = source.shape
+        width = block[0] * block[1] * block[2]
+        ids = torch.tensor((*sources, *targets), dtype=torch.int32)
+        on_device = source if source.is_cuda else target
+        if on_device.is_cuda:
+            ids = ids.pin_memory().to(on_device.device, non_blocking=True)
+        grid = (len(sources), layers * two, triton.cdiv(width, _TILE))
+        device.copy_blocks_kernel[grid](
+            source,
+            target,
+            ids,
+            len(sources),
+            source.shape[2],
+            target.shape[2],
+            width,
+            TILE=_TILE,
+            num_warps=4,
+        )
+
+
+def _register(host: torch.Tensor) -> None:
+    """Make host memory accessible to the device, at its own address."""
+    size = host.numel() * host.itemsize
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = runtime.cudaHostRegister(host.data_ptr(), size, 0)
+    if int(error) != 0:
+        raise ModelError(
+            f"the driver cannot register the KV pool of {size / 1e9:.1f} GB in host memory "
+            f"({error}): lower kv_blocks_per_worker, or raise the limit of locked memory (ulimit -l)"
+        )

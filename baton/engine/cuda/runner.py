@@ -20,7 +20,7 @@ from baton.engine.core.model_runner import RunnerCapabilities
 from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
 from baton.engine.cuda.decode_graphs import DecodeRow, DecodeSteps
 from baton.engine.cuda.decoder import CudaDecoder
-from baton.engine.cuda.host_pool import HostPoolSync
+from baton.engine.cuda.host_pool import HostPool
 from baton.engine.cuda.kernels.attention import Span
 from baton.engine.cuda.lora import CudaAdapters, StepDeltas
 from baton.engine.cuda.sampler import SampledRows, Specs, is_filtered, is_on_device, start_sampling
@@ -90,7 +90,7 @@ class CudaRunner:
         self.eos_token_ids = eos_token_ids
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
-        self._host_pool = HostPoolSync(flat.view(geometry.shape), decoder.pool)
+        self._host_pool = HostPool(flat.view(geometry.shape), decoder.pool)
         self._sampler = StepSampler(eos_token_ids, grammars)
         longest = -(-decoder.shape.max_context_tokens // geometry.block_tokens)
         self.steps = DecodeSteps(decoder, longest)
@@ -125,7 +125,7 @@ class CudaRunner:
     ) -> list[list[SampledToken]]:
         """Compute a plan and sample its tokens (``ModelRunner.execute``).
 
-        KV reaches the host's pool at the end of the step; all layers are announced then.
+        Finished blocks reach the host's pool at the end of the step; all layers are announced then.
         """
         self._host_pool.before(plan)
         self._sampler.begin_step()
@@ -139,20 +139,24 @@ class CudaRunner:
         if broken := computed.broken | unscored:
             self._clear(plan.rows, broken)
             raise not_finite_error(broken, len(plan.rows))
-        self._host_pool.after(plan.rows)
+        self._host_pool.after(plan.rows, ends=on_layers_done is not None)
         if on_layers_done is not None:
+            self._host_pool.wait()
             for layers in range(1, self.geometry.num_layers + 1):
                 on_layers_done(layers)
         for part in collected:
             part.hand_over()
-        return self._sampler.sample(computed.sampled, plan.rows)
+        tokens = self._sampler.sample(computed.sampled, plan.rows)
+        self._host_pool.wait()  # the caller announces finished blocks next
+        return tokens
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
         """Return hidden states ``[len(tokens), E]`` of each row of a plan, for self-tests."""
         self._host_pool.before(plan)
         hidden_TE, ends = self._forward(plan.rows)
-        self._host_pool.after(plan.rows)
+        self._host_pool.after(plan.rows, ends=True)
+        self._host_pool.wait()
         pairs = zip(plan.rows, ends, strict=True)
         return [hidden_TE[end - len(row.tokens) : end].cpu() for row, end in pairs]
 
@@ -222,10 +226,11 @@ class CudaRunner:
 
     def _clear(self, plan_rows: Sequence[PlanRow], broken: set[int]) -> None:
         """Zero the KV of the broken rows; that of the others reaches the host."""
-        good = [row for index, row in enumerate(plan_rows) if index not in broken]
-        if good:
-            self._host_pool.after(good)
-        self._host_pool.clear(plan_rows[index] for index in sorted(broken))
+        self._host_pool.after(
+            [row for index, row in enumerate(plan_rows) if index not in broken], ends=True
+        )
+        self._host_pool.clear([plan_rows[index] for index in sorted(broken)])
+        self._host_pool.wait()
 
 
 def _is_captured(row: PlanRow) -> bool:

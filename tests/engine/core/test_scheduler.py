@@ -542,6 +542,18 @@ class TestKvThatNoAnswerFollows:
         core.scheduler.release("user")
         core.batch.check_integrity()
 
+    def test_is_named_in_the_next_plan_that_has_rows(self):
+        core = make_core()
+        (reserved,) = [e for e in [*self.pull(core), *run(core)] if isinstance(e, ev.Reserved)]
+        core.scheduler.bind("pull", reserved.generation)
+        (bound,) = [e for e in core.take_events() if isinstance(e, ev.Bound)]
+        assert core.scheduler.commit("pull", reserved.generation, (), 1)
+        idle = core.plan(2)
+        assert (idle.rows, idle.written) == ((), ())
+        core.scheduler.submit(request("user", list(range(40)), max_tokens=2), 3)
+        assert core.plan(4).written == tuple(sorted(bound.blocks))
+        assert core.plan(5).written == ()
+
     def test_takes_its_turn_where_few_blocks_are_left(self):
         core = make_core(blocks=16)
         core.scheduler.submit(request("running", list(range(200)), max_tokens=20), 0)

@@ -21,6 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from baton.engine.core.plan import StepPlan
+from baton.engine.cuda.host_pool import HostPool
 from baton.engine.cuda.kernels import configs, products, rows
 from baton.engine.cuda.kernels.attention import Tiles, Workspace, paged_attention
 
@@ -42,7 +44,9 @@ class NoDevice:
         return device
 
 
-FLOAT_OPERATION = re.compile(r"^\s*(?:@%p\d+ )?((?:add|sub|mul|fma|max|min|div|ex2)\.[\w.]*f32)", re.M)
+FLOAT_OPERATION = re.compile(
+    r"^\s*(?:@%p\d+ )?((?:add|sub|mul|fma|max|min|div|ex2)\.[\w.]*f32)", re.M
+)
 
 
 def loops_over_keys(ptx: str) -> list[dict[str, int]]:
@@ -93,6 +97,7 @@ class Compiler:
             "spill_bytes": int(re.search(r"(\d+) bytes spill stores", said)[1]),
             "shared_bytes": compiled.metadata.shared,
             "wgmma": "wgmma.mma_async" in ptx,
+            "wide_stores": len(re.findall(r"st\.global\.v4\.b32", ptx)),
             "wide_async_copies": len(re.findall(r"cp\.async\.cg.* 0x10", ptx)),
             "async_waits": [
                 int(count)
@@ -144,6 +149,9 @@ def main(which: str) -> None:
         cut = configs.attention_config("prefill", 128, exact=False)
         attention(cut, 128, spread=False, window=99)
         compile_sampling(compiler)
+        compiler.title = "blocks"
+        pool = torch.zeros(2, 2, 8, 16, 8, 128, dtype=BF16)
+        HostPool(pool, torch.zeros_like(pool)).before(StepPlan((), written=(1, 2)))
 
 
 def compile_rows(compiler: Compiler) -> None:

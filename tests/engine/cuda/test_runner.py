@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
-from baton.engine.cuda.host_pool import HostPoolSync
+from baton.engine.cuda.host_pool import HostPool
 from baton.engine.cuda.sampler import is_on_device
 from baton.types.errors import NumericsError
 from baton.types.params import SamplingParams
@@ -34,7 +34,7 @@ def test_a_mixed_batch_draws_the_tokens_of_the_cpu_and_leaves_the_same_kv() -> N
     tables = [1, 8], [3, 2, 5], [7]
 
     def both(plan: StepPlan) -> list[list[int]]:
-        got, wanted = cuda.execute(plan), cpu.execute(plan)
+        got, wanted = cuda.execute(plan, lambda _: None), cpu.execute(plan)
         assert [[s.token for s in drawn] for drawn in got] == [
             [s.token for s in drawn] for drawn in wanted
         ]
@@ -79,30 +79,36 @@ def test_kv_that_others_wrote_into_the_pool_is_used_also_in_pages_used_before() 
     tiny.step(cpu, tiny.row(2, text, 0, 19, table))
     view(mine, c)[:, :, table] = view(theirs, c)[:, :, table]  # a hand-off
     last = tiny.row(2, text, 19, 20, table, GREEDY)
-    assert tiny.step(cuda, last) == tiny.step(cpu, last)
+    assert cuda.execute(StepPlan((last,), written=(4, 5))) == tiny.step(cpu, last)
 
 
-def test_pages_that_the_device_wrote_are_not_brought_in_again() -> None:
-    host, device = torch.zeros(1, 2, 4, 16, 1, 2), torch.zeros(1, 2, 4, 16, 1, 2)
-    host_pool = HostPoolSync(host, device)
-    host_pool.before(
-        StepPlan(
-            (
-                PlanRow(
-                    sequence_id=1, tokens=[7, 8, 9], start=16, block_ids=[0, 2], num_draft_tokens=2
-                ),
-            )
-        )
-    )
-    host[:] = 1.0  # nobody does that, so one sees what is copied
-    host_pool.before(
-        StepPlan((PlanRow(sequence_id=1, tokens=[5], start=17, block_ids=[0, 2]),))
-    )  # both draft tokens were wrong
+def test_blocks_go_to_the_host_once_when_they_are_full_or_published() -> None:
+    host, device = torch.zeros(1, 2, 4, 16, 1, 2), torch.ones(1, 2, 4, 16, 1, 2)
+    host_pool = HostPool(host, device)
+
+    def after(start: int, count: int, *, ends: bool = False) -> list[int]:
+        host.zero_()
+        row = PlanRow(sequence_id=1, tokens=[7] * count, start=start, block_ids=[3, 0, 2])
+        host_pool.after([row], ends=ends)
+        host_pool.wait()
+        return host[0].amax((0, 2, 3, 4)).nonzero().ravel().tolist()
+
+    assert after(14, 1) == []
+    assert after(15, 1) == [3]
+    assert after(16, 1) == []
+    assert after(15, 17) == [0, 3]
+    assert after(15, 18, ends=True) == [0, 2, 3]
+    assert after(32, 1, ends=True) == [2]
+
+
+def test_only_blocks_that_others_wrote_are_copied_to_the_device() -> None:
+    host, device = torch.ones(1, 2, 4, 16, 1, 2), torch.zeros(1, 2, 4, 16, 1, 2)
+    host_pool = HostPool(host, device)
+    row = PlanRow(sequence_id=1, tokens=[7], start=40, block_ids=[3, 0, 2])
+    host_pool.before(StepPlan((row,)))
     assert not device.any()
-    host_pool.before(StepPlan((PlanRow(sequence_id=1, tokens=[5], start=18, block_ids=[0, 3]),)))
-    assert device[0, 0, :, 0, 0, 0].tolist() == [1, 0, 0, 1]
-    host_pool.before(StepPlan((PlanRow(sequence_id=2, tokens=[5], start=18, block_ids=[2, 1]),)))
-    assert device.bool().all()
+    host_pool.before(StepPlan((row,), copies=((2, 1),), written=(2,)))
+    assert device[0].amax((0, 2, 3, 4)).tolist() == [0, 1, 1, 0], "copies see what arrived"
 
 
 @pytest.mark.slow
@@ -114,7 +120,7 @@ def test_copies_happen_before_anything_else_and_in_both_pools() -> None:
     for runner in (cuda, cpu):
         tiny.step(runner, tiny.row(1, text, 0, 24, [4, 5]))
     fork = StepPlan((tiny.row(2, text, 24, 25, [4, 9], GREEDY),), copies=((5, 9),))
-    assert cuda.execute(fork) == cpu.execute(fork)
+    assert cuda.execute(fork, lambda _: None) == cpu.execute(fork)
     torch.testing.assert_close(view(mine, c)[:, :, 9], view(theirs, c)[:, :, 9])
 
 
@@ -130,7 +136,7 @@ def test_nan_is_a_typed_error_for_its_row_and_the_other_goes_on() -> None:
     view(mine, c)[1, 0, 2, 3] = float("nan")
     bad = tiny.row(5, text, 18, 20, [2, 3], GREEDY)
     with pytest.raises(NumericsError, match="1 of 2 rows") as caught:
-        tiny.step(runner, good, bad)
+        runner.execute(StepPlan((good, bad), written=(2, 3)))
     assert caught.value.rows == (1,)
     assert not view(mine, c)[:, :, 3, 2:].any(), "what it wrote is zeroed"
     assert tiny.step(runner, good) == expected

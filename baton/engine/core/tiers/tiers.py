@@ -274,6 +274,7 @@ class KvTiers:
             tallies.brought += 1
             came = bring.tokens.get(tier.name, 0)
             bring.tokens[tier.name] = came + self._pool.block_tokens
+            self._pool.note_written([copy.target_place])
             self._pool.set_hash(copy.target_place, copy.block_hash)
         bring.left -= 1
         if not bring.left:
