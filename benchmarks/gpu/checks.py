@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from baton.engine.cuda.decode_graphs import DecodeRow
 from baton.engine.cuda.decoder import CudaDecoder
-from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from baton.engine.cuda.kernels.attention import Span, Workspace, make_tiles, paged_attention
 from baton.engine.cuda.kernels.configs import AttentionConfig, attention_config
 from baton.engine.cuda.kernels.products import Products, to_fp8
 from baton.engine.cuda.kernels.rows import add_norm, cuts, gate_mul, rope_write, sample_tokens
@@ -226,19 +226,9 @@ def _attention(
 
     def run(cut: AttentionConfig, some: Sequence[Span], *, spread: bool) -> torch.Tensor:
         queries = cut.queries(heads // kv_heads)
-        tiles = torch.tensor(tiles_of(some, queries), dtype=torch.int32).t().contiguous()
-        splits = -(-max(lengths) // cut.split) if spread else 0
+        tiles = make_tiles(some, queries, device, split=cut.split if spread else 0)
         out = torch.zeros_like(q)
-        paged_attention(
-            q,
-            pool,
-            tables,
-            Tiles(tiles.to(device), splits, queries),
-            out,
-            cut,
-            Workspace(device),
-            window=window,
-        )
+        paged_attention(q, pool, tables, tiles, out, cut, Workspace(device), window=window)
         return out
 
     parts = zip(given, kvs, strict=True)
@@ -307,16 +297,15 @@ def exact_positions(
     order = torch.randperm(blocks, generator=torch.Generator().manual_seed(5))
     table = order.to(torch.int32).view(1, -1).to(device)
 
-    def run(spans: Sequence[Span], queries: int, splits: int) -> torch.Tensor:
-        rows = torch.tensor(tiles_of(spans, queries), dtype=torch.int32).t().contiguous()
-        tiles = Tiles(rows.to(device), splits, queries)
+    def run(spans: Sequence[Span], queries: int, split: int) -> torch.Tensor:
+        tiles = make_tiles(spans, queries, device, split=split)
         out = torch.full(q.shape, float("nan"), device=device)
         attend(q, pool, table, tiles, out, cut, Workspace(device))
         return out
 
     prefill = run([Span(0, 0, positions, 0)], cut.queries(heads // kv_heads), 0)
     decodes = [Span(position, position, 1, 0) for position in range(positions)]
-    alone = run(decodes, 1, -(-positions // cut.split))
+    alone = run(decodes, 1, cut.split)
     same = (prefill == alone).all(dim=(1, 2))  # False for NaN, so for rows without a result
     return [position for position, is_same in enumerate(same.tolist()) if not is_same]
 
@@ -360,7 +349,7 @@ def _ahead(machine: Machine, decoder: CudaDecoder) -> str | None:
         DecodeRow(9, 3, tables[2], temperature=1.5, seed=(1 << 63) + 5),
     ]
     tokens_by_way = []
-    for graphs in (None, False):
+    for graphs in (True, False):
         loop = DecodeLoop(decoder, max_blocks=max(map(len, tables)), graphs=graphs)
         loop.start(rows)
         for _ in range(steps):

@@ -10,17 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.engine.cuda.decode_graphs import DecodeRow, DecodeSteps
+from baton.engine.cuda.decode_graphs import DecodeRow, DecodeSteps, cuda_graphs
 from baton.engine.cuda.decoder import CudaDecoder
 
 
 class DecodeLoop:
-    """Decodes one batch at a time; arguments as for ``DecodeSteps``."""
+    """Decodes one batch at a time; without ``graphs``, each step is launched kernel by kernel."""
 
-    def __init__(
-        self, decoder: CudaDecoder, max_blocks: int, *, graphs: bool | None = None
-    ) -> None:
-        self._steps = DecodeSteps(decoder, max_blocks, graphs=graphs)
+    def __init__(self, decoder: CudaDecoder, max_blocks: int, *, graphs: bool = True) -> None:
+        capture = cuda_graphs() if graphs and decoder.device.type == "cuda" else None
+        self._steps = DecodeSteps(decoder, max_blocks, capture=capture)
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
     @property

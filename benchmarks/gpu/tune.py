@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from baton.engine.cuda.kernels.attention import Span, Workspace, make_tiles, paged_attention
 from baton.engine.cuda.kernels.configs import AttentionConfig, LinearConfig, attention_config
 from baton.engine.cuda.kernels.products import fixed_linear
 from benchmarks.gpu.model import BLOCK, Machine
@@ -72,9 +72,8 @@ def _attention(machine: Machine, report: Any, kind: str, spans: list[Span], cont
         if report.left_s < 0:
             break
         queries = 1 if kind == "decode" else cut.queries(s.num_heads // s.num_kv_heads)
-        splits = -(-context // cut.split) if kind == "decode" else 0
-        table = torch.tensor(tiles_of(spans, queries), dtype=torch.int32).t().contiguous()
-        tiles = Tiles(table.to(device), splits, queries)
+        split = cut.split if kind == "decode" else 0
+        tiles = make_tiles(spans, queries, device, split=split)
         work = partial(paged_attention, q, pool, tables, tiles, out, cut, space)
         seconds = _try(machine, work)
         if seconds is not None:

@@ -79,6 +79,7 @@ def test_exact_kernels_round_alike_in_all_their_loops_and_versions(tmp_path: Pat
         "add_norm_kernel",
         "gate_kernel",
         "linear_kernel",
+        "list_items_kernel",
         "reduce_kernel",
         "rope_write_kernel",
     }
@@ -94,6 +95,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
         "add_norm_kernel",
         "copy_blocks_kernel",
         "gate_kernel",
+        "list_items_kernel",
         "rope_write_kernel",
         "draw_kernel",
         "reduce_draw_kernel",

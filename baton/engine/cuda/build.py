@@ -148,6 +148,8 @@ def build_cuda_runner(
     adapters = CudaAdapters(c, decoder, settings.max_adapter_rank)
     runner = CudaRunner(decoder, map_pool(geometry), geometry, c.eos_token_ids, adapters, grammars)
     verify_steps(decoder, runner.steps)
+    progress(f"capturing decode steps on {device_name(device)}")
+    runner.steps.prepare(settings.max_batch_requests)
     return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens)
 
 

@@ -1,22 +1,24 @@
 """One decode step for all rows of a batch, on the device: forward, logits, sample, advance.
 
-A step is one CUDA graph, captured when its bucket (rows, splits) is first used. Without graphs (in
-Triton's interpreter) the same code runs directly. Results do not depend on the bucket: padding rows
-belong to no sequence, and the number of splits to merge follows from the position.
+A step is one CUDA graph. Common buckets (rows, items of attention) are captured at the start, the
+others when they are first used. Without graphs (in Triton's interpreter) the same code runs
+directly. Results do not depend on the bucket: padding rows belong to no sequence, and the number of
+splits to merge follows from the position.
 """
 
 # ruff: noqa: N806 - suffixes such as x_TE give shapes
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from baton.engine.cuda.decoder import Batch, CudaDecoder
-from baton.engine.cuda.kernels.attention import Tiles
+from baton.engine.cuda.kernels.attention import MAX_ITEMS, Tiles, list_items
 from baton.engine.cuda.kernels.rows import sample_tokens
+from baton.engine.cuda.upload import Packing, upload
 
-_ALIGNED_BYTES = 256  # alignment of each part of the inputs: kernels are compiled by alignment
+_COMMON_TOKENS = 4096  # mean context of a batch up to which steps are captured at the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,78 +41,70 @@ class _State:
 
     def __init__(self, rows: int, max_blocks: int, hidden: int, device: torch.device) -> None:
         self.rows = rows
-        kinds = {
-            "tokens": (1, torch.int64),
-            "seeds": (1, torch.int64),
-            "choices": (1, torch.int64),
-            "temperatures": (1, torch.float64),
-            "positions": (1, torch.int32),
-            "sequences": (1, torch.int32),
-            "used": (1, torch.int32),  # 1 = a real row
-            "tiles": (4, torch.int32),
-        }
-        self._places: dict[str, tuple[int, int, torch.dtype]] = {}
-        end = 0
-        for name, (count, kind) in kinds.items():
-            size = count * rows * kind.itemsize
-            self._places[name] = (end, size, kind)
-            end += -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        self.inputs = torch.zeros(end, dtype=torch.uint8, device=device)
-        self.tokens_R = self._part(self.inputs, "tokens")
-        self.seeds_R = self._part(self.inputs, "seeds")
-        self.choices_R = self._part(self.inputs, "choices")
-        self.temperatures_R = self._part(self.inputs, "temperatures")
-        self.positions_R = self._part(self.inputs, "positions")
-        self.sequences_R = self._part(self.inputs, "sequences")
-        self.used_R = self._part(self.inputs, "used")
-        self.tiles_4R = self._part(self.inputs, "tiles").view(4, rows)
+        self._packing = Packing(
+            {
+                "tokens": ((rows,), torch.int64),
+                "seeds": ((rows,), torch.int64),
+                "choices": ((rows,), torch.int64),
+                "temperatures": ((rows,), torch.float64),
+                "positions": ((rows,), torch.int32),
+                "sequences": ((rows,), torch.int32),
+                "used": ((rows,), torch.int32),  # 1 = a real row
+                "tiles": ((5, rows), torch.int32),
+            }
+        )
+        self.inputs = torch.zeros(self._packing.size_bytes, dtype=torch.uint8, device=device)
+        views = self._packing.views(self.inputs)
+        self.tokens_R = views["tokens"]
+        self.seeds_R = views["seeds"]
+        self.choices_R = views["choices"]
+        self.temperatures_R = views["temperatures"]
+        self.positions_R = views["positions"]
+        self.sequences_R = views["sequences"]
+        self.used_R = views["used"]
+        self.tiles_5R = views["tiles"]
         self.tables_RB = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.hidden_RE = torch.zeros(rows, hidden, device=device)
         self.sampled_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tables: list[list[int]] = [[] for _ in range(rows)]  # contents of tables_RB
-
-    def _part(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        begin, size, kind = self._places[name]
-        return memory[begin : begin + size].view(kind)
 
     def fill(self, rows: Sequence[DecodeRow]) -> None:
         pad = self.rows - len(rows)
         used = [1] * len(rows) + [0] * pad
         index = [i if is_used else -1 for i, is_used in enumerate(used)]
         positions = [row.position for row in rows] + [0] * pad
-        values = {
+        tiles = [list(range(self.rows)), used, positions, index, [0] * self.rows]
+        temperatures = [row.temperature for row in rows] + [0.0] * pad
+        values: dict[str, Sequence[object]] = {
             "tokens": [row.token for row in rows] + [0] * pad,
             "seeds": [signed(row.seed) for row in rows] + [0] * pad,
             "choices": [signed(row.choice) for row in rows] + [0] * pad,
-            "temperatures": [row.temperature for row in rows] + [0.0] * pad,
+            "temperatures": temperatures,
             "positions": positions,
             "sequences": index,
             "used": used,
-            "tiles": [*range(self.rows), *used, *positions, *index],
+            "tiles": tiles,
         }
-        # fresh pinned memory: a reused buffer could be overwritten while it is read
-        on_cuda = self.inputs.is_cuda
-        host = torch.zeros(self.inputs.shape, dtype=torch.uint8, pin_memory=on_cuda)
-        for name, numbers in values.items():
-            self._part(host, name).copy_(torch.tensor(numbers, dtype=self._places[name][2]))
-        self.inputs.copy_(host, non_blocking=True)
+        parts = {
+            name: torch.tensor(numbers, dtype=torch.float64 if numbers is temperatures else None)
+            for name, numbers in values.items()
+        }
+        self._packing.send(parts, self.inputs)
         self._fill_tables([list(row.blocks) for row in rows])
 
-    def _fill_tables(self, tables: list[list[int]]) -> None:
+    def _fill_tables(self, tables: Sequence[list[int]]) -> None:
+        """Copy the tables that changed: after a step, those of sequences with a new block."""
         changed = [i for i, table in enumerate(tables) if table != self.tables[i]]
         if not changed:
             return
         width = max(len(tables[i]) for i in changed)
-        padded = [tables[i] + [0] * (width - len(tables[i])) for i in changed]
-        host = torch.tensor(padded, dtype=torch.int32)
-        places = torch.tensor(changed)
-        if self.tables_RB.is_cuda:
-            host = host.pin_memory()
-            places = places.pin_memory()
-        device = self.tables_RB.device
-        self.tables_RB[:, :width].index_copy_(
-            0, places.to(device, non_blocking=True), host.to(device, non_blocking=True)
-        )
+        padded = [[*tables[i], *[0] * (width - len(tables[i]))] for i in changed]
+        parts = {
+            "tables": torch.tensor(padded, dtype=torch.int32),
+            "places": torch.tensor(changed),
+        }
+        on_device = upload(self.tables_RB.device, parts)
+        self.tables_RB[:, :width].index_copy_(0, on_device["places"], on_device["tables"])
         for i in changed:
             self.tables[i] = tables[i]
 
@@ -123,30 +117,73 @@ def rows_bucket(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def splits_bucket(splits: int) -> int:
-    """Return the padded number of splits: powers of two."""
-    return 1 << (splits - 1).bit_length()
+def items_bucket(items: int, rows: int) -> int:
+    """Return the padded number of items of ``rows`` rows: 2, 4, 8 ... for each row.
+
+    Raises ``ValueError`` for more items than a launch can have.
+    """
+    if items > MAX_ITEMS:
+        raise ValueError(f"a step has {items} splits of attention, limit {MAX_ITEMS}")
+    per_row = -(-items // rows)
+    return min(rows << max((per_row - 1).bit_length(), 1), MAX_ITEMS)
+
+
+Replay = Callable[[], None]
+Capture = Callable[[Replay], Replay]
+"""Records a function that enqueues work on the device, and returns one that replays the record."""
+
+
+def cuda_graphs() -> Capture:
+    """Return a function that captures CUDA graphs, which share their memory."""
+    memory = torch.cuda.graph_pool_handle()
+
+    def capture(enqueue: Replay) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        # other threads may use the device meanwhile
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            enqueue()
+        return graph.replay
+
+    return capture
 
 
 class DecodeSteps:
     """Steps of one batch at a time, one token per row.
 
     Args:
-        graphs: Whether to capture steps as CUDA graphs; by default on CUDA.
+        capture: How steps are captured; ``None``: each step is launched kernel by kernel.
     """
 
     def __init__(
-        self, decoder: CudaDecoder, max_blocks: int, *, graphs: bool | None = None
+        self, decoder: CudaDecoder, max_blocks: int, *, capture: Capture | None = None
     ) -> None:
         self._decoder = decoder
         self._max_blocks = max_blocks
-        self._use_graphs = decoder.device.type == "cuda" if graphs is None else graphs
+        self._capture = capture
         self._states: dict[int, _State] = {}
-        self._memory = torch.cuda.graph_pool_handle() if self._use_graphs else None
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._replays: dict[tuple[int, int], Replay] = {}
         self._rows = 0
         self._longest = 0
         self._room = 0
+        self._positions: list[int] = []  # of the next step
+
+    @torch.inference_mode()
+    def prepare(self, max_rows: int) -> int:
+        """Capture the steps of all batches up to ``max_rows`` and common lengths; return how many.
+
+        Captured later, a step would delay the responses of its batch.
+        """
+        if self._capture is None:
+            return 0
+        limit = min(self._decoder.shape.max_context_tokens, _COMMON_TOKENS)
+        splits = -(-limit // self._decoder.decode_config.split)
+        per_row = [0, *(1 << n for n in range(1, (splits - 1).bit_length() + 1))]
+        for rows in sorted({rows_bucket(count) for count in range(1, max_rows + 1)}):
+            state = self._state_of(rows)
+            state.fill([])
+            for count in per_row:
+                self._captured(self._capture, state, rows * count)
+        return len(self._replays)
 
     @property
     def sampled_R(self) -> torch.Tensor:  # noqa: N802 - a shape
@@ -164,19 +201,22 @@ class DecodeSteps:
         widest = max(len(row.blocks) for row in rows)
         if widest > self._max_blocks:
             raise ValueError(f"a block table has {widest} blocks, limit {self._max_blocks}")
-        bucket = rows_bucket(len(rows))
+        self._state = self._state_of(rows_bucket(len(rows)))
+        self._rows = len(rows)
+        self._positions = [row.position for row in rows]
+        self._longest = max(self._positions) + 1
+        size = self._decoder.block_tokens
+        spare = min(len(row.blocks) * size - row.position for row in rows)
+        self._room = self._longest + spare - 1  # ``_longest`` when the first sequence is full
+        self._state.fill(rows)
+
+    def _state_of(self, bucket: int) -> _State:
         state = self._states.get(bucket)
         if state is None:
             hidden = self._decoder.shape.hidden_size
             device = self._decoder.device
             state = self._states[bucket] = _State(bucket, self._max_blocks, hidden, device)
-        self._state = state
-        self._rows = len(rows)
-        self._longest = max(row.position for row in rows) + 1
-        size = self._decoder.block_tokens
-        spare = min(len(row.blocks) * size - row.position for row in rows)
-        self._room = self._longest + spare - 1  # ``_longest`` when the first sequence is full
-        state.fill(rows)
+        return state
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -189,43 +229,45 @@ class DecodeSteps:
         if self._longest > self._room:
             raise ValueError(f"position {self._longest - 1} is beyond the sequence's blocks")
         split = self._decoder.decode_config.split
-        splits = splits_bucket(-(-self._longest // split))
-        if self._use_graphs:
-            self._replay(splits)
+        items = 0
+        if self._longest > split:
+            needed = sum(position // split + 1 for position in self._positions)
+            items = items_bucket(needed, self._state.rows)
+        if self._capture is not None:
+            self._captured(self._capture, self._state, items)()
         else:
-            self._compute(self._state, splits)
+            self._compute(self._state, items)
         self._longest += 1
+        self._positions = [position + 1 for position in self._positions]
 
-    def _replay(self, splits: int) -> None:
-        key = (self._state.rows, splits)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._capture(splits)
-        graph.replay()
-
-    def _capture(self, splits: int) -> "torch.cuda.CUDAGraph":
-        """Record a step, after a run that compiles and tunes, and whose effects are undone.
+    def _captured(self, capture: Capture, state: _State, items: int) -> Replay:
+        """Return a captured step, captured after a run that compiles, and which is undone.
 
         That run stores KV of the coming step, which the step then stores again.
         """
-        state = self._state
-        before = state.inputs.clone()
-        self._compute(state, splits)
-        state.inputs.copy_(before)
-        graph = torch.cuda.CUDAGraph()
-        # one at a time: they share memory; other threads may use the device meanwhile
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            self._compute(state, splits)
-        return graph
+        key = (state.rows, items)
+        if key not in self._replays:
+            before = state.inputs.clone()
+            self._compute(state, items)
+            state.inputs.copy_(before)
+            self._replays[key] = capture(lambda: self._compute(state, items))
+        return self._replays[key]
 
-    def _compute(self, state: _State, splits: int) -> None:
+    def _compute(self, state: _State, items: int) -> None:
+        """Enqueue a step over ``items`` items; 0: each row's keys fit into one split."""
         decoder = self._decoder
+        config = decoder.decode_config
+        items_2I = None
+        if items:
+            items_2I = torch.empty(2, items, dtype=torch.int32, device=decoder.device)
+            list_items(state.tiles_5R, items_2I, config.split)
         batch = Batch(
             state.tokens_R,
             state.positions_R,
             state.sequences_R,
             state.tables_RB,
-            ((Tiles(state.tiles_4R, splits, 1), decoder.decode_config),),
+            ((Tiles(state.tiles_5R, items_2I, 1), config),),
+            state.sequences_R,  # unused: all rows are sampled
         )
         x_RE = decoder.forward(batch)
         logits_RV = decoder.logits(x_RE)
@@ -238,7 +280,7 @@ class DecodeSteps:
         state.sampled_R.copy_(token_R.masked_fill(~finite_R, -1))
         state.tokens_R.copy_(token_R)
         state.positions_R.add_(state.used_R)
-        state.tiles_4R[2].add_(state.used_R)
+        state.tiles_5R[2].add_(state.used_R)
 
 
 def signed(value: int) -> int:

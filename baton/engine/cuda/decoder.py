@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tile_tables
 from baton.engine.cuda.kernels.configs import AttentionConfig, attention_config
 from baton.engine.cuda.kernels.products import Products, Weight, to_fp8
 from baton.engine.cuda.kernels.rows import add_norm, add_to, gate_mul, rope_write
+from baton.engine.cuda.upload import upload
 from baton.engine.models.layer import Deltas, LayerVectors, take_vectors
 
 SPREAD_QUERIES = 8
@@ -73,6 +74,7 @@ class Batch:
         sequences_T: Row of the block tables, int32; -1 = a padding row.
         tables_SB: Block ids by sequence, int32.
         launches: Tiles of the step's attention, and the configuration of each launch.
+        places_S: Numbers of the rows that are sampled, int64.
         deltas: LoRA deltas of the products; not in captured steps.
     """
 
@@ -81,6 +83,7 @@ class Batch:
     sequences_T: torch.Tensor
     tables_SB: torch.Tensor
     launches: tuple[tuple[Tiles, AttentionConfig], ...]
+    places_S: torch.Tensor
     deltas: Deltas | None = None
 
 
@@ -192,15 +195,20 @@ class CudaDecoder:
         x_TE = F.embedding(batch.tokens_T, self._embed).float()
         if self.shape.embed_scale != 1.0:
             x_TE *= self.shape.embed_scale
+        s = self.shape
+        # zeroed, because padding rows belong to no tile; used by one layer after the other
+        a_THD = torch.zeros(
+            (len(x_TE), s.num_heads, s.head_dim), dtype=self.dtype, device=self.device
+        )
         delta_TE: torch.Tensor | None = None
         post_E: torch.Tensor | None = None  # norm of the delta that is added next
         for index, layer in enumerate(self._layers):
             vectors = layer.vectors
             h_TE = add_norm(x_TE, delta_TE, vectors.attn_norm, eps, self.dtype, post_E)
-            a_TE = self._attend(batch, index, layer, h_TE)
+            self._attend(batch, index, layer, h_TE, a_THD)
             if on_layers_done is not None:
                 on_layers_done(index + 1)
-            delta_TE = self._project(batch, index, "o", layer.o, a_TE)
+            delta_TE = self._project(batch, index, "o", layer.o, a_THD.view(len(x_TE), -1))
             post_E = vectors.attn_post_norm
             h_TE = add_norm(x_TE, delta_TE, vectors.mlp_norm, eps, self.dtype, post_E)
             gate_up = self._project(batch, index, "gate_up", layer.gate_up, h_TE)
@@ -211,8 +219,15 @@ class CudaDecoder:
             add_to(x_TE, delta_TE, eps, post_E)
         return x_TE
 
-    def _attend(self, batch: Batch, index: int, layer: _Layer, h_TE: torch.Tensor) -> torch.Tensor:
-        """Return the heads of a layer, ``[T, H D]``; stores its K and V."""
+    def _attend(
+        self,
+        batch: Batch,
+        index: int,
+        layer: _Layer,
+        h_TE: torch.Tensor,
+        a_THD: torch.Tensor,
+    ) -> None:
+        """Store K and V of a layer, and write its heads to ``a_THD``."""
         s = self.shape
         qkv = self._project(batch, index, "qkv", layer.qkv, h_TE)
         rope_write(
@@ -228,8 +243,6 @@ class CudaDecoder:
             eps=s.rms_norm_eps,
         )
         q_THD = qkv.view(len(qkv), -1, s.head_dim)[:, : s.num_heads]
-        # zeroed: padding rows belong to no tile
-        a_THD = torch.zeros(q_THD.shape, dtype=self.dtype, device=self.device)
         for tiles, config in batch.launches:
             paged_attention(
                 q_THD,
@@ -241,7 +254,6 @@ class CudaDecoder:
                 self.workspace,
                 window=layer.window,
             )
-        return a_THD.view(len(qkv), -1)
 
     def _project(
         self, batch: Batch, index: int, name: str, weight: Weight, x_TE: torch.Tensor
@@ -269,8 +281,16 @@ class CudaDecoder:
         spans: Sequence[Span],
         tables: Sequence[Sequence[int]],
         deltas: Deltas | None = None,
+        places: Sequence[int] = (),
     ) -> Batch:
-        """Put a step on the device. Sequences with few queries are spread over their keys.
+        """Put a step on the device, by one copy. Sequences with few queries are spread over keys.
+
+        Args:
+            tokens: Tokens of all spans.
+            spans: Queries of each sequence.
+            tables: Block ids by sequence.
+            deltas: LoRA deltas.
+            places: Rows that are sampled.
 
         Raises:
             ValueError: A position is beyond the context, where the device has no rotations.
@@ -281,28 +301,40 @@ class CudaDecoder:
         padded = [list(table) + [0] * (width - len(table)) for table in tables]
         positions = [p for span in spans for p in range(span.start, span.start + span.count)]
         sequences = [span.sequence for span in spans for _ in range(span.count)]
+        parts = {
+            "tokens": torch.tensor(tokens, dtype=torch.int64),
+            "positions": torch.tensor(positions, dtype=torch.int32),
+            "sequences": torch.tensor(sequences, dtype=torch.int32),
+            "tables": torch.tensor(padded, dtype=torch.int32),
+            "places": torch.tensor(places, dtype=torch.int64),
+        }
         few = [span for span in spans if span.count <= SPREAD_QUERIES]
         many = [span for span in spans if span.count > SPREAD_QUERIES]
-        launches = []
+        launches: list[tuple[str, int, AttentionConfig]] = []
         if few:
-            fitting = self.decode_config.queries(self._group)
-            queries = min(fitting, max(span.count for span in few))
-            longest = max(span.start + span.count for span in few)
-            splits = -(-longest // self.decode_config.split)
-            tiles = tiles_of(few, queries, aligned=False)
-            launches.append((Tiles(self._int32(tiles).t().contiguous(), splits, queries),
-                             self.decode_config))  # fmt: skip
+            config = self.decode_config
+            queries = min(config.queries(self._group), max(span.count for span in few))
+            launches.append(("few", queries, config))
+            table_5N, items_2I = tile_tables(few, queries, split=config.split, aligned=False)
+            parts["few"] = table_5N
+            if items_2I is not None:
+                parts["few items"] = items_2I
         if many:
-            queries = self.prefill_config.queries(self._group)
-            tiles = tiles_of(many, queries)
-            launches.append((Tiles(self._int32(tiles).t().contiguous(), 0, queries),
-                             self.prefill_config))  # fmt: skip
+            config = self.prefill_config
+            queries = config.queries(self._group)
+            launches.append(("many", queries, config))
+            parts["many"], _ = tile_tables(many, queries)
+        on_device = upload(self.device, parts)
         return Batch(
-            self._to_device(torch.tensor(tokens)),
-            self._int32(positions),
-            self._int32(sequences),
-            self._int32(padded),
-            tuple(launches),
+            on_device["tokens"],
+            on_device["positions"],
+            on_device["sequences"],
+            on_device["tables"],
+            tuple(
+                (Tiles(on_device[name], on_device.get(f"{name} items"), queries), config)
+                for name, queries, config in launches
+            ),
+            on_device["places"],
             deltas,
         )
 
@@ -315,12 +347,3 @@ class CudaDecoder:
     @property
     def _group(self) -> int:
         return self.shape.num_heads // self.shape.num_kv_heads
-
-    def _int32(self, values: object) -> torch.Tensor:
-        return self._to_device(torch.tensor(values, dtype=torch.int32))
-
-    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
-        """Copy from pinned memory, without waiting for the device."""
-        if self.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)

@@ -3,14 +3,14 @@
     host ──blocks that the plan calls written──▶ device        before a step
     host ◀──blocks that a step finished───────── device        beside the end of a step
 
-The worker's shell reads and writes pages in shared host memory (``baton/engine/process/client.py``):
-it sends the pages of finished prompts and of the prefix cache, and receives those of other workers.
+The worker's shell (``baton/engine/process/client.py``) reads and writes pages in shared memory.
+It sends the pages of finished prompts and of the prefix cache, and receives those of other workers.
 So each block goes to the host once, when its last token is computed. The end of a sequence, a block
 that is not full, goes there only in steps that publish KV. A plan names the blocks that arrived in
 host memory since the last plan; all others are as the device left them.
 
-The host's pool is registered with the driver, and a kernel copies to and from it. Copies to the host
-run on a stream of their own, so the CPU copies nothing, and the device can compute meanwhile.
+The host's pool is registered with the driver, and a kernel copies to and from it. Copies to the
+host run on a stream of their own: the CPU copies nothing, and the device can compute meanwhile.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,6 +20,7 @@ import triton
 
 from baton.engine.core.plan import PlanRow, StepPlan
 from baton.engine.cuda.kernels.device import blocks as device
+from baton.engine.cuda.upload import upload
 from baton.model.artifact import ModelError
 
 _TILE = 2048  # elements
@@ -84,7 +85,8 @@ class HostPool:
             for position in range(row.start, row.start + len(row.tokens))
         ]
         tokens = self._device.view(*self._device.shape[:2], -1, *self._device.shape[4:])
-        tokens.index_fill_(2, torch.tensor(slots).to(self._device.device), 0.0)
+        slots_on_device = upload(tokens.device, {"slots": torch.tensor(slots)})["slots"]
+        tokens.index_fill_(2, slots_on_device, 0.0)
         self.after(rows, ends=True)
 
     def _touched(self, rows: Iterable[PlanRow], *, ends: bool) -> list[int]:
@@ -106,15 +108,14 @@ class HostPool:
         """Enqueue copies of blocks on the current stream."""
         layers, two, _, *block = source.shape
         width = block[0] * block[1] * block[2]
-        ids = torch.tensor((*sources, *targets), dtype=torch.int32)
         on_device = source if source.is_cuda else target
-        if on_device.is_cuda:
-            ids = ids.pin_memory().to(on_device.device, non_blocking=True)
+        ids = torch.tensor((*sources, *targets), dtype=torch.int32)
+        blocks = upload(on_device.device, {"blocks": ids})["blocks"]
         grid = (len(sources), layers * two, triton.cdiv(width, _TILE))
         device.copy_blocks_kernel[grid](
             source,
             target,
-            ids,
+            blocks,
             len(sources),
             source.shape[2],
             target.shape[2],
@@ -132,5 +133,6 @@ def _register(host: torch.Tensor) -> None:
     if int(error) != 0:
         raise ModelError(
             f"the driver cannot register the KV pool of {size / 1e9:.1f} GB in host memory "
-            f"({error}): lower kv_blocks_per_worker, or raise the limit of locked memory (ulimit -l)"
+            f"({error}): lower kv_blocks_per_worker, or raise the limit of locked memory "
+            "(ulimit -l)"
         )

@@ -12,6 +12,7 @@ import torch
 
 from baton.engine.cuda.decoder import CudaDecoder
 from baton.engine.cuda.kernels.products import Products
+from baton.engine.cuda.upload import upload
 from baton.engine.loading.lora_weights import read_lora_weights
 from baton.engine.models.lora import Adapter, Delta
 from baton.model.model_config import ModelConfig
@@ -28,9 +29,8 @@ class StepDeltas:
     def __init__(
         self, rows: Mapping[str, Sequence[int]], adapters: "CudaAdapters", device: torch.device
     ) -> None:
-        self._groups = [
-            (torch.tensor(numbers, device=device), adapters[name]) for name, numbers in rows.items()
-        ]
+        places = upload(device, {name: torch.tensor(numbers) for name, numbers in rows.items()})
+        self._groups = [(places[name], adapters[name]) for name in rows]
 
     def apply(self, layer: int, name: str, x_TE: torch.Tensor, y_TN: torch.Tensor) -> None:
         """Add the adapters' products of ``x_TE`` to ``y_TN``."""

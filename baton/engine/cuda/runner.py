@@ -11,6 +11,7 @@ twice.
 
 # ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +19,13 @@ import torch
 
 from baton.engine.core.model_runner import RunnerCapabilities
 from baton.engine.core.plan import PlanRow, SampleSpec, StepPlan
-from baton.engine.cuda.decode_graphs import DecodeRow, DecodeSteps
+from baton.engine.cuda.decode_graphs import DecodeRow, DecodeSteps, cuda_graphs
 from baton.engine.cuda.decoder import CudaDecoder
 from baton.engine.cuda.host_pool import HostPool
 from baton.engine.cuda.kernels.attention import Span
 from baton.engine.cuda.lora import CudaAdapters, StepDeltas
 from baton.engine.cuda.sampler import SampledRows, Specs, is_filtered, is_on_device, start_sampling
+from baton.engine.cuda.upload import upload
 from baton.engine.models.lora import rows_by_adapter
 from baton.engine.numerics import DTYPES, not_finite_error
 from baton.engine.sampling.grammars import Grammars
@@ -93,7 +95,8 @@ class CudaRunner:
         self._host_pool = HostPool(flat.view(geometry.shape), decoder.pool)
         self._sampler = StepSampler(eos_token_ids, grammars)
         longest = -(-decoder.shape.max_context_tokens // geometry.block_tokens)
-        self.steps = DecodeSteps(decoder, longest)
+        capture = cuda_graphs() if decoder.device.type == "cuda" else None
+        self.steps = DecodeSteps(decoder, longest, capture=capture)
         self.adapters = adapters
         self.grammars = grammars
         self.capabilities = RunnerCapabilities(
@@ -154,9 +157,10 @@ class CudaRunner:
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
         """Return hidden states ``[len(tokens), E]`` of each row of a plan, for self-tests."""
         self._host_pool.before(plan)
-        hidden_TE, ends = self._forward(plan.rows)
+        hidden_TE, _ = self._forward(plan.rows)
         self._host_pool.after(plan.rows, ends=True)
         self._host_pool.wait()
+        ends = itertools.accumulate(len(row.tokens) for row in plan.rows)
         pairs = zip(plan.rows, ends, strict=True)
         return [hidden_TE[end - len(row.tokens) : end].cpu() for row, end in pairs]
 
@@ -174,8 +178,8 @@ class CudaRunner:
         host_logits: Mapping[int, torch.Tensor] = {}
         others = [index for index, is_plain in enumerate(plain) if not is_plain]
         if others and not broken:
-            places = torch.tensor(others, device=hidden_RE.device)
-            logits_SV = self._decoder.logits(hidden_RE.index_select(0, places))
+            places_S = upload(hidden_RE.device, {"places": torch.tensor(others)})["places"]
+            logits_SV = self._decoder.logits(hidden_RE.index_select(0, places_S))
             sampled = start_sampling({i: rows[i].samples for i in others}, logits_SV)
             on_device |= sampled.on_device
             host_logits = sampled.host_logits
@@ -184,33 +188,35 @@ class CudaRunner:
         return _Computed(hidden_RE, range(1, len(rows) + 1), broken, sampled)
 
     def _launch(self, rows: Sequence[PlanRow]) -> _Computed:
-        hidden_TE, ends = self._forward(rows)
+        ends = list(itertools.accumulate(len(row.tokens) for row in rows))
         sampled_from: list[tuple[int, int, Specs]] = [
             (index, end - 1 - back, specs)
             for index, (row, end) in enumerate(zip(rows, ends, strict=True))
             for back, specs in row.samples_by_row()
         ]
-        finite: list[bool] = torch.isfinite(hidden_TE.sum(dim=-1)).tolist()
+        hidden_TE, places_S = self._forward(rows, [place for _, place, _ in sampled_from])
+        flags = torch.isfinite(hidden_TE.sum(dim=-1))
+        if sampled_from:
+            logits_SV = self._decoder.logits(hidden_TE.index_select(0, places_S))
+            flags = torch.cat((flags, torch.isfinite(logits_SV.sum(dim=-1))))
+        finite: list[bool] = flags.tolist()
         broken = {
             index
             for index, (row, end) in enumerate(zip(rows, ends, strict=True))
             if not all(finite[end - len(row.tokens) : end])
         }
+        pairs = zip(sampled_from, finite[ends[-1] :], strict=True)
+        broken |= {index for (index, _, _), is_finite in pairs if not is_finite}
         sampled = _NOTHING_SAMPLED
-        if sampled_from:
-            places = torch.tensor(
-                [flat_row for _, flat_row, _ in sampled_from], device=hidden_TE.device
-            )
-            logits_SV = self._decoder.logits(hidden_TE.index_select(0, places))
-            finite = torch.isfinite(logits_SV.sum(dim=-1)).tolist()
-            pairs = zip(sampled_from, finite, strict=True)
-            broken |= {index for (index, _, _), is_finite in pairs if not is_finite}
-            if not broken:
-                specs_by_row = {i: specs for i, (_, _, specs) in enumerate(sampled_from)}
-                sampled = start_sampling(specs_by_row, logits_SV)
+        if sampled_from and not broken:
+            specs_by_row = {i: specs for i, (_, _, specs) in enumerate(sampled_from)}
+            sampled = start_sampling(specs_by_row, logits_SV)
         return _Computed(hidden_TE, ends, broken, sampled)
 
-    def _forward(self, rows: Sequence[PlanRow]) -> tuple[torch.Tensor, list[int]]:
+    def _forward(
+        self, rows: Sequence[PlanRow], places: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states of the rows' tokens, and ``places`` on the device."""
         tokens: list[int] = []
         spans = []
         ends = []
@@ -221,8 +227,8 @@ class CudaRunner:
         own_rows = rows_by_adapter(rows, ends)
         deltas = StepDeltas(own_rows, self.adapters, self._decoder.device) if own_rows else None
         tables = [row.block_ids for row in rows]
-        batch = self._decoder.batch(tokens, spans, tables, deltas)
-        return self._decoder.forward(batch), ends
+        batch = self._decoder.batch(tokens, spans, tables, deltas, places)
+        return self._decoder.forward(batch), batch.places_S
 
     def _clear(self, plan_rows: Sequence[PlanRow], broken: set[int]) -> None:
         """Zero the KV of the broken rows; that of the others reaches the host."""

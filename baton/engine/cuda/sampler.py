@@ -17,6 +17,7 @@ import torch
 from baton.engine.core.plan import SampleSpec
 from baton.engine.cuda.decode_graphs import signed
 from baton.engine.cuda.kernels.rows import cuts, sample_tokens
+from baton.engine.cuda.upload import upload
 from baton.engine.sampling import sample as sampling
 from baton.types.params import SampledToken, SamplingParams
 
@@ -81,8 +82,9 @@ def start_sampling(specs_by_row: Mapping[int, Specs], logits_SV: torch.Tensor) -
             sampled.setdefault(number, []).append(token)
     host_logits: dict[int, torch.Tensor] = {}
     if fetched:
-        places = torch.tensor([place for place, _ in fetched], device=logits_SV.device)
-        host_SV = logits_SV.index_select(0, places).cpu()
+        places = {"places": torch.tensor([place for place, _ in fetched])}
+        places_S = upload(logits_SV.device, places)["places"]
+        host_SV = logits_SV.index_select(0, places_S).cpu()
         host_logits = {number: host_SV[i : i + 1] for i, (_, number) in enumerate(fetched)}
     return SampledRows(sorted(specs_by_row), sampled, host_logits)
 
@@ -91,35 +93,39 @@ def _sample_on_device(
     placed_specs: Sequence[tuple[int, SampleSpec]], logits_SV: torch.Tensor
 ) -> list[int]:
     """Sample one token for each spec, from the row of logits of that number."""
-    device = logits_SV.device
     params = [spec.params for _, spec in placed_specs]
-
-    def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    rows_SV = logits_SV.index_select(0, column([row for row, _ in placed_specs], torch.int64))
-    temperatures_S = column([p.temperature for p in params], torch.float64)
-    cuts_S = None
     filtered = [i for i, p in enumerate(params) if is_filtered(p)]
+    some = [params[i] for i in filtered]
+    inputs = upload(
+        logits_SV.device,
+        {
+            "rows": torch.tensor([row for row, _ in placed_specs]),
+            "temperatures": torch.tensor([p.temperature for p in params], dtype=torch.float64),
+            "seeds": torch.tensor([signed(p.seed) for p in params]),
+            "choices": torch.tensor([signed(spec.choice) for _, spec in placed_specs]),
+            "positions": torch.tensor([len(spec.history) for _, spec in placed_specs]),
+            "filtered": torch.tensor(filtered, dtype=torch.int64),
+            "top_k": torch.tensor([p.top_k for p in some], dtype=torch.int32),
+            "top_p": torch.tensor([p.top_p for p in some], dtype=torch.float64),
+            "min_p": torch.tensor([p.min_p for p in some], dtype=torch.float64),
+        },
+    )
+    rows_SV = logits_SV.index_select(0, inputs["rows"])
+    temperatures_S = inputs["temperatures"]
+    cuts_S = None
     if filtered:
-        places = column(filtered, torch.int64)
-        some = [params[i] for i in filtered]
+        places = inputs["filtered"]
         lowest_S = cuts(
             rows_SV.index_select(0, places),
             temperatures_S.index_select(0, places),
-            column([p.top_k for p in some], torch.int32),
-            column([p.top_p for p in some], torch.float64),
-            column([p.min_p for p in some], torch.float64),
+            inputs["top_k"],
+            inputs["top_p"],
+            inputs["min_p"],
         )
-        cuts_S = torch.full((len(params),), -math.inf, device=device)
+        cuts_S = torch.full((len(params),), -math.inf, device=logits_SV.device)
         cuts_S = cuts_S.index_copy_(0, places, lowest_S)
     tokens: list[int] = sample_tokens(
-        rows_SV,
-        temperatures_S,
-        column([signed(p.seed) for p in params], torch.int64),
-        column([signed(spec.choice) for _, spec in placed_specs], torch.int64),
-        column([len(spec.history) for _, spec in placed_specs], torch.int64),
-        cuts_S,
+        rows_SV, temperatures_S, inputs["seeds"], inputs["choices"], inputs["positions"], cuts_S
     ).tolist()
     return tokens
 

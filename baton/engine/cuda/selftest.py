@@ -73,10 +73,19 @@ def verify_exact(decoder: CudaDecoder) -> None:
     decoder.pool[:, :, : 2 * blocks].zero_()
 
 
-@torch.inference_mode()
 def verify_steps(decoder: CudaDecoder, steps: DecodeSteps) -> None:
-    """Prove that a captured step, padded to its bucket, computes what single launches compute."""
-    length = min(_STEP_TOKENS, decoder.shape.max_context_tokens)
+    """Prove that captured steps, padded to their buckets, compute what single launches compute.
+
+    Raises:
+        NumericsSetupError: They do not.
+        ModelError: The pool is too small.
+    """
+    for length in (_STEP_TOKENS, SPLIT_TOKENS + _STEP_TOKENS):  # keys of one split, and of two
+        _verify_step(decoder, steps, min(length, decoder.shape.max_context_tokens))
+
+
+@torch.inference_mode()
+def _verify_step(decoder: CudaDecoder, steps: DecodeSteps, length: int) -> None:
     tokens = [(7919 * i + 13) % decoder.shape.vocab_size for i in range(length)]
     ends = [length - 1, length // 2, 1]
     tables: list[list[int]] = []

@@ -2,8 +2,9 @@
 
 python tests/engine/cuda/compile_for_hopper.py exact | all
 
-``exact`` compiles the kernels of an exact Llama, ``all`` all kernels. Triton's compiler and ``ptxas`` need no driver. A driver that only names the device is put in place
-of the real one, and launches end after compiling.
+``exact`` compiles the kernels of an exact Llama, ``all`` all kernels. Triton's compiler and
+``ptxas`` need no driver. A driver that only names the device is put in place of the real one, and
+launches end after compiling.
 """
 
 import json
@@ -24,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from baton.engine.core.plan import StepPlan
 from baton.engine.cuda.host_pool import HostPool
 from baton.engine.cuda.kernels import configs, products, rows
-from baton.engine.cuda.kernels.attention import Tiles, Workspace, paged_attention
+from baton.engine.cuda.kernels.attention import Tiles, Workspace, list_items, paged_attention
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 BF16 = torch.bfloat16
@@ -45,7 +46,7 @@ class NoDevice:
 
 
 FLOAT_OPERATION = re.compile(
-    r"^\s*(?:@%p\d+ )?((?:add|sub|mul|fma|max|min|div|ex2)\.[\w.]*f32)", re.M
+    r"^\s*(?:@%p\d+ )?((?:add|sub|mul|fma|max|min|div|ex2)\.[\w.]*f32)", re.MULTILINE
 )
 
 
@@ -116,7 +117,8 @@ def attention(cut: configs.AttentionConfig, dim: int, *, spread: bool, window: i
     q = torch.zeros(64, KV_HEADS * GROUP, dim, dtype=BF16)
     tables = torch.zeros(4, 16, dtype=torch.int32)
     queries = 1 if spread else cut.queries(GROUP)
-    tiles = Tiles(torch.zeros(4, 16, dtype=torch.int32), 4 if spread else 0, queries)
+    items = torch.zeros(2, 64, dtype=torch.int32) if spread else None
+    tiles = Tiles(torch.zeros(5, 16, dtype=torch.int32), items, queries)
     space = Workspace(torch.device("cpu"))
     paged_attention(q, pool, tables, tiles, torch.zeros_like(q), cut, space, window=window)
 
@@ -155,6 +157,7 @@ def main(which: str) -> None:
 
 
 def compile_rows(compiler: Compiler) -> None:
+    list_items(torch.zeros(5, 128, dtype=torch.int32), torch.zeros(2, 512, dtype=torch.int32), 256)
     compiler.title = "rows"
     x, delta = torch.zeros(64, 4096), torch.zeros(64, 4096, dtype=BF16)
     weight = torch.zeros(4096)

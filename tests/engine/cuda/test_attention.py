@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from baton.engine.cuda.kernels.attention import (
+    Span,
+    Tiles,
+    Workspace,
+    list_items,
+    make_tiles,
+    paged_attention,
+    tiles_of,
+)
 from baton.engine.cuda.kernels.configs import AttentionConfig
 
 Tables = Callable[..., list[list[int]]]
@@ -52,23 +60,31 @@ class Step:
     def run(
         self,
         *,
-        splits: int = 0,
+        spread: bool = False,
+        padding: int = 0,
         cut: AttentionConfig = CUT,
         window: int = 0,
         only: Sequence[int] | None = None,
         queries: int = 0,
     ) -> torch.Tensor:
-        """``only`` some of the spans; rows of the others are 0."""
+        """``only`` some of the spans; rows of the others are 0.
+
+        ``spread``: a program for each split, and as many with nothing to do as ``padding`` says.
+        """
         group = self.q.shape[1] // self.pool.shape[3]
         spans = [span for i, span in enumerate(self.spans) if only is None or i in only]
         most = queries or cut.queries(group)
-        tiles = torch.tensor(tiles_of(spans, most), dtype=torch.int32).t().contiguous()
+        tiles = make_tiles(spans, most, self.q.device, split=cut.split if spread else 0)
+        if padding:
+            assert tiles.items_2I is not None
+            idle = torch.full((2, padding), -1, dtype=torch.int32)
+            tiles = Tiles(tiles.table_5N, torch.cat((tiles.items_2I, idle), 1), most)
         out = torch.zeros_like(self.q)
         paged_attention(
             self.q,
             self.pool,
             self.table_tensor,
-            Tiles(tiles, splits, most),
+            tiles,
             out,
             cut,
             Workspace(torch.device("cpu")),
@@ -104,7 +120,7 @@ def test_decode_over_splits_is_attention(
     scattered: Tables, sdpa: Reference, heads: int, kv_heads: int, block: int, dtype: torch.dtype
 ) -> None:
     step = Step(DECODE[:2], scattered, heads=heads, kv_heads=kv_heads, block=block, dtype=dtype)
-    close(step.run(splits=2, queries=1), step.expected(sdpa))
+    close(step.run(spread=True, queries=1), step.expected(sdpa))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (3, 1), (4, 1), (8, 1)])
@@ -118,18 +134,18 @@ def test_prefill_of_several_sequences_is_attention(
 
 def test_verification_of_several_tokens_is_attention(scattered: Tables, sdpa: Reference) -> None:
     step = Step(VERIFY, scattered, dtype=torch.bfloat16)
-    close(step.run(splits=2, queries=4), step.expected(sdpa))
+    close(step.run(spread=True, queries=4), step.expected(sdpa))
 
 
-@pytest.mark.parametrize("splits", [0, 3])
-def test_a_window_hides_what_is_too_old(scattered: Tables, sdpa: Reference, splits: int) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_window_hides_what_is_too_old(scattered: Tables, sdpa: Reference, spread: bool) -> None:
     step = Step([(66, 4), (3, 2)], scattered, heads=3, kv_heads=1)
-    close(step.run(splits=splits, window=20, queries=4), step.expected(sdpa, 20))
+    close(step.run(spread=spread, window=20, queries=4), step.expected(sdpa, 20))
 
 
 def test_a_head_dim_that_is_no_power_of_two(scattered: Tables, sdpa: Reference) -> None:
     step = Step([(17, 3)], scattered, heads=2, kv_heads=1, dim=24)
-    close(step.run(splits=1, queries=3), step.expected(sdpa))
+    close(step.run(spread=True, queries=3), step.expected(sdpa))
     close(step.run(), step.expected(sdpa))
 
 
@@ -139,15 +155,15 @@ def test_a_head_dim_that_is_no_power_of_two(scattered: Tables, sdpa: Reference) 
 )
 def test_splits_give_the_bits_of_one_program(scattered: Tables, dtype: torch.dtype) -> None:
     step = Step(VERIFY, scattered, heads=3, kv_heads=1, dtype=dtype)
-    assert torch.equal(step.run(splits=2), step.run())
-    assert torch.equal(step.run(splits=4), step.run()), "a larger grid changes nothing"
+    assert torch.equal(step.run(spread=True), step.run())
+    assert torch.equal(step.run(spread=True, padding=3), step.run()), "idle programs change nothing"
 
 
 def test_a_sequence_alone_has_the_bits_it_has_in_a_batch(scattered: Tables) -> None:
     step = Step(DECODE, scattered)
-    together = step.run(splits=2, queries=1)
+    together = step.run(spread=True, queries=1)
     for number, span in enumerate(step.spans):
-        alone = step.run(splits=2, queries=1, only=[number])
+        alone = step.run(spread=True, queries=1, only=[number])
         assert torch.equal(alone[span.row], together[span.row])
 
 
@@ -156,13 +172,12 @@ def test_bits_do_not_depend_on_the_chunk(scattered: Tables) -> None:
     whole = step.run()
     for start, end in ((0, 7), (7, 33), (33, 44), (44, 45)):
         step.spans = [Span(start, start, end - start, 0)]
-        splits = 0 if end - start > 5 else 2
-        assert torch.equal(step.run(splits=splits)[start:end], whole[start:end])
+        assert torch.equal(step.run(spread=end - start <= 5)[start:end], whole[start:end])
 
 
 def test_rows_of_no_tile_are_left_alone(scattered: Tables) -> None:
     step = Step(DECODE[:2], scattered)
-    out = step.run(splits=2, only=[0])
+    out = step.run(spread=True, only=[0])
     assert out[0].any()
     assert not out[1].any()
 
@@ -176,8 +191,35 @@ def test_more_queries_than_a_tile_has_rows_are_refused(scattered: Tables) -> Non
     step = Step(PREFILL, scattered)
     with pytest.raises(ValueError, match="6 queries of 3 heads exceed 16"):
         step.run(queries=6)
-    with pytest.raises(ValueError, match="splits need a configuration"):
-        step.run(splits=2, cut=AttentionConfig(16, 16, 0, num_warps=4, num_stages=2))
+    unsplit = AttentionConfig(16, 16, 0, num_warps=4, num_stages=2)
+    tiles = make_tiles(step.spans, 1, step.q.device, split=32)
+    with pytest.raises(ValueError, match="items need a configuration"):
+        paged_attention(
+            step.q,
+            step.pool,
+            step.table_tensor,
+            tiles,
+            step.q,
+            unsplit,
+            Workspace(step.q.device),
+        )
+
+
+def test_items_are_the_splits_of_each_tile_and_the_device_lists_the_same() -> None:
+    spans = [Span(0, 95, 1, 0), Span(1, 3, 1, 1), Span(2, 31, 1, 2), Span(3, 32, 1, 3)]
+    made = make_tiles(spans, 1, torch.device("cpu"), split=32)
+    assert made.items_2I is not None
+    assert made.items_2I.tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 2, 0, 1, 0, 0]]
+    assert made.table_5N[4].tolist() == [0, 3, 5, 6]
+    padded = torch.cat((made.table_5N, torch.zeros(5, 2, dtype=torch.int32)), 1)
+    padded[4] = 0
+    items = torch.zeros(2, 70, dtype=torch.int32)  # more than one program lists
+    list_items(padded, items, 32)
+    assert items[:, :7].tolist() == made.items_2I.tolist()
+    assert set(items[0, 7:].tolist()) == {-1}
+    assert padded[4].tolist() == [0, 3, 5, 6, 7, 7]
+    short = make_tiles(spans[1:3], 1, torch.device("cpu"), split=32)
+    assert short.items_2I is None, "each tile has one split"
 
 
 def test_a_workspace_keeps_what_it_gave_away() -> None:
@@ -216,4 +258,4 @@ def test_every_mixture_is_attention_and_splits_change_no_bit(
     cut = AttentionConfig(32, 16, 64, num_warps=4, num_stages=2)
     merged = step.run(cut=cut, window=window)
     close(merged, step.expected(sdpa, window))
-    assert torch.equal(step.run(cut=cut, splits=3, window=window), merged)
+    assert torch.equal(step.run(cut=cut, spread=True, window=window), merged)

@@ -44,7 +44,10 @@ def test_a_model_is_loaded_proven_and_wrapped(artifact: Any) -> None:
     made, info = cuda_build.build_cuda_runner(
         SETTINGS, artifact, 36, memory, said.append, device=tiny.CPU
     )
-    assert said[-1] == "checking that numerics are exact on the interpreter"
+    assert said[-2:] == [
+        "checking that numerics are exact on the interpreter",
+        "capturing decode steps on the interpreter",
+    ]
     assert info.numerics_id.startswith("exact/fp32/adjacent/cuda-")
     assert (info.weights_digest, info.max_context_tokens) == (b"digest", 36)
     assert made.eos_token_ids == (2,)
@@ -86,7 +89,11 @@ def test_a_pool_that_nobody_sized_has_blocks(
     monkeypatch.setattr(cuda_build, "verify_exact", lambda _: None)
     monkeypatch.setattr(cuda_build, "numerics_id", lambda geometry, _: geometry.num_blocks)
     monkeypatch.setattr(cuda_build, "CudaAdapters", lambda *_: None)
-    monkeypatch.setattr(cuda_build, "CudaRunner", lambda *_: SimpleNamespace(steps=None))
+    monkeypatch.setattr(
+        cuda_build,
+        "CudaRunner",
+        lambda *_: SimpleNamespace(steps=DecodeSteps(tiny.decoder(SHALLOW), 1)),
+    )
     monkeypatch.setattr(cuda_build, "verify_steps", lambda *_: None)
     automatic = msgspec.structs.replace(SETTINGS, kv_blocks=0)
     _, info = cuda_build.build_cuda_runner(automatic, artifact, 36, memory, print, device=tiny.CPU)

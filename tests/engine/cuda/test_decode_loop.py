@@ -1,10 +1,21 @@
 """Decoding without the host between the steps."""
 
-import pytest
+import dataclasses
 
-from baton.engine.cuda.decode_graphs import DecodeRow, rows_bucket, splits_bucket
+import pytest
+import torch
+
+from baton.engine.cuda import upload
+from baton.engine.cuda.decode_graphs import (
+    DecodeRow,
+    DecodeSteps,
+    Replay,
+    items_bucket,
+    rows_bucket,
+)
 from baton.engine.cuda.decoder import CudaDecoder
 from baton.engine.cuda.kernels.attention import Span
+from baton.engine.numerics import same_bits
 from baton.types.params import SamplingParams
 from benchmarks.gpu.decode_loop import DecodeLoop
 from tests.engine.cuda import tiny
@@ -94,4 +105,119 @@ def test_buckets() -> None:
     assert [rows_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 64, 65, 256)] == [
         1, 2, 4, 4, 8, 8, 16, 64, 96, 256,
     ]  # fmt: skip
-    assert [splits_bucket(n) for n in (1, 2, 3, 5, 128)] == [1, 2, 4, 8, 128]
+    assert [items_bucket(n, 8) for n in (3, 8, 16, 17, 32, 33, 1024)] == [
+        16, 16, 16, 32, 32, 64, 1024,
+    ]  # fmt: skip
+    assert items_bucket(40_000, 256) == 65_535
+    with pytest.raises(ValueError, match="a step has 65536 splits of attention, limit 65535"):
+        items_bucket(65_536, 256)
+
+
+class Recorder:
+    """Stands in for CUDA graphs: a replay runs what was recorded."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.replayed = 0
+
+    def __call__(self, enqueue: Replay) -> Replay:
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            enqueue()
+
+        return replay
+
+
+def long_batch() -> tuple[CudaDecoder, list[DecodeRow]]:
+    """Rows around a split's end: 15, 16 and 40 tokens, with splits of 16."""
+    decoder = tiny.decoder(dataclasses.replace(tiny.config(layers=1), max_context_tokens=64))
+    decoder.decode_config = dataclasses.replace(decoder.decode_config, kv_tile=16, split=16)
+    tables = ([4, 9], [1, 2], [11, 6, 7])
+    lengths = (14, 15, 39)
+    spans, flat = [], []
+    for number, length in enumerate(lengths):
+        spans.append(Span(len(flat), 0, length, number))
+        flat += tiny.tokens(length, number)
+    decoder.forward(decoder.batch(flat, spans, tables))
+    rows = [DecodeRow(5, n, table) for n, table in zip(lengths, tables, strict=True)]
+    return decoder, rows
+
+
+def test_captured_steps_over_items_give_the_tokens_of_single_launches() -> None:
+    decoder, rows = long_batch()
+    record = Recorder()
+    steps = DecodeSteps(decoder, 4, capture=record)
+    steps.start(rows)
+    tokens = [row.token for row in rows]
+    for number in range(4):  # the first two rows get their second split meanwhile
+        spans = [Span(i, row.position + number, 1, i) for i, row in enumerate(rows)]
+        batch = decoder.batch(tokens, spans, [row.blocks for row in rows])
+        expected = decoder.forward(batch)
+        steps.step()
+        assert same_bits(steps.hidden_RE, expected)
+        tokens = steps.sampled_R.tolist()
+        assert tokens == decoder.logits(expected).argmax(-1).tolist()
+    assert (record.captured, record.replayed) == (1, 4), "5 to 7 items of 4 rows: one bucket"
+
+
+def test_common_steps_are_captured_at_the_start_and_not_again() -> None:
+    decoder, rows = long_batch()
+    record = Recorder()
+    steps = DecodeSteps(decoder, 4, capture=record)
+    before = decoder.pool.clone()
+    assert steps.prepare(5) == record.captured == 4 * 3, "1, 2, 4, 8 rows of 1, 2, 4 splits"
+    assert same_bits(decoder.pool, before), "captures store no KV"
+    steps.start(rows)
+    steps.step()
+    assert record.captured == 12
+    assert DecodeSteps(decoder, 4).prepare(5) == 0
+
+
+def test_inputs_of_a_step_are_one_copy_and_new_blocks_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies: list[int] = []
+
+    def copy(host: torch.Tensor, target: torch.Tensor) -> None:
+        copies.append(host.numel())
+        target.copy_(host)
+
+    monkeypatch.setattr(upload, "copy", copy)
+    decoder, rows = long_batch()
+    assert len(copies) == 1, "a prefill of three sequences"
+    steps = DecodeSteps(decoder, 4)
+
+    def start(changed: list[DecodeRow]) -> int:
+        copies.clear()
+        steps.start(changed)
+        steps.step()
+        return len(copies)
+
+    assert start(rows) == 2, "inputs and block tables"
+    later = [dataclasses.replace(row, position=row.position + 1) for row in rows]
+    assert start(later) == 1
+    grown = [dataclasses.replace(later[0], blocks=[4, 9, 12]), *later[1:]]
+    assert start(grown) == 2
+
+
+def test_a_mixed_step_has_one_copy_for_its_rows_and_one_for_its_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies: list[int] = []
+
+    def copy(host: torch.Tensor, target: torch.Tensor) -> None:
+        copies.append(host.numel())
+        target.copy_(host)
+
+    c = tiny.config(layers=1)
+    runner = tiny.cuda_runner(c, "fp32", bytearray(tiny.geometry(c, "fp32").pool_bytes))
+    monkeypatch.setattr(upload, "copy", copy)
+    params = SamplingParams(max_tokens=4, temperature=0.7, seed=1, top_k=3)
+    rows = (
+        tiny.row(1, tiny.tokens(9), 0, 9, [3], params),
+        tiny.row(2, tiny.tokens(12), 0, 12, [5], PARAMS[0]),
+    )
+    tiny.step(runner, *rows)
+    assert len(copies) == 2

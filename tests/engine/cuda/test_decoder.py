@@ -134,8 +134,8 @@ def test_sequences_with_few_queries_are_spread_over_their_keys() -> None:
     spans = [Span(0, 20, 1, 0), Span(1, 3, 8, 1), Span(9, 0, 9, 2)]
     batch = decoder.batch(tiny.tokens(18), spans, [[1, 2], [3], [4]])
     (few, _), (many, _) = batch.launches
-    assert (few.splits, few.max_queries, few.table_4N[0].tolist()) == (1, 8, [0, 1])
-    assert (many.splits, many.table_4N[0].tolist()) == (0, [9])
+    assert (few.items_2I, few.max_queries, few.table_5N[0].tolist()) == (None, 8, [0, 1])
+    assert (many.items_2I, many.table_5N[0].tolist()) == (None, [9])
     assert batch.positions_T.tolist() == [20, *range(3, 11), *range(9)]
 
 

@@ -1,6 +1,7 @@
 """Paged attention on CUDA: tiles of a step's queries, and the launches.
 
-    T rows of a step, N tiles, H query heads, K KV heads, G = H / K, D head dim, S sequences
+    T rows of a step, N tiles, I items, H query heads, K KV heads, G = H / K, D head dim,
+    S sequences
 
 The pool is ``[layer, k|v, block, token, head, dim]``, as on the CPU. The rows of one head are 256
 bytes apart, multiplied by the number of heads. So each load is whole sectors, and the programs of
@@ -9,8 +10,9 @@ the other heads, which run side by side, read the rest of the same pages.
 Nothing here waits for the device: grids are known on the host, lengths are read by the kernels.
 """
 
-# ruff: noqa: N803, N815 - suffixes such as q_THD give shapes
+# ruff: noqa: N803, N806, N815 - suffixes such as q_THD give shapes
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +26,10 @@ from baton.engine.cuda.kernels.device import attention as device
 _LOG2E = 1.4426950408889634
 _UNROLL = 8  # splits whose loads are in flight together
 _REDUCE_ROWS = 4
+_ITEMS = 64  # of one program that lists them
+
+MAX_ITEMS = 65_535
+"""Limit of CUDA for the second dimension of a grid: 16 million tokens in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +88,65 @@ class Tiles:
     """Tiles of one launch.
 
     Attributes:
-        table_4N: int32 rows: first row, queries (0 = nothing to do), first position, sequence.
-        splits: 0: each program processes all keys; else the number of splits of the grid, at least
-            as many as the longest sequence needs.
+        table_5N: int32 rows: first row, queries (0 = nothing to do), first position, sequence,
+            first item.
+        items_2I: int32 rows: tile, split; tile -1 = nothing to do. ``None``: each program processes
+            all keys of a tile.
+        max_queries: Limit of the queries of a tile.
     """
 
-    table_4N: torch.Tensor
-    splits: int
+    table_5N: torch.Tensor
+    items_2I: torch.Tensor | None
     max_queries: int
+
+
+def tile_tables(
+    spans: Sequence[Span], queries: int, *, split: int = 0, aligned: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return both tables of ``Tiles``, in host memory, for spans cut by ``tiles_of``.
+
+    With ``split``, tiles are spread over programs, one for each ``split`` keys, unless each tile
+    has so few keys that one program processes them.
+    """
+    tiles = tiles_of(spans, queries, aligned=aligned)
+    splits = [-(-(position + count) // split) if split else 1 for _, count, position, _ in tiles]
+    first_items = [0, *itertools.accumulate(splits)][:-1]
+    columns = [(*tile, item) for tile, item in zip(tiles, first_items, strict=True)]
+    table_5N = torch.tensor(columns, dtype=torch.int32).t()
+    if max(splits) == 1:
+        return table_5N, None
+    items = [(tile, number) for tile, count in enumerate(splits) for number in range(count)]
+    return table_5N, torch.tensor(items, dtype=torch.int32).t()
+
+
+def make_tiles(
+    spans: Sequence[Span],
+    queries: int,
+    device: torch.device,
+    *,
+    split: int = 0,
+    aligned: bool = True,
+) -> Tiles:
+    """Return the tiles of ``tile_tables`` on the device."""
+    table_5N, items_2I = tile_tables(spans, queries, split=split, aligned=aligned)
+    items = None if items_2I is None else items_2I.contiguous().to(device)
+    return Tiles(table_5N.contiguous().to(device), items, queries)
+
+
+def list_items(table_5N: torch.Tensor, items_2I: torch.Tensor, split: int) -> None:
+    """Write the items of the tiles, and the tiles' first items; at most 1,024 tiles."""
+    count = table_5N.shape[1]
+    num_items = items_2I.shape[1]
+    device.list_items_kernel[(triton.cdiv(num_items, _ITEMS),)](
+        table_5N,
+        items_2I,
+        count,
+        num_items,
+        SPLIT=split,
+        TILES_PAD=triton.next_power_of_2(count),
+        ITEMS=_ITEMS,
+        num_warps=4,
+    )
 
 
 def paged_attention(
@@ -116,38 +173,45 @@ def paged_attention(
         window: Keys that a query sees, itself included; 0 = all.
 
     Raises:
-        ValueError: The tiles have more queries than the configuration has rows, or no split size.
+        ValueError: The tiles have more queries than the configuration has rows, or items without a
+            split size.
     """
     _, _, block, kv_heads, dim = pool_2BTKD.shape
     heads = q_THD.shape[1]
     group = heads // kv_heads
     if tiles.max_queries * group > config.block_m:
         raise ValueError(f"{tiles.max_queries} queries of {group} heads exceed {config.block_m}")
-    if tiles.splits and not config.split:
-        raise ValueError("splits need a configuration with a split size")
-    count = tiles.table_4N.shape[1]
+    if tiles.items_2I is not None and not config.split:
+        raise ValueError("items need a configuration with a split size")
+    count = tiles.table_5N.shape[1]
+    programs = count
     rows = tiles.max_queries * group
-    # unused without splits
+    # unused without items
+    items = tiles.table_5N
     partial = q_THD
     stats = q_THD
-    if tiles.splits:
-        cells = count * kv_heads * tiles.splits * rows
+    if tiles.items_2I is not None:
+        items = tiles.items_2I
+        programs = items.shape[1]
+        cells = programs * kv_heads * rows
         buffer = workspace.get(cells * (dim + 2))
         partial = buffer
         stats = buffer[cells * dim :]
     padded = triton.next_power_of_2(dim)
     windowed = window > 0
-    grid = (kv_heads, count, max(tiles.splits, 1))
+    grid = (kv_heads, programs)
     device.attend_kernel[grid](
         q_THD,
         out_THD,
         pool_2BTKD[0],
         pool_2BTKD[1],
         tables_SB,
-        tiles.table_4N,
+        tiles.table_5N,
+        items,
         partial,
         stats,
         count,
+        programs,
         rows,
         q_THD.stride(0),
         tables_SB.stride(0),
@@ -161,22 +225,21 @@ def paged_attention(
         BLOCK_M=config.block_m,
         KV_TILE=config.kv_tile,
         SPLIT=config.split,
-        PARTIAL=tiles.splits > 0,
+        PARTIAL=tiles.items_2I is not None,
         WINDOWED=windowed,
         PRECISION="ieee",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=False,
     )
-    if tiles.splits:
+    if tiles.items_2I is not None:
         per_program = min(triton.next_power_of_2(rows), _REDUCE_ROWS)
         device.reduce_kernel[(count, kv_heads, triton.cdiv(rows, per_program))](
             out_THD,
-            tiles.table_4N,
+            tiles.table_5N,
             partial,
             stats,
             count,
-            tiles.splits,
             kv_heads,
             rows,
             window,

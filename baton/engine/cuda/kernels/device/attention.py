@@ -10,6 +10,9 @@ tokens that begin at multiples of that. Splits are merged from left to right. So
 depends on a query's position alone: not on the batch, not on the query's chunk, and not on whether
 one program had all splits or each split its own program.
 
+Tiles are the columns of a table: first row, number of queries (0 = unused), first position,
+sequence, and first item. An *item* is one split of a tile; the items of a tile are adjacent.
+
 Keys go through a loop with a mask or one without, depending on the tile's first query. Both must
 round alike: the one fused multiply-add is explicit, and the launches forbid all others.
 """
@@ -140,7 +143,35 @@ def merge(m, total, acc, m_next, total_next, acc_next):
     return m_new, total_new, acc_new
 
 
-@triton.jit(do_not_specialize=["num_tiles", "rows_per_tile", "window"])
+@triton.jit(do_not_specialize=["num_tiles", "num_items"])
+def list_items_kernel(
+    tiles_ptr,
+    items_ptr,
+    num_tiles,
+    num_items,
+    SPLIT: tl.constexpr,
+    TILES_PAD: tl.constexpr,
+    ITEMS: tl.constexpr,
+):
+    """Write ``(tile, split)`` of some items, tile -1 for those behind the last, and first items."""
+    tile = tl.arange(0, TILES_PAD)
+    inside = tile < num_tiles
+    count = tl.load(tiles_ptr + num_tiles + tile, mask=inside, other=0)
+    first = tl.load(tiles_ptr + 2 * num_tiles + tile, mask=inside, other=0)
+    splits = tl.where(count > 0, (first + count + SPLIT - 1) // SPLIT, 0)
+    ends = tl.cumsum(splits, 0)
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    ended = (ends[None, :] <= item[:, None]) & inside[None, :]
+    owner = tl.sum(ended.to(tl.int32), 1)
+    begin = tl.max(tl.where(ended, ends[None, :], 0), 1)
+    item_inside = item < num_items
+    tl.store(items_ptr + item, tl.where(owner < num_tiles, owner, -1), mask=item_inside)
+    tl.store(items_ptr + num_items + item, item - begin, mask=item_inside)
+    if tl.program_id(0) == 0:
+        tl.store(tiles_ptr + 4 * num_tiles + tile, ends - splits, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_items", "rows_per_tile", "window"])
 def attend_kernel(
     q_ptr,
     out_ptr,
@@ -148,9 +179,11 @@ def attend_kernel(
     v_ptr,
     tables_ptr,
     tiles_ptr,
+    items_ptr,
     partial_ptr,
     stats_ptr,
     num_tiles,
+    num_items,
     rows_per_tile,
     q_row_stride,
     table_stride,
@@ -168,13 +201,18 @@ def attend_kernel(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend over all keys of a tile, or (``PARTIAL``) over the split of the third program id.
+    """Attend over all keys of a tile, or with ``PARTIAL`` over one item.
 
     ``SPLIT`` 0 (not with ``PARTIAL``): all keys are one split.
     """
-    kv_head = tl.program_id(0)
-    tile = tl.program_id(1)
+    kv_head = tl.program_id(0)  # heads are neighbours: together they read whole pages
     num_kv_heads = tl.num_programs(0)
+    item = tl.program_id(1)
+    tile = item
+    if PARTIAL:
+        tile = tl.load(items_ptr + item)
+        if tile < 0:
+            return
     count = tl.load(tiles_ptr + num_tiles + tile)
     if count == 0:
         return
@@ -200,7 +238,7 @@ def attend_kernel(
     q_at = q_ptr + rows[:, None] * q_row_stride + head[:, None] * D + d_offsets[None, :]
 
     if PARTIAL:
-        split = tl.program_id(2)
+        split = tl.load(items_ptr + num_items + item)
         lo = tl.maximum(split * SPLIT, begin)
         hi = tl.minimum(split * SPLIT + SPLIT, end)
         if lo < hi:
@@ -209,7 +247,7 @@ def attend_kernel(
                 q, positions, lo, hi, first, end, table_ptr, k_ptr, v_ptr, token_stride, scale_log2,
                 window, D, D_PAD, BLOCK, BLOCK_M, KV_TILE, WINDOWED, PRECISION,
             )  # fmt: skip
-            cell = (tile.to(tl.int64) * num_kv_heads + kv_head) * tl.num_programs(2) + split
+            cell = item.to(tl.int64) * num_kv_heads + kv_head
             part = cell * rows_per_tile + r
             tl.store(partial_ptr + part[:, None] * D + d_offsets[None, :], acc, mask=inside)
             tl.store(stats_ptr + part * 2, m, mask=r_inside)
@@ -239,14 +277,13 @@ def attend_kernel(
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_splits", "rows_per_tile", "window"])
+@triton.jit(do_not_specialize=["num_tiles", "rows_per_tile", "window"])
 def reduce_kernel(
     out_ptr,
     tiles_ptr,
     partial_ptr,
     stats_ptr,
     num_tiles,
-    num_splits,
     num_kv_heads,
     rows_per_tile,
     window,
@@ -277,11 +314,12 @@ def reduce_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    cell0 = (tile.to(tl.int64) * num_kv_heads + kv_head) * num_splits
+    item0 = tl.load(tiles_ptr + 4 * num_tiles + tile).to(tl.int64)
     for base in range(begin, last, UNROLL):
         for step in tl.static_range(UNROLL):  # loads of several splits are in flight together
             there = base + step < last
-            part = (cell0 + base + step) * rows_per_tile + r
+            cell = (item0 + base + step) * num_kv_heads + kv_head
+            part = cell * rows_per_tile + r
             values_at = partial_ptr + part[:, None] * D + d_offsets[None, :]
             acc_next = tl.load(values_at, mask=inside & there, other=0.0)
             m_next = tl.load(stats_ptr + part * 2, mask=r_inside & there, other=float("-inf"))
