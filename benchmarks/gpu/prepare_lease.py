@@ -24,8 +24,11 @@ from benchmarks.gpu.lease import CARRIED, STEPS, TOKENS
 
 LIMIT_BYTES = 60 << 20  # of 64 MiB: some are for the tree's own growth
 PYTHON = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
-PLATFORMS = tuple(
-    f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
+GLIBC_MINORS = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
+PLATFORMS = (
+    "manylinux2014_x86_64",
+    "manylinux1_x86_64",
+    *(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS),
 )
 # Packages of the machine's image that Baton uses, as listed for it on 2026-11-17. Generated code
 # needs recent versions of grpcio and protobuf, so they are carried.

@@ -37,7 +37,7 @@ PROMPTS = (
 KINDS = ((0.0, 0), (0.9, 11))  # temperature, seed
 STEP_TOKENS = 2048
 CHUNK_TOKENS = 100  # together, prompts are computed in other chunks than alone
-PROMPT_BLOCKS = 128  # of all prompts with their output
+PROMPT_BLOCKS = 256  # of all prompts with their output
 
 Tokens = list[list[int]]
 
