@@ -43,7 +43,7 @@ _FIGURES = {"tokens/s": ("", ""), "TTFT p50 s": ("ttft_s", "p50"), "ITL p50 s": 
 _OPEN_FIGURES = {"TTFT p99 s": ("ttft_s", "p99"), "ITL p99 s": ("itl_s", "p99")}
 
 
-def load(clients: int, seed: int) -> Plan:
+def load(clients: int, seed: int, answer_tokens: int = ANSWER_TOKENS) -> Plan:
     """Return a plan of so many clients without a pause."""
     sessions = Sessions(
         users=clients,
@@ -51,7 +51,7 @@ def load(clients: int, seed: int) -> Plan:
         turns=1,
         system_tokens=0,
         prompt_tokens=parse_lengths("uniform:32-96"),
-        answer_tokens=parse_lengths(str(ANSWER_TOKENS)),
+        answer_tokens=parse_lengths(str(answer_tokens)),
         think_s=0.0,
         ramp_s=0.0,
     )

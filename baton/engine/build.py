@@ -12,7 +12,7 @@ import torch
 from baton.engine.core.model_runner import ModelInfo, ModelRunner
 from baton.engine.sampling.grammars import open_grammars
 from baton.engine.settings import EngineSettings
-from baton.model.artifact import ModelError, resolve_model
+from baton.model.artifact import ModelArtifact, ModelError, resolve_model
 from baton.types.geometry import KvGeometry
 
 if TYPE_CHECKING:
@@ -25,14 +25,28 @@ def build_runner(
     progress: Callable[[str], None],
     ranks: "RankProcesses | None" = None,
 ) -> tuple[ModelRunner, ModelInfo]:
-    """Load the model and build its runner.
+    """Find the model of ``settings`` and build its runner: see ``build_artifact``."""
+    progress(f"resolving {settings.model}")
+    return build_artifact(resolve_model(settings.model), settings, map_pool, progress, ranks)
+
+
+def build_artifact(
+    artifact: ModelArtifact,
+    settings: EngineSettings,
+    map_pool: Callable[[KvGeometry], memoryview],
+    progress: Callable[[str], None],
+    ranks: "RankProcesses | None" = None,
+) -> tuple[ModelRunner, ModelInfo]:
+    """Load a model and build its runner.
 
     ``map_pool`` returns zeroed memory for the KV pool; ``ranks`` are the other ranks of a
     tensor-parallel replica on CPU.
+
+    Raises:
+        ModelError: The model or a setting is not supported on the device, or there is no GPU.
+        NumericsSetupError: The device cannot keep ``exact``.
     """
     torch.set_num_threads(settings.threads)
-    progress(f"resolving {settings.model}")
-    artifact = resolve_model(settings.model)
     context = settings.max_context_tokens or artifact.config.max_context_tokens
     if context > artifact.config.max_context_tokens:
         raise ModelError(
@@ -42,8 +56,10 @@ def build_runner(
     is_on_cuda = _is_on_cuda(settings.device)
     grammars = open_grammars(artifact)  # reads the vocabulary while the weights load
     if is_on_cuda:
-        from baton.engine.cuda.build import build_cuda_runner  # needs triton
-
+        try:
+            from baton.engine.cuda.build import build_cuda_runner
+        except ModuleNotFoundError as error:  # there are machines without a wheel of triton
+            raise ModelError(f"device cuda needs {error.name}; install it or use cpu") from error
         return build_cuda_runner(settings, artifact, context, map_pool, progress, grammars)
     from baton.engine.cpu.build import build_cpu_runner
 
@@ -52,5 +68,5 @@ def build_runner(
 
 def _is_on_cuda(device: str) -> bool:
     if device not in ("cpu", "cuda", "auto"):
-        raise ModelError(f"BATON_DEVICE = {device!r}: must be cpu, cuda or auto")
+        raise ModelError(f"device (BATON_DEVICE) is {device!r}; use cpu, cuda or auto")
     return device == "cuda" or (device == "auto" and torch.cuda.is_available())

@@ -10,17 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from baton.engine.build import build_artifact
 from baton.engine.core.core import EngineCore
 from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.engine.core.speculative.proposers import Speculation
-from baton.engine.cpu.load import load_model
-from baton.engine.cpu.lora import CpuAdapters
-from baton.engine.cpu.runner import CpuRunner
-from baton.engine.cpu.selftest import attention_tiling, numerics_id, verify_exact
-from baton.engine.loading.memory import kv_geometry
-from baton.engine.numerics import DTYPES, Numerics
-from baton.engine.sampling.grammars import open_grammars
+from baton.engine.numerics import Numerics
+from baton.engine.settings import EngineSettings, default_device
 from baton.model.artifact import resolve_model
 from baton.model.lora_artifact import read_adapter
 from baton.text.template import ChatTemplate, special_tokens_of
@@ -28,6 +24,7 @@ from baton.text.tokenizer import load_tokenizer
 from baton.types import events as ev
 from baton.types.block_hashes import hash_seed
 from baton.types.errors import InvalidRequestError, NumericsError, PromptTooLongError, from_code
+from baton.types.geometry import KvGeometry
 from baton.types.params import AdapterRef, SampledToken, SamplingParams
 from baton.types.prompt_outputs import MEAN, Floats, PromptLogprobs
 
@@ -53,19 +50,24 @@ class Output:
         return [sampled.token for sampled in self.tokens]
 
 
+def _memory(geometry: KvGeometry) -> memoryview:
+    return memoryview(bytearray(geometry.pool_bytes))
+
+
 class LLM:
     """Model, tokenizer and engine in this process.
 
     Args:
+        device: ``cpu`` or ``cuda``; ``None`` chooses as workers do, by ``BATON_DEVICE``.
         dtype: ``bf16`` or ``fp32``.
         numerics: ``exact`` for results independent of batch and path; ``fast`` otherwise.
-        weights: Quantisation of the layers: ``none``, ``int8`` or ``int4``.
-        kv: Quantisation of the KV cache: ``none``, ``int8`` or ``fp8``.
+        weights: Quantisation of the layers: ``none``, ``int8`` or ``int4``; on CUDA ``fp8``.
+        kv: Quantisation of the KV cache: ``none``, ``int8`` or ``fp8``; on CUDA ``none``.
         kv_blocks: Size of the KV pool in blocks of 16 tokens.
         threads: Number of torch threads of the process; ``None`` keeps torch's setting.
 
     Raises:
-        ModelError: The model cannot be loaded.
+        ModelError: The model cannot be loaded on the device, or there is no GPU.
         NumericsSetupError: This machine cannot keep ``exact``.
     """
 
@@ -73,6 +75,7 @@ class LLM:
         self,
         reference: str = DEFAULT_MODEL,
         *,
+        device: str | None = None,
         dtype: str = "bf16",
         numerics: Numerics = "exact",
         weights: str = "none",
@@ -83,24 +86,23 @@ class LLM:
         max_step_tokens: int = 512,
         speculation: Speculation | None = None,
     ) -> None:
-        if threads is not None:
-            torch.set_num_threads(threads)
         self.artifact = resolve_model(reference)
-        kv_dtype = "" if kv == "none" else kv
         self.tokenizer = load_tokenizer(self.artifact.tokenizer_source())
-        with torch.inference_mode():
-            model = load_model(self.artifact, dtype, numerics, quantisation=weights)
-            tiling = attention_tiling(self.artifact.config, dtype, numerics, kv_dtype)
-        if numerics == "exact":
-            verify_exact(model, tiling, dtype, kv_dtype)
-        geometry = kv_geometry(self.artifact.config, kv_dtype or dtype, kv_blocks)
-        pool = bytearray(geometry.pool_bytes)
-        stops = self.artifact.config.eos_token_ids
-        adapters = CpuAdapters(self.artifact.config, DTYPES[dtype], numerics)
-        self._grammars = open_grammars(self.artifact)
-        self.runner = CpuRunner(model, pool, geometry, tiling, stops, adapters, self._grammars)
-        identity = numerics_id(model, tiling, dtype, numerics, kv_dtype)
-        self._identity = (self.artifact.weights_digest, kv_dtype or dtype, identity)
+        settings = EngineSettings(
+            model=reference,
+            device=device or default_device(),
+            dtype=dtype,
+            numerics=numerics,
+            weight_quantisation=weights,
+            kv_dtype="" if kv == "none" else kv,
+            kv_blocks=kv_blocks,
+            threads=threads or torch.get_num_threads(),
+            max_batch_requests=max_batch_requests,
+            max_step_tokens=max_step_tokens,
+        )
+        self.runner, info = build_artifact(self.artifact, settings, _memory, lambda _: None)
+        kv_dtype = settings.kv_dtype or dtype
+        self._identity = (info.weights_digest, kv_dtype, info.numerics_id)
         limits = SchedulerConfig(max_batch_requests, max_step_tokens)
         self.core = EngineCore(self.runner, limits, speculation=speculation)
         self._adapters: dict[str, AdapterRef] = {}  # by digest
@@ -160,8 +162,8 @@ class LLM:
             BatonError: Another error of a request.
         """
         params = params or SamplingParams(**{"max_tokens": 64, "temperature": 0.0, **fields})
-        if params.grammar:
-            self._grammars.prepare(params.grammar)
+        if params.grammar and self.runner.grammars is not None:
+            self.runner.grammars.prepare(params.grammar)
         outputs = self._answers(prompts, params, adapter=adapter)
         for output in outputs:
             output.text = self.tokenizer.decode(output.token_ids)

@@ -1,10 +1,16 @@
 """Settings of one engine process, passed to it at its start."""
 
+import os
 from typing import Self
 
 import msgspec
 
 from baton.engine.core.speculative.proposers import SpeculationSettings
+
+
+def default_device() -> str:
+    """Return the device of engines: ``BATON_DEVICE``, or the CPU."""
+    return os.environ.get("BATON_DEVICE", "cpu")
 
 
 class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ def checks(machine: Machine) -> Iterator[Result]:
         for name, spans in (SMOKE_SPANS if machine.smoke else SPANS).items():
             title = f"{name}, {heads}/{kv_heads} heads of {dim}, window {window}"
             yield title, _attention(machine, spans, heads, kv_heads, dim, window)
-    yield from _positions(machine)
+    yield from position_checks(machine)
     yield "rows: norms, gates, biased and normed heads with RoPE", _rows(machine)
     yield "products: exact, and with fp8 weights", _products(machine)
     yield "samples: the largest logit, and independent noise of each row", _draws(machine)
@@ -259,7 +259,8 @@ def _attention(
     return None
 
 
-def _positions(machine: Machine) -> Iterator[Result]:
+def position_checks(machine: Machine) -> Iterator[Result]:
+    """Check that each position alone has the bits that it has in one prefill."""
     positions = SMOKE_POSITIONS if machine.smoke else POSITIONS
     for heads, kv_heads, dim in SMOKE_POSITION_SHAPES if machine.smoke else POSITION_SHAPES:
         kv_tile = attention_config("decode", dim, exact=True).kv_tile

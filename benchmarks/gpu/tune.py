@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from baton.engine.cuda.kernels.attention import Span, Workspace, make_tiles, paged_attention
 from baton.engine.cuda.kernels.configs import AttentionConfig, LinearConfig, attention_config
 from baton.engine.cuda.kernels.products import fixed_linear
-from benchmarks.gpu.model import BLOCK, Machine
+from benchmarks.gpu.model import BLOCK, Machine, layer_products
 
 ROWS = (1, 8, 16, 32, 64, 128, 256)
 MARGIN = 0.97  # our kernel replaces cuBLAS only if it takes less than this share of its time
@@ -26,14 +26,7 @@ def tune(machine: Machine, report: Any) -> None:
         _attention(machine, report, "decode", spans, context)
     context = 24 if smoke else 8192
     _attention(machine, report, "prefill", [Span(0, 0, context, 0)], context)
-    s = machine.shape
-    shapes = {
-        "qkv": (s.qkv_width, s.hidden_size),
-        "o": (s.hidden_size, s.num_heads * s.head_dim),
-        "gate_up": (2 * s.intermediate_size, s.hidden_size),
-        "down": (s.hidden_size, s.intermediate_size),
-    }
-    for name, (outputs, inputs) in shapes.items():
+    for name, (outputs, inputs) in layer_products(machine.shape).items():
         for rows in ROWS[:1] if smoke else ROWS:
             if report.left_s < 0:
                 report.skip("tune", f"{name}, {rows} rows", "out of time")

@@ -13,7 +13,7 @@ import msgspec
 
 from baton.config.fleet_file import FleetConfig
 from baton.engine.core.speculative.proposers import SpeculationSettings
-from baton.engine.settings import EmulatedModel, EngineSettings, KvTierSettings
+from baton.engine.settings import EmulatedModel, EngineSettings, KvTierSettings, default_device
 from baton.model.artifact import resolve_model
 from baton.model.model_config import ModelConfig
 from baton.registry.types import Role, is_worker_name
@@ -124,7 +124,7 @@ def engine_settings(config: FleetConfig, role: Role, worker_id: str = "") -> Eng
         kv_blocks=0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,
         kv_tiers=_kv_tiers(config, worker_id),
         workers_on_host=_workers_on_a_host(config),
-        device=os.environ.get("BATON_DEVICE", "cpu"),
+        device=default_device(),
         threads=0 if config.threads_per_rank == "auto" else config.threads_per_rank,
         max_context_tokens=config.max_context_tokens or 0,  # 0: the model's own
         max_batch_requests=config.max_batch_requests,

@@ -1,6 +1,7 @@
 """Builds a proven ``CudaRunner`` from a model on disk."""
 
 import math
+import os
 from collections.abc import Callable
 
 import msgspec
@@ -126,7 +127,8 @@ def build_cuda_runner(
 ) -> tuple[CudaRunner, ModelInfo]:
     """Load a model, prove its numerics, and return its runner (``engine.build.build_runner``)."""
     _refuse(settings, artifact)
-    device = device or torch.device("cuda")
+    if device is None:
+        device = _first_gpu()
     c = artifact.config
     geometry = pool_geometry(settings, c)
     if device.type == "cuda":
@@ -153,8 +155,19 @@ def build_cuda_runner(
     return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens)
 
 
+def _first_gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        limit = "" if seen is None else f" with CUDA_VISIBLE_DEVICES={seen}"
+        raise ModelError(
+            f"device is cuda, but torch {torch.__version__} sees no GPU{limit}; use device cpu, or "
+            "a torch built for CUDA on a machine with an NVIDIA driver"
+        )
+    return torch.device("cuda")
+
+
 def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
-    escape = "hide the GPU with CUDA_VISIBLE_DEVICES= to serve on the CPU"
+    escape = "use device cpu; with auto, hide the GPU by CUDA_VISIBLE_DEVICES="
     if artifact.config.num_experts:
         raise ModelError(
             f"{artifact.source}: architecture {artifact.architecture}, a mixture of experts, is "

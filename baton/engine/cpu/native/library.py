@@ -97,7 +97,8 @@ def widens_bf16() -> bool:
 
 def choose_native(native: str) -> None:
     """Set ``auto``, ``tile``, ``vdp`` or ``off`` here and in child processes, before ``load``."""
-    os.environ.setdefault("BATON_NATIVE", "0" if native == "off" else native)
+    if native != "auto":  # the default; fleets that a notebook starts after this have their own
+        os.environ.setdefault("BATON_NATIVE", "0" if native == "off" else native)
 
 
 def _wanted() -> str:
