@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from baton.engine.cuda.kernels.attention import Span, Tiles, Workspace, paged_attention, tiles_of
+from baton.engine.cuda.kernels.attention import Span, Workspace, make_tiles, paged_attention
 from baton.engine.cuda.kernels.configs import AttentionConfig, Kind, attention_config
 from baton.engine.cuda.kernels.products import Products
 from benchmarks.gpu.model import BLOCK, Machine, layer_products
@@ -73,19 +73,19 @@ def _attention(machine: Machine, report: Any, kind: Kind, spans: Sequence[Span])
             return {"us": 1e6 * seconds, "tflop_per_s": operations / seconds / 1e12}
         return {"us": 1e6 * seconds, "gb_per_s": moved / seconds / 1e9}
 
-    def ours(cut: AttentionConfig) -> None:
-        queries = 1 if kind == "decode" else cut.queries(s.num_heads // s.num_kv_heads)
-        splits = -(-length // cut.split) if kind == "decode" else 0
-        table = torch.tensor(tiles_of(spans, queries), dtype=torch.int32).t().contiguous()
-        tiles = Tiles(table.to(machine.device), splits, queries)
-        paged_attention(q, pool, tables, tiles, out, cut, space)
+    def ours(cut: AttentionConfig) -> Callable[[], None]:
+        is_decode = kind == "decode"
+        queries = 1 if is_decode else cut.queries(s.num_heads // s.num_kv_heads)
+        split = cut.split if is_decode else 0
+        tiles = make_tiles(spans, queries, machine.device, split=split)
+        return partial(paged_attention, q, pool, tables, tiles, out, cut, space)
 
     case = f"{kind}, {len(spans)} x {length}"
     for exact in (False, True):
         base = attention_config(kind, s.head_dim, exact=exact)
         for stages in STAGES[:1] if machine.smoke else STAGES:
             name = f"{case}: {'exact' if exact else 'fast'}, {stages} stages"
-            work = partial(ours, replace(base, num_stages=stages))
+            work = ours(replace(base, num_stages=stages))
             report.run("libraries", name, partial(figures, work))
     order = tables.view(-1)
     gather = partial(pool.index_select, 1, order)
