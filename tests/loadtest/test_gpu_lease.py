@@ -63,7 +63,7 @@ def test_a_failed_task_does_not_stop_the_next(
     tasks = (
         lease.Task(name="bad", command="echo lost >&2; exit 3", limit_s=9),
         lease.Task(name="slow", command="sleep 60", limit_s=1),
-        lease.Task(name="good", command="echo $MODEL > $OUT/model; cd $KEEP", limit_s=9),
+        lease.Task(name="good", command="echo $MODEL $PYTHONPATH > $OUT/seen; cd $KEEP", limit_s=9),
     )
     monkeypatch.setitem(lease.STEPS, 1, tasks)
     monkeypatch.chdir(tmp_path)
@@ -75,7 +75,9 @@ def test_a_failed_task_does_not_stop_the_next(
     assert "lost" in capfd.readouterr().out
     for line in ("bad: exit code 3", "slow: out of time", "good: ok"):
         assert line in text
-    assert (tmp_path / "out" / "model").read_text() == "keep/some.gguf\n"
+    model, paths = (tmp_path / "out" / "seen").read_text().split()
+    assert model == str(tmp_path / "keep" / "some.gguf")
+    assert paths.split(":") == [str(tmp_path), f"{tmp_path}/proto", f"{tmp_path}/keep/site"]
     assert lease.main(["1", "--keep", "keep", "--out", "smoke", "--smoke"]) == 0
     assert "good: not run, it needs a GPU" in (tmp_path / "smoke" / "step-1.txt").read_text()
 
