@@ -113,8 +113,8 @@ STEPS: dict[int, tuple[Task, ...]] = {
             command=f"{_BENCH}.real_model --model $MODEL --numerics fast "
             "--against $OUT/exact.json --out $OUT/fast.json",
             limit_s=200,
-            smoke=f"{_BENCH}.real_model --model $MODEL {_TINY} --numerics fast --against $OUT/exact.json "
-            "--out $OUT/fast.json",
+            smoke=f"{_BENCH}.real_model --model $MODEL {_TINY} --numerics fast "
+            "--against $OUT/exact.json --out $OUT/fast.json",
         ),
     ),
     4: (
