@@ -193,6 +193,7 @@ def _correctness(report: Report, results: Iterable[tuple[str, str | None]]) -> i
         fault = f"{type(error).__name__}: {str(error)[:500]}"
         report.add("check", "next check", f"WRONG: {fault}", fault=fault)
     report.record["checks_failed"] = failed
+    report.write()
     return failed
 
 

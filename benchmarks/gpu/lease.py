@@ -106,15 +106,15 @@ STEPS: dict[int, tuple[Task, ...]] = {
             command=f"{_BENCH}.real_model --model $MODEL --against $KEEP/{TOKENS} "
             "--out $OUT/exact.json",
             limit_s=300,
-            smoke=f"{_BENCH}.real_model {_TINY} --out $OUT/exact.json",
+            smoke=f"{_BENCH}.real_model --model $MODEL {_TINY} --out $OUT/exact.json",
         ),
         Task(
             name="real model, fast",
             command=f"{_BENCH}.real_model --model $MODEL --numerics fast "
             "--against $OUT/exact.json --out $OUT/fast.json",
             limit_s=200,
-            smoke=f"{_BENCH}.real_model {_TINY} --numerics fast --against $OUT/exact.json "
-            "--out $OUT/fast.json",
+            smoke=f"{_BENCH}.real_model --model $MODEL {_TINY} --numerics fast "
+            "--against $OUT/exact.json --out $OUT/fast.json",
         ),
     ),
     4: (
@@ -131,8 +131,8 @@ STEPS: dict[int, tuple[Task, ...]] = {
             command=f"BATON_DEVICE=cuda {_BENCH}.one_gpu_fleet --model $MODEL "
             "--out $OUT/fleet.json",
             limit_s=400,
-            smoke=f"{_BENCH}.one_gpu_fleet --clients 1 --new 4 --threads 1 --kv-blocks 512 "
-            "--out $OUT/fleet.json",
+            smoke=f"{_BENCH}.one_gpu_fleet --model $MODEL --clients 1 --new 4 --threads 1 "
+            "--kv-blocks 512 --out $OUT/fleet.json",
         ),
     ),
 }
@@ -183,7 +183,8 @@ def run_task(command: str, limit_s: int, log: Path, environment: dict[str, str])
 
 def run_step(number: int, keep: Path, out: Path, *, smoke: bool) -> int:
     """Run a step's tasks; return 1 if one failed."""
-    unpack(Path(CARRIED) / str(number), keep)
+    here = Path.cwd()
+    unpack(here / CARRIED / str(number), keep)
     out.mkdir(parents=True, exist_ok=True)
     models = sorted(keep.glob("*.gguf"))
     environment = {
@@ -191,7 +192,8 @@ def run_step(number: int, keep: Path, out: Path, *, smoke: bool) -> int:
         "MODEL": str(models[0]) if models else _MODEL_HERE,
         "OUT": str(out),
         "PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join((".", "proto", str(keep / "site"))),
+        # absolute: Ray's workers run in another folder
+        "PYTHONPATH": os.pathsep.join(map(str, (here, here / "proto", keep / "site"))),
         "PYTHONUNBUFFERED": "1",
     }
     log = out / f"step-{number}.txt"
@@ -225,7 +227,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=Path(os.environ.get("OUT", "bench-results")), help="results"
     )
     options = parser.parse_args(arguments)
-    return run_step(options.step, options.keep, options.out, smoke=options.smoke)
+    return run_step(
+        options.step, options.keep.resolve(), options.out.resolve(), smoke=options.smoke
+    )
 
 
 if __name__ == "__main__":

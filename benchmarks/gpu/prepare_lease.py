@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.metadata import requires, version
+from importlib.metadata import distribution, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -22,6 +22,7 @@ from baton.engine.llm import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
 from benchmarks.gpu.lease import CARRIED, STEPS, TOKENS
 
+OWN = "baton-serve"
 LIMIT_BYTES = 60 << 20  # of 64 MiB: some are for the tree's own growth
 PYTHON = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
 GLIBC_MINORS = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
@@ -46,17 +47,17 @@ class TooLargeError(RuntimeError):
     """A call would carry more than its limit."""
 
 
-def missing_packages(root: str = "baton-serve") -> list[str]:
-    """Return the packages that the image lacks, of all that ``root`` needs."""
+def missing_packages() -> list[str]:
+    """Return the packages that the image lacks, of all that Baton needs."""
     seen: set[str] = set()
-    waiting = [root]
+    waiting = [OWN]
     while waiting:
         name = waiting.pop()
         if name in seen or name in IMAGE:
             continue
         seen.add(name)
         waiting += _needs(name)
-    return sorted(seen - {root})
+    return sorted(seen - {OWN})
 
 
 def _needs(name: str) -> Iterable[str]:
@@ -77,6 +78,14 @@ def download(names: Iterable[str], folder: Path) -> None:
     for platform in PLATFORMS:
         command += ["--platform", platform]
     subprocess.run([*command, "--dest", str(folder), *wanted], check=True)
+
+
+def describe(folder: Path) -> None:
+    """Write Baton's metadata: its code travels as a tree, and the router looks up its version."""
+    metadata = distribution(OWN).read_text("METADATA") or ""
+    described = folder / "site" / f"{OWN.replace('-', '_')}-{version(OWN)}.dist-info"
+    described.mkdir(parents=True, exist_ok=True)
+    (described / "METADATA").write_text(metadata)
 
 
 def halve(source: Path, folders: Sequence[Path]) -> None:
@@ -145,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             folders[3].mkdir(parents=True, exist_ok=True)
             shutil.copy(wheel, folders[3])
+    describe(folders[3])
     halve(resolve_model(DEFAULT_MODEL).path, [folders[1], folders[2]])
     tokens = folders[3] / TOKENS
     if options.tokens is None:

