@@ -59,7 +59,7 @@ class HostPool:
 
         ``wait`` must follow before the host's pages are read.
         """
-        blocks = self._touched(rows, ends=ends)
+        blocks = self.touched(rows, ends=ends)
         if not blocks:
             return
         if self._stream is None:
@@ -89,7 +89,7 @@ class HostPool:
         tokens.index_fill_(2, slots_on_device, 0.0)
         self.after(rows, ends=True)
 
-    def _touched(self, rows: Iterable[PlanRow], *, ends: bool) -> list[int]:
+    def touched(self, rows: Iterable[PlanRow], *, ends: bool) -> list[int]:
         """Return the blocks to which the rows' tokens belong; without ``ends`` only full ones."""
         size = self._host.shape[3]
         blocks: list[int] = []

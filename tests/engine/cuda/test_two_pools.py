@@ -24,6 +24,8 @@ from baton.engine.process.tier_shelves import MemoryShelf
 from baton.types import events as ev
 from baton.types.geometry import KvGeometry
 from baton.types.params import SampledToken, SamplingParams
+from benchmarks.gpu.host_steps import measure
+from benchmarks.gpu.model import TOY, Machine, random_decoder
 from tests.engine.core.draft_tokens import oracle
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim=4, num_blocks=14, dtype="bf16")
@@ -207,3 +209,10 @@ def test_tokens_pages_and_tiers_are_right_with_a_pool_on_each_side(seed: int) ->
     assert all(worker.counts.values()), worker.counts
     assert worker.core.pool.evictions
     assert worker.core.batch.preemptions
+
+
+def test_the_bench_of_host_time_sees_a_block_of_each_row_in_sixteen_steps() -> None:
+    machine = Machine(torch.device("cpu"), torch.bfloat16, TOY, smoke=True)
+    figures = measure(random_decoder(machine, 512, exact=False), 4, 64)
+    assert figures["finished_blocks"] == 4 / 16
+    assert figures["inputs_us"] > 0
