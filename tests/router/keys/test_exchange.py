@@ -1,4 +1,4 @@
-"""Issued keys of routers with a real Redis: changes at once, losses, copies on disk, days of use."""
+"""Issued keys with a real Redis: changes at once, losses, copies on disk, days of use."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Issued keys of two routers against a model: changes, lost and restored Redis, old copies, time."""
+"""Issued keys of two routers against a model: changes, lost Redis, old copies, time."""
 
 import asyncio
 import random
