@@ -322,6 +322,24 @@ async def test_no_secret_is_in_redis_in_the_state_folder_or_in_a_log(
     assert not any(digest in shown or digest in caplog.text for digest in digests)
 
 
+async def test_texts_are_logged_while_a_key_that_allows_it_is_valid(start, caplog):
+    fleet = await start(logs=LogsConfig(requests=True, format="json"))
+    quiet, logged = new_key(), new_key()
+    await create(fleet, sent(quiet), sent(logged, log_text=True))
+
+    async def has_text() -> bool:
+        caplog.clear()
+        await fleet.chat("the armadillo", {"authorization": f"Bearer {quiet}"})
+        lines = [line for line in caplog.records if line.name == "baton.requests"]
+        assert len(lines) == 1
+        return "armadillo" in getattr(lines[0], "prompt", "")
+
+    with caplog.at_level(logging.INFO):
+        assert await has_text(), "it is a matter of the tenant"
+        await revoke(fleet, logged)
+        assert not await has_text()
+
+
 async def test_the_last_day_of_use_is_listed(start):
     fleet = await start()
     key, idle = new_key(), new_key()
