@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from baton.config.clients import ApiKeyConfig
 from baton.config.secrets import SecretError, read_api_keys
@@ -103,9 +103,10 @@ def ls(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    table = Table(
-        "id", "tenant", "role", "state", "created", "expires", "last used", box=SIMPLE_HEAD
-    )
+    columns = [Column("id", no_wrap=True), Column("tenant", overflow="fold")]
+    names = ("role", "state", "created", "expires", "last used")
+    columns += [Column(name, no_wrap=True) for name in names]
+    table = Table(*columns, box=SIMPLE_HEAD)
     for key in sorted(found["keys"], key=lambda key: (key["tenant"], key["created"])):
         table.add_row(
             key["id"],

@@ -185,24 +185,40 @@ class KeyExchange:
 
     async def _compare(self, summary: Summary) -> None:
         table = self.table
-        there: set[str] = set()
-        newer: list[Change] = []
-        async for raws in self._shared.records():
-            newer += table.merge(raws)
-            there.update(raws)
+        newer = await self._read_changed(summary)
+        if newer is None:
+            newer = await self._read_all(summary)
         for key_id, reason in table.unreadable.items():
             self._shared.skip(key_id, reason)
         table.unreadable.clear()
-        old = table.forget(summary.now_ms)
-        if gone := there.intersection(old):
-            await self._shared.drop(gone)
-        newer = [change for change in newer if change.record.id not in old]
-        newer += table.missing(there)
         await self._save()
-        self._seen = None if newer or gone else (summary.mark, summary.total)
+        self._seen = None if newer else (summary.mark, summary.total)
         if newer:
             table.use_again()
             await self._shared.put(newer)  # the next comparison repeats what failed
+
+    async def _read_changed(self, summary: Summary) -> list[Change] | None:
+        """Read what changed since the last comparison; None if that leaves a difference."""
+        if self._seen is None:
+            return None
+        changed = await self._shared.changed(self._seen[0], summary.mark)
+        if changed is None:
+            return None
+        newer = self.table.merge(await self._shared.some(changed))
+        return newer if len(self.table) == summary.total else None
+
+    async def _read_all(self, summary: Summary) -> list[Change]:
+        """Read the table in Redis, and return what it lacks."""
+        newer: list[Change] = []
+        there: set[str] = set()
+        async for raws in self._shared.records():
+            newer += self.table.merge(raws)
+            there.update(raws)
+        old = self.table.forget(summary.now_ms)
+        if gone := there.intersection(old):
+            await self._shared.drop(gone)
+        newer = [change for change in newer if change.record.id not in old]
+        return newer + self.table.missing(there)
 
     async def _save(self) -> None:
         changes = self.table.changes

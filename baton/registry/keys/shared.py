@@ -2,6 +2,7 @@
 
     keys         hash: id -> record as JSON, see record.py          bounded by MAX_KEYS
     keys:mark    random; it changes with every change of the table
+    keys:log     list: mark and ids of each change, newest first    64 changes
     keys:used    hash: id -> last day of use, counted from 1970     one field per key
 
 Redis may lose the table, or evict a part of it. Every router has a copy and writes it again.
@@ -19,13 +20,19 @@ from baton.registry.redis_store import Registry
 MAX_KEYS = 100_000
 _SLICE = 256  # records that are read or written at once
 
-# KEYS: table, mark. ARGV: new mark, then for each record its id, expected and new value.
+# KEYS: table, mark, log. ARGV: new mark, then for each record its id, expected and new value.
 _SWAP = """
+local line = {ARGV[1]}
 for at = 2, #ARGV, 3 do
   if (redis.call('HGET', KEYS[1], ARGV[at]) or '') ~= ARGV[at + 1] then return 0 end
 end
-for at = 2, #ARGV, 3 do redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 2]) end
+for at = 2, #ARGV, 3 do
+  redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 2])
+  line[#line + 1] = ARGV[at]
+end
 redis.call('SET', KEYS[2], ARGV[1])
+redis.call('LPUSH', KEYS[3], table.concat(line, ' '))
+redis.call('LTRIM', KEYS[3], 0, 63)
 return 1
 """
 
@@ -55,6 +62,7 @@ class SharedKeys:
         self._registry = registry
         self._table = registry.key("keys")
         self._mark = registry.key("keys", "mark")
+        self._log = registry.key("keys", "log")
         self._used = registry.key("keys", "used")
 
     async def summary(self) -> Summary:
@@ -64,6 +72,28 @@ class SharedKeys:
         )
         seconds, micros = now
         return Summary(mark or b"", int(total), int(seconds) * 1000 + int(micros) // 1000)
+
+    async def changed(self, since: bytes, until: bytes) -> set[str] | None:
+        """Return the ids of the records that changed between two marks; None: unknown."""
+        (entries,) = await self._registry.send(("LRANGE", self._log, 0, -1))
+        changed: set[str] = set()
+        for number, entry in enumerate(entries):
+            mark, *ids = bytes(entry).split()
+            if number == 0 and mark != until:
+                return None  # Redis has lost a part, or changes again
+            if mark == since:
+                return changed
+            changed.update(raw.decode() for raw in ids)
+        return None
+
+    async def some(self, ids: Collection[str]) -> dict[str, bytes]:
+        """Return those of the records that exist, undecoded."""
+        names = list(ids)
+        if not names:
+            return {}
+        (raws,) = await self._registry.send(("HMGET", self._table, *names))
+        found = zip(names, raws, strict=True)
+        return {name: bytes(raw) for name, raw in found if raw is not None}
 
     async def records(self) -> AsyncIterator[dict[str, bytes]]:
         """Yield the records by id, undecoded, in slices."""
@@ -87,7 +117,8 @@ class SharedKeys:
             arguments: list[str | bytes] = []
             for expected, record in changes[at : at + _SLICE]:
                 arguments += (record.id, expected, msgspec.json.encode(record))
-            call = ("EVAL", _SWAP, 2, self._table, self._mark, secrets.token_hex(8), *arguments)
+            tables = (self._table, self._mark, self._log)
+            call = ("EVAL", _SWAP, len(tables), *tables, secrets.token_hex(8), *arguments)
             (done,) = await self._registry.send(call)
             if not done:
                 return False

@@ -57,12 +57,44 @@ async def test_one_comparison_brings_every_change(registry) -> None:
         await two.change("aaaaaaaaaaaa", revoked)
 
 
-async def test_an_unchanged_table_is_not_read_again(registry, monkeypatch) -> None:
-    (router,) = routers(registry, 1)
-    await router.add([issue(new_key(), TEAM)])
-    await router.exchange()
-    monkeypatch.setattr(SharedKeys, "records", lambda _: pytest.fail("it was read again"))
-    await router.exchange()
+async def test_only_what_changed_is_read_again(registry, monkeypatch) -> None:
+    one, two = routers(registry)
+    records = [issue(new_key(), TEAM) for _ in range(3)]
+    await one.add(records)
+    await two.exchange()
+    await one.exchange()
+    read = []
+    some = SharedKeys.some
+
+    async def noted(shared, ids):
+        read.append(set(ids))
+        return await some(shared, ids)
+
+    monkeypatch.setattr(SharedKeys, "records", lambda _: pytest.fail("all were read"))
+    monkeypatch.setattr(SharedKeys, "some", noted)
+    await two.exchange()
+    assert read == []
+    new = issue(new_key(), TEAM)
+    await one.change(records[0].id, revoked)
+    await one.change(records[1].id, replaced(new), lambda _: new)
+    read.clear()
+    await two.exchange()
+    assert read == [{records[0].id, records[1].id, new.id}]
+    assert states(two) == states(one) == ["revoked", "valid", "valid", "valid"]
+    await two.exchange()
+    assert len(read) == 1
+
+
+async def test_a_router_that_missed_many_changes_reads_all(registry) -> None:
+    one, two = routers(registry)
+    for number in range(70):
+        await one.add([issue(new_key(), TEAM)])
+        if number == 0:
+            await two.exchange()
+    (kept,) = await registry.send(("LLEN", registry.key("keys", "log")))
+    assert kept == 64
+    await two.exchange()
+    assert len(two.table) == 70
 
 
 async def test_an_id_means_one_key(registry) -> None:
