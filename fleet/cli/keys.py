@@ -106,7 +106,7 @@ def ls(
     columns = [Column("id", no_wrap=True), Column("tenant", overflow="fold")]
     names = ("role", "state", "created", "expires", "last used")
     columns += [Column(name, no_wrap=True) for name in names]
-    table = Table(*columns, box=SIMPLE_HEAD)
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for key in sorted(found["keys"], key=lambda key: (key["tenant"], key["created"])):
         table.add_row(
             key["id"],
