@@ -104,7 +104,7 @@ class ClientLimitsConfig(Section):
         insecure: Confirms plain text to other hosts, such as behind a proxy that terminates
             TLS.
         api_keys_file: File with API keys, in place of ``api_keys``. It is read again when it
-            changes. ``redis``: requests need a key also without lines, one of ``baton keys``.
+            changes. ``redis``: requests need a key of ``baton keys``, or one of ``api_keys``.
     """
 
     header_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0

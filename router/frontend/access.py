@@ -120,11 +120,14 @@ def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> ApiKeyConfi
 
 def _rights_of_tenant(tenant: str, settings: RouterSettings, now_ms: int) -> ApiKeyConfig:
     """Return the rights of a call that this process makes for a tenant, such as a batch's."""
-    found = [key for key in (settings.api_keys or {}).values() if key.tenant == tenant]
-    rights = found[0] if found else settings.issued_keys.of_tenant(tenant, now_ms)
-    if rights is None:
+    issued = settings.issued_keys
+    for spelled, rights in (settings.api_keys or {}).items():
+        if rights.tenant == tenant and not issued.is_ended(spelled, now_ms):
+            return rights
+    found = issued.of_tenant(tenant, now_ms)
+    if found is None:
         raise UnauthorizedError(f"tenant {tenant} has no valid API key any more")
-    return rights
+    return found
 
 
 def _given_key(headers: Mapping[str, str]) -> str:

@@ -101,7 +101,7 @@ def routes(router: RouterParts, keys: KeyExchange) -> Endpoints:
             added = await keys.add([_record_of(new, now_ms) for new in body.keys])
         except (RegistryUnavailableError, KeyChangeError) as error:
             raise _refusal(error) from error
-        _LOG.info("issued API keys=%d", added)
+        _LOG.info("issued API keys=%d first=%s", added, body.keys[0].id)
         known = [keys.table.get(new.id) for new in body.keys]
         return {
             "added": added,

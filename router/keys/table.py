@@ -86,6 +86,11 @@ class KeyTable:
             return None
         return key if key is not None and compare_digest(key.digest, digest) else None
 
+    def is_ended(self, spelled: str, now_ms: int) -> bool:
+        """Return whether a key is known and not valid, so that its line does not count."""
+        key = self.find(spelled)
+        return key is not None and key.record.state(now_ms) != "valid"
+
     def note_use(self, key: IssuedKey, now_ms: int) -> None:
         """Record the day of a use."""
         day = now_ms // DAY_MS

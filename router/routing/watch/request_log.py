@@ -63,9 +63,13 @@ class RequestLog:
             _LOG.info(message, endpoint, status, *map(fields.get, parts), extra=fields)
 
     def _may_log_texts(self, tenant: str) -> bool:
-        if any(key.log_text and key.tenant == tenant for key in self._api_keys.values()):
-            return True
-        return self._issued_keys.logs_text(tenant, time_ns() // 1_000_000)
+        now_ms = time_ns() // 1_000_000
+        issued = self._issued_keys
+        for spelled, rights in self._api_keys.items():
+            of_tenant = rights.log_text and rights.tenant == tenant
+            if of_tenant and not issued.is_ended(spelled, now_ms):
+                return True
+        return issued.logs_text(tenant, now_ms)
 
     def refused(self, error: BatonError, endpoint: str, tenant: str) -> None:
         """Log a request that was refused before it began; the context has its ids.

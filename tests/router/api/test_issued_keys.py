@@ -241,6 +241,10 @@ async def test_lines_of_the_fleet_file_count_beside_issued_keys_and_can_be_impor
     assert late.status_code == 400 and "priority" in late.text
     await revoke(fleet, "key-of-a-team")
     assert "is revoked" in await refusal(fleet, "key-of-a-team"), "although it has its line"
+    own = {"authorization": f"Bearer {fleet.router.settings.own_key}"}
+    for tenant, status in (("a", 401), ("b", 200)):  # the lines of its batch
+        answer = await fleet.chat(headers=own | {"x-baton-tenant": tenant})
+        assert answer.status_code == status
     assert await refusal(fleet, "key-of-b-team") == ""
 
 

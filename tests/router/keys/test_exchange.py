@@ -80,7 +80,7 @@ async def test_only_what_changed_is_read_again(registry, monkeypatch) -> None:
     read.clear()
     await two.exchange()
     assert read == [{records[0].id, records[1].id, new.id}]
-    assert states(two) == states(one) == ["revoked", "valid", "valid", "valid"]
+    assert sorted(states(two)) == sorted(states(one)) == ["revoked", *["valid"] * 3]
     await two.exchange()
     assert len(read) == 1
 
