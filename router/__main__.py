@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 
 from baton.config.fleet_file import ConfigError, load_config
 from baton.registry.event_feed import EventFeed
+from baton.registry.keys.shared import SharedKeys
 from baton.registry.orders import Orders
 from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemands
@@ -125,6 +126,7 @@ async def serve(
         shared_demands=RouterDemands(registry),
         stored_responses=StoredResponses(registry, limits),
         fleet_orders=Orders(registry),
+        shared_keys=SharedKeys(registry),
     )
     metrics = router.parts.metrics
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")

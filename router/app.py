@@ -11,10 +11,12 @@ from pydantic import BaseModel
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from baton.registry.keys.shared import SharedKeys
 from baton.registry.orders import Orders
 from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
 from baton.telemetry.alive_clock import ALIVE
+from router.frontend import keys
 from router.frontend.api import errors, generation, models, operations, orders, page
 from router.frontend.api.call_headers import CallHeaders
 from router.frontend.api.messages import endpoints as messages
@@ -27,6 +29,7 @@ from router.frontend.batch.runner import BatchRunner
 from router.frontend.http.cors import allow_origins
 from router.frontend.http.direct import DirectFastAPI
 from router.frontend.openapi.document import describe
+from router.keys.exchange import KeyExchange
 from router.routing.placement.index_feed import EventSource, IndexFeeder
 from router.routing.requests.tickets import TicketFeed, TicketSource
 from router.routing.shares.feed import DemandSource, ShareFeed
@@ -60,6 +63,7 @@ class Router:
         shared_tickets: Common order of the requests of all routers.
         shared_demands: Demands of all routers, which share limits; None: separate limits.
         fleet_orders: Queue of admin commands for the fleet's controller.
+        shared_keys: API keys of ``baton keys``, which count if the fleet requires keys.
     """
 
     def __init__(
@@ -73,9 +77,16 @@ class Router:
         shared_demands: DemandSource | None = None,
         stored_responses: StoredResponses | None = None,
         fleet_orders: Orders | None = None,
+        shared_keys: SharedKeys | None = None,
     ) -> None:
         self._orders = fleet_orders
         self.parts = RouterParts.build(settings, model, directory, stored_responses)
+        self.keys: KeyExchange | None = None
+        if shared_keys is not None:
+            file = Path(settings.state_dir) / "keys.json" if settings.state_dir else None
+            self.keys = KeyExchange(
+                settings.issued_keys, shared_keys, file, self.parts.observer.task_failed
+            )
         self._directory = directory
         self._shared_adapters = shared_adapters
         self._ticket_feed = TicketFeed(
@@ -109,6 +120,8 @@ class Router:
         self._feeder.start()
         self._ticket_feed.start()
         self._share_feed.start()
+        if self.keys is not None and parts.settings.api_keys is not None:
+            await self.keys.start()
         await self._wait_for_workers()
         parts.tasks.keep(self._sample, "live series")
         store = batch.store_of(parts.settings)
@@ -119,6 +132,8 @@ class Router:
         try:
             yield
         finally:
+            if self.keys is not None:
+                await self.keys.close()
             await self._ticket_feed.close()
             await self._share_feed.close()
             await self._feeder.close()
@@ -178,6 +193,8 @@ class Router:
         made = [routes(self.parts) for routes in _ENDPOINTS]
         if self._orders is not None:
             made.append(orders.routes(self.parts, self._orders))
+        if self.keys is not None:
+            made.append(keys.routes(self.parts, self.keys))
         for endpoints in made:
             app.include_router(endpoints)
             bodies += endpoints.bodies

@@ -1,17 +1,24 @@
 """A router's configuration, frozen at start."""
 
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, SloConfig
+from baton.config.clients import (
+    KEYS_IN_REDIS,
+    ApiKeyConfig,
+    ClientLimitsConfig,
+    SloConfig,
+)
 from baton.config.fleet_file import FleetConfig
 from baton.config.logs import LogsConfig
 from baton.config.network import HttpsConfig
 from baton.config.secrets import ApiKeysFile
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
+from router.keys.table import KeyTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +29,9 @@ class RouterSettings:
         emulated: Timing model of emulated workers; empty for real ones. Other workers are rejected.
         model_names: Served name, then its aliases.
         max_context_tokens: Limit of the context; None: the model's own.
-        api_keys: API key to its rights; None: requests need no key.
+        api_keys: API keys of the fleet file to their rights; None: requests need no key.
+        issued_keys: API keys of ``baton keys``.
+        own_key: Key with which this process calls itself for a tenant.
         start_limit_s: Time after which the router listens even if workers are not connected.
         probe_pause_s: Minimum time between two rounds of probes.
         max_adapters: Number of adapters that a worker holds at once.
@@ -57,7 +66,9 @@ class RouterSettings:
     default_timeout_s: float = 600.0
     slo: SloConfig | None = None
     redis_url: str = field(default="", repr=False)
-    # Not compared: these objects follow changes of their files.
+    # Not compared: these objects follow changes of their files, or are new in each process.
+    issued_keys: KeyTable = field(default_factory=KeyTable, repr=False, compare=False)
+    own_key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
     fleet_token: FleetToken = field(default_factory=FleetToken, repr=False, compare=False)
     tls: FleetTls | None = field(default=None, repr=False, compare=False)
     https: HttpsConfig | None = None
@@ -121,9 +132,10 @@ class RouterSettings:
 
 
 def _api_keys(config: FleetConfig) -> Mapping[str, ApiKeyConfig] | None:
-    if config.clients.api_keys_file:
-        return ApiKeysFile(config.clients.api_keys_file)
-    return dict(config.api_keys) if config.api_keys else None
+    file = config.clients.api_keys_file
+    if file not in (None, KEYS_IN_REDIS):
+        return ApiKeysFile(file)
+    return dict(config.api_keys or {}) if config.has_keys else None
 
 
 def _fleet_token(config: FleetConfig) -> FleetToken:

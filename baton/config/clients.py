@@ -12,13 +12,21 @@ from pydantic import (
 )
 
 from baton.config.batch import BatchConfig
-from baton.config.network import AbsoluteFile, HttpsConfig, plain_text_problem
+from baton.config.network import HttpsConfig, plain_text_problem, require_absolute
 from baton.config.section import Section
 
 ANY_ORIGIN = "*"
+KEYS_IN_REDIS = "redis"
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*?#]+)$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+def _file_or_redis(name: str) -> str:
+    return name if name == KEYS_IN_REDIS else require_absolute(name)
+
+
+KeysFile = Annotated[str, AfterValidator(_file_or_redis)]
 
 
 class SloConfig(Section):
@@ -39,6 +47,7 @@ class ApiKeyConfig(Section):
 
     Attributes:
         role: An ``operator`` can also use ``/metrics``, ``/fleet`` and every tenant's requests.
+            ``user`` is an older name of ``tenant``.
         adapters: Adapters of the key. ``own`` lets it load and unload LoRA adapters from the
             tenant's folder below ``adapters.folder``, which only its tenant can use.
         min_priority: Lowest (most urgent) ``priority`` that its requests may set.
@@ -47,7 +56,7 @@ class ApiKeyConfig(Section):
     """
 
     tenant: Tenant = "default"  # owner of the requests, for fairness and caches
-    role: Literal["user", "operator"] = "user"
+    role: Literal["tenant", "operator"] = "tenant"
     adapters: Literal["shared", "own"] = "shared"
     min_priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     log_text: bool = False
@@ -56,6 +65,8 @@ class ApiKeyConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_means_tenant(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("role") == "user":
+            return {**value, "role": "tenant"}
         return {"tenant": value} if isinstance(value, str) else value
 
 
@@ -93,7 +104,7 @@ class ClientLimitsConfig(Section):
         insecure: Confirms plain text to other hosts, such as behind a proxy that terminates
             TLS.
         api_keys_file: File with API keys, in place of ``api_keys``. It is read again when it
-            changes.
+            changes. ``redis``: requests need a key of ``baton keys``, or one of ``api_keys``.
     """
 
     header_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
@@ -107,7 +118,7 @@ class ClientLimitsConfig(Section):
     stored_responses: StoredResponsesConfig = StoredResponsesConfig()
     tls: HttpsConfig | None = None
     insecure: bool = False
-    api_keys_file: AbsoluteFile | None = None
+    api_keys_file: KeysFile | None = None
 
     @property
     def certificate(self) -> str:
@@ -135,7 +146,7 @@ def _check_key_sources(clients: ClientLimitsConfig, info: ValidationInfo) -> Cli
     Reads ``api_keys`` of the fleet file, which is validated before.
     """
     inline = info.data.get("api_keys")
-    if inline and clients.api_keys_file:
+    if inline and clients.api_keys_file not in (None, KEYS_IN_REDIS):
         raise ValueError("api_keys_file and `api_keys` exclude each other: remove one of them")
     has_keys = inline or clients.api_keys_file
     confirmed = clients.cors_any_origin_with_keys

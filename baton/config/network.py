@@ -10,13 +10,14 @@ from pydantic import AfterValidator, StringConstraints
 from baton.config.section import Section
 
 
-def _require_absolute(value: str) -> str:
+def require_absolute(value: str) -> str:
+    """Return a path if it is absolute; raise ValueError otherwise."""
     if not Path(value).is_absolute():
         raise ValueError("must be an absolute path: the file is read on every host")
     return value
 
 
-AbsoluteFile = Annotated[str, StringConstraints(min_length=1), AfterValidator(_require_absolute)]
+AbsoluteFile = Annotated[str, StringConstraints(min_length=1), AfterValidator(require_absolute)]
 HostName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?$")]
 
 

@@ -14,6 +14,7 @@ All keys start with ``baton:{fleet}:``, and each expires or is bounded:
     orders, answer:<id>   admin commands and replies, see orders.py        10 s, 60 s
     wanted                sizes and nodes set at run time                  see wanted.py
     lease                 the supervisor of the fleet                      see lease.py
+    keys, keys:…          issued API keys, hashes only                     see keys/shared.py
     adapters              hash: name -> entry of a LoRA adapter, see shared_adapters.py  1 day
     tickets               the last ticket that a router took               1 day
     routers               hash: router -> its load                         1 minute

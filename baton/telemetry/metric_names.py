@@ -224,6 +224,10 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_open_connections": _gauge("Open client connections.", together="sum"),
     "baton_intake_waiting": _gauge("Calls waiting for the event loop.", together="sum"),
     "baton_adapters_served": _gauge("LoRA adapters available to clients."),
+    "baton_keys": _gauge("API keys of `baton keys`: valid, expired or revoked.", "state"),
+    "baton_keys_age_seconds": _gauge(
+        "Time since the router compared its API keys with Redis; without Redis it grows."
+    ),
     "baton_prefix_index_hashes": _gauge("Block hashes in the prefix index."),
     "baton_prefix_index_sequence_gaps": _count("Gaps found in the event streams of workers."),
     "baton_prefix_index_snapshots": _count("Snapshots read to repair the prefix index."),

@@ -15,6 +15,7 @@ from fleet.cli.common import fail
 from fleet.cli.doctor.command import doctor
 from fleet.cli.explain import explain
 from fleet.cli.inspection import config_check, logs, status
+from fleet.cli.keys import keys_app
 from fleet.cli.lifecycle import down, up
 from fleet.cli.loadtest import give_local_fleet, local_fleet
 from fleet.cli.orders import drain, nodes, plan, restart, scale
@@ -42,6 +43,7 @@ for command in (
 config_app = typer.Typer(help="Check fleet files.", no_args_is_help=True)
 config_app.command("check")(config_check)
 app.add_typer(config_app, name="config")
+app.add_typer(keys_app, name="keys")
 app.add_typer(loadtest_app, name="loadtest", callback=give_local_fleet)
 
 

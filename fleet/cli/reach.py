@@ -86,17 +86,32 @@ def _by_router(
     place: RemoteFleet, verb: str, workers: list[str], arguments: dict[str, Any], timeout_s: float
 ) -> Any:
     body = {"verb": verb, "workers": workers, "arguments": arguments, "timeout_s": timeout_s}
+    return ask_router(place, "POST", "/fleet/orders", body, timeout_s + 5.0)["data"]
+
+
+def ask_router(
+    place: FleetState | RemoteFleet,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    timeout_s: float = 30.0,
+) -> dict[str, Any]:
+    """Call a router as an operator and return its JSON; exit with an error if it is rejected."""
     try:
-        answer = httpx.post(
-            f"{place.url}/fleet/orders",
+        answer = httpx.request(
+            method,
+            f"{place.url}{path}",
             json=body,
             headers=bearer(place.fleet_token),
-            timeout=timeout_s + 5.0,
+            timeout=timeout_s,
             trust_env=False,
-            verify=trusted(),
+            verify=trusted(place.certificate),
         )
         if answer.status_code != httpx.codes.OK:
             fail(f"{place.url}: {answer.json()['error']['message']}")
-        return answer.json()["data"]
+        found = answer.json()
+        if not isinstance(found, dict):
+            raise TypeError("the response is no JSON object")
+        return found
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        fail(f"{place.url}/fleet/orders: {error}")
+        fail(f"{place.url}{path}: {error}")

@@ -4,6 +4,7 @@
         state.json                  supervisor, URLs and secrets; mode 0600
         lock                        held by the fleet's supervisor until it ends
         workers.json                the router's last-known list of workers
+        keys.json                   issued API keys, hashes only; mode 0600
         logs/                       unless `logs.dir` is set
     /tmp/bt-XXXXXXXX/               sockets of Redis and Ray; removed by a stop
 

@@ -1,12 +1,14 @@
 """Access control: tenant and rights of the caller, from its API key.
 
-Keys are looked up by a hash that differs in each process. The response time therefore reveals
-neither the number of keys nor whether a part of a key is right.
+Keys of the fleet file are looked up by a hash that differs in each process, and issued keys by
+their id. The response time therefore reveals neither the number of keys nor whether a part of a
+secret is right. The record of an imported key prevails over a line of the fleet file.
 """
 
 import re
 from collections.abc import Mapping
 from hmac import compare_digest
+from time import time_ns
 from typing import NamedTuple
 
 from baton.config.clients import ApiKeyConfig, SloConfig
@@ -42,15 +44,11 @@ def access_of(headers: Mapping[str, str], settings: RouterSettings) -> Access:
     """Return the rights of the caller's API key; without API keys, callers have all rights.
 
     Raises:
-        UnauthorizedError: The API key is missing or unknown.
+        UnauthorizedError: The API key is missing, unknown, expired or revoked.
         InvalidRequestError: The value of ``x-baton-tenant`` is invalid.
     """
     if settings.api_keys is not None:
         key = _key_of(headers, settings)
-        if key is None:
-            raise UnauthorizedError(
-                "a valid API key is required: `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            )
         own_adapters = key.adapters == "own"
         return Access(key.tenant, key.role == "operator", key.min_priority, own_adapters, key.slo)
     tenant = headers.get("x-baton-tenant", "default")
@@ -73,14 +71,16 @@ def is_operator(headers: Mapping[str, str], settings: RouterSettings) -> bool:
 
 def has_operator_key(headers: Mapping[str, str], settings: RouterSettings) -> bool:
     """Return whether the caller has an operator's key or the fleet token."""
-    key = _key_of(headers, settings)
-    return key is not None and key.role == "operator"
+    try:
+        return _key_of(headers, settings).role == "operator"
+    except UnauthorizedError:
+        return False
 
 
 def check_operator(headers: Mapping[str, str], settings: RouterSettings) -> None:
     """Reject callers that are not operators, if the fleet has API keys."""
     if settings.api_keys is not None and not access_of(headers, settings).operator:
-        raise ForbiddenError("an operator's API key is required (`role: operator` in api_keys)")
+        raise ForbiddenError("an API key with the role `operator` is required")
 
 
 def adapter_owner_of(headers: Mapping[str, str], settings: RouterSettings) -> str:
@@ -89,19 +89,44 @@ def adapter_owner_of(headers: Mapping[str, str], settings: RouterSettings) -> st
     if caller.operator:
         return ""
     if not caller.own_adapters:
-        raise ForbiddenError(
-            "an operator's API key, or one with `adapters: own` in api_keys, is required"
-        )
+        raise ForbiddenError("an operator's API key, or one with `adapters: own`, is required")
     return caller.tenant
 
 
-def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> ApiKeyConfig | None:
+def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> ApiKeyConfig:
     spelled = _given_key(headers)
-    found = (settings.api_keys or {}).get(spelled)
+    raw = spelled.encode()
     # `baton status` sends the fleet token.
-    for token in settings.fleet_token.accepted:
-        if compare_digest(token.encode(), spelled.encode()):
-            found = _FLEETS_OWN
+    of_fleet = [compare_digest(token.encode(), raw) for token in settings.fleet_token.accepted]
+    if any(of_fleet):
+        return _FLEETS_OWN
+    now_ms = time_ns() // 1_000_000
+    if compare_digest(settings.own_key.encode(), raw):
+        return _rights_of_tenant(headers["x-baton-tenant"], settings, now_ms)
+    issued = settings.issued_keys.find(spelled)
+    if issued is None:
+        found = (settings.api_keys or {}).get(spelled)
+        if found is None:
+            raise UnauthorizedError(
+                "a valid API key is required: `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            )
+        return found
+    state = issued.record.state(now_ms)
+    if state != "valid":
+        raise UnauthorizedError(f"the API key {issued.record.id} is {state}; use another one")
+    settings.issued_keys.note_use(issued, now_ms)
+    return issued.rights
+
+
+def _rights_of_tenant(tenant: str, settings: RouterSettings, now_ms: int) -> ApiKeyConfig:
+    """Return the rights of a call that this process makes for a tenant, such as a batch's."""
+    issued = settings.issued_keys
+    for spelled, rights in (settings.api_keys or {}).items():
+        if rights.tenant == tenant and not issued.is_ended(spelled, now_ms):
+            return rights
+    found = issued.of_tenant(tenant, now_ms)
+    if found is None:
+        raise UnauthorizedError(f"tenant {tenant} has no valid API key any more")
     return found
 
 

@@ -232,7 +232,7 @@ def test_an_api_key_never_shows(tmp_path: Path) -> None:
     ("entry", "said"),
     [
         ("a b", "fleet.yaml:2: api_keys.…"),
-        ("{role: boss}", "fleet.yaml:2: api_keys.….role = 'boss': must be 'user' or 'operator'"),
+        ("{role: boss}", "fleet.yaml:2: api_keys.….role = 'boss': must be 'tenant' or 'operator'"),
         ("{min_priority: x}", "api_keys.….min_priority = 'x': must be a valid integer"),
         ("{rol: operator}", "api_keys.….rol: unknown key; did you mean `role`?"),
         ("5", "api_keys.…"),
@@ -248,15 +248,15 @@ def test_what_a_key_may_do_is_checked_and_the_key_never_shows(
 
 def test_a_key_is_a_tenants_or_says_more(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text(
-        "api_keys:\n  aaaaaaaa: team-a\n  bbbbbbbb: {tenant: batch, min_priority: 5}\n"
+        "api_keys:\n  aaaaaaaa: team-a\n  bbbbbbbb: {tenant: batch, min_priority: 5, role: user}\n"
         "  cccccccc: {role: operator}\nclients: {write_timeout_s: 2.5}\n"
     )
     config = load_config(tmp_path / "f.yaml")
     assert config.api_keys is not None
     told = {name: (k.tenant, k.role, k.min_priority) for name, k in config.api_keys.items()}
     assert told == {
-        "aaaaaaaa": ("team-a", "user", 0),
-        "bbbbbbbb": ("batch", "user", 5),
+        "aaaaaaaa": ("team-a", "tenant", 0),
+        "bbbbbbbb": ("batch", "tenant", 5),
         "cccccccc": ("default", "operator", 0),
     }
     assert config.clients.write_timeout_s == 2.5

@@ -61,6 +61,11 @@ def test_keys_stand_at_one_place() -> None:
     with pytest.raises(ValueError, match="remove one of them"):
         FleetConfig.model_validate(both)
     assert FleetConfig.model_validate({"clients": both["clients"]}).has_keys
+    issued = {"api_keys": both["api_keys"], "clients": {"api_keys_file": "redis"}}
+    assert FleetConfig.model_validate(issued).has_keys
+    assert FleetConfig.model_validate({"clients": issued["clients"]}).has_keys
+    with pytest.raises(ValueError, match="absolute path"):
+        FleetConfig.model_validate({"clients": {"api_keys_file": "keys.yaml"}})
     star = {"clients": {"api_keys_file": "/keys.yaml", "cors_origins": ["*"]}}
     with pytest.raises(ValueError, match="any web page could use a key"):
         FleetConfig.model_validate(star)

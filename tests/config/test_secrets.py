@@ -63,7 +63,7 @@ def test_keys_are_added_and_taken_out_at_once(tmp_path: Path) -> None:
         ("secret-key-value: {role: user, role: operator}", r":1: a key.role is given twice"),
         ("1234567812345678: one", ":1: a key: a key must be text: put it in quotes"),
         ("secret-key-value: 2024-99-99", ":1: a key: not a valid value: month must be in 1..12"),
-        ("secret-key-value: {role: king}", r"a key's entry: role: Input should be 'user'"),
+        ("secret-key-value: {role: king}", r"a key's entry: role: Input should be 'tenant'"),
         ("short: one", "at least 8 characters"),
         ("secret-key-value: [", "not valid YAML"),
     ],

@@ -137,6 +137,7 @@ async def make_fleet(model):
         stored_responses=None,
         shared_demands=None,
         fleet_orders=None,
+        shared_keys=None,
         **settings,
     ) -> Fleet:
         token = FleetToken("secret")
@@ -150,6 +151,7 @@ async def make_fleet(model):
             stored_responses=stored_responses,
             shared_demands=shared_demands,
             fleet_orders=fleet_orders,
+            shared_keys=shared_keys,
         )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(

@@ -8,7 +8,7 @@ operator's key. Request reports are available to their tenant and to operators.
 
 import importlib.metadata
 from collections import Counter
-from time import monotonic_ns
+from time import monotonic, monotonic_ns, time_ns
 from typing import Annotated, Any
 
 from fastapi import HTTPException, Query, Request, Response
@@ -144,6 +144,7 @@ def _owner(explanation: dict[str, Any]) -> object:
 
 def _set_gauges(router: RouterParts) -> None:
     """Set the gauges that are computed only when metrics are requested."""
+    _set_key_gauges(router)
     counts = Counter((str(slot.role), slot.state) for slot in router.gateway.workers)
     for role in _ROLES:
         for state in _WORKER_STATES:
@@ -164,6 +165,14 @@ def _set_gauges(router: RouterParts) -> None:
     router.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
     router.metrics.set("baton_prefix_index_hashes", router.prefix_index.total_hashes)
     router.metrics.set("baton_adapters_served", len(router.model.adapters.served()))
+
+
+def _set_key_gauges(router: RouterParts) -> None:
+    table = router.settings.issued_keys
+    for state, count in table.counts(time_ns() // 1_000_000).items():
+        router.metrics.set("baton_keys", count, state=state)
+    if table.compared_s is not None:
+        router.metrics.set("baton_keys_age_seconds", monotonic() - table.compared_s)
 
 
 def _targets(router: RouterParts, own_address: str) -> list[dict[str, Any]]:

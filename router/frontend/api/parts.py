@@ -95,7 +95,9 @@ class RouterParts:
             deliveries=Deliveries(),
             tracing=Tracing("router"),
             observer=observer,
-            request_log=RequestLog(settings.logs, settings.api_keys, model.tokenizer),
+            request_log=RequestLog(
+                settings.logs, settings.api_keys, settings.issued_keys, model.tokenizer
+            ),
             prefix_index=prefix_index,
             gateway=gateway,
             preparer=Preparer(model, settings),

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +19,6 @@ import httpx
 import orjson
 from starlette.types import ASGIApp
 
-from baton.config.clients import ApiKeyConfig
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError, UnavailableError, WorkerLostError, from_code
@@ -133,7 +132,7 @@ class _Run:
         # limits started lines of this batch
         self._lines = asyncio.Semaphore(runner.store.limits.at_once)
         self._max_line_bytes = runner.settings.max_body_bytes
-        self._headers = _headers_of(batch.tenant, runner.settings.api_keys)
+        self._headers = _headers_of(batch.tenant, runner.settings)
         self._metrics = runner.metrics
         self._enough = asyncio.Event()  # cancelled, or no space
         self._saved_s = 0.0
@@ -314,9 +313,6 @@ def _error_of(answer: httpx.Response) -> BatonError:
     return from_code(code, "")
 
 
-def _headers_of(tenant: str, keys: Mapping[str, ApiKeyConfig] | None) -> dict[str, str]:
+def _headers_of(tenant: str, settings: RouterSettings) -> dict[str, str]:
     """Return the headers of a tenant's calls, which fail if the tenant has no API key any more."""
-    if keys is None:
-        return {"x-baton-tenant": tenant}
-    own = next((key for key, access in keys.items() if access.tenant == tenant), "")
-    return {"authorization": f"Bearer {own}"}
+    return {"authorization": f"Bearer {settings.own_key}", "x-baton-tenant": tenant}

@@ -7,7 +7,7 @@ with each match of a rule of ``logs.redact`` replaced by the rule's name.
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from time import monotonic_ns
+from time import monotonic_ns, time_ns
 from typing import Any
 
 from baton.config.clients import ApiKeyConfig
@@ -15,6 +15,7 @@ from baton.config.logs import LogsConfig
 from baton.telemetry.logs import request_context
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import BatonError
+from router.keys.table import KeyTable
 from router.routing.requests.active_request import ActiveRequest
 
 _LOG = logging.getLogger("baton.requests")
@@ -40,10 +41,12 @@ class RequestLog:
         self,
         logs: LogsConfig,
         api_keys: Mapping[str, ApiKeyConfig] | None,
+        issued_keys: KeyTable,
         tokenizer: TextTokenizer,
     ) -> None:
         self._logs = logs
         self._api_keys = api_keys or {}
+        self._issued_keys = issued_keys
         self._redact = Redactor(logs.rules)
         self._tokenizer = tokenizer
 
@@ -60,7 +63,13 @@ class RequestLog:
             _LOG.info(message, endpoint, status, *map(fields.get, parts), extra=fields)
 
     def _may_log_texts(self, tenant: str) -> bool:
-        return any(key.log_text and key.tenant == tenant for key in self._api_keys.values())
+        now_ms = time_ns() // 1_000_000
+        issued = self._issued_keys
+        for spelled, rights in self._api_keys.items():
+            of_tenant = rights.log_text and rights.tenant == tenant
+            if of_tenant and not issued.is_ended(spelled, now_ms):
+                return True
+        return issued.logs_text(tenant, now_ms)
 
     def refused(self, error: BatonError, endpoint: str, tenant: str) -> None:
         """Log a request that was refused before it began; the context has its ids.

@@ -7,6 +7,7 @@ import pytest
 import typer
 
 from baton.config.clients import ApiKeyConfig
+from baton.config.fleet_file import FleetConfig
 from baton.types.errors import UnauthorizedError
 from baton.wire import fleet_token
 from baton.wire.fleet_token import FleetToken
@@ -125,7 +126,8 @@ async def test_secrets_are_compared_in_constant_time(fleet, monkeypatch):
     monkeypatch.setattr(access, "compare_digest", note)
     monkeypatch.setattr(fleet_token, "compare_digest", note)
     await fleet.http.get("/fleet", headers=ONE)
-    assert [left for left, _ in compared] == [b"secret"]
+    own = fleet.router.settings.own_key.encode()
+    assert [left for left, _ in compared] == [b"secret", own]
 
     class Details:
         invocation_metadata = ((fleet_token.TOKEN_KEY, "secret"), ("other", b"x"))
@@ -160,6 +162,21 @@ def test_a_key_is_found_without_a_look_at_the_others():
     for wrong in ("", "key-", "key-10000", "KEY-1", "é"):
         with pytest.raises(UnauthorizedError):
             access.access_of({"x-api-key": wrong}, settings)
+
+
+def test_which_fleets_require_a_key(tmp_path):
+    file = tmp_path / "keys.yaml"
+    file.write_text("key-in-a-file: one\n")
+    line = {"key-of-one": ApiKeyConfig(tenant="one")}
+    for fields, keys in (
+        ({}, None),
+        ({"api_keys": line}, {"key-of-one"}),
+        ({"clients": {"api_keys_file": str(file)}}, {"key-in-a-file"}),
+        ({"clients": {"api_keys_file": "redis"}}, set()),
+        ({"clients": {"api_keys_file": "redis"}, "api_keys": line}, {"key-of-one"}),
+    ):
+        found = RouterSettings.from_config(FleetConfig.model_validate(fields)).api_keys
+        assert (None if found is None else set(found)) == keys
 
 
 @pytest.mark.parametrize("what", ["load", "unload"])

@@ -1,0 +1,240 @@
+"""Exchange of issued API keys between one router, Redis, and a copy on disk.
+
+Twice a second the router compares its table with Redis, which costs one round trip while nothing
+changes. Without Redis it uses its last state, also after a restart. The copy has hashes only.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from baton.registry.json_file import keep
+from baton.registry.keys.record import KeyRecord
+from baton.registry.keys.shared import MAX_KEYS, Change, SharedKeys, Summary
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.telemetry.tasks import BackgroundTasks
+from router.keys.table import IssuedKey, KeyTable
+
+_LOG = logging.getLogger(__name__)
+
+POLL_S = 0.5
+_TRIES = 10
+
+
+class KeyChangeError(ValueError):
+    """A change of keys is not possible; the message is for the operator."""
+
+
+class UnknownKeyError(KeyChangeError):
+    """No key has this id."""
+
+
+class KeyExchange:
+    """Keeps the table of one router equal to the one in Redis, and changes both.
+
+    Args:
+        table: Table that requests use.
+        shared: Table in Redis.
+        file: Copy on disk; None: no copy.
+        count_failure: Receives the name of a failed task.
+    """
+
+    def __init__(
+        self,
+        table: KeyTable,
+        shared: SharedKeys,
+        file: Path | None = None,
+        count_failure: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.table = table
+        self._shared = shared
+        self._file = file
+        self._tasks = BackgroundTasks("keys", count_failure)
+        self._lock = asyncio.Lock()
+        self._seen: tuple[bytes, int] | None = None
+        self._saved_changes = 0
+        self._tried = asyncio.Event()
+        self._away = False
+
+    async def start(self) -> None:
+        """Read the copy on disk, and start the exchange; return after the first attempt."""
+        if self._file is not None and self._file.exists():
+            self._load(self._file)
+        self._tasks.keep(self._follow, "keys")
+        await self._tried.wait()
+
+    async def close(self) -> None:
+        """Stop the exchange."""
+        await self._tasks.close()
+
+    async def exchange(self) -> None:
+        """Compare the table with Redis, and bring both to the same state.
+
+        Raises:
+            RegistryUnavailableError: Redis does not answer.
+        """
+        async with self._lock:
+            await self._exchange()
+
+    async def add(self, records: Sequence[KeyRecord]) -> int:
+        """Issue keys, and return the number of those that did not exist.
+
+        Raises:
+            KeyChangeError: A key exists with other rights or another secret, or there are too many.
+            RegistryUnavailableError: Redis does not answer; nothing has changed, or a part.
+        """
+        async with self._lock:
+            for _ in range(_TRIES):
+                await self._exchange()
+                fresh = [record for record in records if not self._has(record)]
+                if len(self.table) + len(fresh) > MAX_KEYS:
+                    raise KeyChangeError(f"the fleet would have more than {MAX_KEYS} keys")
+                done = await self._shared.put([Change(b"", record) for record in fresh])
+                await self._exchange()
+                if done:
+                    return len(fresh)
+        raise KeyChangeError("other routers change the keys at the same time; try again")
+
+    async def change(
+        self,
+        key_id: str,
+        edit: Callable[[KeyRecord], KeyRecord],
+        beside: Callable[[KeyRecord], KeyRecord] | None = None,
+    ) -> IssuedKey:
+        """Change a key, and return it.
+
+        Args:
+            key_id: Id of the key.
+            edit: Function from the present record to the new one; it may raise KeyChangeError.
+            beside: Function from the present record to that of a new key, issued in the same step.
+
+        Raises:
+            KeyChangeError: There is no such key, or ``edit`` raised it.
+            RegistryUnavailableError: Redis does not answer.
+        """
+        async with self._lock:
+            for _ in range(_TRIES):
+                await self._exchange()
+                key = self.table.get(key_id)
+                if key is None:
+                    raise UnknownKeyError(f"no API key has the id {key_id}")
+                changes = [Change(key.seen, edit(key.record))]
+                if beside is not None:
+                    changes.append(Change(b"", beside(key.record)))
+                done = await self._shared.put(changes)
+                await self._exchange()
+                if done:
+                    return key
+        raise KeyChangeError("other routers change the keys at the same time; try again")
+
+    async def used(self) -> dict[str, int]:
+        """Return the last day of use of each key; without Redis, of uses at this router."""
+        own = {key.record.id: key.used_day for key in self.table if key.used_day}
+        try:
+            theirs = await self._shared.used()
+        except RegistryUnavailableError:
+            return own
+        return {name: max(own.get(name, 0), theirs.get(name, 0)) for name in own | theirs}
+
+    def _has(self, record: KeyRecord) -> bool:
+        known = self.table.get(record.id)
+        if known is None:
+            return False
+        if (known.record.sha256, known.record.rights) != (record.sha256, record.rights):
+            raise KeyChangeError(f"the API key {record.id} exists with other rights")
+        return True
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self.exchange()
+            except RegistryUnavailableError as error:
+                if not self._away:
+                    count = len(self.table)
+                    _LOG.warning("using the last known API keys=%d: %s", count, error)
+                self._away = True
+            else:
+                if self._away:
+                    _LOG.info("compared API keys=%d with Redis again", len(self.table))
+                self._away = False
+            finally:
+                self._tried.set()
+            await asyncio.sleep(POLL_S)
+
+    async def _exchange(self) -> None:
+        summary = await self._shared.summary()
+        if (summary.mark, summary.total) != self._seen:
+            await self._compare(summary)
+        await self._report_use()
+        self.table.compared_s = time.monotonic()
+
+    async def _report_use(self) -> None:
+        days = self.table.used
+        if not days:
+            return
+        self.table.used = {}
+        try:
+            await self._shared.note_used(days)
+        except RegistryUnavailableError:
+            self.table.used = days | self.table.used
+            raise
+
+    async def _compare(self, summary: Summary) -> None:
+        table = self.table
+        newer = await self._read_changed(summary)
+        if newer is None:
+            newer = await self._read_all(summary)
+        for key_id, reason in table.unreadable.items():
+            self._shared.skip(key_id, reason)
+        table.unreadable.clear()
+        await self._save()
+        self._seen = None if newer else (summary.mark, summary.total)
+        if newer:
+            table.use_again()
+            await self._shared.put(newer)  # the next comparison repeats what failed
+
+    async def _read_changed(self, summary: Summary) -> list[Change] | None:
+        """Read what changed since the last comparison; None if that leaves a difference."""
+        if self._seen is None:
+            return None
+        changed = await self._shared.changed(self._seen[0], summary.mark)
+        if changed is None:
+            return None
+        newer = self.table.merge(await self._shared.some(changed))
+        return newer if len(self.table) == summary.total else None
+
+    async def _read_all(self, summary: Summary) -> list[Change]:
+        """Read the table in Redis, and return what it lacks."""
+        newer: list[Change] = []
+        there: set[str] = set()
+        async for raws in self._shared.records():
+            newer += self.table.merge(raws)
+            there.update(raws)
+        old = self.table.forget(summary.now_ms)
+        if gone := there.intersection(old):
+            await self._shared.drop(gone)
+        newer = [change for change in newer if change.record.id not in old]
+        return newer + self.table.missing(there)
+
+    async def _save(self) -> None:
+        changes = self.table.changes
+        if changes != self._saved_changes:
+            records = [key.record for key in self.table]
+            await asyncio.to_thread(keep, self._file, records)
+            self._saved_changes = changes
+
+    def _load(self, file: Path) -> None:
+        try:
+            records = msgspec.json.decode(file.read_bytes(), type=list[KeyRecord])
+            age_s = time.time() - file.stat().st_mtime  # since the last change: at most that old
+        except (OSError, msgspec.DecodeError) as error:
+            _LOG.warning("cannot read API keys from %s: %s", file, error)
+            return
+        for record in records:
+            self.table.adopt(record)
+        self.table.compared_s = time.monotonic() - age_s
+        self._saved_changes = self.table.changes
