@@ -58,8 +58,10 @@ def build_artifact(
     if is_on_cuda:
         try:
             from baton.engine.cuda.build import build_cuda_runner
-        except ModuleNotFoundError as error:  # there are machines without a wheel of triton
-            raise ModelError(f"device cuda needs {error.name}; install it or use cpu") from error
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            raise ModelError("device cuda needs triton; install it or use cpu") from error
         return build_cuda_runner(settings, artifact, context, map_pool, progress, grammars)
     from baton.engine.cpu.build import build_cpu_runner
 

@@ -172,7 +172,7 @@ class BlockPool:
         self._stored.append(block_hash)
 
     def note_written(self, blocks: Iterable[int]) -> None:
-        """Note blocks that others than the model runner have filled."""
+        """Note blocks that the worker's shell or the tier copier has filled."""
         self._written.update(blocks)
 
     def take_written(self) -> tuple[int, ...]:

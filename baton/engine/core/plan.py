@@ -67,9 +67,8 @@ class StepPlan:
 
     Attributes:
         copies: Copies of blocks (source, target), which are made first.
-        written: Blocks that others than the runner wrote since the last plan with rows: the KV of
-            a hand-off, or blocks restored from a tier. Only a runner with a pool of its own needs
-            them.
+        written: Blocks that the worker's shell or the tier copier wrote since the last plan with
+            rows. A runner with a second pool on a device copies them there.
     """
 
     rows: tuple[PlanRow, ...]

@@ -30,6 +30,7 @@ from baton.model.artifact import ModelArtifact, ModelConfig, ModelError
 from baton.types.geometry import KvGeometry
 
 _FP8_CAPABILITY = (9, 0)
+_MOST_ROWS = 1024
 _USED_SHARE = 0.85  # of the device's free memory; the rest is for activations, splits and graphs
 
 
@@ -150,8 +151,8 @@ def build_cuda_runner(
     adapters = CudaAdapters(c, decoder, settings.max_adapter_rank)
     runner = CudaRunner(decoder, map_pool(geometry), geometry, c.eos_token_ids, adapters, grammars)
     verify_steps(decoder, runner.steps)
-    progress(f"capturing decode steps on {device_name(device)}")
-    runner.steps.prepare(settings.max_batch_requests)
+    runner.host_pool.verify()
+    runner.steps.prepare(settings.max_batch_requests, progress)
     return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens)
 
 
@@ -180,6 +181,10 @@ def _refuse(settings: EngineSettings, artifact: ModelArtifact) -> None:
         )
     if quantisation == "fp8":
         _refuse_fp8(settings, artifact.config)
+    if settings.max_batch_requests > _MOST_ROWS:
+        raise ModelError(
+            f"max_batch_requests is {settings.max_batch_requests}, limit on CUDA {_MOST_ROWS}"
+        )
     if settings.speculation.mode == "draft":
         raise ModelError(f"a draft model is not supported on CUDA, use ngram; {escape}")
     for name, is_set in (

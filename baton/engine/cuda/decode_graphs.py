@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.cuda.decoder import Batch, CudaDecoder
-from baton.engine.cuda.kernels.attention import MAX_ITEMS, Tiles, list_items
+from baton.engine.cuda.kernels.attention import Tiles, list_items
 from baton.engine.cuda.kernels.rows import sample_tokens
 from baton.engine.cuda.upload import Packing, upload
 
+_COMMON_ROWS = 256
 _COMMON_TOKENS = 4096  # mean context of a batch up to which steps are captured at the start
 
 
@@ -118,14 +119,9 @@ def rows_bucket(rows: int) -> int:
 
 
 def items_bucket(items: int, rows: int) -> int:
-    """Return the padded number of items of ``rows`` rows: 2, 4, 8 ... for each row.
-
-    Raises ``ValueError`` for more items than a launch can have.
-    """
-    if items > MAX_ITEMS:
-        raise ValueError(f"a step has {items} splits of attention, limit {MAX_ITEMS}")
+    """Return the padded number of items of ``rows`` rows: 2, 4, 8 ... for each row."""
     per_row = -(-items // rows)
-    return min(rows << max((per_row - 1).bit_length(), 1), MAX_ITEMS)
+    return rows << max((per_row - 1).bit_length(), 1)
 
 
 Replay = Callable[[], None]
@@ -168,17 +164,22 @@ class DecodeSteps:
         self._positions: list[int] = []  # of the next step
 
     @torch.inference_mode()
-    def prepare(self, max_rows: int) -> int:
-        """Capture the steps of all batches up to ``max_rows`` and common lengths; return how many.
+    def prepare(self, max_rows: int, progress: Callable[[str], None]) -> int:
+        """Capture the steps of batches of up to ``max_rows`` (at most 256) and common lengths.
 
         Captured later, a step would delay the responses of its batch.
+
+        Returns:
+            The number of captured steps.
         """
         if self._capture is None:
             return 0
         limit = min(self._decoder.shape.max_context_tokens, _COMMON_TOKENS)
         splits = -(-limit // self._decoder.decode_config.split)
         per_row = [0, *(1 << n for n in range(1, (splits - 1).bit_length() + 1))]
-        for rows in sorted({rows_bucket(count) for count in range(1, max_rows + 1)}):
+        most = min(max_rows, _COMMON_ROWS)
+        for rows in sorted({rows_bucket(count) for count in range(1, most + 1)}):
+            progress(f"capturing decode steps of {rows} rows")
             state = self._state_of(rows)
             state.fill([])
             for count in per_row:
@@ -241,9 +242,10 @@ class DecodeSteps:
         self._positions = [position + 1 for position in self._positions]
 
     def _captured(self, capture: Capture, state: _State, items: int) -> Replay:
-        """Return a captured step, captured after a run that compiles, and which is undone.
+        """Return a captured step.
 
-        That run stores KV of the coming step, which the step then stores again.
+        A run before the capture compiles the kernels. Its changes of the inputs are undone, and the
+        KV that it stores is stored again by the step.
         """
         key = (state.rows, items)
         if key not in self._replays:

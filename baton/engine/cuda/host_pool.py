@@ -1,7 +1,7 @@
-"""Keeps the device's pool and the one in host memory equal where somebody reads them.
+"""Copies of KV blocks between the device's pool and the one in host memory.
 
-    host ──blocks that the plan calls written──▶ device        before a step
-    host ◀──blocks that a step finished───────── device        beside the end of a step
+    host ──blocks in ``StepPlan.written``──▶ device        before a step
+    host ◀──blocks that a step finished───── device        beside the end of a step
 
 The worker's shell (``baton/engine/process/client.py``) reads and writes pages in shared memory.
 It sends the pages of finished prompts and of the prefix cache, and receives those of other workers.
@@ -9,10 +9,12 @@ So each block goes to the host once, when its last token is computed. The end of
 that is not full, goes there only in steps that publish KV. A plan names the blocks that arrived in
 host memory since the last plan; all others are as the device left them.
 
-The host's pool is registered with the driver, and a kernel copies to and from it. Copies to the
-host run on a stream of their own: the CPU copies nothing, and the device can compute meanwhile.
+The host's pool is registered with the driver, which pins all of it, and a kernel copies to and from
+it. Copies to the host run on a separate stream, so the CPU copies nothing and can read the sampled
+tokens meanwhile.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,16 +23,19 @@ import triton
 from baton.engine.core.plan import PlanRow, StepPlan
 from baton.engine.cuda.kernels.device import blocks as device
 from baton.engine.cuda.upload import upload
+from baton.engine.numerics import NumericsSetupError
 from baton.model.artifact import ModelError
 
 _TILE = 2048  # elements
+_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
 class HostPool:
     """Copies blocks between both pools.
 
     Args:
-        host: Pool ``[L, 2, blocks, token, K, D]`` in host memory, which stays registered.
+        host: Pool ``[L, 2, blocks, token, K, D]`` in host memory, registered during this object's
+            life.
         device: The same on the device; on the CPU a second tensor (interpreter).
 
     Raises:
@@ -44,6 +49,8 @@ class HostPool:
         self._written: torch.cuda.Event | None = None
         if device.is_cuda:
             _register(host)
+            # before the memory is freed: its address may be used again
+            weakref.finalize(self, _unregister, host.data_ptr()).atexit = False
             self._stream = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
 
     def before(self, plan: StepPlan) -> None:
@@ -75,6 +82,28 @@ class HostPool:
         if self._written is not None:
             self._written.synchronize()
             self._written = None
+
+    def verify(self) -> None:
+        """Prove that blocks arrive on both sides; the first two blocks are zero afterwards.
+
+        Raises:
+            NumericsSetupError: A block arrived with other bits.
+        """
+        pattern = torch.arange(1, self._host[:, :, :2].numel() + 1).remainder_(251)
+        pattern = pattern.view(self._host[:, :, :2].shape).to(self._host.dtype)
+        size = self._host.shape[3]
+        row = PlanRow(sequence_id=0, tokens=[0] * 2 * size, start=0, block_ids=[0, 1])
+        self._device[:, :, :2] = pattern.to(self._device.device)
+        self.after([row], ends=False)
+        self.wait()
+        arrived = torch.equal(self._host[:, :, :2], pattern)
+        self._host[:, :, :2] = pattern.flip(0)
+        self.before(StepPlan((row,), written=(0, 1)))
+        arrived &= torch.equal(self._device[:, :, :2].to("cpu"), pattern.flip(0))
+        self._device[:, :, :2] = 0
+        self._host[:, :, :2] = 0
+        if not arrived:
+            raise NumericsSetupError("KV blocks change on the way between the GPU and host memory")
 
     def clear(self, rows: Sequence[PlanRow]) -> None:
         """Zero the KV that the rows stored, in both pools."""
@@ -109,7 +138,7 @@ class HostPool:
         layers, two, _, *block = source.shape
         width = block[0] * block[1] * block[2]
         on_device = source if source.is_cuda else target
-        ids = torch.tensor((*sources, *targets), dtype=torch.int32)
+        ids = torch.tensor(list(sources) + list(targets), dtype=torch.int32)
         blocks = upload(on_device.device, {"blocks": ids})["blocks"]
         grid = (len(sources), layers * two, triton.cdiv(width, _TILE))
         device.copy_blocks_kernel[grid](
@@ -129,10 +158,16 @@ def _register(host: torch.Tensor) -> None:
     """Make host memory accessible to the device, at its own address."""
     size = host.numel() * host.itemsize
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = runtime.cudaHostRegister(host.data_ptr(), size, 0)
-    if int(error) != 0:
+    error = int(runtime.cudaHostRegister(host.data_ptr(), size, _PORTABLE_AND_MAPPED))
+    if error != 0:
         raise ModelError(
-            f"the driver cannot register the KV pool of {size / 1e9:.1f} GB in host memory "
-            f"({error}): lower kv_blocks_per_worker, or raise the limit of locked memory "
-            "(ulimit -l)"
+            f"cudaHostRegister of the KV pool of {size / 1e9:.1f} GB in host memory failed with "
+            f"CUDA error {error}: lower kv_blocks_per_worker, or raise the memory limit of the "
+            "container and the limit of locked memory (ulimit -l)"
         )
+
+
+def _unregister(pointer: int) -> None:
+    torch.cuda.synchronize()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(pointer)

@@ -92,7 +92,7 @@ class CudaRunner:
         self.eos_token_ids = eos_token_ids
         count = geometry.pool_bytes // geometry.itemsize_bytes
         flat = torch.frombuffer(pool_buffer, dtype=DTYPES[geometry.dtype], count=count)
-        self._host_pool = HostPool(flat.view(geometry.shape), decoder.pool)
+        self.host_pool = HostPool(flat.view(geometry.shape), decoder.pool)
         self._sampler = StepSampler(eos_token_ids, grammars)
         longest = -(-decoder.shape.max_context_tokens // geometry.block_tokens)
         capture = cuda_graphs() if decoder.device.type == "cuda" else None
@@ -130,47 +130,59 @@ class CudaRunner:
 
         Finished blocks reach the host's pool at the end of the step; all layers are announced then.
         """
-        self._host_pool.before(plan)
+        self.host_pool.before(plan)
         self._sampler.begin_step()
         if not plan.rows:
             return []
-        is_captured = all(_is_captured(row) for row in plan.rows)
-        computed = self._step(plan.rows) if is_captured else self._launch(plan.rows)
+        compute = self._step if all(map(_is_captured, plan.rows)) else self._launch
+        try:
+            return self._execute(plan.rows, compute, on_layers_done)
+        finally:
+            self.host_pool.wait()  # the caller announces finished blocks next
+
+    def _execute(
+        self,
+        rows: Sequence[PlanRow],
+        compute: "Callable[[Sequence[PlanRow], bool], _Computed]",
+        on_layers_done: Callable[[int], None] | None,
+    ) -> list[list[SampledToken]]:
+        computed = compute(rows, on_layers_done is not None)
         collected, unscored = collect_rows(
-            self._head, plan.rows, computed.ends, computed.hidden_TE, skipped=computed.broken
+            self._head, rows, computed.ends, computed.hidden_TE, skipped=computed.broken
         )
         if broken := computed.broken | unscored:
-            self._clear(plan.rows, broken)
-            raise not_finite_error(broken, len(plan.rows))
-        self._host_pool.after(plan.rows, ends=on_layers_done is not None)
+            self.host_pool.clear([rows[index] for index in sorted(broken)])
+            raise not_finite_error(broken, len(rows))
         if on_layers_done is not None:
-            self._host_pool.wait()
+            self.host_pool.wait()
             for layers in range(1, self.geometry.num_layers + 1):
                 on_layers_done(layers)
         for part in collected:
             part.hand_over()
-        tokens = self._sampler.sample(computed.sampled, plan.rows)
-        self._host_pool.wait()  # the caller announces finished blocks next
-        return tokens
+        return self._sampler.sample(computed.sampled, rows)
 
     @torch.inference_mode()
     def hidden(self, plan: StepPlan) -> list[torch.Tensor]:
         """Return hidden states ``[len(tokens), E]`` of each row of a plan, for self-tests."""
-        self._host_pool.before(plan)
+        self.host_pool.before(plan)
         hidden_TE, _ = self._forward(plan.rows)
-        self._host_pool.after(plan.rows, ends=True)
-        self._host_pool.wait()
+        self.host_pool.after(plan.rows, ends=True)
+        self.host_pool.wait()
         ends = itertools.accumulate(len(row.tokens) for row in plan.rows)
         pairs = zip(plan.rows, ends, strict=True)
         return [hidden_TE[end - len(row.tokens) : end].cpu() for row, end in pairs]
 
-    def _step(self, rows: Sequence[PlanRow]) -> _Computed:
-        """Compute only decodes: a captured step samples for all; few need their logits."""
+    def _step(self, rows: Sequence[PlanRow], ends: bool) -> _Computed:
+        """Compute only decodes: a captured step samples for all; few need their logits.
+
+        With ``ends``, blocks that are not full go to the host too.
+        """
         plain = [_is_sampled_in_step(row.samples) for row in rows]
         self.steps.start(
             [_decode_row(row, is_plain) for row, is_plain in zip(rows, plain, strict=True)]
         )
         self.steps.step()
+        self.host_pool.after(rows, ends=ends)
         tokens: list[int] = self.steps.sampled_R.tolist()
         hidden_RE = self.steps.hidden_RE
         broken = {index for index, token in enumerate(tokens) if token < 0}
@@ -187,14 +199,15 @@ class CudaRunner:
         sampled = SampledRows(every, on_device, host_logits)
         return _Computed(hidden_RE, range(1, len(rows) + 1), broken, sampled)
 
-    def _launch(self, rows: Sequence[PlanRow]) -> _Computed:
-        ends = list(itertools.accumulate(len(row.tokens) for row in rows))
+    def _launch(self, rows: Sequence[PlanRow], ends: bool) -> _Computed:
+        row_ends = list(itertools.accumulate(len(row.tokens) for row in rows))
         sampled_from: list[tuple[int, int, Specs]] = [
             (index, end - 1 - back, specs)
-            for index, (row, end) in enumerate(zip(rows, ends, strict=True))
+            for index, (row, end) in enumerate(zip(rows, row_ends, strict=True))
             for back, specs in row.samples_by_row()
         ]
         hidden_TE, places_S = self._forward(rows, [place for _, place, _ in sampled_from])
+        self.host_pool.after(rows, ends=ends)
         flags = torch.isfinite(hidden_TE.sum(dim=-1))
         if sampled_from:
             logits_SV = self._decoder.logits(hidden_TE.index_select(0, places_S))
@@ -202,16 +215,16 @@ class CudaRunner:
         finite: list[bool] = flags.tolist()
         broken = {
             index
-            for index, (row, end) in enumerate(zip(rows, ends, strict=True))
+            for index, (row, end) in enumerate(zip(rows, row_ends, strict=True))
             if not all(finite[end - len(row.tokens) : end])
         }
-        pairs = zip(sampled_from, finite[ends[-1] :], strict=True)
+        pairs = zip(sampled_from, finite[row_ends[-1] :], strict=True)
         broken |= {index for (index, _, _), is_finite in pairs if not is_finite}
         sampled = _NOTHING_SAMPLED
         if sampled_from and not broken:
             specs_by_row = {i: specs for i, (_, _, specs) in enumerate(sampled_from)}
             sampled = start_sampling(specs_by_row, logits_SV)
-        return _Computed(hidden_TE, ends, broken, sampled)
+        return _Computed(hidden_TE, row_ends, broken, sampled)
 
     def _forward(
         self, rows: Sequence[PlanRow], places: Sequence[int] = ()
@@ -229,14 +242,6 @@ class CudaRunner:
         tables = [row.block_ids for row in rows]
         batch = self._decoder.batch(tokens, spans, tables, deltas, places)
         return self._decoder.forward(batch), batch.places_S
-
-    def _clear(self, plan_rows: Sequence[PlanRow], broken: set[int]) -> None:
-        """Zero the KV of the broken rows; that of the others reaches the host."""
-        self._host_pool.after(
-            [row for index, row in enumerate(plan_rows) if index not in broken], ends=True
-        )
-        self._host_pool.clear([plan_rows[index] for index in sorted(broken)])
-        self._host_pool.wait()
 
 
 def _is_captured(row: PlanRow) -> bool:

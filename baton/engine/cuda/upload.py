@@ -53,5 +53,5 @@ def upload(device: torch.device, parts: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def copy(host: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy pinned memory to the device; the only place that does, so tests count it."""
+    """Copy pinned memory to the device. All inputs go through here, so tests can count copies."""
     target.copy_(host, non_blocking=True)

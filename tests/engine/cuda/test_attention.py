@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.cuda.kernels import attention
 from baton.engine.cuda.kernels.attention import (
     Span,
     Tiles,
@@ -203,6 +204,16 @@ def test_more_queries_than_a_tile_has_rows_are_refused(scattered: Tables) -> Non
             unsplit,
             Workspace(step.q.device),
         )
+
+
+def test_more_programs_than_a_grid_is_wide_give_the_same_bits(
+    scattered: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step(VERIFY, scattered, heads=3, kv_heads=1, dtype=torch.bfloat16)
+    spread, whole = step.run(spread=True), step.run()
+    monkeypatch.setattr(attention, "_GRID_LIMIT", 3)  # 5 items and 4 tiles
+    assert torch.equal(step.run(spread=True), spread)
+    assert torch.equal(step.run(), whole)
 
 
 def test_items_are_the_splits_of_each_tile_and_the_device_lists_the_same() -> None:

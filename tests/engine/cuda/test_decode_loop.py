@@ -108,9 +108,6 @@ def test_buckets() -> None:
     assert [items_bucket(n, 8) for n in (3, 8, 16, 17, 32, 33, 1024)] == [
         16, 16, 16, 32, 32, 64, 1024,
     ]  # fmt: skip
-    assert items_bucket(40_000, 256) == 65_535
-    with pytest.raises(ValueError, match="a step has 65536 splits of attention, limit 65535"):
-        items_bucket(65_536, 256)
 
 
 class Recorder:
@@ -166,13 +163,17 @@ def test_common_steps_are_captured_at_the_start_and_not_again() -> None:
     decoder, rows = long_batch()
     record = Recorder()
     steps = DecodeSteps(decoder, 4, capture=record)
+    said: list[str] = []
     before = decoder.pool.clone()
-    assert steps.prepare(5) == record.captured == 4 * 3, "1, 2, 4, 8 rows of 1, 2, 4 splits"
+    assert steps.prepare(5, said.append) == record.captured == 4 * 3, (
+        "1, 2, 4, 8 rows of 1, 2, 4 splits"
+    )
     assert same_bits(decoder.pool, before), "captures store no KV"
+    assert said == [f"capturing decode steps of {rows} rows" for rows in (1, 2, 4, 8)]
     steps.start(rows)
     steps.step()
     assert record.captured == 12
-    assert DecodeSteps(decoder, 4).prepare(5) == 0
+    assert DecodeSteps(decoder, 4).prepare(5, said.append) == 0
 
 
 def test_inputs_of_a_step_are_one_copy_and_new_blocks_a_second(

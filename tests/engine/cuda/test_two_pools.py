@@ -1,4 +1,4 @@
-"""A pool on the device and one in host memory: whoever reads a block finds what belongs there.
+"""A pool on the device and one in host memory: each reader of a block finds its KV.
 
 The device is emulated: its tokens depend on every byte of a sequence's KV in the device's pool.
 Hand-offs, tiers and published prompts use the pool in host memory, as the worker's shell does.
@@ -18,7 +18,7 @@ from baton.engine.core.tiers.places import TierPlaces
 from baton.engine.core.tiers.tiers import Copied
 from baton.engine.cuda.host_pool import HostPool
 from baton.engine.emulated import EmulatedRunner
-from baton.engine.numerics import DTYPES
+from baton.engine.numerics import DTYPES, NumericsSetupError
 from baton.engine.process.tier_copier import BlockMover
 from baton.engine.process.tier_shelves import MemoryShelf
 from baton.types import events as ev
@@ -209,6 +209,22 @@ def test_tokens_pages_and_tiers_are_right_with_a_pool_on_each_side(seed: int) ->
     assert all(worker.counts.values()), worker.counts
     assert worker.core.pool.evictions
     assert worker.core.batch.preemptions
+
+
+def test_the_check_at_start_finds_blocks_that_change_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host, device = torch.zeros(2, 2, 3, 16, 1, 4), torch.zeros(2, 2, 3, 16, 1, 4)
+    pools = HostPool(host, device)
+    pools.verify()
+    assert not host.any()
+    assert not device.any()
+    monkeypatch.setattr(pools, "before", lambda plan: None)
+    with pytest.raises(NumericsSetupError, match="between the GPU and host memory"):
+        pools.verify()
+    monkeypatch.setattr(pools, "after", lambda rows, ends: None)
+    with pytest.raises(NumericsSetupError, match="between the GPU and host memory"):
+        pools.verify()
 
 
 def test_the_bench_of_host_time_sees_a_block_of_each_row_in_sixteen_steps() -> None:

@@ -26,10 +26,8 @@ from baton.engine.cuda.kernels.device import attention as device
 _LOG2E = 1.4426950408889634
 _UNROLL = 8  # splits whose loads are in flight together
 _REDUCE_ROWS = 4
-_ITEMS = 64  # of one program that lists them
-
-MAX_ITEMS = 65_535
-"""Limit of CUDA for the second dimension of a grid: 16 million tokens in a batch."""
+_LISTED = 16_384  # pairs of item and tile in one program that lists items
+_GRID_LIMIT = 65_535  # of CUDA, for the second dimension of a grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +132,19 @@ def make_tiles(
 
 
 def list_items(table_5N: torch.Tensor, items_2I: torch.Tensor, split: int) -> None:
-    """Write the items of the tiles, and the tiles' first items; at most 1,024 tiles."""
+    """Write the items of the tiles, and the tiles' first items; for some hundred tiles."""
     count = table_5N.shape[1]
     num_items = items_2I.shape[1]
-    device.list_items_kernel[(triton.cdiv(num_items, _ITEMS),)](
+    padded = triton.next_power_of_2(count)
+    per_program = min(max(_LISTED // padded, 1), 64)
+    device.list_items_kernel[(triton.cdiv(num_items, per_program),)](
         table_5N,
         items_2I,
         count,
         num_items,
         SPLIT=split,
-        TILES_PAD=triton.next_power_of_2(count),
-        ITEMS=_ITEMS,
+        TILES_PAD=padded,
+        ITEMS=per_program,
         num_warps=4,
     )
 
@@ -199,7 +199,8 @@ def paged_attention(
         stats = buffer[cells * dim :]
     padded = triton.next_power_of_2(dim)
     windowed = window > 0
-    grid = (kv_heads, programs)
+    width = min(programs, _GRID_LIMIT)
+    grid = (kv_heads, width, triton.cdiv(programs, width))
     device.attend_kernel[grid](
         q_THD,
         out_THD,

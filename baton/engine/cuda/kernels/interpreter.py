@@ -1,10 +1,11 @@
 """Corrections of Triton's interpreter: right results for bf16, and speed enough for tests.
 
 Four parts of triton 3.6's interpreter are replaced. It does not round to bf16 to nearest even, it
-rounds twice in a fused multiply-add, and each call of a device function scans the whole of
-``triton.language`` again. ``tl.dot`` multiplies bf16 bit patterns as integers, by numpy's product,
-in which the bits of a row depend on its place in the matrix. Here, as in matrix units, each element
-is a separate chain: it begins with the accumulator and goes over K from left to right.
+rounds the product of a fused multiply-add to fp32 (to fp64, here), and each call of a device
+function scans the whole of ``triton.language`` again. ``tl.dot`` multiplies bf16 bit patterns as
+integers, by numpy's product, in which the bits of a row depend on its place in the matrix. Here, as
+in matrix units, each element is a separate chain: it begins with the accumulator and goes over K
+from left to right.
 """
 
 # ruff: noqa: SLF001 - private names of Triton are replaced

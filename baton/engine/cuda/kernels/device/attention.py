@@ -171,7 +171,7 @@ def list_items_kernel(
         tl.store(tiles_ptr + 4 * num_tiles + tile, ends - splits, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_items", "rows_per_tile", "window"])
+@triton.jit(do_not_specialize=["num_tiles", "programs", "rows_per_tile", "window"])
 def attend_kernel(
     q_ptr,
     out_ptr,
@@ -183,7 +183,7 @@ def attend_kernel(
     partial_ptr,
     stats_ptr,
     num_tiles,
-    num_items,
+    programs,
     rows_per_tile,
     q_row_stride,
     table_stride,
@@ -203,12 +203,15 @@ def attend_kernel(
 ):
     """Attend over all keys of a tile, or with ``PARTIAL`` over one item.
 
+    There are ``programs`` of them for each KV head, over two dimensions of the grid.
     ``SPLIT`` 0 (not with ``PARTIAL``): all keys are one split.
     """
     kv_head = tl.program_id(0)  # heads are neighbours: together they read whole pages
     num_kv_heads = tl.num_programs(0)
-    item = tl.program_id(1)
+    item = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     tile = item
+    if item >= programs:
+        return
     if PARTIAL:
         tile = tl.load(items_ptr + item)
         if tile < 0:
@@ -238,7 +241,7 @@ def attend_kernel(
     q_at = q_ptr + rows[:, None] * q_row_stride + head[:, None] * D + d_offsets[None, :]
 
     if PARTIAL:
-        split = tl.load(items_ptr + num_items + item)
+        split = tl.load(items_ptr + programs + item)
         lo = tl.maximum(split * SPLIT, begin)
         hi = tl.minimum(split * SPLIT + SPLIT, end)
         if lo < hi:
