@@ -140,12 +140,15 @@ class SharedQuotas:
         self._registry = registry
 
     async def exchange(self, asks: Mapping[str, Ask], clock_ms: int = 0) -> dict[str, Grant]:
-        """Exchange reports for leases, by tenant, in one round trip.
+        """Exchange reports for leases, by tenant, in one round trip, also without a report.
 
         Args:
             asks: Reports of one router.
             clock_ms: Time in place of Redis' clock, for tests; 0: none.
         """
+        if not asks:
+            await self._registry.send(("TIME",))
+            return {}
         calls = [
             (
                 "EVAL",
