@@ -8,6 +8,8 @@ may reach. Use counts in slots of time; a refund lowers the slot of the request 
 The script in ``quotas.py`` computes the same in Redis.
 """
 
+from collections.abc import Iterator
+
 import msgspec
 
 SILENT_MS = 2000
@@ -152,7 +154,10 @@ class Bank:
         wait_ms = 0
         if need.ceiling > account.ceiling:
             wait_ms = self._wait_ms(used, missing, need)
-        last = max((slot for slot, amount in used.items() if amount > 0), default=0)
+        last = max(
+            (slot for slot, amount in self._entries(name) if amount > 0),
+            default=0,
+        )
         reset_ms = max((last + need.slots) * need.slot_ms - self._now_ms, 0) if last else 0
         return Part(ceiling=account.ceiling, left=left, wait_ms=wait_ms, reset_ms=reset_ms)
 
@@ -169,6 +174,11 @@ class Bank:
                 else:
                     found[slot] = found.get(slot, 0) + amount
         return found
+
+    def _entries(self, name: str) -> Iterator[tuple[int, int]]:
+        for router in self._routers.values():
+            if name in router.accounts:
+                yield from router.accounts[name].used.items()
 
     def _leased(self, name: str) -> int:
         accounts = [router.accounts.get(name) for router in self._routers.values()]

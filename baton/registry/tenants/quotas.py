@@ -37,7 +37,7 @@ for name, router in pairs(bank.routers) do
     local busy = false
     for _, account in pairs(router.accounts) do
       account.ceiling = account.spent
-      account.used['0'] = nil
+      account.used[0] = nil
       busy = busy or next(account.used) ~= nil
     end
     if not busy then bank.routers[name] = nil end
@@ -45,28 +45,26 @@ for name, router in pairs(bank.routers) do
 end
 mine = bank.routers[ask.router]
 
-local function used_of(name, need)
-  local found = {}
+-- Calls visit(slot, amount) for all use that counts, and forgets the rest.
+local function each_used(name, need, visit)
+  local oldest = need.slots > 0 and math.floor(now / need.slot_ms) - need.slots + 1 or 0
   for _, router in pairs(bank.routers) do
     local account = router.accounts[name]
     if account then
       for slot, amount in pairs(account.used) do
-        local number = tonumber(slot)
-        if need.slots > 0 and (number + need.slots) * need.slot_ms <= now then
-          account.used[slot] = nil
-        else
-          found[number] = (found[number] or 0) + amount
-        end
+        if slot < oldest then account.used[slot] = nil else visit(slot, amount) end
       end
     end
   end
-  return found
 end
 
-local function wait_of(used, missing, need)
+local function wait_of(name, missing, need)
   if need.slots == 0 then return CONCURRENT_RETRY_MS end
-  local order = {}
-  for slot in pairs(used) do order[#order + 1] = slot end
+  local used, order = {}, {}
+  each_used(name, need, function(slot, amount)
+    if not used[slot] then order[#order + 1] = slot end
+    used[slot] = (used[slot] or 0) + amount
+  end)
   table.sort(order)
   local wait = SILENT_MS
   for _, slot in ipairs(order) do
@@ -82,15 +80,14 @@ local function granted(name, need)
   mine.accounts[name] = account
   account.spent = need.spent_total
   account.ceiling = math.max(account.ceiling, account.spent)
-  for slot, amount in pairs(need.used) do account.used[slot] = amount end
+  for slot, amount in pairs(need.used) do account.used[tonumber(slot)] = amount end
   local lower = math.max(math.min(account.ceiling, need.ceiling), account.spent)
   account.ceiling = lower
-  local used = used_of(name, need)
   local left, last = need.limit, 0
-  for slot, amount in pairs(used) do
+  each_used(name, need, function(slot, amount)
     left = left - amount
-    if amount > 0 then last = math.max(last, slot) end
-  end
+    if amount > 0 and slot > last then last = slot end
+  end)
   for _, router in pairs(bank.routers) do
     local one = router.accounts[name]
     if one then left = left - (one.ceiling - one.spent) end
@@ -100,7 +97,7 @@ local function granted(name, need)
   left = left - more
   local wait, reset = 0, 0
   if need.ceiling > account.ceiling then
-    wait = wait_of(used, need.ceiling - account.ceiling - left, need)
+    wait = wait_of(name, need.ceiling - account.ceiling - left, need)
   end
   if last > 0 then reset = math.max((last + need.slots) * need.slot_ms - now, 0) end
   return {ceiling = account.ceiling, left = left, wait_ms = wait, reset_ms = reset}

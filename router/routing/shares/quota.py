@@ -24,8 +24,8 @@ _PART_LEASED = 4  # of what is left, at most one part is leased before calls nee
 _VALID_NS = (SILENT_MS - 500) * _MS  # before the bank takes the lease back
 _ANSWERS = 100  # of which the 90th percentile is expected
 _KINDS = {
-    "rpm": (1000, 61),  # length of a slot in ms, and number of slots: at least 60 s
-    "tpm": (1000, 61),
+    "rpm": (2000, 31),  # length of a slot in ms, and number of slots: at least 60 s
+    "tpm": (2000, 31),
     "tpd": (24 * 3600 * 1000, 1),
     "concurrent": (1, 0),
 }

@@ -39,7 +39,7 @@ def test_five_at_once_stay_below_a_limit_of_100() -> None:
     world = World(Limits(tpm=100), 1)
     found = [world.call(world.nodes[0], prompt=10, answer=120) for _ in range(5)]
     assert [type(one) for one in found] == [Taken, Wait, Wait, Wait, Wait]
-    assert 60_000 * MS < found[1].ns <= 61_000 * MS
+    assert 60_000 * MS < found[1].ns <= 62_000 * MS
     assert (found[1].kind, found[1].limit) == ("tpm", 100)
 
 
@@ -68,7 +68,7 @@ def test_a_reservation_is_settled_once_and_a_debt_lowers_what_is_granted() -> No
     assert isinstance(world.call(there, prompt=10, answer=40), Wait), "950 + 50 are used"
     world.end(there, answered=500)
     world.exchange(there)
-    world.run(61.5, lambda *_: None)
+    world.run(62.5, lambda *_: None)
     assert isinstance(world.call(there, prompt=10, answer=40), Taken)
 
 
@@ -200,14 +200,14 @@ def burst(rng: random.Random, where):
 @pytest.mark.parametrize("limits", [Limits(tpm=LIMIT), Limits(rpm=LIMIT // (PROMPT + ANSWER))])
 def test_four_routers_use_the_limit_and_never_more(where, limits) -> None:
     world = World(limits, 4)
-    minutes = 10
-    world.run(60 * minutes, burst(random.Random(1), where))
+    seconds = 620  # of which bursts may use 600: the window is of 31 slots of 2 s
+    world.run(seconds, burst(random.Random(1), where))
     assert world.refused > len(world.admitted) // 2, "the demand is there"
     calls = LIMIT // (PROMPT + ANSWER)
     most = world.most_in_a_minute()
     assert most <= 1.01 * calls
-    assert len(world.admitted) >= 0.95 * calls * minutes
-    print(f"{most / calls:.4f} {len(world.admitted) / calls / minutes:.4f}")
+    assert len(world.admitted) >= 0.95 * calls * seconds / 60
+    print(f"{most / calls:.4f} {len(world.admitted) / calls / seconds * 60:.4f}")
 
 
 class Routers(RuleBasedStateMachine):
