@@ -31,6 +31,8 @@ from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemands
 from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses, StoreLimits
+from baton.registry.tenants.policies import SharedLimits
+from baton.registry.tenants.quotas import SharedQuotas
 from baton.registry.workers import RegistryWatcher
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.metrics import Metrics
@@ -127,6 +129,8 @@ async def serve(
         stored_responses=StoredResponses(registry, limits),
         fleet_orders=Orders(registry),
         shared_keys=SharedKeys(registry),
+        shared_limits=SharedLimits(registry),
+        shared_quotas=SharedQuotas(registry),
     )
     metrics = router.parts.metrics
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")

@@ -15,8 +15,10 @@ from baton.registry.keys.shared import SharedKeys
 from baton.registry.orders import Orders
 from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
+from baton.registry.tenants.policies import SharedLimits
+from baton.registry.tenants.quotas import SharedQuotas
 from baton.telemetry.alive_clock import ALIVE
-from router.frontend import keys
+from router.frontend import keys, tenants
 from router.frontend.api import errors, generation, models, operations, orders, page
 from router.frontend.api.call_headers import CallHeaders
 from router.frontend.api.messages import endpoints as messages
@@ -33,6 +35,7 @@ from router.keys.exchange import KeyExchange
 from router.routing.placement.index_feed import EventSource, IndexFeeder
 from router.routing.requests.tickets import TicketFeed, TicketSource
 from router.routing.shares.feed import DemandSource, ShareFeed
+from router.routing.shares.limits_mirror import LimitsMirror
 from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
@@ -64,6 +67,8 @@ class Router:
         shared_demands: Demands of all routers, which share limits; None: separate limits.
         fleet_orders: Queue of admin commands for the fleet's controller.
         shared_keys: API keys of ``baton keys``, which count if the fleet requires keys.
+        shared_limits: Limits of tenants; None: there are none.
+        shared_quotas: Banks from which routers lease parts of the limits.
     """
 
     def __init__(
@@ -78,14 +83,25 @@ class Router:
         stored_responses: StoredResponses | None = None,
         fleet_orders: Orders | None = None,
         shared_keys: SharedKeys | None = None,
+        shared_limits: SharedLimits | None = None,
+        shared_quotas: SharedQuotas | None = None,
     ) -> None:
         self._orders = fleet_orders
-        self.parts = RouterParts.build(settings, model, directory, stored_responses)
+        self.parts = RouterParts.build(settings, model, directory, stored_responses, shared_quotas)
         self.keys: KeyExchange | None = None
         if shared_keys is not None:
             file = Path(settings.state_dir) / "keys.json" if settings.state_dir else None
             self.keys = KeyExchange(
                 settings.issued_keys, shared_keys, file, self.parts.observer.task_failed
+            )
+        self.limits: LimitsMirror | None = None
+        if shared_limits is not None:
+            file = Path(settings.state_dir) / "tenants.json" if settings.state_dir else None
+            self.limits = LimitsMirror(
+                shared_limits,
+                self.parts.quotas.quotas.set_limits,
+                file,
+                self.parts.observer.task_failed,
             )
         self._directory = directory
         self._shared_adapters = shared_adapters
@@ -122,6 +138,9 @@ class Router:
         self._share_feed.start()
         if self.keys is not None and parts.settings.api_keys is not None:
             await self.keys.start()
+        if self.limits is not None:
+            await self.limits.start()
+        parts.quotas.start()
         await self._wait_for_workers()
         parts.tasks.keep(self._sample, "live series")
         store = batch.store_of(parts.settings)
@@ -134,6 +153,9 @@ class Router:
         finally:
             if self.keys is not None:
                 await self.keys.close()
+            if self.limits is not None:
+                await self.limits.close()
+            await parts.quotas.close()
             await self._ticket_feed.close()
             await self._share_feed.close()
             await self._feeder.close()
@@ -195,6 +217,8 @@ class Router:
             made.append(orders.routes(self.parts, self._orders))
         if self.keys is not None:
             made.append(keys.routes(self.parts, self.keys))
+        if self.limits is not None:
+            made.append(tenants.routes(self.parts, self.limits))
         for endpoints in made:
             app.include_router(endpoints)
             bodies += endpoints.bodies

@@ -15,7 +15,10 @@
     │   ├── PayloadTooLargeError   413
     │   └── UnsupportedMediaError  415  unsupported content type or encoding
     ├── QueueFullError             429  with Retry-After from the drain rate
-    │   └── SloUnreachableError    429  late by prediction, with Retry-After
+    │   ├── SloUnreachableError    429  late by prediction, with Retry-After
+    │   └── RateLimitError         429  the tenant has reached a limit, with Retry-After
+    │       └── InsufficientQuotaError  429  its limit of tokens per day
+    ├── LimitTooSmallError         429  the request exceeds a limit of the tenant alone
     ├── CancelledError_            499  the client disconnected (never sent)
     │   └── ClientClosedError      499  the client disconnected while sending its body
     ├── InternalError              500
@@ -173,6 +176,27 @@ class SloUnreachableError(QueueFullError):
     """The request would be late, and so are as many others as may wait."""
 
     code = "slo_unreachable"
+
+
+class RateLimitError(QueueFullError):
+    """The tenant has reached one of its limits."""
+
+    code = "rate_limit_exceeded"  # OpenAI's own, as the next
+
+
+class InsufficientQuotaError(RateLimitError):
+    """The tenant has used its tokens of the day."""
+
+    code = "insufficient_quota"
+    kind = "insufficient_quota"
+
+
+class LimitTooSmallError(BatonError):
+    """The request exceeds a limit of the tenant alone, so that it never fits."""
+
+    code = "request_exceeds_limit"
+    status = 429
+    kind = "rate_limit_error"
 
 
 class CancelledError_(BatonError):  # noqa: N801, N818 - asyncio has the plain name

@@ -20,6 +20,7 @@ from fleet.cli.lifecycle import down, up
 from fleet.cli.loadtest import give_local_fleet, local_fleet
 from fleet.cli.orders import drain, nodes, plan, restart, scale
 from fleet.cli.router import router
+from fleet.cli.tenants.command import tenants_app
 from fleet.cli.top import top
 from loadtest.cli import app as loadtest_app
 from loadtest.lab.cli import lab
@@ -44,6 +45,7 @@ config_app = typer.Typer(help="Check fleet files.", no_args_is_help=True)
 config_app.command("check")(config_check)
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
+app.add_typer(tenants_app, name="tenants")
 app.add_typer(loadtest_app, name="loadtest", callback=give_local_fleet)
 
 

@@ -138,6 +138,8 @@ async def make_fleet(model):
         shared_demands=None,
         fleet_orders=None,
         shared_keys=None,
+        shared_limits=None,
+        shared_quotas=None,
         **settings,
     ) -> Fleet:
         token = FleetToken("secret")
@@ -152,6 +154,8 @@ async def make_fleet(model):
             shared_demands=shared_demands,
             fleet_orders=fleet_orders,
             shared_keys=shared_keys,
+            shared_limits=shared_limits,
+            shared_quotas=shared_quotas,
         )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(

@@ -31,11 +31,13 @@ from router.frontend.api.parts import RouterParts
 from router.frontend.api.prepare import off_loop
 from router.frontend.api.tracing import part_spans
 from router.frontend.http.connection import Connection, connection_of
+from router.frontend.rate_limits import Headers
 from router.request import GenerationRequest
 from router.routing.choice import Delta
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.slo_outcome import slo_header
+from router.routing.shares.quota import Reservation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class Exchange(Response):
         self._gone = False
         self._connection: Connection | None = None
         self._active: list[ActiveRequest] = []
+        self._reservation: Reservation | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests to their ends and write the response."""
@@ -87,6 +90,8 @@ class Exchange(Response):
                 self._router.gateway.cancel(active)
                 self._router.request_log.write(active, self._context.endpoint, status)
                 self._router.gateway.on_response_sent(active)
+            if self._reservation is not None:
+                self._settle(self._reservation)
             self._report(status)
 
     async def _watch(self, receive: Receive) -> None:
@@ -104,6 +109,8 @@ class Exchange(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> int:
         try:
+            if self._router.quotas.quotas.has_limits(self._requests[0].tenant):
+                await self._reserve()
             if not await self._submit_all(self._router.gateway):
                 return 499
             for active in self._active:
@@ -114,10 +121,44 @@ class Exchange(Response):
             self._router.observer.rejected(error.code, tenant)
             if not self._active:  # otherwise the log entry is written at the end
                 self._router.request_log.refused(error, self._context.endpoint, tenant)
-            response = error_response(error, self._context.request_id, self._context.errors)
+            response = error_response(
+                error, self._context.request_id, self._context.errors, self._limit_headers()
+            )
             await response(scope, receive, send)
             return response.status_code
         return await self._respond(send)
+
+    async def _reserve(self) -> None:
+        """Reserve the tokens of all prompts, each once, and of all answers."""
+        requests = self._requests
+        answer_tokens = [
+            0 if one.pooling or one.prompt_logprobs_only else one.sampling.max_tokens
+            for one in requests
+        ]
+        self._reservation = await self._router.quotas.reserve(
+            requests[0].tenant,
+            sum(len(one.prompt) for one in requests),
+            sum(one.sampling.n for one in requests),
+            max(answer_tokens),
+        )
+
+    def _settle(self, reservation: Reservation) -> None:
+        """Correct the reservation by the usage; a prompt that no worker received is free."""
+        placed = [active.record for active in self._active if active.record.attempt]
+        self._router.quotas.quotas.settle(
+            reservation,
+            sum(record.prompt_tokens for record in placed),
+            sum(record.completion_tokens for record in placed),
+            monotonic_ns(),
+        )
+
+    def _limit_headers(self) -> Headers:
+        feed = self._router.quotas
+        standings = feed.quotas.standing(self._requests[0].tenant, monotonic_ns())
+        if not standings:
+            return []
+        headers = self._context.errors.limit_headers(standings)
+        return [*headers, (b"x-baton-quota", b"degraded")] if feed.is_degraded else headers
 
     async def _submit_all(self, gateway: Gateway) -> bool:
         """Submit all requests and wait for the response to start; False after a disconnect."""
@@ -165,6 +206,7 @@ class Exchange(Response):
             *([(b"x-baton-slo", slo.encode())] if slo else []),
             *self._context.errors.id_headers(self._context.request_id),
             (b"x-baton-route", begun[0].route_header().encode()),
+            *self._limit_headers(),
             *more,
         ]
 

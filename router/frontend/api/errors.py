@@ -1,8 +1,9 @@
 """HTTP responses of errors, in the format of the API that was called."""
 
 import logging
+import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from fastapi import FastAPI, Request
@@ -16,10 +17,14 @@ from baton.types.errors import (
     BatonError,
     DeadlineError,
     InternalError,
+    LimitTooSmallError,
     QueueFullError,
+    RateLimitError,
     SlowRequestError,
     UnavailableError,
 )
+from router.frontend.rate_limits import Headers, openai_headers
+from router.routing.shares.quota import Standing
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,17 +60,27 @@ class ErrorShape:
         """Return the headers with the request's id, for successful responses as well."""
         return [(b"x-request-id", request_id.encode())]
 
+    def limit_headers(self, standings: Mapping[str, Standing]) -> Headers:
+        """Return the headers about the limits of the tenant."""
+        return openai_headers(standings)
+
 
 OPENAI_ERRORS = ErrorShape()
 
 
 def error_response(
-    error: BatonError, request_id: str = "", shape: ErrorShape = OPENAI_ERRORS
+    error: BatonError,
+    request_id: str = "",
+    shape: ErrorShape = OPENAI_ERRORS,
+    more: Iterable[tuple[bytes, bytes]] = (),
 ) -> JSONResponse:
-    """Return the HTTP response for ``error``."""
-    headers = {}
+    """Return the HTTP response for ``error``, with ``more`` headers."""
+    headers = {name.decode(): value.decode() for name, value in more}
     if isinstance(error, QueueFullError):
-        headers["retry-after"] = str(max(round(error.retry_after_s), 1))
+        rounded = math.ceil if isinstance(error, RateLimitError) else round
+        headers["retry-after"] = str(max(rounded(error.retry_after_s), 1))
+    elif isinstance(error, LimitTooSmallError):
+        headers["x-should-retry"] = "false"  # the official clients would repeat it
     elif isinstance(error, UnavailableError):
         headers["retry-after"] = "1"
     body_is_late = isinstance(error, DeadlineError) and isinstance(error.__cause__, TimeoutError)

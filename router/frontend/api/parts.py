@@ -35,6 +35,7 @@ from router.routing.requests.gateway import Gateway
 from router.routing.requests.grammar_checker import GrammarChecker
 from router.routing.requests.observer import Observer
 from router.routing.requests.readiness import Prober
+from router.routing.shares.quota_feed import QuotaFeed, QuotaSource
 from router.routing.watch.request_log import RequestLog
 from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
@@ -67,6 +68,7 @@ class RouterParts:
     prober: Prober
     created: int
     stored_responses: StoredResponses | None
+    quotas: QuotaFeed
 
     @classmethod
     def build(
@@ -75,6 +77,7 @@ class RouterParts:
         model: ServedModel,
         directory: WorkerDirectory,
         stored_responses: StoredResponses | None = None,
+        shared_quotas: QuotaSource | None = None,
     ) -> Self:
         """Build the parts for one model and the workers in ``directory``."""
         metrics = Metrics("router", model=model.names[0])
@@ -105,6 +108,12 @@ class RouterParts:
             prober=Prober(gateway, settings, tasks),
             created=int(time.time()),
             stored_responses=stored_responses,
+            quotas=QuotaFeed(
+                gateway.router_id,
+                shared_quotas,
+                lambda: gateway.shares.known_routers,
+                observer.task_failed,
+            ),
         )
 
 

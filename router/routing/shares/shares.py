@@ -34,6 +34,8 @@ class Shares:
         self._others: dict[str, _Other] = {}
         self._live: list[RouterDemand] = []
         self._own = RouterDemand(beat=0)
+        self.known_routers = 1
+        """Number of routers at the last exchange, also when no other is reachable now."""
 
     @property
     def routers(self) -> int:
@@ -63,6 +65,7 @@ class Shares:
             other.demand for other in self._others.values() if now_ns - other.updated_ns < SILENT_NS
         ]
         self._own = own
+        self.known_routers = self.routers
         return served
 
     def gone(self, now_ns: int) -> list[str]:

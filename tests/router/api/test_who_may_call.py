@@ -17,6 +17,7 @@ from baton.config.clients import ApiKeyConfig
 from baton.registry.keys.record import issue, new_key
 from baton.registry.keys.shared import SharedKeys
 from baton.registry.stored_responses import StoredResponses, StoreLimits
+from baton.registry.tenants.policies import SharedLimits
 from router.adapter_table import AdapterEntry, AdapterTable
 from router.keys.table import KeyTable
 from router.served_model import ServedModel
@@ -43,6 +44,7 @@ EVERYBODY = {
 OPERATORS = {
     *("/load", "/metrics", "/fleet", "/fleet/targets", "/fleet/series", "/fleet/orders"),
     *("/fleet/planner", "/fleet/keys", "/fleet/keys/{key_id}", "/fleet/keys/{key_id}/rotate"),
+    *("/fleet/tenants", "/fleet/tenants/{tenant}"),
 }
 OWNERS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 
@@ -92,6 +94,7 @@ async def everything(make_fleet, model, artifact, registry, tmp_path):
         api_keys=KEYS | {f"key-of-{VIOLET}": ApiKeyConfig(tenant=VIOLET)},
         issued_keys=ended_keys(),
         shared_keys=SharedKeys(registry),
+        shared_limits=SharedLimits(registry),
         stored_responses=StoredResponses(registry, limits),
         fleet_orders=SimpleNamespace(ask=AsyncMock(return_value=None)),
         state_dir=str(tmp_path),
@@ -129,6 +132,7 @@ class Things:
     def __init__(self, fleet) -> None:
         self.fleet = fleet
         self.headers = {"authorization": f"Bearer key-of-{VIOLET}"}
+        self.operator = {"authorization": "Bearer key-of-ops"}
         self.ids: dict[str, set[str]] = {}
 
     async def make(self) -> None:
@@ -154,7 +158,11 @@ class Things:
             if found["status"] == "completed":
                 break
             await asyncio.sleep(0.05)
+        await self.fleet.http.put(
+            f"/fleet/tenants/{VIOLET}", json={"rpm": 10**6}, headers=self.operator
+        )
         self.ids = {
+            "tenant": {VIOLET},
             "request_id": request_ids,
             "response_id": {response["id"]},
             "file_id": {file_id, found["output_file_id"]},
@@ -176,6 +184,9 @@ class Things:
         paths += [f"/v1/files/{name}/content" for name in self.ids["file_id"]]
         paths += [f"/v1/batches/{name}" for name in self.ids["batch_id"]]
         paths.append(f"/v1/models/{ADAPTER}")
+        limits = await self.fleet.http.get("/fleet/tenants", headers=self.operator)
+        if VIOLET not in limits.text:
+            return False
         answers = [await self.fleet.http.get(path, headers=self.headers) for path in paths]
         return all(answer.status_code == 200 for answer in answers)
 

@@ -1,8 +1,11 @@
 """Errors in the format of Anthropic's API."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from router.frontend.api.errors import ErrorShape, Refusal
+from router.frontend.rate_limits import Headers, anthropic_headers
+from router.routing.shares.quota import Standing
 
 _OVERLOADED = 529
 _KINDS = {
@@ -35,6 +38,10 @@ class _MessagesErrors(ErrorShape):
     def id_headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
         spelled = request_id.encode()
         return [(b"x-request-id", spelled), (b"request-id", spelled)]
+
+    def limit_headers(self, standings: Mapping[str, Standing]) -> Headers:
+        """Return Anthropic's headers beside OpenAI's."""
+        return [*super().limit_headers(standings), *anthropic_headers(standings)]
 
 
 MESSAGES_ERRORS = _MessagesErrors()

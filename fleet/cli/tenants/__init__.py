@@ -1,0 +1,1 @@
+"""Command `baton tenants`: limits of tenants."""

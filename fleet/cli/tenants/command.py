@@ -1,0 +1,101 @@
+"""Limits of tenants: `baton tenants ls`, `set` and `delete`."""
+
+import json
+import re
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from fleet.cli.common import FleetOption, fail
+from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+
+_PATH = "/fleet/tenants"
+_EVERYWHERE_S = 1.0  # routers follow a change within this time
+_KINDS = ("rpm", "tpm", "tpd", "concurrent")
+
+tenants_app = typer.Typer(
+    help="Limit what tenants may use, at all routers of a fleet together.", no_args_is_help=True
+)
+
+_JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_TenantArgument = Annotated[str, typer.Argument(help="Name of the tenant, as in `baton keys ls`.")]
+
+
+@tenants_app.command("ls")
+def ls(
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+    as_json: _JsonOption = False,
+) -> None:
+    """List the tenants that have limits."""
+    found = ask_router(reach(fleet, url, api_key), "GET", _PATH)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    columns = [Column("tenant", overflow="fold")]
+    columns += [Column(name, justify="right", no_wrap=True) for name in _KINDS]
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for tenant in found["tenants"]:
+        values = ["–" if tenant[name] is None else f"{tenant[name]:,}" for name in _KINDS]
+        table.add_row(escape(tenant["tenant"]), *values)
+    Console().print(table)
+
+
+@tenants_app.command("set")
+def set_(
+    tenant: _TenantArgument,
+    rpm: Annotated[int | None, typer.Option(help="Requests per minute; 0: no limit.")] = None,
+    tpm: Annotated[
+        int | None, typer.Option(help="Tokens per minute, prompts and answers; 0: no limit.")
+    ] = None,
+    tpd: Annotated[int | None, typer.Option(help="Tokens per day (UTC); 0: no limit.")] = None,
+    concurrent: Annotated[
+        int | None, typer.Option(help="Requests at the same time; 0: no limit.")
+    ] = None,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+    as_json: _JsonOption = False,
+) -> None:
+    """Change limits of a tenant; limits that are not given stay. Routers apply them on return."""
+    given = {"rpm": rpm, "tpm": tpm, "tpd": tpd, "concurrent": concurrent}
+    body = {name: value or None for name, value in given.items() if value is not None}
+    if not body:
+        fail("give --rpm, --tpm, --tpd or --concurrent")
+    found = _changed("PUT", tenant, fleet, url, api_key, body)
+    limits = ", ".join(f"{name} {found[name]:,}" for name in _KINDS if found[name] is not None)
+    typer.echo(json.dumps(found, indent=2) if as_json else f"{tenant}: {limits}")
+
+
+@tenants_app.command("delete")
+def delete(
+    tenant: _TenantArgument,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+    as_json: _JsonOption = False,
+) -> None:
+    """Remove all limits of a tenant. Its keys and its data stay."""
+    found = _changed("DELETE", tenant, fleet, url, api_key)
+    typer.echo(json.dumps(found, indent=2) if as_json else f"{tenant}: no limits")
+
+
+def _changed(
+    method: str,
+    tenant: str,
+    fleet: str | None,
+    url: str | None,
+    api_key: str,
+    body: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) is None:
+        fail(f"TENANT {tenant!r}: must be 1 to 64 characters of letters, digits, '_', '.' and '-'")
+    found = ask_router(reach(fleet, url, api_key), method, f"{_PATH}/{tenant}", body)
+    time.sleep(_EVERYWHERE_S)
+    return found

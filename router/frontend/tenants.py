@@ -1,0 +1,108 @@
+"""Endpoints ``/fleet/tenants`` for `baton tenants`: limits of tenants, and what is left of them.
+
+GET    /fleet/tenants
+PUT    /fleet/tenants/{tenant}   {"rpm", "tpm", "tpd", "concurrent"}: those given; null: none
+DELETE /fleet/tenants/{tenant}
+"""
+
+import logging
+from typing import Any
+
+import msgspec
+from fastapi import HTTPException, Request
+from pydantic import TypeAdapter, ValidationError
+
+from baton.config.clients import Tenant
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.types.errors import InvalidRequestError, UnavailableError
+from baton.types.limits import Limits
+from router.frontend.access import check_operator
+from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.routing.shares.limits_mirror import LimitsChangeError, LimitsMirror
+
+_LOG = logging.getLogger(__name__)
+
+_TENANT: TypeAdapter[str] = TypeAdapter(Tenant)
+
+
+def routes(router: RouterParts, mirror: LimitsMirror) -> Endpoints:
+    """Return the endpoints of tenants' limits. All are for operators."""
+    api = Endpoints()
+
+    def check(request: Request) -> None:
+        check_operator(request.headers, router.settings)
+
+    async def change(tenant: str, given: dict[str, Any] | None) -> Limits | None:
+        """Change the given limits of a tenant, or remove all; return the new ones."""
+        made: list[Limits | None] = []
+
+        def edited(limits: Limits | None) -> Limits | None:
+            if given is None:
+                if limits is None:
+                    raise HTTPException(404, f"tenant {tenant} has no limits")
+                new = None
+            else:
+                before = msgspec.to_builtins(limits) if limits is not None else {}
+                new = _limits_of({**before, **given})
+            made.append(new)
+            return new
+
+        try:
+            await mirror.change(tenant, edited)
+        except RegistryUnavailableError as error:
+            raise UnavailableError(
+                "the fleet's Redis is unavailable, so routers keep the last known limits; repeat "
+                "the command when it answers"
+            ) from error
+        except LimitsChangeError as error:
+            raise InvalidRequestError(str(error)) from error
+        _LOG.info("changed limits of tenant=%s", tenant)
+        return made[-1]
+
+    @api.get("/fleet/tenants", include_in_schema=False)
+    async def listed(request: Request) -> dict[str, Any]:
+        """List the tenants that have limits."""
+        check(request)
+        tenants = mirror.table.tenants
+        return {"tenants": [_shown(name, tenants[name]) for name in sorted(tenants)]}
+
+    @api.put("/fleet/tenants/{tenant}", include_in_schema=False)
+    async def set_limits(request: Request, tenant: str) -> dict[str, Any]:
+        """Change limits of a tenant. Every router applies them within a second."""
+        check(request)
+        try:
+            name = _TENANT.validate_python(tenant)
+            given = msgspec.json.decode(await read_body(request, router), type=dict[str, Any])
+        except ValidationError as error:
+            message = "must be 1 to 64 characters of letters, digits, '_', '.' and '-'"
+            raise InvalidRequestError.at("tenant", message) from error
+        except msgspec.DecodeError as error:
+            raise InvalidRequestError.at("body", str(error)) from error
+        limits = await change(name, given)
+        return _shown(name, limits or Limits())
+
+    @api.delete("/fleet/tenants/{tenant}", include_in_schema=False)
+    async def delete(request: Request, tenant: str) -> dict[str, Any]:
+        """Remove all limits of a tenant."""
+        check(request)
+        await change(tenant, None)
+        return _shown(tenant, Limits())
+
+    return api
+
+
+def _limits_of(fields: dict[str, Any]) -> Limits:
+    try:
+        limits = msgspec.convert(fields, Limits)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError.at("limits", str(error)) from error
+    if limits == Limits():
+        raise InvalidRequestError.at(
+            "limits", "the tenant would have none; give rpm, tpm, tpd or concurrent, or delete it"
+        )
+    return limits
+
+
+def _shown(tenant: str, limits: Limits) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(limits)
+    return {"tenant": tenant, **fields}

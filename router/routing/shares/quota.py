@@ -1,0 +1,432 @@
+"""Limits of tenants at one router, which spends leased parts of them without asking: sans-IO.
+
+The bank of a tenant is in Redis (``baton/registry/tenants/quotas.py``). A router leases about
+twice what the tenant used here in the last second. What calls do not use returns after a second. So
+the sum of all routers cannot exceed a limit. Without Redis the bank is in the router, with its part
+of the limits.
+
+A call reserves its prompt and the answer that the tenant's last answers let expect. At its end,
+`settle` corrects the reservation by the usage. Use above it is a debt, for which the bank grants
+less until it is forgotten.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.registry.tenants.bank import SILENT_MS, Ask, Bank, Grant, Need
+from baton.types.limits import Limits
+
+EXCHANGE_NS = 200_000_000
+_USE_NS = 1_000_000_000  # a lease covers twice the use of this time
+_MS = 1_000_000
+_PART_LEASED = 4  # of what is left, at most one part is leased before calls need it
+_VALID_NS = (SILENT_MS - 500) * _MS  # before the bank takes the lease back
+_ANSWERS = 100  # of which the 90th percentile is expected
+_KINDS = {
+    "rpm": (2000, 31),  # length of a slot in ms, and number of slots: at least 60 s
+    "tpm": (2000, 31),
+    "tpd": (24 * 3600 * 1000, 1),
+    "concurrent": (1, 0),
+}
+_TOKENS = ("tpm", "tpd")
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """Lease of one limit.
+
+    Attributes:
+        taken_total: All that calls took; unlike ``spent_total`` it never falls.
+        used: Use by slot; ``changed``: slots that the bank does not have, with the exchange before.
+        asked: Amount that calls lacked since the last exchange.
+        recent: ``taken_total`` at times of the last second.
+        left, wait_until_ns, reset_ns: What the bank answered, with refunds since then.
+    """
+
+    kind: str
+    limit: int
+    spent_total: int = 0
+    ceiling: int = 0
+    taken_total: int = 0
+    used: dict[int, int] = field(default_factory=dict)
+    changed: dict[int, int] = field(default_factory=dict)
+    asked: int = 0
+    recent: deque[tuple[int, int]] = field(default_factory=deque)
+    left: int = 0
+    wait_until_ns: int = 0
+    reset_ns: int = 0
+
+    @property
+    def have(self) -> int:
+        return max(self.ceiling - self.spent_total, 0)
+
+    def slot(self, bank_ms: int) -> int:
+        slot_ms, slots = _KINDS[self.kind]
+        return bank_ms // slot_ms if slots else 0
+
+    def note(self, slot: int, amount: int, sequence: int) -> None:
+        self.used[slot] = self.used.get(slot, 0) + amount
+        self.changed[slot] = sequence
+
+    def counts(self, slot: int, bank_ms: int) -> bool:
+        slot_ms, slots = _KINDS[self.kind]
+        return not slots or (slot + slots) * slot_ms > bank_ms
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the bank lacked something in the last exchange, and nothing came back since."""
+        return self.wait_until_ns > 0 and self.left <= 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether calls took something in the second before the last exchange, or since then."""
+        return self.taken_total > (self.recent[0][1] if self.recent else 0)
+
+    def wanted(self, now_ns: int) -> int:
+        """Return the amount to lease, and note the use until now."""
+        self.recent.append((now_ns, self.taken_total))
+        while len(self.recent) > 1 and self.recent[1][0] <= now_ns - _USE_NS:
+            self.recent.popleft()
+        use = self.taken_total - self.recent[0][1]
+        return max(self.asked, min(2 * use, max(self.left, 0) // _PART_LEASED))
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    offset_ms: int
+    leases: dict[str, _Lease]
+    sequence: int = 0
+    sent_ns: int = 0
+    acknowledged_ns: int = 0  # when the exchange was sent that the bank answered last
+    whole: bool = True
+    open: int = 0
+    answers: deque[int] = field(default_factory=lambda: deque(maxlen=_ANSWERS))
+    likely_tokens: int = 0
+    local: Bank | None = None
+
+    def bank_ms(self, now_ns: int) -> int:
+        return self.offset_ms + now_ns // _MS
+
+    def is_valid(self, now_ns: int) -> bool:
+        return bool(self.acknowledged_ns) and now_ns < self.acknowledged_ns + _VALID_NS
+
+    def learn(self, answer_tokens: int) -> None:
+        self.answers.append(answer_tokens)
+        self.likely_tokens = sorted(self.answers)[len(self.answers) * 9 // 10]
+
+    def expected(self, most_tokens: int) -> int:
+        return min(most_tokens, self.likely_tokens) if self.answers else most_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Part of a tenant's limits that one call has.
+
+    Attributes:
+        tokens: Reserved tokens; 0 without a limit of tokens.
+        slots: Slot of each lease that it counts in.
+    """
+
+    state: _Tenant
+    tokens: int
+    choices: int
+    slots: list[tuple[_Lease, int]]
+    settled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The call may run."""
+
+    reservation: Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The call does not fit now.
+
+    Attributes:
+        kind: Limit that it exceeds.
+        asks: Whether an exchange with the bank may help.
+    """
+
+    ns: int
+    kind: str
+    limit: int
+    asks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """The call exceeds a limit alone."""
+
+    kind: str
+    limit: int
+    amount: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """State of one limit, for headers."""
+
+    limit: int
+    remaining: int
+    reset_ns: int
+
+
+class Quotas:
+    """Leases of all tenants with limits at one router.
+
+    Args:
+        router: Id of this life of the router.
+        offset_ms: Unix time minus monotonic time, until the bank's clock is known.
+    """
+
+    def __init__(self, router: str, offset_ms: int = 0) -> None:
+        self._router = router
+        self._offset_ms = offset_ms
+        self._tenants: dict[str, _Tenant] = {}
+        self.routers = 0
+        """Number of routers that share the limits without Redis; 0: Redis has the banks."""
+
+    def set_limits(self, limits: Mapping[str, Limits]) -> None:
+        """Replace the limits of all tenants; leases of those that stay are kept."""
+        for gone in self._tenants.keys() - limits.keys():
+            del self._tenants[gone]
+        for tenant, its in limits.items():
+            state = self._tenants.get(tenant)
+            if state is None:
+                state = self._tenants[tenant] = _Tenant(self._offset_ms, {})
+            before = state.leases
+            state.leases = {}
+            for kind in _KINDS:
+                limit = getattr(its, kind)
+                if limit is not None:
+                    state.leases[kind] = before.get(kind) or _Lease(kind, limit)
+                    state.leases[kind].limit = limit
+            if not state.leases:
+                del self._tenants[tenant]
+            elif state.leases.keys() != before.keys():
+                state.whole = True
+
+    def has_limits(self, tenant: str) -> bool:
+        """Return whether calls of a tenant must `take`."""
+        return tenant in self._tenants
+
+    def take(
+        self, tenant: str, prompt_tokens: int, choices: int, answer_tokens: int, now_ns: int
+    ) -> Taken | Wait | Never | None:
+        """Reserve what a call is expected to use; None: the tenant has no limits.
+
+        Args:
+            tenant: Tenant of the call.
+            prompt_tokens: Tokens of all prompts, each counted once.
+            choices: Number of answers.
+            answer_tokens: Most tokens of one answer; 0: none, as for embeddings.
+            now_ns: Monotonic time.
+        """
+        state = self._tenants.get(tenant)
+        if state is None:
+            return None
+        least = prompt_tokens + (choices if answer_tokens else 0)
+        expected = prompt_tokens + choices * state.expected(answer_tokens)
+        tokens = max(expected, least)
+        for lease in state.leases.values():
+            if lease.kind in _TOKENS:
+                if least > lease.limit:
+                    return Never(lease.kind, lease.limit, least)
+                tokens = min(tokens, self._limit(lease))
+        valid = state.is_valid(now_ns)
+        known = bool(state.acknowledged_ns) and now_ns < state.acknowledged_ns + EXCHANGE_NS
+        short: list[_Lease] = []
+        reserved = tokens
+        for lease in state.leases.values():
+            have = lease.have if valid else 0
+            is_tokens = lease.kind in _TOKENS
+            if have >= (tokens if is_tokens else 1):
+                continue
+            if is_tokens and known and lease.is_refused and have >= least:
+                reserved = min(reserved, have)
+                continue
+            short.append(lease)
+        if not short:
+            return Taken(self._spend(state, reserved, choices, now_ns))
+        spent_up = [lease for lease in short if known and lease.is_refused]
+        if not spent_up:
+            for lease in state.leases.values():
+                lease.asked += tokens if lease.kind in _TOKENS else 1
+        lease = max(spent_up or short, key=lambda lease: lease.wait_until_ns)
+        wait_ns = max(lease.wait_until_ns - now_ns, EXCHANGE_NS)
+        return Wait(wait_ns, lease.kind, lease.limit, asks=not spent_up)
+
+    def settle(
+        self, reservation: Reservation, prompt_tokens: int, answered: int, now_ns: int
+    ) -> None:
+        """Correct a reservation by the usage of its call, which has ended.
+
+        Args:
+            reservation: Reservation; only the first call for it counts.
+            prompt_tokens: Tokens of the prompts.
+            answered: Tokens of all answers.
+            now_ns: Monotonic time.
+        """
+        if reservation.settled:
+            return
+        reservation.settled = True
+        state = reservation.state
+        state.open -= 1
+        bank_ms = state.bank_ms(now_ns)
+        more = prompt_tokens + answered - reservation.tokens
+        if answered:
+            state.learn(-(-answered // reservation.choices))
+        for lease, slot in reservation.slots:
+            if lease.kind == "concurrent":
+                lease.note(slot, -1, state.sequence)
+                lease.spent_total -= 1
+            elif lease.kind not in _TOKENS:
+                continue
+            elif more > 0:
+                leased = min(more, lease.have)
+                lease.spent_total += leased
+                lease.left -= more - leased
+                lease.note(lease.slot(bank_ms), more, state.sequence)
+            elif more < 0 and lease.counts(slot, bank_ms):
+                lease.note(slot, more, state.sequence)
+                lease.left -= more
+
+    def asks(self, now_ns: int) -> dict[str, Ask]:
+        """Return an exchange for each tenant that has leases, use or calls."""
+        return {
+            tenant: self._ask(state, now_ns)
+            for tenant, state in self._tenants.items()
+            if self._is_due(state)
+        }
+
+    def granted(self, grants: Mapping[str, Grant], now_ns: int) -> None:
+        """Apply the answers of the bank; late ones have no effect."""
+        for tenant, grant in grants.items():
+            state = self._tenants.get(tenant)
+            if state is None or grant.sequence != state.sequence:
+                continue
+            if grant.unknown:
+                state.whole = True
+            if grant.parts:
+                self._apply(state, grant, now_ns)
+
+    def leave_redis(self, routers: int) -> None:
+        """Have the banks here, with this router's part of all limits."""
+        if not self.routers:
+            for state in self._tenants.values():
+                state.local = None
+        self.routers = max(routers, 1)
+
+    def return_to_redis(self) -> None:
+        """Have the banks in Redis again, which gets all use of the meantime."""
+        if self.routers:
+            self.routers = 0
+            for state in self._tenants.values():
+                state.local = None
+                state.whole = True
+
+    def exchange_here(self, now_ns: int) -> None:
+        """Exchange with the banks of this router. A valid lease of Redis' bank is used up first."""
+        for tenant, state in self._tenants.items():
+            asked = any(lease.asked for lease in state.leases.values())
+            if state.local is None:
+                if state.is_valid(now_ns) and not asked:
+                    continue
+                state.local = Bank()
+                state.whole = True
+            if self._is_due(state):
+                grant = state.local.exchange(self._ask(state, now_ns), state.bank_ms(now_ns))
+                self.granted({tenant: grant}, now_ns)
+
+    def standing(self, tenant: str, now_ns: int) -> dict[str, Standing]:
+        """Return the state of each limit of a tenant."""
+        state = self._tenants.get(tenant)
+        if state is None:
+            return {}
+        found = {}
+        for lease in state.leases.values():
+            limit = self._limit(lease)
+            reset_ns = max(lease.reset_ns - now_ns, 0)
+            remaining = min(max(lease.have + lease.left, 0), limit) if reset_ns else limit
+            found[lease.kind] = Standing(lease.limit, remaining, reset_ns)
+        return found
+
+    def _limit(self, lease: _Lease) -> int:
+        return max(lease.limit // self.routers, 1) if self.routers else lease.limit
+
+    def _spend(self, state: _Tenant, tokens: int, choices: int, now_ns: int) -> Reservation:
+        bank_ms = state.bank_ms(now_ns)
+        slots = []
+        for lease in state.leases.values():
+            amount = tokens if lease.kind in _TOKENS else 1
+            slot = lease.slot(bank_ms)
+            lease.spent_total += amount
+            lease.taken_total += amount
+            lease.note(slot, amount, state.sequence)
+            slots.append((lease, slot))
+            if not lease.reset_ns > now_ns:
+                slot_ms, counted = _KINDS[lease.kind]
+                lease.reset_ns = now_ns + ((slot + counted) * slot_ms - bank_ms) * _MS
+        state.open += 1
+        return Reservation(state, tokens, choices, slots)
+
+    def _is_due(self, state: _Tenant) -> bool:
+        if state.open:
+            return True
+        return any(
+            lease.asked or lease.changed or lease.have or lease.in_use
+            for lease in state.leases.values()
+        )
+
+    def _ask(self, state: _Tenant, now_ns: int) -> Ask:
+        if not state.is_valid(now_ns):
+            state.whole = True  # the bank may have taken the lease back
+        needs = {}
+        bank_ms = state.bank_ms(now_ns)
+        for kind, lease in state.leases.items():
+            ceiling = lease.spent_total + lease.wanted(now_ns)
+            lease.asked = 0
+            for slot in [slot for slot in lease.used if not lease.counts(slot, bank_ms)]:
+                del lease.used[slot]
+                lease.changed.pop(slot, None)
+            lease.ceiling = lease.spent_total if state.whole else min(lease.ceiling, ceiling)
+            names = lease.used if state.whole else lease.changed
+            slot_ms, slots = _KINDS[kind]
+            needs[kind] = Need(
+                limit=self._limit(lease),
+                slot_ms=slot_ms,
+                slots=slots,
+                spent_total=lease.spent_total,
+                ceiling=ceiling,
+                used={str(slot): lease.used[slot] for slot in names},
+            )
+        state.sequence += 1
+        elapsed_ms = (now_ns - (state.acknowledged_ns or now_ns)) // _MS
+        state.sent_ns = now_ns
+        return Ask(
+            router=self._router,
+            sequence=state.sequence,
+            elapsed_ms=elapsed_ms,
+            whole=state.whole,
+            needs=needs,
+        )
+
+    def _apply(self, state: _Tenant, grant: Grant, now_ns: int) -> None:
+        state.whole = False
+        state.acknowledged_ns = state.sent_ns
+        # Not earlier than the bank's time, so that use counts for long enough.
+        state.offset_ms = grant.now_ms - state.sent_ns // _MS
+        for kind, part in grant.parts.items():
+            lease = state.leases.get(kind)
+            if lease is None:
+                continue
+            lease.ceiling = part.ceiling
+            lease.left = part.left
+            lease.wait_until_ns = now_ns + part.wait_ms * _MS if part.wait_ms else 0
+            lease.reset_ns = now_ns + part.reset_ms * _MS
+            for slot in [slot for slot, at in lease.changed.items() if at < state.sequence]:
+                del lease.changed[slot]

@@ -1,0 +1,73 @@
+"""`baton tenants`: list, set and delete limits at a running router. Real Redis."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.registry.tenants.policies import SharedLimits
+from baton.registry.tenants.quotas import SharedQuotas
+from fleet.cli.main import app
+from fleet.cli.tenants import command
+from tests.registry.conftest import redis_server, registry
+from tests.router.conftest import artifact, make_fleet, model
+
+__all__ = ["artifact", "make_fleet", "model", "redis_server", "registry"]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "_EVERYWHERE_S", 0.0)
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+async def fleet(make_fleet, registry):
+    return await make_fleet(
+        {"decode-0": None},
+        api_keys={},
+        shared_limits=SharedLimits(registry),
+        shared_quotas=SharedQuotas(registry),
+    )
+
+
+async def run(fleet, *arguments: str, code: int = 0) -> str:
+    given = ["tenants", *arguments, "--url", fleet.url, "--api-key", "secret"]
+    result = await asyncio.to_thread(CliRunner().invoke, app, given)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+async def test_a_team_is_limited_and_freed_again(fleet) -> None:
+    quotas = fleet.router.quotas.quotas
+    made = await run(fleet, "set", "team-a", "--tpm", "400000", "--rpm", "600")
+    assert made == "team-a: rpm 600, tpm 400,000\n"
+    assert quotas.has_limits("team-a")
+    made = await run(fleet, "set", "team-a", "--rpm", "0", "--concurrent", "8")
+    assert made == "team-a: tpm 400,000, concurrent 8\n"
+    shown = (await run(fleet, "ls")).split("\n")
+    assert [line.split() for line in shown if "team-a" in line] == [
+        ["team-a", "–", "400,000", "–", "8"]
+    ]
+    listed = json.loads(await run(fleet, "ls", "--json"))["tenants"]
+    wanted = {"tenant": "team-a", "rpm": None, "tpm": 400_000, "tpd": None, "concurrent": 8}
+    assert listed == [wanted]
+    assert await run(fleet, "delete", "team-a") == "team-a: no limits\n"
+    assert not quotas.has_limits("team-a")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("set", "team"), "give --rpm, --tpm, --tpd or --concurrent"),
+        (("set", "team", "--rpm", "-3"), "Expected `int` >= 1 - at `$.rpm`"),
+        (("set", "a b", "--rpm", "3"), "TENANT 'a b': must be 1 to 64 characters"),
+        (("set", "team", "--rpm", "0"), "the tenant would have none"),
+        (("delete", "team"), "tenant team has no limits"),
+    ],
+)
+async def test_wrong_values_are_named(fleet, arguments, said) -> None:
+    assert said in await run(fleet, *arguments, code=1)

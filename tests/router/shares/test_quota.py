@@ -1,0 +1,321 @@
+"""Limits by leases: never above the limit, hardly below it, whatever the network loses."""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from baton.registry.tenants.bank import SILENT_MS
+from baton.types.limits import Limits
+from router.routing.shares.quota import Never, Quotas, Taken, Wait
+from tests.router.shares.quota_world import MS, TENANT, World
+
+
+def test_a_tenant_without_limits_has_nothing_to_take() -> None:
+    quotas = Quotas("router")
+    quotas.set_limits({"other": Limits(rpm=1), "none": Limits()})
+    assert quotas.take("team", 10, 1, 10, 0) is None
+    assert quotas.take("none", 10, 1, 10, 0) is None
+    assert quotas.has_limits("other") and not quotas.has_limits("team")
+    assert quotas.asks(0) == {}, "nothing is exchanged while nobody calls"
+
+
+def test_a_fresh_key_with_100_tokens_serves_a_small_request() -> None:
+    """The case of LiteLLM's LIT-3408: its answer may have 1024 tokens."""
+    world = World(Limits(tpm=100), 1)
+    found = world.call(world.nodes[0], prompt=10, answer=1024)
+    assert isinstance(found, Taken) and found.reservation.tokens == 100
+    world.end(world.nodes[0], answered=12)
+    again = world.call(world.nodes[0], prompt=10, answer=1024)
+    assert isinstance(again, Taken) and again.reservation.tokens == 22, "as the last answer was"
+    third = world.call(world.nodes[0], prompt=10, answer=1024)
+    assert isinstance(third, Taken), "56 of 100 are free"
+
+
+def test_five_at_once_stay_below_a_limit_of_100() -> None:
+    """The case of LiteLLM's issue 18730, where five used 663 tokens."""
+    world = World(Limits(tpm=100), 1)
+    found = [world.call(world.nodes[0], prompt=10, answer=120) for _ in range(5)]
+    assert [type(one) for one in found] == [Taken, Wait, Wait, Wait, Wait]
+    assert 60_000 * MS < found[1].ns <= 62_000 * MS
+    assert (found[1].kind, found[1].limit) == ("tpm", 100)
+
+
+def test_what_exceeds_a_limit_alone_never_fits() -> None:
+    world = World(Limits(tpm=100), 1)
+    assert world.call(world.nodes[0], prompt=100, answer=5) == Never("tpm", 100, 101)
+    assert isinstance(world.call(world.nodes[0], prompt=100, answer=0), Taken), "an embedding"
+
+
+def test_several_answers_charge_the_prompt_once() -> None:
+    world = World(Limits(tpm=1000), 1)
+    found = world.call(world.nodes[0], prompt=100, answer=50, choices=4)
+    assert found.reservation.tokens == 300
+    world.end(world.nodes[0], answered=80)
+    assert world.nodes[0].quotas.standing(TENANT, world.now_ns)["tpm"].remaining == 820
+
+
+def test_a_reservation_is_settled_once_and_a_debt_lowers_what_is_granted() -> None:
+    world = World(Limits(tpm=1000), 2)
+    here, there = world.nodes
+    found = world.call(here, prompt=10, answer=40)
+    world.end(here, answered=940)
+    here.quotas.settle(found.reservation, 10, 940, world.now_ns)
+    world.exchange(here)
+    assert isinstance(world.call(there, prompt=10, answer=40), Taken)
+    assert isinstance(world.call(there, prompt=10, answer=40), Wait), "950 + 50 are used"
+    world.end(there, answered=500)
+    world.exchange(there)
+    world.run(62.5, lambda *_: None)
+    assert isinstance(world.call(there, prompt=10, answer=40), Taken)
+
+
+def test_an_exhausted_day_is_named_and_lasts_until_midnight() -> None:
+    world = World(Limits(tpd=1000, tpm=100_000), 2)
+    assert isinstance(world.call(world.nodes[0], prompt=900, answer=100), Taken)
+    world.run(70, lambda *_: None)
+    found = world.call(world.nodes[1], prompt=10, answer=0)
+    midnight_ms = 86_400_000 - world.clock_ms % 86_400_000
+    assert (found.kind, found.ns) == ("tpd", midnight_ms * MS)
+    world.pass_ms(midnight_ms)
+    assert isinstance(world.call(world.nodes[1], prompt=10, answer=0), Taken)
+
+
+def test_concurrent_requests_count_until_they_end_at_all_routers() -> None:
+    world = World(Limits(concurrent=3), 2)
+    here, there = world.nodes
+    assert all(isinstance(world.call(here, 1, 1), Taken) for _ in range(2))
+    assert isinstance(world.call(there, 1, 1), Taken)
+    world.run(120, lambda *_: None)
+    assert isinstance(world.call(there, 1, 1), Wait)
+    world.end(there, answered=1)
+    assert isinstance(world.call(there, 1, 1), Taken), "at once where one ended"
+    world.end(here, answered=1)
+    world.run(0.5, lambda *_: None)
+    assert isinstance(world.call(there, 1, 1), Taken)
+    assert isinstance(world.call(here, 1, 1), Wait)
+
+
+def test_what_is_not_used_returns_after_a_second() -> None:
+    world = World(Limits(rpm=10), 2)
+    here, there = world.nodes
+    for _ in range(4):
+        assert isinstance(world.call(here, 1, 1), Taken)
+    world.exchange(here)  # leases twice that
+    got = [isinstance(world.call(there, 1, 1), Taken) for _ in range(6)]
+    assert got.count(True) < 6
+    world.run(1.5, lambda *_: None)
+    got += [isinstance(world.call(there, 1, 1), Taken) for _ in range(7)]
+    assert got.count(True) == 6
+
+
+def test_the_lease_of_a_killed_router_returns_in_two_seconds() -> None:
+    world = World(Limits(concurrent=4, rpm=600), 2)
+    here, there = world.nodes
+    for _ in range(4):
+        assert isinstance(world.call(here, 1, 1), Taken)
+    world.exchange(here)
+    here.dead = True
+    world.run(SILENT_MS / 1000 - 0.1, lambda *_: None)
+    assert isinstance(world.call(there, 1, 1), Wait)
+    world.run(0.2, lambda *_: None)
+    assert isinstance(world.call(there, 1, 1), Taken)
+
+
+def test_a_router_that_redis_forgot_reports_its_use_again() -> None:
+    world = World(Limits(tpm=1000), 2)
+    here, there = world.nodes
+    world.call(here, prompt=900, answer=0)
+    world.exchange(here)
+    world.bank = type(world.bank)()
+    world.run(1.5, lambda *_: None)
+    assert isinstance(world.call(there, prompt=200, answer=0), Wait)
+    assert isinstance(world.call(there, prompt=100, answer=0), Taken)
+
+
+def test_without_redis_a_router_has_its_part_and_reports_it_afterwards() -> None:
+    world = World(Limits(rpm=100), 2)
+    here, there = world.nodes
+    for _ in range(5):
+        world.call(here, 1, 1)
+    world.exchange(here)
+    assert (here.quotas.standing(TENANT, world.now_ns)["rpm"].remaining) == 95
+    here.quotas.leave_redis(routers=4)
+    got = 0
+    for _ in range(60):
+        found = here.quotas.take(TENANT, 1, 1, 1, world.now_ns)
+        if isinstance(found, Wait) and found.asks:
+            here.quotas.exchange_here(world.now_ns)
+            found = here.quotas.take(TENANT, 1, 1, 1, world.now_ns)
+        got += isinstance(found, Taken)
+    assert got == 20, "with the 5 before, a quarter of 100"
+    here.quotas.return_to_redis()
+    world.run(1.5, lambda *_: None)
+    assert sum(isinstance(world.call(there, 1, 1), Taken) for _ in range(90)) == 75
+
+
+def test_changed_limits_apply_to_running_leases() -> None:
+    world = World(Limits(rpm=100), 1)
+    node = world.nodes[0]
+    for _ in range(50):
+        world.call(node, 1, 1)
+    node.quotas.set_limits({TENANT: Limits(rpm=10, concurrent=60)})
+    assert isinstance(world.call(node, 1, 1), Wait)
+    node.quotas.set_limits({TENANT: Limits(concurrent=60)})
+    assert isinstance(world.call(node, 1, 1), Taken)
+    node.quotas.set_limits({})
+    assert node.quotas.take(TENANT, 1, 1, 1, world.now_ns) is None
+    world.end(node, 1)
+
+
+LIMIT = 60_000
+PROMPT = 60
+ANSWER = 40
+
+
+def burst(rng: random.Random, where):
+    """Bursts of calls every 0.3 s, of twice the limit; answers as expected."""
+
+    def demand(world: World, tick: int) -> None:
+        for node in world.nodes:
+            while node.running and rng.random() < 0.5:
+                world.end(node, ANSWER)
+        if tick % 30 == 0:
+            for _ in range(10):
+                world.call(world.nodes[where(tick)], PROMPT, ANSWER)
+
+    return demand
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(lambda _: 0, id="at one router"),
+        pytest.param(lambda tick: tick // 30 % 4, id="at four routers"),
+        pytest.param(lambda tick: tick // 1500 % 4, id="at one after the other"),
+    ],
+)
+@pytest.mark.parametrize("limits", [Limits(tpm=LIMIT), Limits(rpm=LIMIT // (PROMPT + ANSWER))])
+def test_four_routers_use_the_limit_and_never_more(where, limits) -> None:
+    world = World(limits, 4)
+    seconds = 620  # of which bursts may use 600: the window is of 31 slots of 2 s
+    world.run(seconds, burst(random.Random(1), where))
+    assert world.refused > len(world.admitted) // 2, "the demand is there"
+    calls = LIMIT // (PROMPT + ANSWER)
+    most = world.most_in_a_minute()
+    assert most <= 1.01 * calls
+    assert len(world.admitted) >= 0.95 * calls * seconds / 60
+    print(f"{most / calls:.4f} {len(world.admitted) / calls / seconds * 60:.4f}")
+
+
+class Routers(RuleBasedStateMachine):
+    """Calls, exchanges that are lost or late, kills, clock steps; in any order."""
+
+    @initialize(
+        rpm=st.none() | st.integers(1, 30),
+        tpm=st.integers(20, 2000),
+        concurrent=st.none() | st.integers(1, 8),
+        count=st.integers(1, 4),
+    )
+    def begin(self, rpm, tpm, concurrent, count) -> None:
+        self.limits = Limits(rpm=rpm, tpm=tpm, concurrent=concurrent)
+        self.world = World(self.limits, count)
+        self.late_asks: list = []
+        self.late_grants: list = []
+
+    def node(self, index: int):
+        return self.world.nodes[index % len(self.world.nodes)]
+
+    @rule(
+        index=st.integers(0, 3),
+        prompt=st.integers(1, 60),
+        answer=st.integers(0, 100),
+        times=st.integers(1, 6),
+    )
+    def call(self, index, prompt, answer, times) -> None:
+        for _ in range(times):
+            self.world.call(self.node(index), prompt, answer)
+
+    @rule(index=st.integers(0, 3), part=st.floats(0, 1))
+    def end(self, index, part) -> None:
+        node = self.node(index)
+        if node.running:
+            reservation, prompt, _ = node.running[0]
+            self.world.end(node, int(part * max(reservation.tokens - prompt, 0)))
+
+    @rule(
+        ms=st.integers(1, 190),
+        times=st.integers(1, 8) | st.sampled_from([50, 290]),
+        lost=st.integers(0, 6),
+        step=st.just(0) | st.integers(-7_200_000, 900),
+    )
+    def wait(self, ms, times, lost, step) -> None:
+        """Let time pass; of seven exchanges in a row, some are lost."""
+        self.world.clock_ms += step
+        for number in range(times):
+            self.world.pass_ms(ms)
+            for node in self.world.nodes:
+                asks = self.world.asked(node)
+                if number % 7 >= lost:
+                    node.quotas.granted(self.world.answered(asks), self.world.now_ns)
+                elif number % 2:
+                    self.world.answered(asks)
+
+    @rule(index=st.integers(0, 3))
+    def exchange(self, index) -> None:
+        self.world.exchange(self.node(index))
+
+    @rule(index=st.integers(0, 3))
+    def lose_ask(self, index) -> None:
+        self.world.asked(self.node(index))
+
+    @rule(index=st.integers(0, 3))
+    def lose_grant(self, index) -> None:
+        self.world.answered(self.world.asked(self.node(index)))
+
+    @rule(index=st.integers(0, 3))
+    def delay_ask(self, index) -> None:
+        self.late_asks.append(self.world.asked(self.node(index)))
+
+    @rule(index=st.integers(0, 3))
+    def delay_grant(self, index) -> None:
+        node = self.node(index)
+        self.late_grants.append((node, self.world.answered(self.world.asked(node))))
+
+    @rule()
+    def deliver_late(self) -> None:
+        for asks in self.late_asks:
+            self.world.answered(asks)
+        for node, grants in self.late_grants:
+            node.quotas.granted(grants, self.world.now_ns)
+        self.late_asks.clear()
+        self.late_grants.clear()
+
+    @rule(index=st.integers(0, 3))
+    def kill(self, index) -> None:
+        place = index % len(self.world.nodes)
+        dead = self.world.nodes[place]
+        dead.dead = True
+        dead.running.clear()
+        self.world.nodes[place] = self.world.born()
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        recent = [
+            entry
+            for entry in world.admitted
+            if not entry.node.dead and entry.at_ms > world.now_ms - 60_000
+        ]
+        running = sum(len(node.running) for node in world.nodes)
+        assert running <= (self.limits.concurrent or running)
+        assert len(recent) <= (self.limits.rpm or len(recent))
+        assert sum(entry.net_tokens for entry in recent) <= self.limits.tpm
+
+
+TestRouters = Routers.TestCase
+TestRouters.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
