@@ -75,12 +75,12 @@ class _Lease:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the bank lacked something in the last exchange, and nothing came back since."""
+        """State after an exchange in which the bank lacked something that is still missing."""
         return self.wait_until_ns > 0 and self.left <= 0
 
     @property
     def in_use(self) -> bool:
-        """Whether calls took something in the second before the last exchange, or since then."""
+        """Presence of use in the second before the last exchange, or after it."""
         return self.taken_total > (self.recent[0][1] if self.recent else 0)
 
     def wanted(self, now_ns: int) -> int:

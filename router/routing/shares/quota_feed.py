@@ -61,7 +61,7 @@ class QuotaFeed:
 
     @property
     def is_degraded(self) -> bool:
-        """Whether this router has only its part of the limits, because Redis does not answer."""
+        """State without Redis, in which this router has only its part of the limits."""
         return self._source is not None and self.quotas.routers > 0
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Every route with every method, called by nobody, by tenants, by operators: who gets an answer.
+"""Every route with every method, called without a key, by tenants and by operators.
 
 Also every route as a stranger to a tenant that has one of everything: nothing of it is shown.
 """
@@ -83,7 +83,7 @@ def refusals(path: str) -> list[int | None]:
 
 @pytest.fixture
 async def everything(make_fleet, model, artifact, registry, tmp_path):
-    """A router with all its parts; nobody answers orders."""
+    """A router with all its parts; orders get no response."""
     served = object.__new__(ServedModel)
     served.__dict__.update(model.__dict__)
     served.adapters = AdapterTable(artifact.config, model.names, folder=str(tmp_path))
@@ -178,7 +178,7 @@ class Things:
         return answer.json()
 
     async def all_there(self) -> bool:
-        """Whether the tenant can still read everything."""
+        """Return whether the tenant can still read everything."""
         paths = [f"/fleet/requests/{name}" for name in self.ids["request_id"]]
         paths += [f"/v1/responses/{name}" for name in self.ids["response_id"]]
         paths += [f"/v1/files/{name}/content" for name in self.ids["file_id"]]
@@ -220,7 +220,7 @@ class Things:
 
 
 def shows(url: str, answer, things: Things) -> list[str]:
-    """What of the tenant is in an answer that the caller has not sent."""
+    """Return the tenant's data in a response that the caller has not sent."""
     known = {VIOLET, SECRET} | {name for ids in things.ids.values() for name in ids}
     request = answer.request
     sent = url + request.content.decode("latin-1") + request.headers.get("authorization", "")
@@ -229,7 +229,7 @@ def shows(url: str, answer, things: Things) -> list[str]:
 
 
 async def test_no_route_shows_a_stranger_anything_of_a_tenant(everything):
-    """Another tenant, nobody, an expired and a revoked key: nothing of it, and nothing is lost."""
+    """Another tenant, no key, an expired and a revoked one: nothing leaks and nothing is lost."""
     fleet = everything
     adapters = fleet.router.model.adapters
     adapters._adopt([AdapterEntry(name=ADAPTER, owner=VIOLET, digest="00" * 16, changed_ms=2**60)])
