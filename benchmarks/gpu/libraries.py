@@ -24,7 +24,7 @@ PROMPTS = (2048, 8192, 16384)
 DECODES = ((1, 32768), (8, 4096), (32, 4096), (32, 8192), (128, 1024))
 ROWS = (1, 8, 32, 128, 512, 4096)
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
-_WEIGHTS = 3  # in turns, so that none stays in the cache
+_WEIGHTS = 3  # used in turns: a single one would stay in the cache
 
 
 def compare(machine: Machine, report: Any) -> None:

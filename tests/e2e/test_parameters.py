@@ -196,7 +196,7 @@ def test_cached_tokens_and_cache_salt(client):
         return usage.prompt_tokens_details.cached_tokens
 
     def is_found(**fields):
-        """Whether the prompt is cached soon: workers report their caches a moment later."""
+        """Return whether the prompt is cached within 20 tries: workers report caches later."""
         for _ in range(20):
             if cached(**fields) >= 32:
                 return True

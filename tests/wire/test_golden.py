@@ -1,7 +1,7 @@
 """Bytes that processes of two versions exchange, or that Redis keeps, do not change by accident.
 
-Recorded from commit 8dfb768; since then a worker's record has ``turn``, which earlier versions
-ignore. A change here needs a new wire version, and a look at
+Recorded from commit 8dfb768, with the added field ``turn`` of a worker's record, which earlier
+versions ignore. A change here needs a new wire version, and a look at
 ``tests/fleet/test_upgrade.py``.
 """
 

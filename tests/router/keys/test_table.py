@@ -90,7 +90,7 @@ class FakeRedis:
 
 @dataclass
 class Expected:
-    """What the operators did with one key."""
+    """State of one key by the orders of the operators."""
 
     expires_ms: int
     retires_ms: int = 0
@@ -132,7 +132,7 @@ class Routers(RuleBasedStateMachine):
         return self.loop.run_until_complete(work)
 
     def change(self, router: int, work) -> bool:
-        """Whether the change was made: not without Redis."""
+        """Return whether the change was made; without Redis it is not."""
         try:
             self.run(work)
         except RegistryUnavailableError:
