@@ -87,12 +87,38 @@ class KvTiersConfig(Section):
         return self
 
 
+class AutoPoolsConfig(Section):
+    """Sizes that the planner may choose, and what a worker costs.
+
+    Attributes:
+        min: Least number of workers of both roles together; 0 lets a fleet without requests end
+            all its workers.
+        max: Largest number of workers of both roles together. Without ``min`` and ``max``, only
+            operators change sizes.
+        price_per_hour: Price of one worker for one hour, in any currency. Usage and metrics give
+            costs in this currency.
+    """
+
+    min: Annotated[int, Field(ge=0, le=1024)] | None = None
+    max: Annotated[int, Field(ge=1, le=1024)] | None = None
+    price_per_hour: Annotated[float, Field(ge=0.0, le=1_000_000.0)] = 0.0
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if (self.min is None) != (self.max is None):
+            raise ValueError("needs `min` and `max` together")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError("`min` must not be above `max`")
+        return self
+
+
 class PoolsConfig(Section):
     """Worker pools and routers. A fleet with one pool is colocated.
 
     Attributes:
         roles: Choice of ``prefill`` and ``decode``. ``auto`` lets Baton choose them for one
             host from measurements (``fleet/host_roles.py``); until then they are a pair.
+        auto: Bounds for the planner's choice of sizes, and the price of a worker.
         kv_tiers: KV storage below each worker's pool, see ``docs/design/kv-tiers.md``.
         ports: Port range ``FIRST-LAST`` of the workers, for firewalls. Without it, the kernel
             chooses.
@@ -113,6 +139,7 @@ class PoolsConfig(Section):
     decode: Annotated[int, Field(ge=0, le=512)] = 1  # decode workers; alone, they compute prompts
     routers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    auto: AutoPoolsConfig | None = None
     engine: EngineConfig = EngineConfig()
     kv_tiers: KvTiersConfig = KvTiersConfig()
     ports: Annotated[str, StringConstraints(pattern=r"^\d{4,5}-\d{4,5}$")] | None = None

@@ -357,3 +357,8 @@ def test_aliases_that_multiply_are_refused_before_they_fill_the_memory(tmp_path:
 @pytest.mark.parametrize("text", ["api_keys:", "api_keys: {}", "api_keys:\n  # sk-key-of-one: a"])
 def test_keys_that_are_all_taken_out_do_not_open_the_fleet(tmp_path: Path, text: str) -> None:
     assert "api_keys: contains no key: add one, or remove api_keys" in problem(tmp_path, text)
+
+
+@pytest.mark.parametrize("auto", ["min: 1", "max: 4", "min: 5, max: 4", "min: -1, max: 4"])
+def test_bounds_of_sizes_come_together_and_in_order(tmp_path: Path, auto: str) -> None:
+    assert "pools.auto" in problem(tmp_path, f"pools: {{auto: {{{auto}}}}}\n")
