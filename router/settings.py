@@ -35,6 +35,7 @@ class RouterSettings:
         start_limit_s: Time after which the router listens even if workers are not connected.
         probe_pause_s: Minimum time between two rounds of probes.
         max_adapters: Number of adapters that a worker holds at once.
+        starts_from_zero: The fleet may have no workers: requests wait for the first one.
         window_requests: Largest number of sequences at one worker; more wait in the router's queue.
         lease_ms: Time for which a worker keeps requests of a router that sends no heartbeat.
         silence_s: Time after which a silent worker counts as dead.
@@ -63,6 +64,7 @@ class RouterSettings:
     adapter_folder: str | None = None
     max_queued_requests: int = 256
     window_requests: int = 32
+    starts_from_zero: bool = False
     default_timeout_s: float = 600.0
     slo: SloConfig | None = None
     redis_url: str = field(default="", repr=False)
@@ -120,6 +122,7 @@ class RouterSettings:
             adapter_folder=config.adapters.folder,
             max_queued_requests=config.max_queued_requests,
             window_requests=config.max_batch_requests,
+            starts_from_zero=(bounds := config.pools.bounds) is not None and bounds.min == 0,
             default_timeout_s=config.default_timeout_s,
             slo=config.slo,
             pull_prefixes=config.pools.pull_prefixes,

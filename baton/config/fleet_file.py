@@ -249,7 +249,7 @@ class FleetConfig(Section):
         weights = self.quantisation.weights
         if weights in ("int4", "fp8") and self.dtype != "bf16":
             raise ValueError(f"quantisation.weights: {weights} needs dtype bf16, not {self.dtype}")
-        if self.quantisation.weights == "int4" and max(self.pools.ranks) > 1:
+        if self.quantisation.weights == "int4" and self.pools.widest > 1:
             raise ValueError("pools.tensor_parallel: int4 weights cannot be split; use int8")
         return self
 
@@ -261,7 +261,7 @@ class FleetConfig(Section):
                 "speculation": self.speculation != SpeculationConfig(),
                 "quantisation": self.quantisation != QuantisationConfig(),
                 "numerics: fast": self.numerics.mode != "exact",
-                "pools.tensor_parallel": max(self.pools.ranks) > 1,
+                "pools.tensor_parallel": self.pools.widest > 1,
             }
         )
         return self
@@ -269,9 +269,15 @@ class FleetConfig(Section):
     @field_validator("pools")
     @classmethod
     def _require_workers(cls, value: PoolsConfig) -> PoolsConfig:
-        if value.total == 0:
+        if value.total == 0 and (value.bounds is None or value.bounds.min > 0):
             raise ValueError("needs at least one worker in prefill or decode")
         return value
+
+    @model_validator(mode="after")
+    def _bounds_need_limits(self) -> Self:
+        if self.pools.bounds is not None and self.slo is None:
+            raise ValueError("pools.auto needs `slo: {ttft_s, itl_s}`, for which it chooses sizes")
+        return self
 
     @field_validator("max_step_tokens")
     @classmethod
@@ -308,8 +314,9 @@ class FleetConfig(Section):
 
     @property
     def cpus_total(self) -> float:
-        """CPUs that the placement groups of all replicas request from Ray."""
-        return self.cpus_per_rank * sum(self.pools.ranks)
+        """CPUs that the placement groups of all replicas request from Ray, at the largest sizes."""
+        added = self.pools.most_workers - self.pools.total
+        return self.cpus_per_rank * (sum(self.pools.ranks) + added * self.pools.widest)
 
     @property
     def threads_total(self) -> int | None:

@@ -1,7 +1,7 @@
 """Fleet file section on worker pools: replicas, ranks, engine, ports."""
 
 import os
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -85,6 +85,13 @@ class KvTiersConfig(Section):
         if self.disk_mb and self.disk_folder is None:
             raise ValueError("disk_mb needs `disk_folder: FOLDER`, an absolute path")
         return self
+
+
+class SizeBounds(NamedTuple):
+    """Bounds of the number of workers of both roles together."""
+
+    min: int
+    max: int
 
 
 class AutoPoolsConfig(Section):
@@ -185,8 +192,20 @@ class PoolsConfig(Section):
     def _roles_exclude_sizes(self) -> Self:
         if self.roles == "auto" and {"prefill", "decode"} & self.model_fields_set:
             raise ValueError("`roles: auto` chooses prefill and decode: remove these keys")
-        if self.roles == "auto" and max(self.ranks) > 1:
+        if self.roles == "auto" and self.widest > 1:
             raise ValueError("`roles: auto` needs workers of one rank: set prefill and decode")
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_hold_the_start(self) -> Self:
+        if (bounds := self.bounds) is None:
+            return self
+        if self.roles == "auto":
+            raise ValueError("`roles: auto` and `auto: {min, max}` exclude each other")
+        if self.total > bounds.max:
+            raise ValueError(
+                f"prefill + decode is {self.total}, more than `auto.max`, which is {bounds.max}"
+            )
         return self
 
     def width(self, role: Literal["prefill", "decode"]) -> int:
@@ -206,9 +225,32 @@ class PoolsConfig(Section):
         return [prefill] * self.prefill + [decode] * self.decode
 
     @property
+    def widest(self) -> int:
+        """Largest number of ranks of a replica that the fleet has, or may grow to."""
+        grows = (self.bounds is not None) * [self.width("prefill"), self.width("decode")]
+        return max([*self.ranks, *grows], default=1)
+
+    @property
     def total(self) -> int:
         """Number of replicas of both pools."""
         return self.prefill + self.decode
+
+    @property
+    def start_sizes(self) -> dict[str, int]:
+        """Number of replicas by role with which a fleet starts."""
+        return {"prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def bounds(self) -> SizeBounds | None:
+        """Bounds of the planner's sizes; None if only operators change sizes."""
+        if self.auto is None or self.auto.min is None or self.auto.max is None:
+            return None
+        return SizeBounds(self.auto.min, self.auto.max)
+
+    @property
+    def most_workers(self) -> int:
+        """Largest number of replicas that the fleet may grow to by itself."""
+        return max(self.total, self.bounds.max if self.bounds is not None else 0)
 
     @property
     def router_count(self) -> int:

@@ -1,4 +1,4 @@
-"""Decides which worker changes its role, so that both roles keep the latency limits. Sans-IO.
+"""Decides the roles of workers, and their number, so that latency limits are kept. Sans-IO.
 
     demand of routers ──▶ needs in workers ──▶ split with the largest flow ──▶ turn one worker
     waiting prompts, streams of now ─────────▶ veto, alarm ───────┘
@@ -10,6 +10,8 @@ worker from a role in distress, and may order one that arrivals do not show yet.
 load is what arrives and what waits for prefill, not only the streams of now: with these alone, the
 planner would take decode workers away while prompts wait, and give them back after.
 
+With bounds, the fleet also grows and shrinks (`baton.planner.sizes`), after what turns can do.
+
 There is no forecast.
 """
 
@@ -18,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from baton.planner.demand import DemandWindow
+from baton.planner.sizes import SizePlanner, Wish
 from baton.planner.state import (
     Decision,
     DecodeLine,
@@ -25,6 +28,7 @@ from baton.planner.state import (
     Limits,
     Nothing,
     PromptLine,
+    Resize,
     Turn,
     WorkerState,
     usual_decode_line,
@@ -57,8 +61,9 @@ _PENDING_NS = 10_000_000_000  # after which a turn without effect is given up
 class Planner:
     """Planner of one fleet. Call ``observe``, then ``decide``, every few seconds."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, sizes: SizePlanner | None = None) -> None:
         self._limits = limits
+        self._sizes = sizes
         self._window = DemandWindow()
         self._demands: Mapping[str, WorkDemand] = {}
         self._workers: Sequence[WorkerState] = ()
@@ -74,15 +79,40 @@ class Planner:
         self._window.observe(demands, now_ns)
         self._demands = demands
         self._workers = sorted(workers, key=lambda worker: worker.worker_id)
+        if self._sizes is not None:
+            self._sizes.observe(demands, now_ns)
 
-    def decide(self, now_ns: int) -> Decision:
-        """Return one turn, or the reason for none."""
+    def decide(self, now_ns: int, wanted: Mapping[Role, int] | None = None) -> Decision:
+        """Return one turn, new sizes, or the reason for neither.
+
+        ``wanted`` are the sizes that were asked for last, which the fleet may not have yet.
+        """
         if self._is_pending(now_ns):
             return Nothing(reason="a turn is pending")
         figures = self._figures()
+        known = None if isinstance(figures, str) else figures
+        turn = self._decide_turn(figures, now_ns)
+        if self._sizes is None or wanted is None or isinstance(turn, Turn):
+            return turn
+        light = self._window.arrived.count < _LEAST_REQUESTS
+        wish = self._sizes.decide(wanted, known, self._demands, now_ns, light=light)
+        if isinstance(wish, Wish):
+            self._direction = None
+            prefill = wish.sizes.get("prefill", 0)
+            decode = wish.sizes.get("decode", 0)
+            return Resize(prefill=prefill, decode=decode, reason=wish.reason, figures=known)
+        return Nothing(reason=f"{turn.reason}; {wish}", figures=known)
+
+    def _decide_turn(self, figures: Figures | str, now_ns: int) -> Turn | Nothing:
         if isinstance(figures, str):
             self._direction = None
             return Nothing(reason=figures)
+        if not figures.prefill or not figures.decode:
+            return Nothing(
+                reason=f"{figures.prefill} prefill and {figures.decode} decode workers are ready: "
+                "a turn needs both roles",
+                figures=figures,
+            )
         role, reason = self._choose_role(figures)
         urgent = role == "prefill" and self._waits(figures) >= _WAIT_ALARM
         if role != self._direction:
@@ -125,8 +155,8 @@ class Planner:
         window = self._window
         prefill = sum(worker.role == "prefill" for worker in self._workers)
         decode = len(self._workers) - prefill
-        if not prefill or not decode:
-            return f"{prefill} prefill and {decode} decode workers are ready: each role needs one"
+        if not self._workers:
+            return "no worker is ready"
         prompt_line = usual_prompt_line(self._workers)
         decode_line = usual_decode_line(self._workers)
         if prompt_line is None or decode_line is None:
@@ -155,7 +185,7 @@ class Planner:
             output_tokens=round(output_tokens, 1),
             prefill_need=round(rate * prompt_s / PREFILL_SHARE, 4),
             decode_need=round(rate / flow, 4),
-            prefill_wait_s=round(self._waiting_s(prompt_line, miss_share) / prefill, 4),
+            prefill_wait_s=round(self._waiting_s(prompt_line, miss_share) / (prefill or decode), 4),
             decode_now=round(self._decode_now(decode_line), 4),
         )
 

@@ -132,14 +132,28 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, tag="turn"):
     figures: Figures
 
 
+class Resize(msgspec.Struct, frozen=True, kw_only=True, tag="resize"):
+    """Decision to change the number of workers of each role."""
+
+    prefill: int
+    decode: int
+    reason: str
+    figures: Figures | None = None
+
+    @property
+    def sizes(self) -> dict[Role, int]:
+        """Number of workers by role."""
+        return {"prefill": self.prefill, "decode": self.decode}
+
+
 class Nothing(msgspec.Struct, frozen=True, kw_only=True, tag="nothing"):
-    """Decision to leave the roles as they are; without figures if there is no load to judge."""
+    """Decision to leave roles and sizes; without figures if there is no load to judge."""
 
     reason: str
     figures: Figures | None = None
 
 
-Decision = Turn | Nothing
+Decision = Turn | Resize | Nothing
 
 
 def usual_prompt_line(workers: Sequence[WorkerState]) -> PromptLine | None:

@@ -359,7 +359,11 @@ class Supervisor:
 
     def _all_in_place(self) -> bool:
         slots = self._slots()  # parked ones were drained by an operator
-        return bool(slots) and all(slot["phase"] in ("ready", "parked") for slot in slots)
+        bounds = self._config.pools.bounds
+        may_be_empty = bounds is not None and bounds.min == 0
+        return bool(slots or may_be_empty) and all(
+            slot["phase"] in ("ready", "parked") for slot in slots
+        )
 
     def _begin_change(self, earlier: Changes | None) -> Changes:
         if self._reread is None or self._pools is None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.registry.types import Role, WorkerState, number_of, role_in_name, worker_name
-from fleet.pools.roles.balance import MayTurn, always, balance
+from fleet.pools.roles.balance import LeavingOrder, MayTurn, always, balance, same
 
 SECOND_NS = 1_000_000_000
 
@@ -159,15 +159,21 @@ class FleetController:
     """State machine of all slots. Call `tick` for the first actions.
 
     After ``healthy_after_ns`` an incarnation counts as healthy: its successor starts at once, in
-    the same process if it still exists, and the back-off is reset.
+    the same process if it still exists, and the back-off is reset. It may wait for room for
+    ``place_limit_ns``, and then take `START_LIMIT_NS` to start.
     """
 
     def __init__(
-        self, pools: Mapping[Role, int], now_ns: int, healthy_after_ns: int = HEALTHY_AFTER_NS
+        self,
+        pools: Mapping[Role, int],
+        now_ns: int,
+        healthy_after_ns: int = HEALTHY_AFTER_NS,
+        place_limit_ns: int = START_LIMIT_NS,
     ) -> None:
         self.slots: dict[str, Slot] = {}
         self.stopped = False
         self._healthy_after_ns = healthy_after_ns
+        self._place_limit_ns = place_limit_ns
         self._rolling: list[str] = []
         self._wanted = dict(pools)
         self._past: dict[str, _Past] = {}
@@ -179,11 +185,15 @@ class FleetController:
     # ---- admin commands --------------------------------------------------------------------------
 
     def resize(
-        self, sizes: Mapping[Role, int], now_ns: int, may_turn: MayTurn = always
+        self,
+        sizes: Mapping[Role, int],
+        now_ns: int,
+        may_turn: MayTurn = always,
+        leaving_order: LeavingOrder = same,
     ) -> list[Action]:
         """Change the pools' sizes: turn surplus workers first, then drain or start the rest."""
         self._wanted |= sizes
-        return [*self._balance(now_ns, may_turn), *self.tick(now_ns)]
+        return [*self._balance(now_ns, may_turn, leaving_order), *self.tick(now_ns)]
 
     def settle(self, now_ns: int, *, add: bool = True) -> None:
         """Reconcile the slots without a process with the adopted ones, which are left alone.
@@ -316,6 +326,12 @@ class FleetController:
 
     # ---- events --------------------------------------------------------------------------------
 
+    def placed(self, worker_id: str, epoch: int, now_ns: int) -> None:
+        """Note that an incarnation has room, and starts from now on."""
+        slot = self._current(worker_id, epoch)
+        if slot is not None and slot.phase is Phase.STARTING and not slot.stopping:
+            slot.due_ns = now_ns + START_LIMIT_NS
+
     def started(self, worker_id: str, epoch: int, now_ns: int) -> list[Action]:
         """Handle an incarnation that accepts requests."""
         slot = self._current(worker_id, epoch)
@@ -373,7 +389,7 @@ class FleetController:
             if slot.phase is Phase.WAITING and not self.stopped:
                 actions += self._launch(slot, now_ns)
             elif slot.phase is Phase.STARTING:
-                slot.reason = f"did not start within {START_LIMIT_NS // SECOND_NS} s"
+                slot.reason = f"did not start within {(now_ns - slot.since_ns) // SECOND_NS} s"
                 actions += self._stop_life(slot)
             elif slot.phase is Phase.DRAINING:
                 actions += self._stop_life(slot)
@@ -434,10 +450,16 @@ class FleetController:
         self.slots[worker_id] = slot
 
     def _balance(
-        self, now_ns: int, may_turn: MayTurn, *, keep: bool = False, add: bool = True
+        self,
+        now_ns: int,
+        may_turn: MayTurn,
+        leaving_order: LeavingOrder = same,
+        *,
+        keep: bool = False,
+        add: bool = True,
     ) -> list[Action]:
         """Fit the slots to the sizes; ``keep``: drain no worker that has a process."""
-        plan = balance(self.slots.values(), self._wanted, may_turn)
+        plan = balance(self.slots.values(), self._wanted, may_turn, leaving_order)
         actions: list[Action] = []
         for worker_id in plan.returning:
             slot = self.slots[worker_id]
@@ -483,7 +505,7 @@ class FleetController:
     def _launch(self, slot: Slot, now_ns: int) -> list[Action]:
         slot.epoch += 1
         self._enter(slot, Phase.STARTING, now_ns)
-        slot.due_ns = now_ns + START_LIMIT_NS
+        slot.due_ns = now_ns + self._place_limit_ns
         move = slot.moving
         slot.moving = False
         slot.failed_starts = 0 if move else slot.failed_starts

@@ -150,6 +150,8 @@ def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
     Raises:
         CapacityError: A replica fits on no node, or not all replicas fit together.
     """
+    if not config.pools.total:
+        return
     asked = config.cpus_per_rank
     largest = max(node_cpus, default=0.0)
     if asked > largest:

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from baton.registry.types import Role
 from fleet.pools.controller import Action, FleetController, Turn
 from fleet.pools.nodes import CapacityError, Node, check_nodes, usable
 from fleet.pools.placement import Placements
-from fleet.pools.roles.balance import MayTurn
+from fleet.pools.roles.balance import LeavingOrder, MayTurn
 from fleet.pools.roles.planning import NO_LIMITS, RolePlanning
 from fleet.private_logs import logs_of
 
@@ -90,7 +91,8 @@ class OrderDesk:
         """Apply the state that operators requested, possibly from an earlier controller."""
         for worker_id in set(state.drained) & set(self.machine.slots):
             self.apply(self.machine.drain(worker_id, self.now_ns()))
-        self.planning.auto = state.auto and self.planning.possible
+        if state.auto is not None:
+            self.planning.auto = state.auto and self.planning.possible
         sizes = sizes_in(state.pools) if state.pools else self.machine.wanted
         placed = any(map(self.placements.addresses_of, self.machine.slots))
         nodes = await self.placements.nodes() if placed else []
@@ -138,20 +140,63 @@ class OrderDesk:
             if role not in ("prefill", "decode") or not isinstance(size, int) or size < 0:
                 return Answer(f"cannot scale {role} to {size}: use prefill=N or decode=N")
             wanted[role] = size
-        if not any(wanted.values()):
-            return Answer("a fleet needs at least one worker; stop it with `baton down`")
+        nodes = await self.placements.nodes()
+        if why := self._why_not_sizes(wanted, nodes):
+            return Answer(why)
+        turns = self._resize(sizes_in(wanted), nodes)
+        return Answer(data=await self._turned(turns) if turns else None)
+
+    async def resize(self, sizes: Mapping[Role, int]) -> str:
+        """Change the pool sizes; return why that is not possible, or ""."""
+        nodes = await self.placements.nodes()
+        if why := self._why_not_sizes({str(role): size for role, size in sizes.items()}, nodes):
+            return why
+        self._resize(sizes, nodes)
+        return ""
+
+    def _resize(self, sizes: Mapping[Role, int], nodes: Sequence[Node]) -> list[Turn]:
+        """Apply the sizes; return the turns among the actions."""
+        leaving = self._leaving_order()
+        actions = self.machine.resize(sizes, self.now_ns(), self._may_turn(nodes), leaving)
+        self.apply(actions)
+        return [action for action in actions if isinstance(action, Turn)]
+
+    def _why_not_sizes(self, wanted: Mapping[str, int], nodes: Sequence[Node]) -> str:
+        """Return why the pools cannot have these sizes, or "".
+
+        With bounds, workers without room wait for new nodes: their bundles are demand for Ray's
+        autoscaler.
+        """
+        total = sum(wanted.values())
+        if (bounds := self.config.pools.bounds) is not None:
+            if not bounds.min <= total <= bounds.max:
+                return f"{total} workers are outside of pools.auto: {bounds.min} to {bounds.max}"
+            return ""
+        if not total:
+            return "a fleet needs at least one worker; stop it with `baton down`"
         pools = self.config.pools.model_copy(update=wanted)
         config = self.config.model_copy(update={"pools": pools})
-        nodes = await self.placements.nodes()
         try:
             check_nodes(config, nodes, self.placements.closed)
         except CapacityError as error:
-            return Answer(str(error))
+            return str(error)
+        return ""
 
-        actions = self.machine.resize(sizes_in(wanted), self.now_ns(), self._may_turn(nodes))
-        self.apply(actions)
-        turns = [action for action in actions if isinstance(action, Turn)]
-        return Answer(data=await self._turned(turns) if turns else None)
+    def _leaving_order(self) -> LeavingOrder:
+        """Return the order in which workers leave: those that free a node with the least work."""
+        streams = {state.worker_id: state.streams for state in self.planning.workers()}
+        workers: Counter[str] = Counter()
+        work: Counter[str] = Counter()
+        for worker_id in self.machine.slots:
+            address = self.placements.address_of(worker_id)
+            workers[address] += 1
+            work[address] += streams.get(worker_id, 0)
+
+        def order(worker_id: str) -> tuple[int, int, int]:
+            address = self.placements.address_of(worker_id)
+            return workers[address], work[address], streams.get(worker_id, 0)
+
+        return order
 
     async def turn(self, worker_id: str, role: Role) -> str:
         """Give a worker another role; return why it cannot have it, or ""."""

@@ -25,7 +25,7 @@ from ray.util.placement_group import (
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role, is_worker_name
 from baton.telemetry.tasks import BackgroundTasks
-from fleet.pools.nodes import Node, choose
+from fleet.pools.nodes import Node, choose, usable
 from fleet.pools.resources import bundles
 
 _LOG = logging.getLogger("fleet.pools.placement")
@@ -62,6 +62,7 @@ class Placements:
         self._config = config
         self._tasks = tasks
         self._chooses = chooses
+        self._grows = config.pools.bounds is not None
         self._places: dict[str, Place] = {}
         self._failed_s: dict[str, float] = {}  # node id -> when
         self._one_by_one = asyncio.Lock()  # each choice must see the previous reservation
@@ -98,7 +99,7 @@ class Placements:
                 self.remove(worker_id)
                 place = None
         try:
-            async with asyncio.timeout(PLACEMENT_LIMIT_S):
+            async with asyncio.timeout(None if self._grows else PLACEMENT_LIMIT_S):
                 if self._chooses:
                     if place is None:
                         place = await self._on_chosen_node(worker_id, role, settled, avoid)
@@ -182,18 +183,7 @@ class Placements:
         """Reserve a group on the best nodes, or on the next ones if that fails."""
         while True:
             async with self._one_by_one:
-                nodes = await self.nodes()
-                failed = {n.address for n in nodes if n.id in self._failed_lately()}
-                chosen = choose(
-                    role,
-                    self._config.cpus_per_rank,
-                    nodes,
-                    {w: (p.addresses, self.role_of(w)) for w, p in self._places.items()},
-                    ranks=self._config.pools.width(role),
-                    apart=self._config.pools.ranks_apart(role),
-                    closed=self.closed,
-                    avoid=avoid | failed,
-                )
+                chosen = self._choice(role, await self.nodes(), avoid)
                 if chosen:
                     group = self._reserve(worker_id, role, chosen)
                     place = Place(group, tuple(chosen), self._cpus_of_ranks(role))
@@ -205,13 +195,78 @@ class Placements:
                         if not reserved:  # in time, or at all
                             self.remove(worker_id)
                     if reserved:
-                        named = " + ".join(f"{node.name} ({node.address})" for node in chosen)
-                        _LOG.info("placing worker=%s on %s", worker_id, named)
+                        _LOG.info("placing worker=%s on %s", worker_id, _named(chosen))
                         return place
                     avoid.update(place.addresses)
             if unwanted.is_set():
                 raise RuntimeError("stopped before it was placed")
+            if not chosen and self._grows:
+                found = await self._on_new_node(worker_id, role, unwanted, avoid)
+                if found is not None:
+                    return found
             await asyncio.sleep(_POLL_S if chosen else 1.0)
+
+    async def _on_new_node(
+        self, worker_id: str, role: Role, unwanted: asyncio.Event, avoid: set[str]
+    ) -> Place | None:
+        """Reserve a group on any node; while none has room, it is demand for Ray's autoscaler.
+
+        Returns None if a chosen node has room meanwhile, or if Ray's choice breaks a rule.
+        """
+        group = self._reserve(worker_id, role, reserved=await self._reserved_nodes(role))
+        _LOG.info("waiting for a node: worker=%s", worker_id)
+        place = None
+        try:
+            while not unwanted.is_set():
+                if await self._reserved(group, unwanted):
+                    place = await self._accepted(group, role, avoid)
+                    break
+                if self._choice(role, await self.nodes(), avoid):
+                    break
+        finally:
+            if place is None:
+                remove_placement_group(group)
+        if place is not None:
+            self._places[worker_id] = place
+            _LOG.info("placing worker=%s on %s", worker_id, _named(place.nodes))
+        return place
+
+    async def _accepted(
+        self, group: PlacementGroup, role: Role, avoid: Collection[str]
+    ) -> Place | None:
+        """Return the place of a group that Ray has put somewhere, or None if a rule forbids it."""
+        table = await asyncio.to_thread(placement_group_table, group)
+        by_bundle: dict[int, str] = table.get("bundles_to_node_id", {})
+        nodes = await self.nodes()
+        by_id = {node.id: node for node in usable(role, nodes, self.closed)}
+        ids = [node_id for _, node_id in sorted(by_bundle.items())]
+        there = [by_id[node_id] for node_id in ids if node_id in by_id]
+        if len(there) == len(ids) and not {node.address for node in there} & set(avoid):
+            return Place(group, tuple(there), self._cpus_of_ranks(role))
+        _LOG.warning(
+            "Ray reserved room for a %s worker on a node that may not have one. If this is Ray's "
+            "head, start it with --num-cpus=0, so that the cluster grows instead",
+            role,
+        )
+        return None
+
+    async def _reserved_nodes(self, role: Role) -> bool:
+        """Return whether nodes are reserved for a role."""
+        return any(role in node.roles for node in await self.nodes())
+
+    def _choice(self, role: Role, nodes: Sequence[Node], avoid: Collection[str]) -> list[Node]:
+        """Return the best nodes for a replica, or an empty list without room."""
+        failed = {node.address for node in nodes if node.id in self._failed_lately()}
+        return choose(
+            role,
+            self._config.cpus_per_rank,
+            nodes,
+            {w: (p.addresses, self.role_of(w)) for w, p in self._places.items()},
+            ranks=self._config.pools.width(role),
+            apart=self._config.pools.ranks_apart(role),
+            closed=self.closed,
+            avoid={*avoid, *failed},
+        )
 
     async def _reserved(self, group: PlacementGroup, unwanted: asyncio.Event) -> bool:
         """Wait until Ray has reserved a group; return False on a timeout."""
@@ -224,8 +279,13 @@ class Placements:
                     await asyncio.sleep(_POLL_S)
         return False
 
-    def _reserve(self, worker_id: str, role: Role, nodes: Sequence[Node] = ()) -> PlacementGroup:
+    def _reserve(
+        self, worker_id: str, role: Role, nodes: Sequence[Node] = (), *, reserved: bool = False
+    ) -> PlacementGroup:
+        """Request a group on these nodes, or anywhere; ``reserved``: on nodes of the role."""
         asked = bundles(self._config, role)
+        if reserved:
+            asked = [{**bundle, f"baton_{role}": _NODE_SHARE} for bundle in asked]
         if nodes:
             asked = [
                 {**bundle, f"node:{node.address}": _NODE_SHARE}
@@ -331,6 +391,10 @@ def groups_of(
         cpus = tuple(bundle.get("CPU", 0.0) for bundle in asked)
         found[worker_id] = (group, node_ids, cpus)
     return found
+
+
+def _named(nodes: Sequence[Node]) -> str:
+    return " + ".join(f"{node.name} ({node.address})" for node in nodes)
 
 
 async def _set_when(ready: Awaitable[Any], event: asyncio.Event) -> None:

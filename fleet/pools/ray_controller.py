@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.config.fleet_file import FleetConfig
+from baton.planner.sizes import SizePlanner
 from baton.planner.state import WorkerState
 from baton.registry import wanted
 from baton.registry.orders import Answer, Order, Orders
@@ -27,6 +28,7 @@ from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools.controller import (
+    START_LIMIT_NS,
     Action,
     Drain,
     FleetController,
@@ -62,6 +64,7 @@ _STEP_S = 0.25
 _NODES_EVERY_S = 2.0
 _STOP_LIMIT_S = 4.0
 _NS = 1_000_000_000
+_PLACE_LIMIT_NS = 3600 * _NS  # for a node that an autoscaler starts
 
 
 class ControllerActor:
@@ -77,7 +80,7 @@ class ControllerActor:
         # Without a host, workers bind their node's own address: they are on a cluster.
         self._placements = Placements(self._config, self._tasks, chooses=not self._spec.host)
         pools = self._config.pools
-        self._begin_with({"prefill": pools.prefill, "decode": pools.decode})
+        self._begin_with(sizes_in(pools.start_sizes))
         self._lives: dict[str, Life] = {}
         self._reused: dict[str, Any] = {}  # actors that will host their slot's next incarnation
         self._placing: dict[str, asyncio.Event] = {}  # set to abort the start of an incarnation
@@ -196,6 +199,7 @@ class ControllerActor:
         unwanted = self._placing[worker_id] = asyncio.Event()
         try:
             group = await self._placements.place(worker_id, launch.role, unwanted, move=launch.move)
+            self._machine.placed(worker_id, epoch, _now_ns())
             if not self._machine.wants(worker_id, epoch):
                 reason = "stopped before it was placed"
                 self._apply(self._machine.ended(worker_id, epoch, reason, _now_ns()))
@@ -373,13 +377,27 @@ class ControllerActor:
 
     def _begin_with(self, pools: dict[Role, int]) -> None:
         """Create the state machine and the desk for admin commands."""
-        self._machine = FleetController(pools, _now_ns(), self._spec.healthy_after_ns)
+        bounds = self._config.pools.bounds
+        self._machine = FleetController(
+            pools,
+            _now_ns(),
+            self._spec.healthy_after_ns,
+            START_LIMIT_NS if bounds is None else _PLACE_LIMIT_NS,
+        )
         self._placements.role_of = self._role_of
         demands = RouterDemands(self._registry)
 
         async def turn(worker_id: str, role: Role) -> str:
             return await self._desk.turn(worker_id, role)
 
+        async def resize(sizes: Mapping[Role, int]) -> str:
+            return await self._desk.resize(sizes)
+
+        size_planner = None
+        if bounds is not None and (slo := self._config.slo) is not None:
+            first = sizes_in(self._config.pools.start_sizes)
+            after_ns = self._spec.scale_in_after_ns
+            size_planner = SizePlanner(*bounds, first, slo.ttft_s, after_ns)
         self._desk = OrderDesk(
             self._config,
             self._machine,
@@ -388,7 +406,15 @@ class ControllerActor:
             self._apply,
             _now_ns,
             self._spec.log_dir,
-            RolePlanning(self._config.slo, demands, self._ready_workers, turn),
+            RolePlanning(
+                self._config.slo,
+                demands,
+                self._ready_workers,
+                lambda: self._machine.wanted,
+                turn,
+                resize,
+                size_planner,
+            ),
         )
 
     def _ready_workers(self) -> list[WorkerState]:

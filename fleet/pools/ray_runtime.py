@@ -72,12 +72,14 @@ def connect(address: str, config: FleetConfig) -> str:
     from fleet.pools.placement import cluster_nodes
 
     nodes = cluster_nodes()
-    check_nodes(config, nodes)
-    if {node.address for node in nodes} == {ray.util.get_node_ip_address()}:
+    if config.pools.bounds is None:
+        check_nodes(config, nodes)
+    alone = {node.address for node in nodes} == {ray.util.get_node_ip_address()}
+    if alone and config.cpus_total <= sum(node.cpus for node in nodes):
         return "127.0.0.1"
     if config.redis == EMBEDDED:
         raise CapacityError(
-            "redis = embedded serves one machine only, but the cluster has several nodes: set "
+            "redis = embedded serves one machine only, but the cluster has or needs several: set "
             "`redis:` to the URL of a server that every node reaches"
         )
     if config.pools.tls is None and not config.pools.insecure:

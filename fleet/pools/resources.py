@@ -16,6 +16,7 @@ from baton.engine.core.speculative.proposers import SpeculationSettings
 from baton.engine.settings import EmulatedModel, EngineSettings, KvTierSettings, default_device
 from baton.model.artifact import resolve_model
 from baton.model.model_config import ModelConfig
+from baton.planner.sizes import SCALE_IN_AFTER_NS
 from baton.registry.types import Role, is_worker_name
 from fleet.pools.controller import HEALTHY_AFTER_NS
 
@@ -36,6 +37,7 @@ class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
     sealed: bool = False  # encrypt secrets on their way through Ray: ``fleet.pools.sealing``
     program: str = WORKER_PROGRAM
     healthy_after_ns: int = HEALTHY_AFTER_NS
+    scale_in_after_ns: int = SCALE_IN_AFTER_NS
 
     @property
     def digest(self) -> str:
@@ -170,7 +172,7 @@ def _model_config(reference: str) -> ModelConfig:
 
 def _workers_on_a_host(config: FleetConfig) -> int:
     places = math.floor((os.cpu_count() or 1) / config.cpus_per_rank + 1e-9)
-    return max(1, min(config.pools.total, places))
+    return max(1, min(config.pools.most_workers, places))
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from baton.config.clients import SloConfig
-from baton.planner.state import Decision, Figures, Nothing, Turn, WorkerState
+from baton.planner.state import Decision, Figures, Nothing, Resize, Turn, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import RouterDemand, WorkDemand
 from fleet.pools.roles.planning import NO_LIMITS, RolePlanning
@@ -23,6 +23,8 @@ FIGURES = Figures(
     prefill_wait_s=1.0,
     decode_now=0.5,
 )
+SIZES = {"prefill": 1, "decode": 3}
+RESIZE = Resize(prefill=2, decode=3, reason="the load needs 1.90 + 2.10 workers", figures=FIGURES)
 TURN = Turn(worker_id="worker-1", role="prefill", reason="1 + 3 misses", figures=FIGURES)
 
 
@@ -36,7 +38,7 @@ class Planner:
     def observe(self, demands: Mapping[str, WorkDemand], workers: object, now_ns: int) -> None:
         self.demands.append(demands)
 
-    def decide(self, now_ns: int) -> Decision:
+    def decide(self, now_ns: int, wanted: Mapping[str, int] | None = None) -> Decision:
         return self.decisions.pop(0)
 
 
@@ -50,8 +52,15 @@ class Demands:
         return self.looks.pop(0)
 
 
-def made(demands: Demands, refusal: str = "") -> tuple[RolePlanning, list[tuple[str, str]]]:
+def made(
+    demands: Demands, refusal: str = "", sizes: Mapping[str, int] = SIZES
+) -> tuple[RolePlanning, list[tuple[str, str]], list[Mapping[str, int]]]:
     turns: list[tuple[str, str]] = []
+    resized: list[Mapping[str, int]] = []
+
+    async def resize(sizes: Mapping[str, int]) -> str:
+        resized.append(sizes)
+        return refusal
 
     async def turn(worker_id: str, role: str) -> str:
         turns.append((worker_id, role))
@@ -59,11 +68,12 @@ def made(demands: Demands, refusal: str = "") -> tuple[RolePlanning, list[tuple[
 
     slo = SloConfig(ttft_s=2.0, itl_s=0.05)
     worker = WorkerState(worker_id="worker-1", role="decode", steps=100)
-    return RolePlanning(slo, demands, lambda: [worker], turn), turns
+    planning = RolePlanning(slo, demands, lambda: [worker], lambda: sizes, turn, resize)
+    return planning, turns, resized
 
 
 async def test_a_turn_is_made_only_in_auto() -> None:
-    planning, turns = made(Demands({}, {}))
+    planning, turns, _ = made(Demands({}, {}))
     planner = Planner(TURN, TURN)
     await planning.plan(planner)
     assert turns == []
@@ -77,7 +87,7 @@ async def test_a_turn_is_made_only_in_auto() -> None:
 
 
 async def test_a_turn_that_cannot_be_made_is_shown_with_the_reason() -> None:
-    planning, _ = made(Demands({}), "no prefill worker may be on 10.0.0.2")
+    planning, *_ = made(Demands({}), "no prefill worker may be on 10.0.0.2")
     planning.auto = True
     await planning.plan(Planner(TURN))
     (shown,) = planning.describe()["decisions"]
@@ -86,7 +96,7 @@ async def test_a_turn_that_cannot_be_made_is_shown_with_the_reason() -> None:
 
 async def test_a_router_that_reports_no_more_is_not_counted() -> None:
     gone, lives = RouterDemand(beat=5), RouterDemand(beat=6)
-    planning, _ = made(Demands({"a": gone, "b": gone}, {"a": gone, "b": lives}))
+    planning, *_ = made(Demands({"a": gone, "b": gone}, {"a": gone, "b": lives}))
     planner = Planner(Nothing(reason="x"), Nothing(reason="x"))
     await planning.plan(planner)
     await planning.plan(planner)
@@ -94,7 +104,7 @@ async def test_a_router_that_reports_no_more_is_not_counted() -> None:
 
 
 async def test_without_redis_nothing_is_decided() -> None:
-    planning, turns = made(Demands())
+    planning, turns, _ = made(Demands())
     planning.auto = True
     planner = Planner(TURN)
     await planning.plan(planner)
@@ -103,7 +113,7 @@ async def test_without_redis_nothing_is_decided() -> None:
 
 async def test_a_decision_that_only_repeats_the_last_with_other_figures_replaces_it() -> None:
     reasons = ["2 + 2 holds 0.51 + 0.20", "2 + 2 holds 0.52 + 0.21", "no load"]
-    planning, _ = made(Demands({}, {}, {}))
+    planning, *_ = made(Demands({}, {}, {}))
     planner = Planner(*(Nothing(reason=reason) for reason in reasons))
     for _ in reasons:
         await planning.plan(planner)
@@ -111,9 +121,22 @@ async def test_a_decision_that_only_repeats_the_last_with_other_figures_replaces
     assert found == ["no load", "2 + 2 holds 0.52 + 0.21"]
 
 
+async def test_sizes_are_changed_only_in_auto_or_from_zero() -> None:
+    planning, _, resized = made(Demands({}, {}))
+    await planning.plan(Planner(RESIZE))
+    assert resized == []
+    planning.auto = True
+    await planning.plan(Planner(RESIZE))
+    assert resized == [{"prefill": 2, "decode": 3}]
+
+    planning, _, resized = made(Demands({}), sizes={"prefill": 0, "decode": 0})
+    await planning.plan(Planner(RESIZE))
+    assert resized == [{"prefill": 2, "decode": 3}], "requests wait: `hold` does not keep them"
+
+
 @pytest.mark.timeout(5)
 async def test_without_limits_there_is_nothing_to_plan_for() -> None:
-    planning = RolePlanning(None, Demands(), list, lambda *_: None)
+    planning = RolePlanning(None, Demands(), list, dict, lambda *_: None, lambda *_: None)
     await planning.run()
     assert not planning.possible
     assert planning.describe()["reason"] == NO_LIMITS

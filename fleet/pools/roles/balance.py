@@ -9,6 +9,9 @@ from baton.registry.types import Role
 MayTurn = Callable[[str, Role], bool]
 """Function that returns whether a worker may get a role; its node may be reserved for the other."""
 
+LeavingOrder = Callable[[str], tuple[int, ...]]
+"""Function that returns a worker's place among those that may leave: the smallest leaves first."""
+
 _ROLES: tuple[Role, ...] = get_args(Role)
 
 
@@ -66,13 +69,22 @@ def always(worker_id: str, role: Role) -> bool:
     return True
 
 
+def same(worker_id: str) -> tuple[int, ...]:
+    """Give all workers the same place in the order of leaving."""
+    return ()
+
+
 def balance(
-    members: Iterable[Member], sizes: Mapping[Role, int], may_turn: MayTurn = always
+    members: Iterable[Member],
+    sizes: Mapping[Role, int],
+    may_turn: MayTurn = always,
+    leaving_order: LeavingOrder = same,
 ) -> Balance:
     """Return the changes; workers turn before any is removed or added.
 
-    Workers that serve turn first, those without a process are removed first; among equals the
-    highest number. A worker that an operator has drained does not turn, since it would not serve.
+    Workers that serve turn first. Those without a process leave first, then those that start, then
+    by ``leaving_order``; among equals the highest number. A worker that an operator has drained
+    does not turn, since it would not serve.
     """
     everyone = sorted(members, key=lambda member: member.number, reverse=True)
     staying = {role: [m for m in everyone if m.role == role and not m.leaving] for role in _ROLES}
@@ -95,7 +107,7 @@ def balance(
             staying[role].remove(member)
             lacking[other] -= 1
             surplus -= 1
-        staying[role].sort(key=lambda member: member.has_process)
+        staying[role].sort(key=lambda m: (m.has_process, m.ready, leaving_order(m.worker_id)))
         removed += [member.worker_id for member in staying[role][: max(surplus, 0)]]
     added = [role for role in _ROLES for _ in range(lacking[role])]
     return Balance(tuple(returning), tuple(turned), tuple(removed), tuple(added))

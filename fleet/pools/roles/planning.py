@@ -1,21 +1,23 @@
-"""Runs the planner of roles in the controller.
+"""Runs the planner in the controller.
 
 Every two seconds it reads the demand of all routers and the last ping of each worker. In ``auto``
-the planner's turns are made; otherwise it only decides, and `baton plan` shows what it would do.
+its turns and sizes are applied; in ``hold`` it only decides, and `baton plan` shows what it would
+do. A fleet without workers starts in both when a request waits.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from baton.config.clients import SloConfig
 from baton.planner.planner import Planner
-from baton.planner.state import Decision, Limits, Nothing, Turn, WorkerState
+from baton.planner.sizes import SizePlanner
+from baton.planner.state import Decision, Limits, Nothing, Resize, Turn, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import RouterDemand, RouterDemands
 from baton.registry.types import Role
@@ -23,6 +25,7 @@ from baton.registry.types import Role
 _LOG = logging.getLogger("fleet.pools.planner")
 
 PLAN_EVERY_S = 2.0
+WAKE_EVERY_S = 0.2  # between looks at the demand of a fleet without workers
 _KEPT = 200  # decisions
 
 NO_LIMITS = "the fleet file has no `slo`: the planner needs its limits"
@@ -34,7 +37,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix time
     decision: Decision
     done: bool = False
-    refused: str = ""  # why a turn was not made, although it was to be
+    refused: str = ""  # why it was not applied, although it was to be
 
 
 class RolePlanning:
@@ -43,7 +46,10 @@ class RolePlanning:
     Args:
         slo: Latency limits; None: there is nothing to plan for.
         workers: Returns the ready workers.
+        sizes: Returns the pool sizes that were asked for last.
         turn: Gives a worker another role; returns why it cannot, or "".
+        resize: Changes the pool sizes; returns why it cannot, or "".
+        size_planner: Planner of the sizes, in a fleet with bounds.
     """
 
     def __init__(
@@ -51,14 +57,22 @@ class RolePlanning:
         slo: SloConfig | None,
         demands: RouterDemands,
         workers: Callable[[], Sequence[WorkerState]],
+        sizes: Callable[[], Mapping[Role, int]],
         turn: Callable[[str, Role], Awaitable[str]],
+        resize: Callable[[Mapping[Role, int]], Awaitable[str]],
+        size_planner: SizePlanner | None = None,
     ) -> None:
-        self.auto = False
+        self.auto = size_planner is not None
         self._slo = slo
-        self._planner = None if slo is None else Planner(Limits(ttft_s=slo.ttft_s, itl_s=slo.itl_s))
+        self._planner: Planner | None = None
+        if slo is not None:
+            limits = Limits(ttft_s=slo.ttft_s, itl_s=slo.itl_s)
+            self._planner = Planner(limits, size_planner)
         self._demands = demands
-        self._workers = workers
+        self.workers = workers
+        self._sizes = sizes
         self._turn = turn
+        self._resize = resize
         self._beats: dict[str, int] = {}
         self._decided: deque[Decided] = deque(maxlen=_KEPT)
 
@@ -80,34 +94,41 @@ class RolePlanning:
         """Plan until cancelled."""
         while self._planner is not None:
             await self.plan(self._planner)
-            await asyncio.sleep(PLAN_EVERY_S)
+            await asyncio.sleep(PLAN_EVERY_S if any(self._sizes().values()) else WAKE_EVERY_S)
 
     async def plan(self, planner: Planner) -> None:
-        """Observe and decide once; in ``auto`` do what was decided."""
+        """Observe and decide once; apply the decision in ``auto``, or if no worker is there."""
         try:
             found = await self._demands.read()
         except RegistryUnavailableError:
             return  # the demand is unknown: the roles stay
         demands = {name: demand.work for name, demand in self._reporting(found).items()}
         now_ns = time.monotonic_ns()
-        planner.observe(demands, self._workers(), now_ns)
-        decision = planner.decide(now_ns)
+        planner.observe(demands, self.workers(), now_ns)
+        wanted = self._sizes()
+        decision = planner.decide(now_ns, wanted)
         refused = ""
-        is_turn = isinstance(decision, Turn)
-        if isinstance(decision, Turn) and self.auto:
-            refused = await self._turn(decision.worker_id, decision.role)
-            what = f"not made: {refused}" if refused else "made"
-            figures = msgspec.json.encode(decision.figures).decode()
-            _LOG.info(
-                "turn of worker=%s to role=%s %s; %s %s",
-                decision.worker_id,
-                decision.role,
-                what,
-                decision.reason,
-                figures,
-            )
-        done = is_turn and self.auto and not refused
+        acts = not isinstance(decision, Nothing) and (self.auto or not any(wanted.values()))
+        if acts:
+            refused = await self._apply(decision)
+        done = acts and not refused
         self._keep(Decided(at=time.time(), decision=decision, done=done, refused=refused))
+
+    async def _apply(self, decision: Decision) -> str:
+        """Apply a decision; return why that is not possible, or ""."""
+        match decision:
+            case Turn():
+                refused = await self._turn(decision.worker_id, decision.role)
+                what = f"turn of worker={decision.worker_id} to role={decision.role}"
+            case Resize():
+                refused = await self._resize(decision.sizes)
+                what = f"change of sizes to prefill={decision.prefill} decode={decision.decode}"
+            case Nothing():
+                return ""
+        outcome = f"not made: {refused}" if refused else "made"
+        figures = msgspec.json.encode(decision.figures).decode()
+        _LOG.info("%s %s; %s %s", what, outcome, decision.reason, figures)
+        return refused
 
     def _reporting(self, found: dict[str, RouterDemand]) -> dict[str, RouterDemand]:
         """Return the demand of routers that have reported since the last look."""

@@ -132,7 +132,7 @@ def routes(router: RouterParts) -> Endpoints:
 
 
 def _healthy(router: RouterParts) -> Response:
-    if not router.gateway.workers.usable:
+    if not router.gateway.workers.usable and not router.settings.starts_from_zero:
         raise UnavailableError("no worker is ready")
     return Response()
 

@@ -43,6 +43,11 @@ class Admission:
         """Number of requests in the queue."""
         return len(self._places)
 
+    @property
+    def head(self) -> Waiting | None:
+        """The request that `pop` would take next."""
+        return self._levels[min(self._levels)].head() if self._levels else None
+
     def offer(self, entry: Waiting, now_ns: int, *, expected_s: float) -> Waiting | None:
         """Add a request to the queue; return the place that it has taken over, if any.
 

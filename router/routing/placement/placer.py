@@ -141,6 +141,14 @@ class Placer:
                     f"x-baton-mode is disaggregated, but no {role} worker is ready"
                 )
 
+    def awaits_start(self, request: GenerationRequest) -> bool:
+        """Return whether no worker is ready, or one starts without which the mode is impossible."""
+        usable = self._workers.usable
+        if not usable or request.mode != "disaggregated":
+            return not usable
+        missing = {"prefill", "decode"} - {slot.role for slot in usable}
+        return any(slot.role in missing and slot.state == "starting" for slot in self._workers)
+
     def cost_tokens(self, request: GenerationRequest, uncached_tokens: int) -> float:
         """Return the work of a request: prompt tokens to compute plus expected output tokens."""
         return uncached_tokens + request.sampling.n * self._expected_tokens(request)

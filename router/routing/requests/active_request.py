@@ -36,6 +36,7 @@ class ActiveRequest:
         self.predicted_step_s = 0.0  # by the gate; 0: it was not asked
         self.computed = False  # the current attempt has yielded a token
         self.admitted = False
+        self.awaited_start = False  # it arrived while no worker was ready
         self.wants_prefill = False  # waits for a prefill worker to replace a lost one
         self.submitted_ns = 0
         self.cancelled_ns = 0

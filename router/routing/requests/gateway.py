@@ -140,8 +140,11 @@ class Gateway:
         """
         if self._closing:
             raise UnavailableError("the router is shutting down")
-        self._placer.check_served(request)
+        waits = self.settings.starts_from_zero and self._placer.awaits_start(request)
+        if request.probe or not waits:
+            self._placer.check_served(request)
         active = ActiveRequest(RequestRecord(request, self._tokenizer), wakeup)
+        active.awaited_start = waits
         active.submitted_ns = now_ns = monotonic_ns()
         loser = None
         if not request.probe:
@@ -189,11 +192,11 @@ class Gateway:
         window = self.shares.window(len(self.workers.usable) * self.settings.window_requests)
         self._pumping = True
         try:
-            while (entry := self.admission.pop(window)) is not None:
+            while not self._awaits_start() and (entry := self.admission.pop(window)) is not None:
                 active = self._active[entry.request_id]  # a request that ends has left the queue
                 active.admitted = True
                 slo = active.request.slo
-                if slo is None:
+                if slo is None or active.awaited_start:
                     self._admit(active, entry)
                 else:
                     self._slo.admit(active, entry, slo)
@@ -201,6 +204,11 @@ class Gateway:
             self._pumping = False
         waiting = self.admission.waiting + self._slo.waiting
         self._observer.queue(waiting, self.admission.max_waiting)
+
+    def _awaits_start(self) -> bool:
+        """Return whether the next request waits for a worker that starts."""
+        head = self.admission.head if self.settings.starts_from_zero else None
+        return head is not None and self._placer.awaits_start(self._active[head.request_id].request)
 
     def _admit(self, active: ActiveRequest, entry: Waiting, quote: Quote | None = None) -> None:
         active.admitted = True

@@ -92,8 +92,10 @@ class Prober:
         pairs = self._pairs()
         gate = asyncio.Semaphore(_AT_ONCE)
         results = await asyncio.gather(*(self._probe(pair, gate, priority) for pair in pairs))
-        good = bool(results) and all(result["ok"] for result in results)
-        ready = good and expected == served  # wait for a pool that is starting
+        may_be_empty = self._settings.starts_from_zero
+        good = bool(results or may_be_empty) and all(result["ok"] for result in results)
+        waits = may_be_empty and not served  # requests are accepted, and start a worker
+        ready = good and (expected == served or waits)  # else wait for a pool that is starting
         return {
             "status": "ready" if ready else "not ready",
             "pairs": results,

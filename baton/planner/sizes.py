@@ -1,0 +1,227 @@
+"""Decides how many workers each role gets, within the bounds of the fleet file. Sans-IO.
+
+Growth is one worker a minute, or a quarter of the fleet while prompts wait longer than the TTFT
+limit. A worker leaves only after ten minutes in which the fleet would have held the load without
+it. A fleet that may end all its workers does so after ten minutes without a request, and starts
+again as soon as one waits.
+
+The role of an added worker is the one with the higher load; turns balance the rest.
+"""
+
+from collections.abc import Mapping
+from math import ceil, inf
+
+import msgspec
+
+from baton.planner.state import Figures
+from baton.registry.types import Role, WorkDemand
+
+SCALE_IN_AFTER_NS = 600_000_000_000
+"""Time for which the load must be low before a worker leaves."""
+
+_EVERY_NS = 60_000_000_000  # between two changes of the sizes
+_FULL = 0.9  # load of a role above which it gets a worker
+_LOW = 0.75  # load of each role with one worker fewer, below which one leaves
+_FASTER = 0.25  # share of the fleet that is added at once while prompts wait
+_CALM = 0.15  # of the TTFT limit: prompts that wait no longer do not keep a worker
+
+Sizes = dict[Role, int]
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """Sizes that the fleet should have now, and the reason."""
+
+    sizes: Sizes
+    reason: str
+
+
+class SizePlanner:
+    """Sizes of one fleet.
+
+    Args:
+        least: Smallest number of workers of both roles together.
+        most: Largest number of them.
+        first: Sizes with which a fleet without workers starts again.
+        ttft_s: Latency limit of first tokens.
+    """
+
+    def __init__(
+        self,
+        least: int,
+        most: int,
+        first: Mapping[Role, int],
+        ttft_s: float,
+        scale_in_after_ns: int = SCALE_IN_AFTER_NS,
+    ) -> None:
+        self._least = least
+        self._most = most
+        self._colocated = not first.get("prefill", 0) and bool(first.get("decode", 0))
+        self._first = first
+        self._ttft_s = ttft_s
+        self._after_ns = scale_in_after_ns
+        self._changed_ns: int | None = None
+        self._low_since_ns: int | None = None
+        self._busy_ns: int | None = None  # when a request was seen last
+        self._arrived: dict[str, int] = {}
+
+    def observe(self, demands: Mapping[str, WorkDemand], now_ns: int) -> None:
+        """Note whether any request has arrived, waits or runs."""
+        arrived = {name: demand.arrived.count for name, demand in demands.items()}
+        new = any(count > self._arrived.get(name, count) for name, count in arrived.items())
+        held = any(
+            one.waiting.count or one.streams or one.computing.count for one in demands.values()
+        )
+        if new or held or self._busy_ns is None:
+            self._busy_ns = now_ns
+        self._arrived = arrived
+
+    def decide(
+        self,
+        sizes: Mapping[Role, int],
+        figures: Figures | None,
+        demands: Mapping[str, WorkDemand],
+        now_ns: int,
+        *,
+        light: bool = False,
+    ) -> Wish | str:
+        """Return new sizes, or why they stay; ``sizes`` are those that were wanted last.
+
+        Without ``figures``, the load is ``light`` or unknown.
+        """
+        total = sum(sizes.values())
+        if not total:
+            return self._from_zero(demands, now_ns)
+        if total < self._least:
+            return self._grown(sizes, figures, self._least - total, "the least size", now_ns)
+        if total > self._most:
+            return self._shrunk(sizes, figures, f"at most {self._most} are allowed", now_ns)
+        idle_ns = now_ns - (now_ns if self._busy_ns is None else self._busy_ns)
+        if not self._least and idle_ns >= self._after_ns:
+            self._changed_ns = now_ns
+            return Wish({"prefill": 0, "decode": 0}, f"no request for {idle_ns / 1e9:.0f} s")
+        if figures is not None and (why := self._lacks(sizes, figures)):
+            self._low_since_ns = None
+            if total == self._most:
+                return f"{why}, but at most {total} workers are allowed"
+            if not self._may_change(now_ns):
+                return f"{why}; the last change of the sizes is less than a minute ago"
+            waits = figures.prefill_wait_s >= self._ttft_s
+            step = max(ceil(_FASTER * total), 1) if waits else 1
+            return self._grown(sizes, figures, min(step, self._most - total), why, now_ns)
+        light = light and not _waiting(demands)
+        return self._when_low(sizes, figures, light, now_ns)
+
+    def _from_zero(self, demands: Mapping[str, WorkDemand], now_ns: int) -> Wish | str:
+        waiting = _waiting(demands)
+        if not waiting and not self._least:
+            return "no request waits"
+        first: Sizes = {role: self._first.get(role, 0) for role in ("prefill", "decode")}
+        first["decode"] = max(first["decode"], 1)
+        if sum(first.values()) > self._most:
+            first = {"prefill": 0, "decode": 1}
+        self._changed_ns = now_ns
+        return Wish(first, f"{waiting} requests wait for a first worker")
+
+    def _lacks(self, sizes: Mapping[Role, int], figures: Figures) -> str:
+        """Return why the fleet should grow, or ""."""
+        if self._load(sizes, figures) > _FULL:
+            needs = f"{figures.prefill_need:.2f} + {figures.decode_need:.2f}"
+            return f"the load needs {needs} workers"
+        if figures.prefill_wait_s >= self._ttft_s:
+            return f"prompts wait {figures.prefill_wait_s:.1f} s"
+        return ""
+
+    def _when_low(
+        self, sizes: Mapping[Role, int], figures: Figures | None, light: bool, now_ns: int
+    ) -> Wish | str:
+        """Return smaller sizes once the load has been low for long enough."""
+        total = sum(sizes.values())
+        leaving = None
+        if total > max(self._least, 1):
+            waits = figures is not None and figures.prefill_wait_s >= _CALM * self._ttft_s
+            known = figures is not None or light
+            leaving = self._role_to_shrink(sizes, figures) if known and not waits else None
+        if leaving is None:
+            self._low_since_ns = None
+            return "the sizes fit the load"
+        if self._low_since_ns is None:
+            self._low_since_ns = now_ns
+        low_ns = now_ns - self._low_since_ns
+        if low_ns < self._after_ns:
+            return f"the load is low for {low_ns / 1e9:.0f} of {self._after_ns / 1e9:.0f} s"
+        if not self._may_change(now_ns):
+            return "the load is low; the last change of the sizes is less than a minute ago"
+        return self._shrunk(sizes, figures, f"the load is low for {low_ns / 1e9:.0f} s", now_ns)
+
+    def _grown(
+        self,
+        sizes: Mapping[Role, int],
+        figures: Figures | None,
+        step: int,
+        why: str,
+        now_ns: int,
+    ) -> Wish:
+        grown: Sizes = dict(sizes)
+        for _ in range(step):
+            role = self._role_to_grow(grown, figures)
+            grown[role] = grown.get(role, 0) + 1
+        self._changed_ns = now_ns
+        return Wish(grown, why)
+
+    def _role_to_grow(self, sizes: Mapping[Role, int], figures: Figures | None) -> Role:
+        if self._colocated or not sizes.get("decode", 0):
+            return "decode"
+        if not sizes.get("prefill", 0):
+            return "prefill"
+        if figures is None:
+            return "prefill" if sizes["prefill"] < sizes["decode"] else "decode"
+        prefill_load = figures.prefill_need / sizes["prefill"]
+        waits = figures.prefill_wait_s >= self._ttft_s and figures.decode_now < sizes["decode"]
+        return (
+            "prefill"
+            if waits or prefill_load >= figures.decode_need / sizes["decode"]
+            else "decode"
+        )
+
+    def _shrunk(
+        self, sizes: Mapping[Role, int], figures: Figures | None, why: str, now_ns: int
+    ) -> Wish:
+        role = self._role_to_shrink(sizes, figures, limit=inf) or "prefill"
+        self._changed_ns = now_ns
+        return Wish({**sizes, role: sizes[role] - 1}, why)
+
+    def _role_to_shrink(
+        self, sizes: Mapping[Role, int], figures: Figures | None, limit: float = _LOW
+    ) -> Role | None:
+        """Return the role that can lose a worker best, if the load stays below the limit."""
+        left: dict[Role, float] = {}
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        for role in roles:
+            after = {**sizes, role: sizes.get(role, 0) - 1}
+            if after[role] >= 0 and after["decode"] and self._may_split(after):
+                left[role] = 0.0 if figures is None else self._load(after, figures)
+        role_left = min(left, key=lambda role: (left[role], -sizes[role]), default=None)
+        return role_left if role_left is not None and left[role_left] <= limit else None
+
+    def _may_split(self, sizes: Mapping[Role, int]) -> bool:
+        """Return whether a pool may be empty: only in a colocated fleet, or beside one worker."""
+        return bool(sizes.get("prefill", 0)) or self._colocated or sizes["decode"] == 1
+
+    def _load(self, sizes: Mapping[Role, int], figures: Figures) -> float:
+        """Return the load of the fuller role; decode workers alone compute prompts too."""
+        prefill = sizes.get("prefill", 0)
+        decode = sizes.get("decode", 0)
+        decode_need = max(figures.decode_need, figures.decode_now)
+        if not decode:
+            return inf
+        if not prefill:
+            return (figures.prefill_need + decode_need) / decode
+        return max(figures.prefill_need / prefill, decode_need / decode)
+
+    def _may_change(self, now_ns: int) -> bool:
+        return self._changed_ns is None or now_ns - self._changed_ns >= _EVERY_NS
+
+
+def _waiting(demands: Mapping[str, WorkDemand]) -> int:
+    """Return the number of prompts that wait at all routers."""
+    return sum(demand.waiting.count for demand in demands.values())
