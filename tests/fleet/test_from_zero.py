@@ -32,6 +32,7 @@ from baton.registry.types import PromptSum, WorkDemand
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools.ray_runtime import _CLUSTERS_VARIABLE, Controller, attach, clean
 from fleet.pools.resources import ControllerSpec
+from loadtest.results.files import read_results
 from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, ray_fleet
 from tests.fleet.test_up import Served, wait_for
 from tests.registry.redis_servers import free_ports
@@ -258,3 +259,45 @@ def test_workers_without_room_are_demand_for_rays_autoscaler(
         clean("nodes")
     finally:
         redis.stop()
+
+
+SHRINKING = FROM_ZERO.replace("prefill: 0, decode: 0", "prefill: 1, decode: 2")
+
+
+@pytest.fixture
+def shrinking(tmp_path: Path) -> Iterator[str]:
+    """The URL of a fleet with a prefill and two decode workers."""
+    served = Served([*BATON, "up"], tmp_path, SHRINKING)
+    try:
+        yield served.wait_ready(120)
+    finally:
+        served.process.terminate()
+        served.process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_leaves_under_load_without_a_failed_request(
+    shrinking: str, tmp_path: Path
+) -> None:
+    """Its answers move away, so that the node is free after 30 s at the latest."""
+    load = ("--requests", "1000", "--rate", "25", "--prompt-tokens", "60", "--answer-tokens", "100")
+    run = subprocess.Popen(
+        [*BATON, "loadtest", "poisson", *load, "--url", shrinking, "--out", str(tmp_path / "run")]
+    )
+    time.sleep(15)
+    with httpx.Client(base_url=shrinking, timeout=60, trust_env=False) as client:
+
+        def decode_workers() -> list[dict]:
+            workers = client.get("/fleet").json()["workers"]
+            return [w for w in workers if w["role"] == "decode" and w["state"] != "dead"]
+
+        streams = [worker["running"] for worker in decode_workers()]
+        assert min(streams) > 0, "both generate"
+        home = {**os.environ, "BATON_HOME": str(tmp_path)}
+        subprocess.run([*BATON, "scale", "decode=1"], check=True, timeout=60, env=home)
+        began_s = time.monotonic()
+        wait_for(lambda: len(decode_workers()) == 1, 30)
+        print(f"a worker with {max(streams)} streams left in {time.monotonic() - began_s:.1f} s")
+    assert run.wait(120) == 0
+    assert read_results(tmp_path / "run").summary.ends == {"ok": 1000}
