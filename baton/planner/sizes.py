@@ -175,13 +175,11 @@ class SizePlanner:
             return "prefill"
         if figures is None:
             return "prefill" if sizes["prefill"] < sizes["decode"] else "decode"
+        if self._load(sizes, figures) <= _FULL:  # only prompts that wait ask for a worker
+            return "prefill"
         prefill_load = figures.prefill_need / sizes["prefill"]
-        waits = figures.prefill_wait_s >= self._ttft_s and figures.decode_now < sizes["decode"]
-        return (
-            "prefill"
-            if waits or prefill_load >= figures.decode_need / sizes["decode"]
-            else "decode"
-        )
+        decode_load = max(figures.decode_need, figures.decode_now) / sizes["decode"]
+        return "prefill" if prefill_load >= decode_load else "decode"
 
     def _shrunk(
         self, sizes: Mapping[Role, int], figures: Figures | None, why: str, now_ns: int

@@ -92,7 +92,7 @@ def scale(
     """Change the number of workers in the pools, or let the planner change their roles.
 
     With `auto` the planner changes roles by the load, within the limits of `slo` in the fleet
-    file; `hold` stops it. `baton plan` shows its decisions.
+    file, and sizes within `pools.auto`; `hold` stops it. `baton plan` shows its decisions.
 
     Workers change their role first, without a restart; then surplus ones are drained and missing
     ones started. Example: `baton scale prefill=3 decode=5`. The sizes apply until the fleet is
@@ -125,16 +125,16 @@ def plan(
         bool, typer.Option("--json", help="Print the response of /fleet/planner.")
     ] = False,
 ) -> None:
-    """Show what the planner of roles does, or would do, and why.
+    """Show what the planner does, or would do, and why.
 
-    `baton scale auto` lets it change roles. `baton simulate TRACE --plan auto` replays a trace.
+    `baton scale auto` lets it act. `baton simulate TRACE --plan auto` replays a trace.
     """
     found = order(reach(fleet, url, api_key), "plan")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
     console = Console()
-    meaning = "it changes roles" if found["mode"] == "auto" else "it only decides"
+    meaning = "it acts" if found["mode"] == "auto" else "it only decides"
     console.print(f"planner: {found['mode']} ({meaning})")
     if found["reason"]:
         console.print(escape(found["reason"]))
@@ -150,13 +150,16 @@ def plan(
 def _described(decided: dict[str, Any]) -> str:
     decision = decided["decision"]
     at = time.strftime("%H:%M:%S", time.localtime(decided["at"]))
-    if decision["type"] != "turn":
+    if decision["type"] == "nothing":
         return f"{at}  {decision['reason']}"
     note = ""
     if not decided["done"]:
         refused = decided["refused"]
         note = f" (refused: {refused})" if refused else " (not made)"
-    return f"{at}  {decision['worker_id']} → {decision['role']}{note}: {decision['reason']}"
+    what = f"prefill={decision.get('prefill')} decode={decision.get('decode')}"
+    if decision["type"] == "turn":
+        what = f"{decision['worker_id']} → {decision['role']}"
+    return f"{at}  {what}{note}: {decision['reason']}"
 
 
 def nodes(fleet: FleetOption = None, url: UrlOption = None, api_key: KeyOption = "") -> None:

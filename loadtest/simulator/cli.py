@@ -23,6 +23,7 @@ from loadtest.simulator.report import (
     turns_table,
 )
 from loadtest.simulator.simulation import Setup, Simulation
+from loadtest.workloads.days import days
 from loadtest.workloads.shifting import shifting
 from loadtest.workloads.traces import TraceError, read_trace
 from router.request import Slo as RequestSlo
@@ -63,6 +64,10 @@ def simulate(
     shift: Annotated[
         bool, typer.Option("--shift", help="Change lengths and rate every 10 minutes of the trace.")
     ] = False,
+    in_days: Annotated[
+        int,
+        typer.Option("--days", min=0, help="Repeat the trace for days whose rate follows a sine."),
+    ] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None,
     ttft_s: Annotated[float, typer.Option(min=0, help="TTFT limit of a good request.")] = 10.0,
     tpot_s: Annotated[float, typer.Option(min=0, help="TPOT limit of a good request.")] = 0.1,
@@ -94,6 +99,8 @@ def simulate(
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
     if shift:
         requests = shifting(requests)
+    if in_days:
+        requests = days(requests, in_days)
     slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
     results: dict[str, Figures] = {}
     written: list[bytes] = []

@@ -21,6 +21,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
             share of all requests that were; None if there are no such prompts.
         wasted_share: Prompt tokens computed for requests that were not good, of all computed ones.
         turns: Changes of a worker's role.
+        worker_hours: Hours for which workers were there until the last arrival, starts included.
+        good_per_worker_hour: Good requests per hour of a worker.
     """
 
     good_per_s: float
@@ -30,9 +32,13 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     long_admitted_ratio: float | None
     wasted_share: float
     turns: int
+    worker_hours: float = 0.0
+    good_per_worker_hour: float = 0.0
 
 
-def goodput(records: list[Record], setup: Setup, slo: Slo, turns: int = 0) -> Goodput:
+def goodput(
+    records: list[Record], setup: Setup, slo: Slo, turns: int = 0, worker_s: float = 0.0
+) -> Goodput:
     """Return the goodput of a finished simulation."""
     good = {record.id for record in records if is_good(record, setup, slo)}
     admitted = [record for record in records if not record.error]
@@ -55,6 +61,8 @@ def goodput(records: list[Record], setup: Setup, slo: Slo, turns: int = 0) -> Go
         long_admitted_ratio=round(long_share / admitted_share, 4) if long and admitted else None,
         wasted_share=round(wasted / max(sum(computed.values()), 1), 4),
         turns=turns,
+        worker_hours=round(worker_s / 3600, 4),
+        good_per_worker_hour=round(len(good) / worker_s * 3600, 2) if worker_s else 0.0,
     )
 
 

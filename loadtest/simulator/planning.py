@@ -1,11 +1,12 @@
-"""The planner of roles in a simulation: the real machine, every two seconds of virtual time."""
+"""The planner in a simulation: the real machine, every two seconds of virtual time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from baton.planner.planner import Planner
-from baton.planner.state import Decision, Limits, Turn, WorkerState, state_of
+from baton.planner.sizes import SizePlanner
+from baton.planner.state import Decision, Limits, Resize, Turn, WorkerState, state_of
 from baton.registry.types import Role
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.router import SimulatedRouter
@@ -34,10 +35,15 @@ class SimulatedPlanner:
         router: SimulatedRouter,
         max_streams: int,
         turn: Callable[[str, Role], None],
+        sizes: Callable[[], Mapping[Role, int]],
+        resize: Callable[[Mapping[Role, int]], None],
         is_busy: Callable[[], bool],
+        size_planner: SizePlanner | None = None,
     ) -> None:
         self.decisions: list[Decided] = []
-        self._planner = Planner(Limits(ttft_s=slo.ttft_s, itl_s=slo.itl_s))
+        self._planner = Planner(Limits(ttft_s=slo.ttft_s, itl_s=slo.itl_s), size_planner)
+        self._sizes = sizes
+        self._resize = resize
         self._clock = clock
         self._table = table
         self._router = router
@@ -60,10 +66,12 @@ class SimulatedPlanner:
             return
         now_ns = self._clock.now_ns
         self._observe()
-        decision = self._planner.decide(now_ns)
+        decision = self._planner.decide(now_ns, self._sizes())
         self.decisions.append(Decided(at_s=now_ns / 1e9, decision=decision))
         if isinstance(decision, Turn):
             self._turn(decision.worker_id, decision.role)
+        elif isinstance(decision, Resize):
+            self._resize(decision.sizes)
         self._clock.after(PLAN_NS, self._plan)
 
     def _state(self, slot: Slot) -> WorkerState:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from baton.planner.state import Turn
+from baton.planner.state import Resize, Turn
 from loadtest.metrics.summary import Distribution
 from loadtest.simulator.goodput import Goodput, goodput
 from loadtest.simulator.planning import Decided
@@ -148,7 +148,7 @@ def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> 
         evictions=sum(life.core.pool.evictions for life in lives),
         worker_deaths=simulation.router.deaths,
         retried=sum(record.attempt > 1 for record in records),
-        goodput=goodput(records, setup, setup.slo, simulation.turns)
+        goodput=goodput(records, setup, setup.slo, simulation.turns, simulation.worker_s)
         if setup.slo is not None
         else None,
     )
@@ -236,6 +236,7 @@ def goodput_table(results: dict[str, Figures]) -> Table:
         "long",
         "wasted",
         "turns",
+        "good/worker h",
     ):
         shown.add_column(column, justify="left" if column == "policy" else "right")
     for name, one in results.items():
@@ -251,17 +252,22 @@ def goodput_table(results: dict[str, Figures]) -> Table:
                 "" if long is None else f"{long:.2f}",
                 f"{found.wasted_share:.1%}",
                 str(found.turns),
+                f"{found.good_per_worker_hour:.0f}",
             )
     return shown
 
 
 def turns_table(decisions: Sequence[Decided]) -> Table:
-    """Return a table with one row per change of a role."""
-    shown = Table(title="turns, simulated", title_justify="left")
-    for column in ("at", "worker", "to", "reason"):
+    """Return a table with one row per change of a role or of the sizes."""
+    shown = Table(title="decisions, simulated", title_justify="left")
+    for column in ("at", "change", "reason"):
         shown.add_column(column, justify="right" if column == "at" else "left")
     for decided in decisions:
-        turn = decided.decision
-        if isinstance(turn, Turn):
-            shown.add_row(f"{decided.at_s:.0f} s", turn.worker_id, turn.role, turn.reason)
+        decision = decided.decision
+        if isinstance(decision, Turn):
+            change = f"{decision.worker_id} to {decision.role}"
+            shown.add_row(f"{decided.at_s:.0f} s", change, decision.reason)
+        elif isinstance(decision, Resize):
+            sizes = f"{decision.prefill} + {decision.decode}"
+            shown.add_row(f"{decided.at_s:.0f} s", sizes, decision.reason)
     return shown

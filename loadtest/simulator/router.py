@@ -338,13 +338,36 @@ class SimulatedRouter(WorkerListener):
         """Place by a worker's other role; prompts that it has not begun go to others."""
         self._table.turn(worker_id, role)
         if role == "decode" and self._table.is_live(worker_id):
-            worker = self._table.worker(worker_id)
-            for record_id, attempt in list(self._attempts.items()):
-                record = self.records[record_id]
-                if attempt.prefill is worker and not record.started_ns:
-                    attempt.leave_prefill()
-                    self._replace_prefill(record)
+            self._take_back_prompts(worker_id)
         self._place_waiting()
+
+    def on_leaving(self, worker_id: str) -> None:
+        """Place nothing more on a worker; prompts that it has not begun go to others."""
+        self._table.leave(worker_id)
+        self._take_back_prompts(worker_id)
+
+    def _take_back_prompts(self, worker_id: str) -> None:
+        worker = self._table.worker(worker_id)
+        for record_id, attempt in list(self._attempts.items()):
+            record = self.records[record_id]
+            if attempt.prefill is worker and not record.started_ns:
+                attempt.leave_prefill()
+                self._replace_prefill(record)
+
+    def uses(self, worker: SimulatedWorker) -> bool:
+        """Return whether a request runs at a worker, or is handed over by it."""
+        return any(worker in (one.prefill, one.decode) for one in self._attempts.values())
+
+    def on_left(self, worker: SimulatedWorker) -> None:
+        """Forget a worker that has left, and its cache."""
+        self._table.note_dead(worker)
+        self._forget(worker)
+
+    def _forget(self, worker: SimulatedWorker) -> None:
+        self._index.forget(worker.incarnation)
+        for tier in TIERS:
+            self._index.forget(tier_incarnation(worker.incarnation, tier))
+        self._book.forget(worker.worker_id)
 
     def _place_waiting(self) -> None:
         for record in self.records.values():
@@ -382,10 +405,7 @@ class SimulatedRouter(WorkerListener):
         """Process the death of a worker: its requests are placed again, or end."""
         self.deaths += 1
         self._table.note_dead(worker)
-        self._index.forget(worker.incarnation)
-        for tier in TIERS:
-            self._index.forget(tier_incarnation(worker.incarnation, tier))
-        self._book.forget(worker.worker_id)
+        self._forget(worker)
         for record_id, attempt in list(self._attempts.items()):
             record = self.records[record_id]
             if attempt.decode is worker:

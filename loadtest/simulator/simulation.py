@@ -1,9 +1,9 @@
 """Simulation of a trace on a fleet, with deaths and restarts of workers."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from typing import Annotated, Literal
 
@@ -11,6 +11,7 @@ from typer import Option
 
 from baton.engine.core.scheduler import SchedulerConfig
 from baton.engine.emulated_timing import H100_70B, WorkerTiming
+from baton.planner.sizes import SizePlanner
 from baton.registry.types import Role
 from baton.types.geometry import KvGeometry
 from baton.types.params import SamplingParams
@@ -72,6 +73,13 @@ class Setup:
     plan: Annotated[
         Plan, Option(help="Roles of workers: fixed, or changed by the planner (auto).")
     ] = "fixed"
+    min_workers: Annotated[
+        int, Option(min=2, help="Least number of workers with --plan auto and --max-workers.")
+    ] = 2
+    max_workers: Annotated[
+        int, Option(min=0, help="Largest number of workers; 0: the planner changes only roles.")
+    ] = 0
+    start_s: Annotated[float, Option(min=0, help="Seconds until an added worker is ready.")] = 30.0
     slo: Slo | None = None  # limits by which the router admits requests; None: it admits all
     speed: Annotated[float, Option(min=0.001, help="Divisor of the gaps between arrivals.")] = 1.0
     mtbf_s: Annotated[
@@ -123,6 +131,13 @@ class Simulation:
         computing: Role = "prefill" if setup.prefill_workers else "decode"
         self.computing = {name for name, role in self.roles.items() if role == computing}
         self.records = self._records(trace)
+        self.wanted: dict[Role, int] = {
+            "prefill": setup.prefill_workers,
+            "decode": setup.decode_workers,
+        }
+        self._pending: list[str] = []  # workers that start
+        self.added_ns = dict.fromkeys(self.roles, 0)
+        self.left_ns: dict[str, int] = {}
         self.planner = self._planner() if setup.plan == "auto" else None
         self._last_arrival_ns = max(record.request.arrived_ns for record in self.records)
 
@@ -151,8 +166,77 @@ class Simulation:
             self.router,
             setup.max_batch_requests,
             self.turn,
+            lambda: self.wanted,
+            self.resize,
             lambda: self.router.ended < len(self.records),
+            self._size_planner(setup.slo),
         )
+
+    def _size_planner(self, slo: Slo) -> SizePlanner | None:
+        setup = self.setup
+        if not setup.max_workers:
+            return None
+        if not setup.min_workers <= len(self.roles) <= setup.max_workers:
+            raise ValueError(
+                f"{len(self.roles)} workers at the start: not in --min-workers "
+                f"{setup.min_workers} to --max-workers {setup.max_workers}"
+            )
+        return SizePlanner(setup.min_workers, setup.max_workers, dict(self.wanted), slo.ttft_s)
+
+    def resize(self, sizes: Mapping[Role, int]) -> None:
+        """Start workers, which takes ``start_s``, or let the least busy ones leave."""
+        for role, size in sizes.items():
+            for _ in range(size - self.wanted[role]):
+                self._add(role)
+            for _ in range(self.wanted[role] - size):
+                self._remove(role)
+            self.wanted[role] = size
+
+    def _add(self, role: Role) -> None:
+        name = f"worker-{len(self.roles)}"
+        self.roles[name] = role
+        self.added_ns[name] = self.clock.now_ns
+        if role == "prefill":
+            self.computing.add(name)
+        self._pending.append(name)
+
+        def start() -> None:
+            if name in self._pending:
+                self._pending.remove(name)
+                self._start(name, 1, random.Random(f"{self.setup.seed}/faults/{name}"))
+
+        self.clock.after(round(self.setup.start_s * 1e9), start)
+
+    def _remove(self, role: Role) -> None:
+        starting = [name for name in self._pending if self.roles[name] == role]
+        if starting:
+            self._pending.remove(starting[-1])
+            self.left_ns[starting[-1]] = self.clock.now_ns
+            return
+        able = [slot.worker_id for slot in self._table.of_role(role)]
+        leaves = min(able, key=lambda name: self._table.worker(name).status().answering)
+        worker = self._table.worker(leaves)
+        self.router.on_leaving(leaves)
+        self._leave_when_free(worker)
+
+    def _leave_when_free(self, worker: SimulatedWorker) -> None:
+        if not self._table.is_live(worker.worker_id):
+            return
+        if self.router.uses(worker):
+            self.clock.after(1_000_000_000, partial(self._leave_when_free, worker))
+            return
+        self.left_ns[worker.worker_id] = self.clock.now_ns
+        self.router.on_left(worker)
+
+    @property
+    def worker_s(self) -> float:
+        """Time for which workers were there, starts included."""
+        until_ns = self._last_arrival_ns
+        times_ns = [
+            max(min(self.left_ns.get(name, until_ns), until_ns) - added_ns, 0)
+            for name, added_ns in self.added_ns.items()
+        ]
+        return sum(times_ns) / 1e9
 
     def _check_pools(self) -> None:
         setup = self.setup
@@ -170,6 +254,8 @@ class Simulation:
         """
         self._check_pools()
         self.turns += 1
+        self.wanted[self.roles[worker_id]] -= 1
+        self.wanted[role] += 1
         self.roles[worker_id] = role
         if role == "prefill":
             self.computing.add(worker_id)
@@ -214,6 +300,8 @@ class Simulation:
             self.clock.at(death_ns, partial(self._die, worker, epoch, draw))
 
     def _die(self, worker: SimulatedWorker, epoch: int, draw: random.Random) -> None:
+        if worker.worker_id in self.left_ns:
+            return
         worker.die()
         self.clock.after(DETECT_NS, partial(self.router.on_dead, worker))
         again = partial(self._start, worker.worker_id, epoch + 1, draw)
@@ -240,7 +328,7 @@ class Simulation:
         return Record(
             request=GenerationRequest(
                 request_id=f"r{index}",
-                prompt=(0,) * request.input_tokens,
+                prompt=_prompt(request.input_tokens),
                 sampling=_SAMPLING,
                 mode="colocated" if colocated else setup.mode,
                 arrived_ns=arrival_ns,
@@ -251,6 +339,12 @@ class Simulation:
             hashes=hashes[:full_blocks],
             blocks=len(names),
         )
+
+
+@cache
+def _prompt(tokens: int) -> tuple[int, ...]:
+    """Return a prompt of this length, shared by all requests of it: days of a trace are long."""
+    return (0,) * tokens
 
 
 _SAMPLING = SamplingParams(max_tokens=ANSWER_LIMIT_TOKENS, ignore_eos=True)

@@ -91,6 +91,12 @@ class SimulatedTable:
         slot = self._slots[worker_id]
         slot.record = msgspec.structs.replace(slot.record, role=role)
 
+    def leave(self, worker_id: str) -> None:
+        """Place nothing more on a worker, which completes what it has."""
+        slot = self._slots[worker_id]
+        slot.record = msgspec.structs.replace(slot.record, state="draining")
+        self._count()
+
     def note_dead(self, worker: SimulatedWorker) -> None:
         """Remove a worker that has died."""
         link = self._slots[worker.worker_id].link

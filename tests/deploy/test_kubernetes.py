@@ -49,6 +49,7 @@ RAY_CLUSTER = fields(
     spec=fields(
         "rayVersion headGroupSpec workerGroupSpecs",
         rayVersion=TEXT,
+        enableInTreeAutoscaling={"type": "boolean"},
         authOptions=fields("mode", mode={"enum": ["disabled", "token"]}, secretName=TEXT),
         gcsFaultToleranceOptions=fields(
             "redisAddress", redisAddress=TEXT, redisUsername=SECRET, redisPassword=SECRET

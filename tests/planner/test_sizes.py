@@ -95,6 +95,13 @@ def test_a_fleet_grows_by_a_quarter_while_prompts_wait_longer_than_the_limit() -
     assert world.shown == "8 + 2"
 
 
+def test_the_role_that_lacks_workers_gets_them_also_while_prompts_wait() -> None:
+    """Prompts wait for places in decode, too."""
+    world = World(sizes={"prefill": 8, "decode": 1})
+    world.look(load(prefill=6.0, decode=1.5, wait_s=25.0))
+    assert world.shown == "10 + 2"
+
+
 def test_a_load_beyond_the_largest_size_is_said() -> None:
     world = World(most=4)
     world.for_s(400, load(prefill=3.0, decode=3.0))

@@ -214,7 +214,9 @@ async function showPlanner() {
   try {
     const planner = await get("fleet/planner");
     const { decision, done } = planner.decisions[0] ?? {};
-    const what = decision?.type === "turn" ? `${decision.worker_id} ${done ? "became" : "would become"} a ${decision.role} worker: ` : "";
+    let what = "";
+    if (decision?.type === "turn") what = `${decision.worker_id} ${done ? "became" : "would become"} a ${decision.role} worker: `;
+    if (decision?.type === "resize") what = `${done ? "now" : "would be"} ${decision.prefill} + ${decision.decode} workers: `;
     text = decision ? `Planner (${planner.mode}): ${what}${decision.reason}` : "";
   } catch { /* a fleet without a controller, or a tenant's key */ }
   byId("planner").textContent = text;

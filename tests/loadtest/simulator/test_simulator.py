@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from baton.engine.emulated_timing import EPYC_135M
+from baton.planner.state import Resize
 from fleet.cli.main import app
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.goodput import Goodput, goodput
@@ -22,6 +23,7 @@ from loadtest.simulator.policies import FLEET
 from loadtest.simulator.report import Slo, as_json, bound_share, figures
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.simulator.worker import SimulatedWorker
+from loadtest.workloads.days import days
 from loadtest.workloads.traces import TraceRequest, read_trace
 from router.request import Slo as RequestSlo
 from router.routing.placement.chain import Source
@@ -513,6 +515,40 @@ def test_the_planner_turns_a_worker_and_the_report_has_every_decision():
     assert all(one["decision"]["reason"] for one in quiet)
 
 
+def test_a_fleet_grows_with_its_load_and_shrinks_after_it():
+    """Added workers take their time to start; those that leave complete what they have."""
+    busy = [TraceRequest(n / 4.0, 6000, 40) for n in range(1200)]
+    calm = [TraceRequest(300 + n * 4.0, 6000, 40) for n in range(300)]
+    grows = {"min_workers": 2, "max_workers": 12, "start_s": 30.0}
+    simulation = planned(busy + calm, 1, "auto", decode_workers=1, **grows)
+    sizes = [d.decision for d in simulation.planner.decisions if isinstance(d.decision, Resize)]
+    totals = [2, *(one.prefill + one.decode for one in sizes)]
+    assert max(totals) >= 4
+    assert totals[-1] < max(totals)
+    assert not any(record.error for record in simulation.records)
+    assert (
+        len(simulation.roles) - len(simulation.left_ns)
+        == totals[-1]
+        == sum(simulation.wanted.values())
+    )
+    everyone_s = len(simulation.roles) * 1500
+    assert 2 * 1400 < simulation.worker_s < everyone_s
+
+
+def test_days_are_as_recorded_at_noon_and_quiet_at_midnight():
+    trace = [TraceRequest(n / 2.0, 100 + n, 10, (n, n + 1)) for n in range(1000)]
+    two = days(trace, 2, valley=0.1)
+    hours = [int(request.arrival_s // 3600) for request in two]
+    assert two == sorted(two, key=lambda request: request.arrival_s)
+    noon, midnight, next_noon = hours.count(12), hours.count(0), hours.count(36)
+    assert noon == pytest.approx(7200, rel=0.03)
+    assert next_noon == pytest.approx(noon, rel=0.01)
+    assert midnight == pytest.approx(0.1 * 7200, rel=0.1)
+    first, again = two[0], two[len(trace)]
+    assert again.input_tokens == first.input_tokens
+    assert not set(again.block_hashes) & {name for one in trace for name in one.block_hashes}
+
+
 def test_the_planner_needs_limits_and_pools_of_one_size(tmp_path):
     arguments = ["simulate", str(SAMPLE), "--limit", "20", "--prefill", "1", "--decode", "3"]
     shown = CliRunner().invoke(app, [*arguments, "--plan", "auto"])
@@ -526,4 +562,4 @@ def test_the_planner_needs_limits_and_pools_of_one_size(tmp_path):
     arguments = [*arguments, "--plan", "auto", *limits, *pools]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
-    assert "turns, simulated" in shown.output
+    assert "decisions, simulated" in shown.output
