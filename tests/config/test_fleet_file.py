@@ -362,3 +362,16 @@ def test_keys_that_are_all_taken_out_do_not_open_the_fleet(tmp_path: Path, text:
 @pytest.mark.parametrize("auto", ["min: 1", "max: 4", "min: 5, max: 4", "min: -1, max: 4"])
 def test_bounds_of_sizes_come_together_and_in_order(tmp_path: Path, auto: str) -> None:
     assert "pools.auto" in problem(tmp_path, f"pools: {{auto: {{{auto}}}}}\n")
+
+
+def test_sizes_by_load_need_limits_and_hold_the_start(tmp_path: Path) -> None:
+    bounds = "auto: {min: 0, max: 2}"
+    assert "needs `slo" in problem(tmp_path, f"pools: {{{bounds}}}\n")
+    slo = "slo: {ttft_s: 1, itl_s: 0.1}\n"
+    assert "more than `auto.max`" in problem(tmp_path, f"{slo}pools: {{decode: 2, {bounds}}}\n")
+    assert "exclude" in problem(tmp_path, f"{slo}pools: {{roles: auto, {bounds}}}\n")
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"{slo}pools: {{prefill: 0, decode: 0, {bounds}}}\n")
+    config = load_config(file)
+    assert config.pools.bounds == (0, 2)
+    assert config.cpus_total == 2 * config.cpus_per_rank, "a local Ray has room for the largest"

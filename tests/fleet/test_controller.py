@@ -216,6 +216,26 @@ def test_a_resize_turns_workers_before_it_starts_or_stops_any() -> None:
     assert fleet.wanted == {"prefill": 1, "decode": 4}
 
 
+def test_workers_leave_in_the_order_that_is_given_but_those_that_start_go_first() -> None:
+    fleet = running(prefill=1, decode=3)
+    order = {"worker-1": (2,), "worker-2": (1,), "worker-3": (3,)}
+    actions = fleet.resize({"decode": 2}, 5, leaving_order=lambda name: order.get(name, (0,)))
+    assert only(Drain, actions) == ["worker-2"]
+    fleet.resize({"decode": 3}, 6)
+    actions = fleet.resize({"decode": 2}, 7, leaving_order=lambda name: order.get(name, (9,)))
+    assert only(Drain, actions) == [], "worker-4 has only been launched"
+
+
+def test_a_worker_may_wait_long_for_a_node_but_not_start_for_long() -> None:
+    hour_ns = 3600 * SECOND_NS
+    fleet = FleetController({"decode": 1}, 0, place_limit_ns=hour_ns)
+    fleet.tick(0)
+    assert not fleet.tick(hour_ns - 1)
+    fleet.placed("worker-0", 1, hour_ns - 1)
+    assert not fleet.tick(hour_ns + START_LIMIT_NS - 2)
+    assert only(Stop, fleet.tick(hour_ns + START_LIMIT_NS)) == ["worker-0"]
+
+
 def test_a_turned_worker_keeps_its_role_over_its_lives() -> None:
     fleet = running(prefill=2, decode=1)
     fleet.turn("worker-1", "decode", 1)
