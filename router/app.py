@@ -223,8 +223,7 @@ class Router:
             made.append(orders.routes(self.parts, self._orders))
         if self.keys is not None:
             made.append(keys.routes(self.parts, self.keys))
-        if self.limits is not None:
-            made.append(tenants.routes(self.parts, self.limits))
+        made.append(tenants.routes(self.parts, self.limits))
         for endpoints in made:
             app.include_router(endpoints)
             bodies += endpoints.bodies

@@ -10,15 +10,15 @@ class PolicyTable:
     """Current policies of all tenants at one router."""
 
     def __init__(self) -> None:
-        self._policies: Mapping[str, Limits] = MappingProxyType({})
+        self.all: Mapping[str, Limits] = MappingProxyType({})
 
     def replace(self, policies: Mapping[str, Limits]) -> None:
         """Use these policies from now on."""
-        self._policies = policies
+        self.all = policies
 
     def of(self, tenant: str) -> Limits:
         """Return the policy of a tenant; one without limits if it has none."""
-        return self._policies.get(tenant, NO_LIMITS)
+        return self.all.get(tenant, NO_LIMITS)
 
     def weight(self, tenant: str) -> float:
         """Return the weight of a tenant in queues."""

@@ -29,7 +29,7 @@ _MOST_WATCHED = 100
 _TENANT: TypeAdapter[str] = TypeAdapter(Tenant)
 
 
-def routes(router: RouterParts, mirror: LimitsMirror) -> Endpoints:
+def routes(router: RouterParts, mirror: LimitsMirror | None) -> Endpoints:
     """Return the endpoints of tenants' limits. Changes are for operators."""
     api = Endpoints()
 
@@ -39,6 +39,8 @@ def routes(router: RouterParts, mirror: LimitsMirror) -> Endpoints:
     async def change(tenant: str, given: dict[str, Any] | None) -> Limits | None:
         """Change the given limits of a tenant, or remove all; return the new ones."""
         made: list[Limits | None] = []
+        if mirror is None:
+            raise UnavailableError("this router has no Redis, so no tenant has limits")
 
         def edited(limits: Limits | None) -> Limits | None:
             if given is None:
@@ -72,7 +74,7 @@ def routes(router: RouterParts, mirror: LimitsMirror) -> Endpoints:
         With ``limit``, the answer has their use, which is current from the second call on.
         """
         access = access_of(request.headers, router.settings)
-        tenants = mirror.table.tenants
+        tenants = router.settings.policies.all
         names = sorted(tenants, key=_natural) if access.operator else [access.tenant]
         names = [name for name in names if name in tenants]
         shown = [_shown(name, tenants[name]) for name in names[:limit]]
@@ -83,10 +85,11 @@ def routes(router: RouterParts, mirror: LimitsMirror) -> Endpoints:
             for row in shown:
                 standings = quotas.standing(row["tenant"], now_ns)
                 row["used"] = {kind: standing.used for kind, standing in standings.items()}
-        file = mirror.file_in_use
+        source = router.settings.tenants_file
+        is_shown = access.operator and source is not None and source.is_used
         return {
             "total": len(names),
-            "file": str(file) if file is not None and access.operator else None,
+            "file": str(source.file) if source is not None and is_shown else None,
             "tenants": shown,
         }
 

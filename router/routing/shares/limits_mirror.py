@@ -116,12 +116,6 @@ class LimitsMirror:
                     return
         raise LimitsChangeError("the table in Redis is unreadable or changes all the time")
 
-    @property
-    def file_in_use(self) -> Path | None:
-        """File that is the source of the policies; None: Redis is."""
-        source = self._source
-        return source.file if source is not None and source.is_used else None
-
     async def _follow(self) -> None:
         while True:
             try:
