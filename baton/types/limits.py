@@ -42,6 +42,7 @@ class Limits(
         weight: Part of the fleet under saturation, relative to other tenants; None: 1.
         models: Names of the models and adapters that its requests may name.
         slo: Latencies of its requests, in place of the fleet's.
+        kv_share: Part of a worker's cached blocks above which it loses its own blocks first.
     """
 
     rpm: _Count | None = None
@@ -52,6 +53,7 @@ class Limits(
     weight: Annotated[float, msgspec.Meta(ge=0.01, le=1000)] | None = None
     models: Annotated[tuple[_Model, ...], msgspec.Meta(min_length=1, max_length=1000)] | None = None
     slo: LatencyLimits | None = None
+    kv_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
 
     @property
     def amounts(self) -> dict[str, int]:

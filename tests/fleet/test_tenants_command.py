@@ -81,11 +81,11 @@ async def test_wrong_values_are_named(fleet, arguments, said) -> None:
 ALL = (
     *("--rpm", "600", "--tpm", "400000", "--tpd", "50000000", "--concurrent", "64"),
     *("--budget-tokens", "2000000000", "--weight", "3", "--models", "tiny, tiny-fr"),
-    *("--slo-ttft-s", "1.5", "--slo-itl-s", "0.05"),
+    *("--slo-ttft-s", "1.5", "--slo-itl-s", "0.05", "--kv-share", "0.3"),
 )
 DESCRIBED = (
     "rpm 600, tpm 400,000, tpd 50,000,000, concurrent 64, budget 2,000,000,000 tokens a month, "
-    "weight 3, models tiny tiny-fr, slo ttft 1.5 s itl 0.05 s"
+    "weight 3, models tiny tiny-fr, slo ttft 1.5 s itl 0.05 s, kv_share 0.3"
 )
 
 
@@ -101,5 +101,6 @@ async def test_all_fields_are_set_and_shown_at_80_columns(fleet, monkeypatch) ->
     for part in ("rpm 600", "budget 2,000,000,000", "weight 3", "models tiny tiny-fr"):
         assert part in text, shown
     removed = ("--models", "", "--budget-tokens", "0", "--slo-ttft-s", "0", "--weight", "0")
+    removed += ("--kv-share", "0")
     made = await run(fleet, "set", name, *removed)
     assert made == f"{name}: rpm 600, tpm 400,000, tpd 50,000,000, concurrent 64\n"

@@ -65,6 +65,12 @@ def set_(
         float | None,
         typer.Option(help="Part of a busy fleet, relative to other tenants; 0: the default, 1."),
     ] = None,
+    kv_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of the cached KV (0 to 1) above which it loses its own first; 0: none."
+        ),
+    ] = None,
     models: Annotated[
         str | None,
         typer.Option(
@@ -85,7 +91,14 @@ def set_(
     as_json: _JsonOption = False,
 ) -> None:
     """Change limits of a tenant; those that are not given stay. Routers apply them on return."""
-    given = {"rpm": rpm, "tpm": tpm, "tpd": tpd, "concurrent": concurrent, "weight": weight}
+    given = {
+        "rpm": rpm,
+        "tpm": tpm,
+        "tpd": tpd,
+        "concurrent": concurrent,
+        "weight": weight,
+        "kv_share": kv_share,
+    }
     body: dict[str, Any] = {name: it or None for name, it in given.items() if it is not None}
     if budget_tokens is not None:
         body["budget"] = {"tokens": budget_tokens} if budget_tokens else None

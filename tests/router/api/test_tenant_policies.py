@@ -113,6 +113,15 @@ async def test_a_weight_reaches_the_queue_of_a_running_router(start) -> None:
     assert not fleet.router.quotas.quotas.has_limits("team"), "a weight alone costs no exchange"
 
 
+async def test_a_share_of_the_cache_reaches_the_worker(start) -> None:
+    fleet = await start()
+    await put(fleet, kv_share=0.25)
+    for headers in (TEAM, FREE):
+        assert (await fleet.chat(headers=headers)).status_code == 200
+    sent = fleet.workers["decode-0"].submissions
+    assert [(one.tenant, one.kv_share) for one in sent] == [("team", 0.25), ("free", 0.0)]
+
+
 # --- budget ---------------------------------------------------------------------------------------
 
 
