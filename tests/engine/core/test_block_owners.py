@@ -86,7 +86,7 @@ def test_pinned_blocks_stay_and_free_blocks_come_first() -> None:
 def test_a_new_share_counts_at_once_and_a_removed_one_no_longer() -> None:
     pool = BlockPool(10)
     others = cached(pool, 3, NONE, 1)
-    cached(pool, 6, CacheOwner("a", 0.9), 2)
+    cached(pool, 6, CacheOwner("a", 0.1), 2)
     cached(pool, 1, CacheOwner("a", 0.0), 3)
     pool.allocate(1)
     assert not all_held(pool, others), "without a share it is one of all"

@@ -67,11 +67,13 @@ async def test_operators_see_use_by_limit_in_natural_order_at_any_width(fleet, t
     assert await tab.js(f"{ROWS}[3].cells[4].className") == "spent"
     assert await tab.js(f"{ROWS}[3].cells[1].querySelector('progress').value") == 0.1
     assert await tab.js(f"{ROWS}[1].cells[1].textContent") == "–"
-    for width in (390, 1600):
+    widths = f"[...{ROWS}[3].cells].slice(1, 6).map(cell => cell.clientWidth)"
+    for width, least in ((390, 150), (1600, 90)):
         await tab.show_as(width, 800, "dark")
         assert await tab.js("document.documentElement.scrollWidth") <= width
         fits = "const box = byId('tenants').parentElement.parentElement;"
         assert await tab.js(f"(() => {{ {fits} return box.scrollWidth <= box.clientWidth }})()")
+        assert min(await tab.js(widths)) >= least, "no cell is squeezed"
 
 
 @needs_browser
