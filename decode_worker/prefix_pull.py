@@ -245,5 +245,6 @@ def _hand_off(
         traceparent=request.traceparent,
         router_id=request.router_id,
         lease_ms=request.lease_ms,
+        kv_share=request.kv_share,
         emitted=[decode_pb2.Emitted(token_ids=pack_tokens([0]), finish_reason="stop")],
     )

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -18,6 +18,7 @@ from baton.registry.stored_responses import StoredResponses
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
 from baton.telemetry.alive_clock import ALIVE
+from baton.types.limits import Limits
 from router.frontend import keys, tenants
 from router.frontend.api import errors, generation, models, operations, orders, page
 from router.frontend.api.call_headers import CallHeaders
@@ -99,8 +100,9 @@ class Router:
             file = Path(settings.state_dir) / "tenants.json" if settings.state_dir else None
             self.limits = LimitsMirror(
                 shared_limits,
-                self.parts.quotas.quotas.set_limits,
+                self._use_policies,
                 file,
+                settings.tenants_file,
                 self.parts.observer.task_failed,
             )
         self._directory = directory
@@ -122,6 +124,10 @@ class Router:
         self._feeder = IndexFeeder(
             self.parts.prefix_index, events, self.parts.metrics, gateway.workers.resting.refreshed
         )
+
+    def _use_policies(self, policies: Mapping[str, Limits]) -> None:
+        self.parts.settings.policies.replace(policies)
+        self.parts.quotas.quotas.set_limits(policies)
 
     @contextlib.asynccontextmanager
     async def running(self, app: ASGIApp | None = None) -> AsyncIterator[None]:
@@ -217,8 +223,7 @@ class Router:
             made.append(orders.routes(self.parts, self._orders))
         if self.keys is not None:
             made.append(keys.routes(self.parts, self.keys))
-        if self.limits is not None:
-            made.append(tenants.routes(self.parts, self.limits))
+        made.append(tenants.routes(self.parts, self.limits))
         for endpoints in made:
             app.include_router(endpoints)
             bodies += endpoints.bodies

@@ -92,21 +92,38 @@ class ServedModel:
         threading.Thread(target=speed_up, name="tokenizer", daemon=True).start()
         return model
 
-    def check_name(self, name: str, tenant: str | None = None) -> str:
+    def check_name(
+        self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
+    ) -> str:
         """Return ``name`` if the tenant (None: any tenant) may use this model or adapter.
 
+        Args:
+            name: Name of the model or adapter.
+            tenant: Tenant of the caller.
+            allowed: Names that the tenant may use; None: all.
+
         Raises:
-            ModelNotFoundError: The name is not served.
+            ModelNotFoundError: The name is not served, or not allowed.
         """
-        if name not in self.names and self.adapters.find(name, tenant) is None:
-            raise ModelNotFoundError.at(
-                "model", f"{name[:200]!r} is not served; this fleet serves {self.names[0]!r}"
-            )
+        is_served = name in self.names or self.adapters.find(name, tenant) is not None
+        if not is_served or (allowed is not None and name not in allowed):
+            usable = [one for one in self.served_names(tenant, allowed) if one != name]
+            hint = f"; this fleet serves {usable[0]!r}" if usable else ""
+            raise ModelNotFoundError.at("model", f"{name[:200]!r} is not served{hint}")
         return name
 
-    def adapter_of(self, name: str, tenant: str | None = None) -> AdapterRef | None:
+    def served_names(
+        self, tenant: str | None = None, allowed: Sequence[str] | None = None
+    ) -> list[str]:
+        """Return the names that `check_name` accepts: the model's, then its adapters'."""
+        names = [*self.names, *(entry.name for entry in self.adapters.served(tenant))]
+        return [name for name in names if allowed is None or name in allowed]
+
+    def adapter_of(
+        self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
+    ) -> AdapterRef | None:
         """Return the adapter with this model name; None for the base model. See `check_name`."""
-        entry = self.adapters.find(self.check_name(name, tenant), tenant)
+        entry = self.adapters.find(self.check_name(name, tenant, allowed), tenant)
         return None if entry is None else entry.ref()
 
     @property

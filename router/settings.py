@@ -16,9 +16,11 @@ from baton.config.fleet_file import FleetConfig
 from baton.config.logs import LogsConfig
 from baton.config.network import HttpsConfig
 from baton.config.secrets import ApiKeysFile
+from baton.config.tenants_file import TenantsFile
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
 from router.keys.table import KeyTable
+from router.policies import PolicyTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class RouterSettings:
         max_context_tokens: Limit of the context; None: the model's own.
         api_keys: API keys of the fleet file to their rights; None: requests need no key.
         issued_keys: API keys of ``baton keys``.
+        policies: Policies of tenants.
+        tenants_file: File with these policies; None: they are in Redis.
         own_key: Key with which this process calls itself for a tenant.
         start_limit_s: Time after which the router listens even if workers are not connected.
         probe_pause_s: Minimum time between two rounds of probes.
@@ -70,6 +74,8 @@ class RouterSettings:
     redis_url: str = field(default="", repr=False)
     # Not compared: these objects follow changes of their files, or are new in each process.
     issued_keys: KeyTable = field(default_factory=KeyTable, repr=False, compare=False)
+    policies: PolicyTable = field(default_factory=PolicyTable, repr=False, compare=False)
+    tenants_file: TenantsFile | None = field(default=None, repr=False, compare=False)
     own_key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
     fleet_token: FleetToken = field(default_factory=FleetToken, repr=False, compare=False)
     tls: FleetTls | None = field(default=None, repr=False, compare=False)
@@ -114,6 +120,7 @@ class RouterSettings:
             port=config.port if port is None else port,
             api_keys=_api_keys(config),
             clients=config.clients,
+            tenants_file=TenantsFile.beside(config.clients.api_keys_file),
             logs=config.logs,
             share_cache=config.share_cache_between_tenants,
             adapters=config.adapters.load,

@@ -87,6 +87,11 @@ class ApiKeysFile(Mapping[str, ApiKeyConfig]):
         """Return the permissions of all keys."""
         return self._keys.current.values()
 
+    @property
+    def is_stale(self) -> bool:
+        """State in which the file is wrong, and its last good keys are in use."""
+        return self._keys.is_stale
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} keys)"
 

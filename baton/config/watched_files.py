@@ -30,6 +30,7 @@ class WatchedFiles(Generic[T]):
         self._seen = self._look()
         self._value = read()
         self.changes = 0  # number of values read after the first
+        self.is_stale = False  # the files are wrong, and their last good value is in use
 
     @property
     def current(self) -> T:
@@ -47,8 +48,10 @@ class WatchedFiles(Generic[T]):
         try:
             self._value = self._read()
         except (OSError, ValueError) as error:
+            self.is_stale = True
             _LOG.error("%s; the previous value stays in use", error)
         else:
+            self.is_stale = False
             self.changes += 1
             _LOG.info("reloaded %s", ", ".join(map(str, self._files)))
 

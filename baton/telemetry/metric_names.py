@@ -225,6 +225,26 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_intake_waiting": _gauge("Calls waiting for the event loop.", together="sum"),
     "baton_adapters_served": _gauge("LoRA adapters available to clients."),
     "baton_keys": _gauge("API keys of `baton keys`: valid, expired or revoked.", "state"),
+    "baton_quota_tokens": _gauge(
+        "Tokens that a tenant has used or leased of a limit (tpm, tpd, budget), at all routers. A "
+        "router shows the first 80 tenants that call it.",
+        "tenant",
+        "kind",
+    ),
+    "baton_quota_limit_tokens": _gauge("The limit of `baton_quota_tokens`.", "tenant", "kind"),
+    "baton_quota_debt_tokens": _gauge(
+        "Tokens that tenants have used above their limits, for which later calls wait."
+    ),
+    "baton_quota_refusals": _count(
+        "Calls that a limit of their tenant refused: rpm, tpm, tpd, concurrent or budget.",
+        "tenant",
+        "limit",
+    ),
+    "baton_file_stale": _gauge(
+        "1 while a file that is read again when it changes (`api_keys`, `tenants`) is wrong, and "
+        "its last good value is in use.",
+        "file",
+    ),
     "baton_keys_age_seconds": _gauge(
         "Time since the router compared its API keys with Redis; without Redis it grows."
     ),

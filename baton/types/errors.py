@@ -18,6 +18,7 @@
     │   ├── SloUnreachableError    429  late by prediction, with Retry-After
     │   └── RateLimitError         429  the tenant has reached a limit, with Retry-After
     │       └── InsufficientQuotaError  429  its limit of tokens per day
+    ├── BudgetSpentError           429  the tenant has used its budget of the month
     ├── LimitTooSmallError         429  the request exceeds a limit of the tenant alone
     ├── CancelledError_            499  the client disconnected (never sent)
     │   └── ClientClosedError      499  the client disconnected while sending its body
@@ -188,6 +189,14 @@ class InsufficientQuotaError(RateLimitError):
     """The tenant has used its tokens of the day."""
 
     code = "insufficient_quota"
+    kind = "insufficient_quota"
+
+
+class BudgetSpentError(BatonError):
+    """The tenant has used its budget of the month: repeating does not help for days."""
+
+    code = "insufficient_quota"
+    status = 429
     kind = "insufficient_quota"
 
 

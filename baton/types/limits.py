@@ -1,23 +1,75 @@
-"""Limits of a tenant, for all routers of a fleet together."""
+"""Policy of a tenant: its limits at all routers of a fleet together, its models and its weight."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000_000)]
+_Model = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+
+AMOUNTS = ("rpm", "tpm", "tpd", "concurrent", "budget")
+"""Fields with an amount that routers count, in the order in which they are shown."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one tenant; None: no limit.
+class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Amount of one calendar month (UTC).
+
+    Attributes:
+        tokens: Tokens of prompts and answers.
+    """
+
+    tokens: _Count
+
+
+class LatencyLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Latencies of a tenant's requests, as ``slo`` in the fleet file."""
+
+    ttft_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+    itl_s: Annotated[float, msgspec.Meta(gt=0, le=60)]
+
+
+class Limits(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Policy of one tenant; None: no limit, or the fleet's value.
 
     Attributes:
         rpm: Requests per minute.
         tpm: Tokens per minute, of prompts and answers.
         tpd: Tokens per day (UTC).
         concurrent: Requests at the same time.
+        budget: Amount per calendar month (UTC).
+        weight: Part of the fleet under saturation, relative to other tenants; None: 1.
+        models: Names of the models and adapters that its requests may name.
+        slo: Latencies of its requests, in place of the fleet's.
+        kv_share: Part of a worker's cached blocks above which it loses its own blocks first.
     """
 
     rpm: _Count | None = None
     tpm: _Count | None = None
     tpd: _Count | None = None
     concurrent: _Count | None = None
+    budget: Budget | None = None
+    weight: Annotated[float, msgspec.Meta(ge=0.01, le=1000)] | None = None
+    models: Annotated[tuple[_Model, ...], msgspec.Meta(min_length=1, max_length=1000)] | None = None
+    slo: LatencyLimits | None = None
+    kv_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+
+    @property
+    def amounts(self) -> dict[str, int]:
+        """Amounts that routers count, by name."""
+        found = {
+            "rpm": self.rpm,
+            "tpm": self.tpm,
+            "tpd": self.tpd,
+            "concurrent": self.concurrent,
+            "budget": self.budget.tokens if self.budget is not None else None,
+        }
+        return {name: amount for name, amount in found.items() if amount is not None}
+
+    def fields(self) -> dict[str, Any]:
+        """Return all fields as JSON values, also those that are None."""
+        return {name: msgspec.to_builtins(getattr(self, name)) for name in self.__struct_fields__}
+
+
+NO_LIMITS = Limits()

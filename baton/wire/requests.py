@@ -59,6 +59,7 @@ def prefill_start(
         prefix=submission.prefix if submission.HasField("prefix") else None,
         prefix_then=submission.prefix_then,
         held_only=target.held_only,
+        kv_share=submission.kv_share,
     )
 
 
@@ -93,5 +94,7 @@ def submit_from_wire(
         adapter=adapter_from_wire(message.adapter),
         pooling=message.pooling,
         emitted=emitted_from_wire(message) if isinstance(message, Submission) else (),
+        tenant=message.tenant,
+        kv_share=message.kv_share,
     )
     return Submit(request_id=engine_id, prompt_token_ids=message.prompt_tokens, spec=spec)

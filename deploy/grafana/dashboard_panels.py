@@ -344,6 +344,15 @@ _COST = (
         _rate("baton_generation_tokens_total", "tenant"),
         stacked=True,
     ),
+    _plot(
+        "Used part of the tenants' limits of tokens",
+        "percentunit",
+        "{{tenant}} {{kind}}",
+        'max by (tenant, kind) (baton_quota_tokens{fleet="$fleet"} '
+        '/ (baton_quota_limit_tokens{fleet="$fleet"} > 0))',
+        text="Per minute (tpm), day (tpd) and calendar month (budget). Above 100 %: a debt.",
+    ),
+    _counted("Calls that a tenant's limit refused", "baton_quota_refusals", "tenant", "limit"),
 )
 DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
     "overview": ("Baton: overview", _OVERVIEW),

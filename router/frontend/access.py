@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from baton.config.clients import ApiKeyConfig, SloConfig
 from baton.types.errors import ForbiddenError, InvalidRequestError, UnauthorizedError
+from baton.types.limits import LatencyLimits
 from router.settings import RouterSettings
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -25,14 +26,16 @@ class Access(NamedTuple):
     Attributes:
         min_priority: Lowest value of ``priority`` that is allowed; None: any.
         own_adapters: Whether the caller may load LoRA adapters for its tenant.
-        slo: Latencies of its requests; None: the fleet's.
+        slo: Latencies of its requests, of the key or else of the tenant; None: the fleet's.
+        models: Models that it may name; None: all.
     """
 
     tenant: str
     operator: bool
     min_priority: int | None = None
     own_adapters: bool = False
-    slo: SloConfig | None = None
+    slo: SloConfig | LatencyLimits | None = None
+    models: tuple[str, ...] | None = None
 
     @property
     def sees(self) -> str | None:
@@ -50,13 +53,22 @@ def access_of(headers: Mapping[str, str], settings: RouterSettings) -> Access:
     if settings.api_keys is not None:
         key = _key_of(headers, settings)
         own_adapters = key.adapters == "own"
-        return Access(key.tenant, key.role == "operator", key.min_priority, own_adapters, key.slo)
+        policy = settings.policies.of(key.tenant)
+        return Access(
+            tenant=key.tenant,
+            operator=key.role == "operator",
+            min_priority=key.min_priority,
+            own_adapters=own_adapters,
+            slo=key.slo or policy.slo,
+            models=policy.models,
+        )
     tenant = headers.get("x-baton-tenant", "default")
     if _TENANT.fullmatch(tenant) is None:
         raise InvalidRequestError.at(
             "x-baton-tenant", "must be 1 to 64 characters of letters, digits, '_', '.' and '-'"
         )
-    return Access(tenant, operator=True)
+    policy = settings.policies.of(tenant)
+    return Access(tenant, operator=True, slo=policy.slo, models=policy.models)
 
 
 def tenant_of(headers: Mapping[str, str], settings: RouterSettings) -> str:

@@ -53,6 +53,6 @@ def _named(standings: Mapping[str, Standing]) -> Iterator[tuple[str, Standing]]:
     """Yield the limit of requests, and the limit of tokens of which less is left."""
     if "rpm" in standings:
         yield "requests", standings["rpm"]
-    tokens = [standings[kind] for kind in ("tpm", "tpd") if kind in standings]
+    tokens = [standings[kind] for kind in ("tpm", "tpd", "budget") if kind in standings]
     if tokens:
         yield "tokens", min(tokens, key=lambda standing: standing.remaining)

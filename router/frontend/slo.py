@@ -1,10 +1,11 @@
-"""Latency limits of a call, from its headers, its API key or the fleet file."""
+"""Latency limits of a call, from its headers, its API key, its tenant or the fleet file."""
 
 import math
 from collections.abc import Mapping
 
 from baton.config.clients import SloConfig
 from baton.types.errors import InvalidRequestError
+from baton.types.limits import LatencyLimits
 from router.request import Slo
 
 TTFT = ("x-baton-slo-ttft-ms", "x-slo-ttft-ms")  # Baton's name, llm-d's name
@@ -12,7 +13,7 @@ ITL = ("x-baton-slo-itl-ms", "x-slo-tpot-ms")
 _MAX_MS = 3_600_000.0
 
 
-def slo_of(headers: Mapping[str, str], configured: SloConfig | None) -> Slo | None:
+def slo_of(headers: Mapping[str, str], configured: SloConfig | LatencyLimits | None) -> Slo | None:
     """Return the limits of a call; None if neither the call nor the fleet has any.
 
     A header replaces one of the configured limits.

@@ -49,12 +49,15 @@ async def test_a_team_is_limited_and_freed_again(fleet) -> None:
     made = await run(fleet, "set", "team-a", "--rpm", "0", "--concurrent", "8")
     assert made == "team-a: tpm 400,000, concurrent 8\n"
     shown = (await run(fleet, "ls")).split("\n")
-    assert [line.split() for line in shown if "team-a" in line] == [
-        ["team-a", "–", "400,000", "–", "8"]
+    assert [line.strip() for line in shown if "team-a" in line] == [
+        "team-a  tpm 400,000, concurrent 8"
     ]
-    listed = json.loads(await run(fleet, "ls", "--json"))["tenants"]
-    wanted = {"tenant": "team-a", "rpm": None, "tpm": 400_000, "tpd": None, "concurrent": 8}
-    assert listed == [wanted]
+    (listed,) = json.loads(await run(fleet, "ls", "--json"))["tenants"]
+    assert {name: value for name, value in listed.items() if value is not None} == {
+        "tenant": "team-a",
+        "tpm": 400_000,
+        "concurrent": 8,
+    }
     assert await run(fleet, "delete", "team-a") == "team-a: no limits\n"
     assert not quotas.has_limits("team-a")
 
@@ -62,7 +65,9 @@ async def test_a_team_is_limited_and_freed_again(fleet) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("set", "team"), "give --rpm, --tpm, --tpd or --concurrent"),
+        (("set", "team"), "give at least one limit, such as --rpm 600"),
+        (("set", "team", "--slo-ttft-s", "1"), "missing required field `itl_s` - at `$.slo`"),
+        (("set", "team", "--weight", "-1"), "Expected `float` >= 0.01 - at `$.weight`"),
         (("set", "team", "--rpm", "-3"), "Expected `int` >= 1 - at `$.rpm`"),
         (("set", "a b", "--rpm", "3"), "TENANT 'a b': must be 1 to 64 characters"),
         (("set", "team", "--rpm", "0"), "the tenant would have none"),
@@ -71,3 +76,31 @@ async def test_a_team_is_limited_and_freed_again(fleet) -> None:
 )
 async def test_wrong_values_are_named(fleet, arguments, said) -> None:
     assert said in await run(fleet, *arguments, code=1)
+
+
+ALL = (
+    *("--rpm", "600", "--tpm", "400000", "--tpd", "50000000", "--concurrent", "64"),
+    *("--budget-tokens", "2000000000", "--weight", "3", "--models", "tiny, tiny-fr"),
+    *("--slo-ttft-s", "1.5", "--slo-itl-s", "0.05", "--kv-share", "0.3"),
+)
+DESCRIBED = (
+    "rpm 600, tpm 400,000, tpd 50,000,000, concurrent 64, budget 2,000,000,000 tokens a month, "
+    "weight 3, models tiny tiny-fr, slo ttft 1.5 s itl 0.05 s, kv_share 0.3"
+)
+
+
+async def test_all_fields_are_set_and_shown_at_80_columns(fleet, monkeypatch) -> None:
+    name = "a-team-with-a-long-name"
+    assert await run(fleet, "set", name, *ALL) == f"{name}: {DESCRIBED}\n"
+    made = await run(fleet, "set", name, "--slo-itl-s", "0.1")
+    assert "slo ttft 1.5 s itl 0.1 s" in made, "the other latency stays"
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = await run(fleet, "ls")
+    assert max(map(len, shown.splitlines())) <= 80
+    text = " ".join(shown.split())
+    for part in ("rpm 600", "budget 2,000,000,000", "weight 3", "models tiny tiny-fr"):
+        assert part in text, shown
+    removed = ("--models", "", "--budget-tokens", "0", "--slo-ttft-s", "0", "--weight", "0")
+    removed += ("--kv-share", "0")
+    made = await run(fleet, "set", name, *removed)
+    assert made == f"{name}: rpm 600, tpm 400,000, tpd 50,000,000, concurrent 64\n"

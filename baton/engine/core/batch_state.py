@@ -295,7 +295,8 @@ class BatchState:
         self, key: Hashable, hashes: list[bytes], request: EngineRequest, *, always: bool = False
     ) -> bool:
         promised = self.reservations.reserved_blocks
-        return self.tiers.bring(key, hashes, promised, request.tier_tokens, always=always)
+        owner = request.spec.cache_owner
+        return self.tiers.bring(key, hashes, promised, request.tier_tokens, owner, always=always)
 
     def pins_too_much(self, request: EngineRequest, need: int) -> bool:
         """Return whether held prompts would pin more than half of the pool."""
@@ -323,8 +324,9 @@ class BatchState:
         full_blocks = sequence.computed // self.pool.block_tokens
         if full_blocks > sequence.registered_blocks:
             hashes = sequence.full_hashes(sequence.computed, self.pool.block_tokens)
+            owner = sequence.request.spec.cache_owner
             for index in range(sequence.registered_blocks, full_blocks):
-                self.pool.set_hash(sequence.blocks[index], hashes[index])
+                self.pool.set_hash(sequence.blocks[index], hashes[index], owner)
             sequence.registered_blocks = full_blocks
 
     def make_writable(self, sequence: TokenSequence, copies: list[tuple[int, int]]) -> bool:

@@ -13,8 +13,11 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
+from baton.engine.core.block_owners import BlockOwners, CacheOwner
 from baton.types.geometry import BLOCK_TOKENS
 from baton.types.pool_counts import BlockCounts
+
+_NOBODY = CacheOwner()
 
 
 class _FreeMap:
@@ -58,7 +61,8 @@ class BlockPool:
     """Reference counts, hashes and LRU order of ``total`` blocks.
 
     A released block keeps its hash until the block is reused. Blocks are evicted in order of
-    release, and within one release from the tail to the root.
+    release, and within one release from the tail to the root; first those of tenants above their
+    share.
     """
 
     def __init__(self, total: int, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -66,6 +70,7 @@ class BlockPool:
         self.block_tokens = block_tokens
         self._free = _FreeMap(total)
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._owners = BlockOwners(total)
         self._references = [0] * total
         self._quarantined: set[int] = set()
         self._hash_of: list[bytes | None] = [None] * total
@@ -118,6 +123,7 @@ class BlockPool:
         for block in blocks:
             if not self._references[block]:
                 del self._cached[block]
+                self._owners.taken(block)
                 self._unsaved.pop(block, None)
             self._references[block] += 1
 
@@ -145,31 +151,40 @@ class BlockPool:
         return self._free.take(self._free.first_run(count)) if count > 1 else []
 
     def _evict(self, count: int) -> list[int]:
-        oldest = (block for block in self._cached if block not in self.guarded)
-        evicted = list(islice(oldest, count))
+        evicted = self._owners.above_share(count, len(self._cached) - count, self.guarded)
         for block in evicted:
-            del self._cached[block]
-            if block in self._unsaved:
-                del self._unsaved[block]
-                self.unsaved_evictions += 1
-            self._forget_hash(block)
-            self.evictions += 1
-        return evicted
+            self._forget_cached(block)
+        oldest = (block for block in self._cached if block not in self.guarded)
+        rest = list(islice(oldest, count - len(evicted)))
+        for block in rest:
+            self._forget_cached(block)
+        return evicted + rest
+
+    def _forget_cached(self, block: int) -> None:
+        del self._cached[block]
+        self._owners.taken(block)
+        if block in self._unsaved:
+            del self._unsaved[block]
+            self.unsaved_evictions += 1
+        self._forget_hash(block)
+        self.evictions += 1
 
     def _forget_hash(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
             self._hash_of[block] = None
             del self._block_of[block_hash]
+            self._owners.forget(block)
             self._removed.append(block_hash)
 
-    def set_hash(self, block: int, block_hash: bytes) -> None:
-        """Make a computed block findable, unless another block has the hash."""
+    def set_hash(self, block: int, block_hash: bytes, owner: CacheOwner = _NOBODY) -> None:
+        """Make a computed block in use findable, unless another block has the hash."""
         if block_hash in self._block_of or self._hash_of[block] is not None:
             return
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
         self._stored.append(block_hash)
+        self._owners.own(block, owner)
 
     def note_written(self, blocks: Iterable[int]) -> None:
         """Note blocks that the worker's shell or the tier copier has filled."""
@@ -195,6 +210,7 @@ class BlockPool:
                 self._free.add(block)
             else:
                 self._cached[block] = None
+                self._owners.cached(block)
                 if self._saved is not None and self._hash_of[block] not in self._saved:
                     self._unsaved[block] = None
 
@@ -297,3 +313,4 @@ class BlockPool:
             raise RuntimeError("a block to be saved or guarded is not cached")
         if hashed & (set(self._free) | self._quarantined) or not hashed.issuperset(self._cached):
             raise RuntimeError("a free block has a hash, or a cached one has none")
+        self._owners.check(self._cached, hashed)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.engine.core.block_owners import CacheOwner
 from baton.types import events as ev
 from baton.types.block_hashes import block_hash
 from baton.types.errors import InvalidRequestError
@@ -42,6 +43,13 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     # If set: resume a response of another worker. Emitted tokens per choice, which are not sampled
     # again; None for a choice that has ended.
     emitted: tuple[tuple[int, ...] | None, ...] = ()
+    tenant: str = ""
+    kv_share: float = 0.0  # tenant's share of the cached blocks; 0: none
+
+    @property
+    def cache_owner(self) -> CacheOwner:
+        """Owner of the blocks that the request computes."""
+        return CacheOwner(self.tenant, self.kv_share)
 
 
 @dataclass(slots=True, kw_only=True)

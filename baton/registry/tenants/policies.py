@@ -6,6 +6,8 @@ A newer version replaces an older one. Redis may lose the table: each router has
 it again.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
 from baton.registry.redis_store import Registry
@@ -35,7 +37,7 @@ class LimitsTable(msgspec.Struct, frozen=True):
     """Limits by tenant. ``version`` is the time of the change in ms, or 0 for an empty table."""
 
     version: int = 0
-    tenants: dict[str, Limits] = {}
+    tenants: Mapping[str, Limits] = {}
 
 
 class SharedLimits:

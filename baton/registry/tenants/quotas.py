@@ -1,6 +1,6 @@
 """Limits of tenants in Redis: the bank of each tenant, from which routers lease parts.
 
-    quotas:TENANT    leases and use of the tenant's last minute and day, see bank.py   2 days
+    quotas:TENANT    leases, and use of the last minute, day and month, see bank.py   33 days
 
 One script computes what ``bank.py`` describes, by Redis' clock. Redis may lose the key: each
 router then reports its use again.
@@ -13,7 +13,7 @@ import msgspec
 from baton.registry.redis_store import Registry
 from baton.registry.tenants.bank import CONCURRENT_RETRY_MS, SILENT_MS, SLACK_MS, Ask, Grant
 
-_TTL_MS = 2 * 24 * 3600 * 1000
+_TTL_MS = 33 * 24 * 3600 * 1000
 
 # KEYS: the bank. ARGV: ask as JSON, time to live in ms, and, for tests, a clock in ms. A bank's
 # time does not follow steps of the clock.

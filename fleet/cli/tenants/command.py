@@ -1,4 +1,4 @@
-"""Limits of tenants: `baton tenants ls`, `set` and `delete`."""
+"""Policies of tenants: `baton tenants ls`, `set` and `delete`."""
 
 import json
 import re
@@ -16,7 +16,6 @@ from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
 
 _PATH = "/fleet/tenants"
 _EVERYWHERE_S = 1.0  # routers follow a change within this time
-_KINDS = ("rpm", "tpm", "tpd", "concurrent")
 
 tenants_app = typer.Typer(
     help="Limit what tenants may use, at all routers of a fleet together.", no_args_is_help=True
@@ -33,18 +32,19 @@ def ls(
     api_key: KeyOption = "",
     as_json: _JsonOption = False,
 ) -> None:
-    """List the tenants that have limits."""
+    """List the tenants that have limits, with their limits."""
     found = ask_router(reach(fleet, url, api_key), "GET", _PATH)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    columns = [Column("tenant", overflow="fold")]
-    columns += [Column(name, justify="right", no_wrap=True) for name in _KINDS]
+    columns = [Column("tenant", overflow="fold", max_width=30), Column("limits", overflow="fold")]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for tenant in found["tenants"]:
-        values = ["–" if tenant[name] is None else f"{tenant[name]:,}" for name in _KINDS]
-        table.add_row(escape(tenant["tenant"]), *values)
-    Console().print(table)
+        table.add_row(escape(tenant["tenant"]), escape(_described(tenant)))
+    console = Console(highlight=False)
+    console.print(table)
+    if found.get("file"):
+        console.print(f"from {escape(found['file'])}", soft_wrap=True)
 
 
 @tenants_app.command("set")
@@ -58,19 +58,60 @@ def set_(
     concurrent: Annotated[
         int | None, typer.Option(help="Requests at the same time; 0: no limit.")
     ] = None,
+    budget_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per calendar month (UTC); 0: no limit.")
+    ] = None,
+    weight: Annotated[
+        float | None,
+        typer.Option(help="Part of a busy fleet, relative to other tenants; 0: the default, 1."),
+    ] = None,
+    kv_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of the cached KV (0 to 1) above which it loses its own first; 0: none."
+        ),
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            help="Models and adapters that it may use, separated by commas; '': all.",
+            metavar="NAMES",
+        ),
+    ] = None,
+    slo_ttft_s: Annotated[
+        float | None,
+        typer.Option(help="Limit of the time to first token, as `slo: {ttft_s}`; 0: the fleet's."),
+    ] = None,
+    slo_itl_s: Annotated[
+        float | None, typer.Option(help="Limit of the mean ITL, as `slo: {itl_s}`; 0: the fleet's.")
+    ] = None,
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
     as_json: _JsonOption = False,
 ) -> None:
-    """Change limits of a tenant; limits that are not given stay. Routers apply them on return."""
-    given = {"rpm": rpm, "tpm": tpm, "tpd": tpd, "concurrent": concurrent}
-    body = {name: value or None for name, value in given.items() if value is not None}
+    """Change limits of a tenant; those that are not given stay. Routers apply them on return."""
+    given = {
+        "rpm": rpm,
+        "tpm": tpm,
+        "tpd": tpd,
+        "concurrent": concurrent,
+        "weight": weight,
+        "kv_share": kv_share,
+    }
+    body: dict[str, Any] = {name: it or None for name, it in given.items() if it is not None}
+    if budget_tokens is not None:
+        body["budget"] = {"tokens": budget_tokens} if budget_tokens else None
+    if models is not None:
+        body["models"] = [name.strip() for name in models.split(",") if name.strip()] or None
+    latencies = {"ttft_s": slo_ttft_s, "itl_s": slo_itl_s}
+    slo = {name: value for name, value in latencies.items() if value is not None}
+    if slo:
+        body["slo"] = slo if all(slo.values()) else None
     if not body:
-        fail("give --rpm, --tpm, --tpd or --concurrent")
+        fail("give at least one limit, such as --rpm 600; `baton tenants set --help` lists them")
     found = _changed("PUT", tenant, fleet, url, api_key, body)
-    limits = ", ".join(f"{name} {found[name]:,}" for name in _KINDS if found[name] is not None)
-    typer.echo(json.dumps(found, indent=2) if as_json else f"{tenant}: {limits}")
+    typer.echo(json.dumps(found, indent=2) if as_json else f"{tenant}: {_described(found)}")
 
 
 @tenants_app.command("delete")
@@ -84,6 +125,25 @@ def delete(
     """Remove all limits of a tenant. Its keys and its data stay."""
     found = _changed("DELETE", tenant, fleet, url, api_key)
     typer.echo(json.dumps(found, indent=2) if as_json else f"{tenant}: no limits")
+
+
+def _described(policy: dict[str, Any]) -> str:
+    """Return the fields of a policy that are set, as text."""
+    parts = []
+    for name, value in policy.items():
+        if name in ("tenant", "used") or value is None:
+            continue
+        if name == "budget":
+            parts.append(f"budget {value['tokens']:,} tokens a month")
+        elif name == "models":
+            parts.append(f"models {' '.join(value)}")
+        elif name == "slo":
+            parts.append(f"slo ttft {value['ttft_s']:g} s itl {value['itl_s']:g} s")
+        elif isinstance(value, float):
+            parts.append(f"{name} {value:g}")
+        else:
+            parts.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}")
+    return ", ".join(parts)
 
 
 def _changed(

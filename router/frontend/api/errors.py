@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.telemetry.logs import request_context
 from baton.types.errors import (
     BatonError,
+    BudgetSpentError,
     DeadlineError,
     InternalError,
     LimitTooSmallError,
@@ -79,7 +80,7 @@ def error_response(
     if isinstance(error, QueueFullError):
         rounded = math.ceil if isinstance(error, RateLimitError) else round
         headers["retry-after"] = str(max(rounded(error.retry_after_s), 1))
-    elif isinstance(error, LimitTooSmallError):
+    elif isinstance(error, LimitTooSmallError | BudgetSpentError):
         headers["x-should-retry"] = "false"  # the official clients would repeat it
     elif isinstance(error, UnavailableError):
         headers["retry-after"] = "1"

@@ -89,7 +89,7 @@ class Calls:
             body = await off_loop(
                 len(raw), lambda: parse(kind, raw, ignored, model=router.model.names[0])
             )
-            router.model.check_name(body.model, caller.tenant)
+            router.model.check_name(body.model, caller.tenant, caller.models)
             async with ended_by_departure(request.scope):
                 return await respond(body, len(raw), caller, now_ns)
 

@@ -7,7 +7,7 @@ import orjson
 from fastapi import Request, Response
 
 from baton.types.errors import InvalidRequestError
-from router.frontend.access import access_of, adapter_owner_of
+from router.frontend.access import Access, access_of, adapter_owner_of
 from router.frontend.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
 from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.bodies.parse import parse
@@ -29,15 +29,15 @@ def routes(router: RouterParts) -> Endpoints:
     @api.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """List the names of the served model and of its adapters."""
-        sees = access_of(request.headers, settings).sees
-        names = [*served.names, *(entry.name for entry in served.adapters.served(sees))]
+        access = access_of(request.headers, settings)
+        names = served.served_names(access.sees, access.models)
         return {"object": "list", "data": [_record(router, name) for name in names]}
 
     @api.get("/v1/models/{model_id:path}")
     async def model(request: Request, model_id: str) -> dict[str, Any]:
         """Return the artifact record of a model or an adapter."""
-        sees = access_of(request.headers, settings).sees
-        return _record(router, served.check_name(model_id, sees))
+        access = access_of(request.headers, settings)
+        return _record(router, served.check_name(model_id, access.sees, access.models))
 
     @api.post_body("/v1/load_lora_adapter", LoadAdapterBody)
     async def load_lora_adapter(request: Request) -> Response:
@@ -84,23 +84,21 @@ def _record(router: RouterParts, name: str) -> dict[str, Any]:
 async def _answer_off_loop(
     router: RouterParts,
     request: Request,
-    answer: Callable[[ServedModel, bytes, Ignored, str | None], dict[str, Any]],
+    answer: Callable[[ServedModel, bytes, Ignored, Access], dict[str, Any]],
 ) -> Response:
-    sees = access_of(request.headers, router.settings).sees
+    access = access_of(request.headers, router.settings)
     raw = await read_body(request, router)
     ignored = ignored_of(request)
     content = await off_loop(
-        len(raw), lambda: orjson.dumps(answer(router.model, raw, ignored, sees))
+        len(raw), lambda: orjson.dumps(answer(router.model, raw, ignored, access))
     )
     return Response(content, media_type="application/json")
 
 
-def _tokenized(
-    model: ServedModel, raw: bytes, ignored: Ignored, sees: str | None
-) -> dict[str, Any]:
+def _tokenized(model: ServedModel, raw: bytes, ignored: Ignored, access: Access) -> dict[str, Any]:
     body = parse(TokenizeBody, raw, ignored)
     if body.model is not None:
-        model.check_name(body.model, sees)
+        model.check_name(body.model, access.sees, access.models)
     tokens = _tokens_of(model, body)
     answer: dict[str, Any] = {
         "count": len(tokens),
@@ -131,10 +129,10 @@ def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
 
 
 def _detokenized(
-    model: ServedModel, raw: bytes, ignored: Ignored, sees: str | None
+    model: ServedModel, raw: bytes, ignored: Ignored, access: Access
 ) -> dict[str, Any]:
     body = parse(DetokenizeBody, raw, ignored)
     if body.model is not None:
-        model.check_name(body.model, sees)
+        model.check_name(body.model, access.sees, access.models)
     model.check_ids(body.tokens, "tokens")
     return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}

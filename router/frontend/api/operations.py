@@ -16,6 +16,7 @@ from fastapi import HTTPException, Query, Request, Response
 from baton.types.errors import UnavailableError
 from router.frontend.access import access_of, check_operator, is_operator
 from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.tenant_gauges import TenantGauges
 from router.routing.watch.rates import rates
 from router.routing.watch.request_reports import Order, latest, report_of
 
@@ -26,6 +27,7 @@ _WORKER_STATES = ("starting", "ready", "draining", "dead")
 def routes(router: RouterParts) -> Endpoints:
     """Return ``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
     api = Endpoints()
+    tenant_gauges = TenantGauges()
     version = importlib.metadata.version("baton-serve")
 
     @api.head("/health", include_in_schema=False)
@@ -72,6 +74,7 @@ def routes(router: RouterParts) -> Endpoints:
         """Return metrics in Prometheus' text format."""
         check_operator(request.headers, router.settings)
         _set_gauges(router)
+        tenant_gauges.update(router.metrics, router.quotas.quotas, router.settings)
         return Response(router.metrics.render(), media_type=router.metrics.content_type)
 
     @api.get("/fleet")

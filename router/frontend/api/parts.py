@@ -113,6 +113,9 @@ class RouterParts:
                 shared_quotas,
                 lambda: gateway.shares.known_routers,
                 observer.task_failed,
+                lambda tenant, limit: metrics.inc(
+                    "baton_quota_refusals", tenant=tenant, limit=limit
+                ),
             ),
         )
 

@@ -53,6 +53,7 @@ class Caller:
     min_priority: int | None = None
     client_id: str = ""
     slo: Slo | None = None
+    models: tuple[str, ...] | None = None
     ignored: Ignored = field(default_factory=Ignored)
 
 
@@ -77,6 +78,7 @@ def read_headers(
         traceparent=headers.get("traceparent", ""),
         client_id=client_id_of(headers),
         slo=slo_of(headers, access.slo or settings.slo),
+        models=access.models,
         ignored=Ignored() if ignored is None else ignored,
     )
 
@@ -382,7 +384,7 @@ class Preparer:
             shown=_shown(body) if isinstance(body, GenerationBody) else Shown(),
             tenant=caller.tenant,
             cache_scope=self._scope(caller, salt),
-            adapter=self._model.adapter_of(body.model, caller.tenant),
+            adapter=self._model.adapter_of(body.model, caller.tenant, caller.models),
             priority=priority,
             mode=caller.mode,
             user=body.user,

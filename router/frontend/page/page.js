@@ -1,4 +1,4 @@
-// Live page: polls /fleet, /fleet/series and /fleet/requests, and draws the results.
+// Live page: polls /fleet, /fleet/series, /fleet/requests and /fleet/tenants, and draws the results.
 // All data from the router is shown as text, never as HTML.
 "use strict";
 
@@ -59,6 +59,7 @@ async function poll() {
       get(`fleet/series?after=${state.samples.at(-1)?.number ?? 0}`),
     ]);
     const refused = [requests, fleet, series].find((one) => one.status === "rejected")?.reason;
+    showTenants();
     if (requests.status === "fulfilled") showRequests(requests.value.requests);
     if (fleet.status === "fulfilled" && series.status === "fulfilled") {
       takeSamples(series.value);

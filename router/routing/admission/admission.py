@@ -2,15 +2,17 @@
 
 Priorities are strict: lower numbers run first. Within a priority tenants take turns
 (``router/routing/admission/fair_queue.py``). A full queue is shared fairly as well: a tenant with
-fewer requests in it than others takes the newest place of the tenant with most.
+fewer requests in it than others takes the newest place of the tenant with most. Tenants have
+weights: twice the weight is twice the part of the service and of the queue.
 """
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from math import ceil
 
 from baton.registry.router_demands import TenantDemand
 from baton.types.errors import QueueFullError
-from router.routing.admission.fair_queue import FairQueue, Waiting
+from router.routing.admission.fair_queue import FairQueue, Waiting, equal_weights
 
 _RATE_WINDOW_NS = 30_000_000_000
 _MAX_RETRY_AFTER_S = 600.0
@@ -22,12 +24,14 @@ class Admission:
 
     Args:
         max_waiting: Limit of waiting requests at all routers together.
+        weight_of: Function from a tenant to its weight, above 0.
 
     Attributes:
         limit: Limit of waiting requests at this router.
     """
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, max_waiting: int, weight_of: Callable[[str], float] = equal_weights) -> None:
+        self._weight_of = weight_of
         self.max_waiting = self.limit = max_waiting
         self.running = 0  # sequences
         self._running_of: Counter[str] = Counter()  # by tenant
@@ -63,18 +67,26 @@ class Admission:
             if loser is None:
                 raise self.refusal(entry.tenant, now_ns, expected_s=expected_s)
             self.leave(loser.request_id)
-        self._levels.setdefault(entry.priority, FairQueue()).push(entry)
+        self._level(entry.priority).push(entry)
         self._places[entry.request_id] = entry
         self._of_tenant[entry.tenant] += 1
         self._waiting_of[entry.tenant] += entry.weight
         return loser
 
+    def _level(self, priority: int) -> FairQueue:
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = FairQueue(self._weight_of)
+        return level
+
     def _loser(self, newcomer: str) -> Waiting | None:
         """Return the newest place of the tenant with most, if ``newcomer`` stays below it."""
-        ranked = self._of_tenant.most_common(1)
-        if not ranked or ranked[0][1] <= self._of_tenant[newcomer] + 1:
+        held = {name: count / self._weight_of(name) for name, count in self._of_tenant.items()}
+        most = max(held, key=held.__getitem__, default=newcomer)
+        own = (self._of_tenant[newcomer] + 1) / self._weight_of(newcomer)
+        if most == newcomer or held[most] <= own:
             return None
-        lines = (self._levels[level].newest_of(ranked[0][0]) for level in sorted(self._levels))
+        lines = (self._levels[level].newest_of(most) for level in sorted(self._levels))
         return [place for place in lines if place is not None][-1]
 
     def refusal(self, tenant: str, now_ns: int, *, expected_s: float) -> QueueFullError:
@@ -89,12 +101,13 @@ class Admission:
     def retry_after_s(self, tenant: str, now_ns: int, *, expected_s: float) -> float:
         """Return the time in which the tenant's part of the queue drains at the current rate.
 
-        Waiting tenants share the rate.
+        Waiting tenants share the rate by their weights.
         """
         rate = self.drain_per_s(now_ns)
         if rate <= 0:
             rate = max(self.running, 1) / max(expected_s, 1e-3)
-        ahead = min(self._of_tenant[tenant] * len(self._of_tenant), self.waiting)
+        tenants = sum(map(self._weight_of, self._of_tenant)) / self._weight_of(tenant)
+        ahead = min(self._of_tenant[tenant] * tenants, self.waiting)
         return float(min(max(ceil(ahead / rate), 1), _MAX_RETRY_AFTER_S))
 
     def drain_per_s(self, now_ns: int) -> float:
@@ -133,9 +146,11 @@ class Admission:
         self.charge(entry, 2 * entry.cost_tokens)
 
     def is_over_share(self, tenant: str) -> bool:
-        """Return whether a tenant runs more than its equal part beside others."""
-        tenants = len(self._running_of)
-        return tenants > 1 and self._running_of[tenant] * tenants > self.running
+        """Return whether a tenant runs more than its part, by weight, beside others."""
+        if len(self._running_of) < 2:
+            return False
+        weights = sum(map(self._weight_of, self._running_of))
+        return self._running_of[tenant] * weights > self.running * self._weight_of(tenant)
 
     def charge(self, entry: Waiting, cost_tokens: float) -> None:
         """Correct the cost of a request that was placed."""

@@ -4,17 +4,23 @@
     tenant b  [ b2 ]          tag 640 ─┼─▶ the smallest tag goes next, and the clock is set to it
     tenant c  [ c1 c2 ]       tag 700 ─┘   (equal tags: first come, first served)
 
-Each served request advances its tenant's tag by its cost, in tokens. So tenants that always wait
-are served equal numbers of tokens, within one request each; within a tenant the order is first
-come, first served. A tenant that returns after a pause gets the clock as its tag: a pause earns no
-credit, and a newcomer waits for no more than one request of each other tenant. Tags that the clock
-has passed are dropped.
+Each served request advances its tenant's tag by its cost in tokens ÷ the tenant's weight. So
+tenants that always wait are served tokens in proportion to their weights, within one request each;
+within a tenant the order is first come, first served. A tenant that returns after a pause gets the
+clock as its tag: a pause earns no credit, and a newcomer waits for no more than one request of each
+other tenant of its weight. Tags that the clock has passed are dropped.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.request import GenerationRequest
+
+
+def equal_weights(tenant: str) -> float:
+    """Return 1 for every tenant."""
+    return 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +57,14 @@ class _Line:
 
 
 class FairQueue:
-    """Queue of the requests of one priority."""
+    """Queue of the requests of one priority.
 
-    def __init__(self) -> None:
+    Args:
+        weight_of: Function from a tenant to its weight, above 0.
+    """
+
+    def __init__(self, weight_of: Callable[[str], float] = equal_weights) -> None:
+        self._weight_of = weight_of
         self.clock = 0.0
         self._lines: dict[str, _Line] = {}  # of tenants that wait
         self._tags: dict[str, float] = {}  # of tenants that were served and do not wait now
@@ -80,7 +91,7 @@ class FairQueue:
         line = self._next()
         entry = line.places.popleft()[1]
         self.clock = line.tag
-        line.tag += entry.cost_tokens
+        line.tag += entry.cost_tokens / self._weight_of(entry.tenant)
         if not line.places:
             self._rest(entry.tenant)
         return entry
@@ -90,14 +101,15 @@ class FairQueue:
 
         With ``ahead`` the tenant's tag ends at most that far after the clock.
         """
+        more = tokens / self._weight_of(tenant)
         line = self._lines.get(tenant)
         if ahead is not None:
             tag = line.tag if line is not None else self._tags.get(tenant, self.clock)
-            tokens = min(tokens, max(self.clock + ahead - tag, 0.0))
+            more = min(more, max(self.clock + ahead - tag, 0.0))
         if line is not None:
-            line.tag += tokens
+            line.tag += more
         elif tenant in self._tags:
-            self._tags[tenant] += tokens
+            self._tags[tenant] += more
 
     def remove(self, entry: Waiting) -> None:
         """Remove a request that was not served, at no cost."""

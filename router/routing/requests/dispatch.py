@@ -139,4 +139,5 @@ class Dispatcher:
             pooling=request.pooling,
             prefix=prefix[0] if prefix else None,
             prefix_then=prefix[1:],
+            kv_share=self.settings.policies.of(request.tenant).kv_share or 0.0,
         )

@@ -82,8 +82,8 @@ class Gateway:
         )
         self.workers = WorkerTable(directory, settings, hello, self, observer.task_failed)
         self.workers.on_turn = self._on_turn
-        self.admission = Admission(settings.max_queued_requests)
-        self.shares = Shares()
+        self.admission = Admission(settings.max_queued_requests, settings.policies.weight)
+        self.shares = Shares(settings.policies.weight)
         self.work = WorkCounter()
         self.tickets = Tickets()
         self._tokenizer = tokenizer

@@ -1,7 +1,8 @@
 """Limits of all tenants at one router: a copy of the table in Redis, and one on disk.
 
 Twice a second the router compares its copy with Redis. Without Redis, or with a table that it
-cannot read, it uses the last one, also after a restart.
+cannot read, it uses the last one, also after a restart. Where the policies are in a file, Redis has
+no part in them.
 """
 
 import asyncio
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from baton.config.secrets import SecretError
+from baton.config.tenants_file import TenantsFile
 from baton.registry.json_file import keep
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.tenants.policies import MAX_TENANTS, LimitsTable, SharedLimits
@@ -34,6 +37,7 @@ class LimitsMirror:
         shared: Table in Redis.
         on_change: Receives the limits of all tenants when they have changed.
         file: Copy on disk; None: no copy.
+        source: File that is the only source of policies while it exists.
         count_failure: Receives the name of a failed task.
     """
 
@@ -42,20 +46,23 @@ class LimitsMirror:
         shared: SharedLimits,
         on_change: Callable[[Mapping[str, Limits]], None],
         file: Path | None = None,
+        source: TenantsFile | None = None,
         count_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.table = LimitsTable()
         self._shared = shared
         self._on_change = on_change
         self._file = file
+        self._source = source
         self._tasks = BackgroundTasks("tenants", count_failure)
         self._lock = asyncio.Lock()
         self._tried = asyncio.Event()
         self._away = False
+        self._problem = ""
 
     async def start(self) -> None:
         """Read the copy on disk, and follow Redis; return after the first attempt."""
-        if self._file is not None and self._file.exists():
+        if self._file is not None and self._file.exists() and not self._follow_file():
             try:
                 self._adopt(msgspec.json.decode(self._file.read_bytes(), type=LimitsTable))
             except (OSError, msgspec.DecodeError) as error:
@@ -84,10 +91,15 @@ class LimitsMirror:
             edit: Function from the present limits to the new ones; None: the tenant has none.
 
         Raises:
-            LimitsChangeError: ``edit`` raised it, there are too many tenants, or Redis' table is
-                unreadable.
+            LimitsChangeError: ``edit`` raised it, there are too many tenants, the policies are in
+                a file, or Redis' table is unreadable.
             RegistryUnavailableError: Redis does not answer; nothing has changed.
         """
+        if self._source is not None and self._follow_file():
+            raise LimitsChangeError(
+                f"the policies of tenants are in {self._source.file}; change them there, on the "
+                "host of each router"
+            )
         async with self._lock:
             for _ in range(_TRIES):
                 now_ms = await self._exchange()
@@ -107,7 +119,8 @@ class LimitsMirror:
     async def _follow(self) -> None:
         while True:
             try:
-                await self.exchange()
+                if not self._follow_file():
+                    await self.exchange()
             except RegistryUnavailableError as error:
                 if not self._away:
                     count = len(self.table.tenants)
@@ -118,6 +131,21 @@ class LimitsMirror:
             finally:
                 self._tried.set()
             await asyncio.sleep(POLL_S)
+
+    def _follow_file(self) -> bool:
+        """Use the policies of the file; return False if there is none."""
+        try:
+            found = self._source.current() if self._source is not None else None
+        except SecretError as error:
+            if str(error) != self._problem:
+                _LOG.error("%s; the previous policies stay in use", error)
+            self._problem = str(error)
+            return False
+        if found is None:
+            return False
+        if found is not self.table.tenants:
+            self._adopt(LimitsTable(0, found))
+        return True
 
     async def _exchange(self) -> int:
         found, now_ms = await self._shared.read(self.table)

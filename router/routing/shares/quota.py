@@ -11,8 +11,9 @@ less until it is forgotten.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
 
 from baton.registry.tenants.bank import SILENT_MS, Ask, Bank, Grant, Need
 from baton.types.limits import Limits
@@ -20,16 +21,26 @@ from baton.types.limits import Limits
 EXCHANGE_NS = 200_000_000
 _USE_NS = 1_000_000_000  # a lease covers twice the use of this time
 _MS = 1_000_000
+_WATCH_NS = 5_000_000_000
 _PART_LEASED = 4  # of what is left, at most one part is leased before calls need it
 _VALID_NS = (SILENT_MS - 500) * _MS  # before the bank takes the lease back
 _ANSWERS = 100  # of which the 90th percentile is expected
+_DAY_MS = 24 * 3600 * 1000
 _KINDS = {
     "rpm": (2000, 31),  # length of a slot in ms, and number of slots: at least 60 s
     "tpm": (2000, 31),
-    "tpd": (24 * 3600 * 1000, 1),
+    "tpd": (_DAY_MS, 1),
     "concurrent": (1, 0),
+    "budget": (_DAY_MS, 1),  # use of a month counts in its last day, and so until its end
 }
-_TOKENS = ("tpm", "tpd")
+_TOKENS = ("tpm", "tpd", "budget")
+
+
+def last_day_of_month(unix_ms: int) -> int:
+    """Return the last day of the calendar month (UTC) of a time, in days since 1970."""
+    first = datetime.fromtimestamp(unix_ms / 1000, UTC).date().replace(day=1)
+    next_first = (first + timedelta(days=31)).replace(day=1)
+    return (next_first - date(1970, 1, 1)).days - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +73,8 @@ class _Lease:
         return max(self.ceiling - self.spent_total, 0)
 
     def slot(self, bank_ms: int) -> int:
+        if self.kind == "budget":
+            return last_day_of_month(bank_ms)
         slot_ms, slots = _KINDS[self.kind]
         return bank_ms // slot_ms if slots else 0
 
@@ -100,6 +113,7 @@ class _Tenant:
     sent_ns: int = 0
     acknowledged_ns: int = 0  # when the exchange was sent that the bank answered last
     whole: bool = True
+    watched_until_ns: int = 0
     open: int = 0
     answers: deque[int] = field(default_factory=lambda: deque(maxlen=_ANSWERS))
     likely_tokens: int = 0
@@ -168,11 +182,16 @@ class Never:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """State of one limit, for headers."""
+    """State of one limit, for headers and metrics.
+
+    Attributes:
+        used: Amount that all routers have used or leased; more than ``limit`` is a debt.
+    """
 
     limit: int
     remaining: int
     reset_ns: int
+    used: int
 
 
 class Quotas:
@@ -200,11 +219,9 @@ class Quotas:
                 state = self._tenants[tenant] = _Tenant(self._offset_ms, {})
             before = state.leases
             state.leases = {}
-            for kind in _KINDS:
-                limit = getattr(its, kind)
-                if limit is not None:
-                    state.leases[kind] = before.get(kind) or _Lease(kind, limit)
-                    state.leases[kind].limit = limit
+            for kind, limit in its.amounts.items():
+                state.leases[kind] = before.get(kind) or _Lease(kind, limit)
+                state.leases[kind].limit = limit
             if not state.leases:
                 del self._tenants[tenant]
             elif state.leases.keys() != before.keys():
@@ -300,7 +317,7 @@ class Quotas:
         return {
             tenant: self._ask(state, now_ns)
             for tenant, state in self._tenants.items()
-            if self._is_due(state)
+            if self._is_due(state, now_ns)
         }
 
     def granted(self, grants: Mapping[str, Grant], now_ns: int) -> None:
@@ -338,7 +355,7 @@ class Quotas:
                     continue
                 state.local = Bank()
                 state.whole = True
-            if self._is_due(state):
+            if self._is_due(state, now_ns):
                 grant = state.local.exchange(self._ask(state, now_ns), state.bank_ms(now_ns))
                 self.granted({tenant: grant}, now_ns)
 
@@ -351,9 +368,20 @@ class Quotas:
         for lease in state.leases.values():
             limit = self._limit(lease)
             reset_ns = max(lease.reset_ns - now_ns, 0)
-            remaining = min(max(lease.have + lease.left, 0), limit) if reset_ns else limit
-            found[lease.kind] = Standing(lease.limit, remaining, reset_ns)
+            left = min(lease.have + lease.left, limit) if reset_ns else limit
+            found[lease.kind] = Standing(lease.limit, max(left, 0), reset_ns, limit - left)
         return found
+
+    def watch(self, tenants: Iterable[str], now_ns: int) -> None:
+        """Have the state of these tenants exchanged for some seconds, although they do not call."""
+        for tenant in tenants:
+            state = self._tenants.get(tenant)
+            if state is not None:
+                state.watched_until_ns = now_ns + _WATCH_NS
+
+    def callers(self) -> list[str]:
+        """Return the tenants whose state this router has exchanged."""
+        return [name for name, state in self._tenants.items() if state.acknowledged_ns]
 
     def _limit(self, lease: _Lease) -> int:
         return max(lease.limit // self.routers, 1) if self.routers else lease.limit
@@ -374,8 +402,8 @@ class Quotas:
         state.open += 1
         return Reservation(state, tokens, choices, slots)
 
-    def _is_due(self, state: _Tenant) -> bool:
-        if state.open:
+    def _is_due(self, state: _Tenant, now_ns: int) -> bool:
+        if state.open or now_ns < state.watched_until_ns:
             return True
         return any(
             lease.asked or lease.changed or lease.have or lease.in_use

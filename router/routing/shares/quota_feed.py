@@ -10,7 +10,12 @@ from typing import Protocol
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.tenants.bank import Ask, Grant
 from baton.telemetry.tasks import BackgroundTasks
-from baton.types.errors import InsufficientQuotaError, LimitTooSmallError, RateLimitError
+from baton.types.errors import (
+    BudgetSpentError,
+    InsufficientQuotaError,
+    LimitTooSmallError,
+    RateLimitError,
+)
 from router.routing.shares.quota import EXCHANGE_NS, Never, Quotas, Reservation, Taken, Wait
 
 _LOG = logging.getLogger(__name__)
@@ -22,6 +27,7 @@ _WORDS = {
     "tpm": "tokens per minute",
     "tpd": "tokens per day",
     "concurrent": "concurrent requests",
+    "budget": "tokens per calendar month (UTC)",
 }
 
 
@@ -40,6 +46,7 @@ class QuotaFeed:
         source: Banks in Redis; None: the banks are here.
         routers: Last known number of routers.
         count_failure: Receives the name of a failed task.
+        on_refused: Receives the tenant and the limit of each refused call.
     """
 
     def __init__(
@@ -48,7 +55,9 @@ class QuotaFeed:
         source: QuotaSource | None,
         routers: Callable[[], int],
         count_failure: Callable[[str], None],
+        on_refused: Callable[[str, str], None] = lambda tenant, limit: None,
     ) -> None:
+        self._on_refused = on_refused
         offset_ms = (time.time_ns() - monotonic_ns()) // 1_000_000
         self.quotas = Quotas(router_id, offset_ms)
         self._source = source
@@ -83,6 +92,7 @@ class QuotaFeed:
 
         Raises:
             RateLimitError: The tenant's limit is reached.
+            BudgetSpentError: The tenant's budget of the month is spent.
             LimitTooSmallError: The call exceeds the limit alone.
         """
         call = (tenant, prompt_tokens, choices, answer_tokens)
@@ -92,10 +102,17 @@ class QuotaFeed:
             await self._exchange_now()
             found = self.quotas.take(*call, monotonic_ns())
             tries += 1
+        if isinstance(found, Never | Wait):
+            self._on_refused(tenant, found.kind)
         if isinstance(found, Never):
             raise LimitTooSmallError(
                 f"the request needs {found.amount} tokens; the limit of tenant {tenant} is "
                 f"{found.limit} {_WORDS[found.kind]}; send a shorter prompt"
+            )
+        if isinstance(found, Wait) and found.kind == "budget":
+            raise BudgetSpentError(
+                f"tenant {tenant} has used its budget of {found.limit} {_WORDS[found.kind]}; an "
+                "operator can raise it with `baton tenants set`"
             )
         if isinstance(found, Wait):
             kind = InsufficientQuotaError if found.kind == "tpd" else RateLimitError

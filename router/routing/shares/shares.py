@@ -3,8 +3,8 @@
     tenant a  ── 40 at router 1, 0 at router 2 ─┐  of 64 places: a gets 32, all at router 1;
     tenant b  ── 60 at router 1, 60 at router 2 ┘  b gets 32, 16 at each: windows of 48 and 16
 
-Places go to tenants first, in equal parts up to their demand, and each router gets the part of a
-tenant's places that it has of the tenant's demand. So a tenant gains nothing by sending to all
+Places go to tenants first, in parts by weight up to their demand, and each router gets the part of
+a tenant's places that it has of the tenant's demand. So a tenant gains nothing by sending to all
 routers. Places that are left over are split equally among the routers.
 
 Sans-IO. Demands are some hundred milliseconds old. If demand jumps at several routers at once, they
@@ -12,10 +12,11 @@ exceed the limit by the overlap of their parts until the next exchange. A silent
 counted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baton.registry.router_demands import RouterDemand, TenantDemand
+from router.routing.admission.fair_queue import equal_weights
 
 SILENT_NS = 2_000_000_000
 GONE_NS = 30_000_000_000
@@ -28,9 +29,14 @@ class _Other:
 
 
 class Shares:
-    """Share of one router in the windows at all workers, and in the queue."""
+    """Share of one router in the windows at all workers, and in the queue.
 
-    def __init__(self) -> None:
+    Args:
+        weight_of: Function from a tenant to its weight, above 0.
+    """
+
+    def __init__(self, weight_of: Callable[[str], float] = equal_weights) -> None:
+        self._weight_of = weight_of
         self._others: dict[str, _Other] = {}
         self._live: list[RouterDemand] = []
         self._own = RouterDemand(beat=0)
@@ -85,7 +91,7 @@ class Shares:
         for demand in demands:
             for tenant, its in demand.tenants.items():
                 wanted[tenant] = wanted.get(tenant, 0) + its.running + its.waiting
-        parts = _equal_parts(wanted, total)
+        parts = _parts(wanted, total, self._weight_of)
         own = sum(
             parts[tenant] * (its.running + its.waiting) / wanted[tenant]
             for tenant, its in self._own.tenants.items()
@@ -101,12 +107,15 @@ class Shares:
         return max(total // self.routers, total - elsewhere, 1)
 
 
-def _equal_parts(wanted: Mapping[str, int], total: int) -> dict[str, float]:
+def _parts(
+    wanted: Mapping[str, int], total: int, weight_of: Callable[[str], float]
+) -> dict[str, float]:
     parts: dict[str, float] = {}
     left = float(total)
-    open_ = len(wanted)
-    for tenant, most in sorted(wanted.items(), key=lambda item: item[1]):
-        parts[tenant] = min(float(most), left / open_)
+    weights = {tenant: weight_of(tenant) for tenant in wanted}
+    open_ = sum(weights.values())
+    for tenant, most in sorted(wanted.items(), key=lambda item: item[1] / weights[item[0]]):
+        parts[tenant] = min(float(most), left * weights[tenant] / max(open_, weights[tenant]))
         left = left - parts[tenant]
-        open_ = open_ - 1
+        open_ = open_ - weights[tenant]
     return parts

@@ -206,6 +206,55 @@ def test_nobody_starves_and_no_place_is_idle(steps, data):
     assert not queue._levels
 
 
+# --- weights --------------------------------------------------------------------------------------
+
+WEIGHTS = {"a": 3.0, "b": 1.0}
+
+
+@pytest.mark.parametrize("costs", [{"a": 100.0, "b": 100.0}, {"a": 900.0, "b": 70.0}])
+def test_weights_of_3_and_1_are_served_3_to_1_under_saturation(costs):
+    """Both always wait; costs are corrected after placement, as the router does."""
+    queue, served, names = Admission(100, lambda tenant: WEIGHTS[tenant]), Counter(), Counter()
+    for number in range(20_000):
+        for tenant, cost in costs.items():
+            while queue._waiting_of[tenant] < 4:
+                names[tenant] += 1
+                offer(queue, place(f"{tenant}{names[tenant]}", tenant, cost=cost))
+        entry = queue.pop(8)
+        if entry is None:
+            queue.release(1, number, "a" if number % 4 else "b")
+            continue
+        real = entry.cost_tokens * (0.5 if names["a"] % 2 else 1.1)
+        queue.charge(entry, real)
+        served[entry.tenant] += real
+    assert served["a"] / served["b"] == pytest.approx(3.0, abs=0.1)
+
+
+def test_a_full_queue_and_the_time_to_wait_are_shared_by_weight():
+    queue = Admission(8, lambda tenant: WEIGHTS[tenant])
+    offer(queue, *(place(f"b{n}", "b") for n in range(8)))
+    for number in range(6):
+        assert offer(queue, place(f"a{number}", "a"))[0].tenant == "b"
+    with pytest.raises(QueueFullError):
+        offer(queue, place("a6", "a"))
+    with pytest.raises(QueueFullError):
+        offer(queue, place("b8", "b"))
+    waits = {name: queue.retry_after_s(name, 0, expected_s=10) for name in "ab"}
+    assert waits == {"a": 80, "b": 80}, "six of a and two of b drain in the same time"
+
+
+def test_the_heavier_tenant_may_run_more_before_it_is_over_its_share():
+    queue = Admission(100, lambda tenant: WEIGHTS[tenant])
+    offer(queue, *(place(f"{tenant}{n}", tenant) for n in range(8) for tenant in "ab"))
+    for _ in range(8):
+        queue.pop(8)
+    assert (queue._running_of["a"], queue._running_of["b"]) == (6, 2)
+    assert not queue.is_over_share("a") and not queue.is_over_share("b")
+    queue.pop(9)
+    queue.release(1, 1, "b")
+    assert queue.is_over_share("a") and not queue.is_over_share("b")
+
+
 # --- a full queue ---------------------------------------------------------------------------------
 
 

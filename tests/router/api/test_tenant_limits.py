@@ -13,6 +13,7 @@ import pytest
 from baton.config.clients import ApiKeyConfig
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
+from baton.types.limits import Limits
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
@@ -55,7 +56,7 @@ def code_of(answer) -> str:
 
 async def test_limits_are_set_changed_and_removed_at_all_routers(start) -> None:
     one, two = await start(), await start()
-    none = {"rpm": None, "tpm": None, "tpd": None, "concurrent": None}
+    none = Limits().fields()
     assert await put(one, rpm=600) == {"tenant": "team", **none, "rpm": 600}
     assert await put(one, tpm=400_000) == {"tenant": "team", **none, "rpm": 600, "tpm": 400_000}
     await until(lambda: two.router.quotas.quotas.has_limits("team"), 1.0)
@@ -86,8 +87,11 @@ async def test_changes_at_two_routers_at_once_are_all_kept(start) -> None:
     [
         ({"rpm": -1}, "limits: Expected `int` >= 1 - at `$.rpm`"),
         ({"tpm": "many"}, "limits: Expected `int | null`, got `str` - at `$.tpm`"),
-        ({"weight": 3}, "limits: Object contains unknown field `weight`"),
-        ({}, "limits: the tenant would have none; give rpm, tpm, tpd or concurrent, or delete it"),
+        ({"speed": 3}, "limits: Object contains unknown field `speed`"),
+        ({"weight": 0}, "limits: Expected `float` >= 0.01 - at `$.weight`"),
+        ({"models": []}, "limits: Expected `array` of length >= 1 - at `$.models`"),
+        ({"budget": {}}, "limits: Object missing required field `tokens` - at `$.budget`"),
+        ({}, "limits: the tenant would have none; give one, or delete the tenant"),
     ],
 )
 async def test_wrong_limits_are_named(start, limits, message) -> None:

@@ -1,6 +1,7 @@
 """Limits by leases: never above the limit, hardly below it, whatever the network loses."""
 
 import random
+from datetime import datetime
 
 import pytest
 from hypothesis import settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.registry.tenants.bank import SILENT_MS
-from baton.types.limits import Limits
+from baton.types.limits import Budget, Limits
 from router.routing.shares.quota import Never, Quotas, Taken, Wait
 from tests.router.shares.quota_world import MS, TENANT, World
 
@@ -81,6 +82,39 @@ def test_an_exhausted_day_is_named_and_lasts_until_midnight() -> None:
     assert (found.kind, found.ns) == ("tpd", midnight_ms * MS)
     world.pass_ms(midnight_ms)
     assert isinstance(world.call(world.nodes[1], prompt=10, answer=0), Taken)
+
+
+@pytest.mark.parametrize(
+    ("time", "end"),
+    [
+        ("2026-11-26T09:00:00", "2026-12-01T00:00:00"),
+        ("2026-12-31T23:59:50", "2027-01-01T00:00:00"),
+        ("2028-02-01T00:00:00", "2028-03-01T00:00:00"),
+        ("2027-02-28T12:00:00", "2027-03-01T00:00:00"),
+    ],
+)
+def test_a_budget_lasts_until_the_end_of_the_calendar_month(time: str, end: str) -> None:
+    begin_ms, end_ms = (
+        int(datetime.fromisoformat(f"{at}+00:00").timestamp() * 1000) for at in (time, end)
+    )
+    world = World(Limits(budget=Budget(tokens=100)), 2, clock_ms=begin_ms)
+    one, two = world.nodes
+    assert isinstance(world.call(one, prompt=60, answer=20), Taken)
+    world.end(one, answered=20)
+    world.run(1.5, lambda *_: None)  # unused leases return
+    found = world.call(two, prompt=30, answer=0)
+    assert isinstance(found, Wait) and found.kind == "budget"
+    left_ms = end_ms - world.clock_ms
+    assert left_ms - 1000 <= found.ns / MS <= left_ms, "it says when the month ends"
+    assert isinstance(world.call(two, prompt=20, answer=0), Taken), "20 of 100 were left"
+    world.end(two, answered=0)
+    world.exchange(two)
+    world.pass_ms(left_ms - 300)
+    for node in (one, two):
+        world.exchange(node)
+    assert isinstance(world.call(two, prompt=10, answer=0), Wait), "a moment before the end"
+    world.pass_ms(400)
+    assert isinstance(world.call(two, prompt=90, answer=10), Taken), "a new month"
 
 
 def test_concurrent_requests_count_until_they_end_at_all_routers() -> None:
@@ -208,6 +242,15 @@ def test_four_routers_use_the_limit_and_never_more(where, limits) -> None:
     assert most <= 1.01 * calls
     assert len(world.admitted) >= 0.95 * calls * seconds / 60
     print(f"{most / calls:.4f} {len(world.admitted) / calls / seconds * 60:.4f}")
+
+
+def test_four_routers_spend_a_budget_to_its_end_and_never_more() -> None:
+    world = World(Limits(budget=Budget(tokens=LIMIT)), 4)
+    world.run(90, burst(random.Random(2), lambda tick: tick // 30 % 4))
+    for node in world.nodes:
+        while node.running:
+            world.end(node, ANSWER)
+    assert 0.99 * LIMIT <= sum(entry.net_tokens for entry in world.admitted) <= LIMIT
 
 
 class Routers(RuleBasedStateMachine):

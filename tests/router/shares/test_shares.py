@@ -12,7 +12,7 @@ from baton.registry.router_demands import RouterDemand, RouterDemands, TenantDem
 from baton.types.errors import QueueFullError
 from benchmarks.router.workers import SteppedWorker
 from router.routing.admission.admission import Admission
-from router.routing.admission.fair_queue import Waiting
+from router.routing.admission.fair_queue import Waiting, equal_weights
 from router.routing.shares.shares import SILENT_NS, Shares
 from tests.router.conftest import record_of, until
 
@@ -108,8 +108,8 @@ def test_the_queue_is_shared_and_a_full_one_elsewhere_leaves_a_part():
 class Simulated:
     """One router: its queue, what runs until when, what each tenant was served."""
 
-    def __init__(self) -> None:
-        self.queue, self.shares = Admission(10**6), Shares()
+    def __init__(self, weight_of=equal_weights) -> None:
+        self.queue, self.shares = Admission(10**6, weight_of), Shares(weight_of)
         self.running: list[tuple[int, Waiting]] = []
         self.beat = self.number = 0
 
@@ -143,7 +143,20 @@ class Simulated:
 )
 def test_tenants_are_served_alike_over_all_routers_and_the_window_holds(loads):
     """Within 10 %, told every 200 ms at other times by each."""
-    routers = [Simulated() for _ in loads]
+    served = served_by([Simulated() for _ in loads], loads)
+    mean = sum(served.values()) / len(served)
+    assert all(abs(tokens / mean - 1) <= 0.1 for tokens in served.values()), served
+
+
+@pytest.mark.parametrize("loads", [({"a": 200, "b": 200},), ({"a": 200}, {"b": 200})])
+def test_tenants_are_served_by_weight_over_all_routers(loads):
+    weight_of = {"a": 3.0, "b": 1.0}.__getitem__
+    served = served_by([Simulated(weight_of) for _ in loads], loads)
+    assert served["a"] / served["b"] == pytest.approx(3.0, abs=0.1 if len(loads) == 1 else 0.3)
+
+
+def served_by(routers: list[Simulated], loads) -> Counter:
+    """Return the tokens by tenant of 45 s; the window holds and no place stays empty."""
     told = {i: router.told() for i, router in enumerate(routers)}
     served: Counter = Counter()
     most = []
@@ -161,8 +174,7 @@ def test_tenants_are_served_alike_over_all_routers_and_the_window_holds(loads):
             most.append(sum(router.queue.running for router in routers))
     assert max(most) <= TOTAL * 1.1
     assert sum(most) / len(most) >= TOTAL * 0.9, "and no place stays empty"
-    mean = sum(served.values()) / len(served)
-    assert all(abs(tokens / mean - 1) <= 0.1 for tokens in served.values()), served
+    return served
 
 
 async def test_a_router_reports_the_last_turn_by_which_it_places(make_fleet, redis_server):

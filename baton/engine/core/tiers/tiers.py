@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from baton.engine.core.block_owners import CacheOwner
 from baton.engine.core.blocks import BlockPool
 from baton.engine.core.tiers.places import TierPlaces
 from baton.types.pool_counts import TierChange, TierCounts
@@ -64,6 +65,7 @@ class _Bring:
     blocks: list[int]
     left: int
     tokens: dict[str, int]  # restored so far, by tier
+    owner: CacheOwner
     until_ns: int = 0  # 0: the first `give_up` sets it
     late: bool = False
 
@@ -135,6 +137,7 @@ class KvTiers:
         hashes: Sequence[bytes],
         promised_blocks: int,
         tokens: dict[str, int],
+        owner: CacheOwner,
         *,
         always: bool = False,
     ) -> bool:
@@ -145,6 +148,7 @@ class KvTiers:
             hashes: Hashes of the prompt's full blocks.
             promised_blocks: Blocks of the pool that must stay available.
             tokens: Receives the number of restored tokens by tier.
+            owner: Owner of the restored blocks.
             always: Restore even if computing is as fast, because a peer requested the blocks.
 
         Returns:
@@ -165,7 +169,7 @@ class KvTiers:
         if pages is None:
             pool.release(here)
             return False
-        bring = _Bring(key, [], len(missing), tokens)
+        bring = _Bring(key, [], len(missing), tokens, owner)
         found = iter(here)
         fresh = iter(pages)
         for block_hash, tier in run:
@@ -275,7 +279,7 @@ class KvTiers:
             came = bring.tokens.get(tier.name, 0)
             bring.tokens[tier.name] = came + self._pool.block_tokens
             self._pool.note_written([copy.target_place])
-            self._pool.set_hash(copy.target_place, copy.block_hash)
+            self._pool.set_hash(copy.target_place, copy.block_hash, bring.owner)
         bring.left -= 1
         if not bring.left:
             del self._brings[bring.key]
