@@ -17,8 +17,9 @@ from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
+from baton.registry.usage.shared import SharedUsage
 from baton.telemetry.alive_clock import ALIVE
-from router.frontend import keys, tenants
+from router.frontend import keys, tenants, usage
 from router.frontend.api import errors, generation, models, operations, orders, page
 from router.frontend.api.call_headers import CallHeaders
 from router.frontend.api.messages import endpoints as messages
@@ -69,6 +70,7 @@ class Router:
         shared_keys: API keys of ``baton keys``, which count if the fleet requires keys.
         shared_limits: Limits of tenants; None: there are none.
         shared_quotas: Banks from which routers lease parts of the limits.
+        shared_usage: Usage of all routers and workers; None: this router's is not exported.
     """
 
     def __init__(
@@ -85,9 +87,13 @@ class Router:
         shared_keys: SharedKeys | None = None,
         shared_limits: SharedLimits | None = None,
         shared_quotas: SharedQuotas | None = None,
+        shared_usage: SharedUsage | None = None,
     ) -> None:
         self._orders = fleet_orders
-        self.parts = RouterParts.build(settings, model, directory, stored_responses, shared_quotas)
+        self._shared_usage = shared_usage
+        self.parts = RouterParts.build(
+            settings, model, directory, stored_responses, shared_quotas, shared_usage
+        )
         self.keys: KeyExchange | None = None
         if shared_keys is not None:
             file = Path(settings.state_dir) / "keys.json" if settings.state_dir else None
@@ -141,6 +147,7 @@ class Router:
         if self.limits is not None:
             await self.limits.start()
         parts.quotas.start()
+        parts.usage.start()
         await self._wait_for_workers()
         parts.tasks.keep(self._sample, "live series")
         store = batch.store_of(parts.settings)
@@ -163,6 +170,7 @@ class Router:
             await parts.tasks.close()
             await parts.grammars.close()
             await parts.gateway.close()
+            await parts.usage.close()
             parts.tracing.shutdown()
 
     async def _sample(self) -> None:
@@ -219,6 +227,8 @@ class Router:
             made.append(keys.routes(self.parts, self.keys))
         if self.limits is not None:
             made.append(tenants.routes(self.parts, self.limits))
+        if self._shared_usage is not None:
+            made.append(usage.routes(self.parts, self._shared_usage))
         for endpoints in made:
             app.include_router(endpoints)
             bodies += endpoints.bodies

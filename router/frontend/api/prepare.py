@@ -53,6 +53,7 @@ class Caller:
     min_priority: int | None = None
     client_id: str = ""
     slo: Slo | None = None
+    key_id: str = ""
     ignored: Ignored = field(default_factory=Ignored)
 
 
@@ -77,6 +78,7 @@ def read_headers(
         traceparent=headers.get("traceparent", ""),
         client_id=client_id_of(headers),
         slo=slo_of(headers, access.slo or settings.slo),
+        key_id=access.key_id,
         ignored=Ignored() if ignored is None else ignored,
     )
 
@@ -381,6 +383,7 @@ class Preparer:
             checked_schema=checked_schema(body) if isinstance(body, GenerationBody) else "",
             shown=_shown(body) if isinstance(body, GenerationBody) else Shown(),
             tenant=caller.tenant,
+            key_id=caller.key_id,
             cache_scope=self._scope(caller, salt),
             adapter=self._model.adapter_of(body.model, caller.tenant),
             priority=priority,
