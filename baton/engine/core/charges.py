@@ -25,7 +25,7 @@ def divided(
     prompt_tokens = sum(row.cost_tokens for row in rows if not row.decodes)
     per_token = 1.0
     per_decode = 1.0
-    if decodes and token_ns and decode_ns:
+    if decodes and prompt_tokens and token_ns and decode_ns:
         per_token = token_ns
         per_decode = decode_ns / decodes
     whole = decodes * per_decode + prompt_tokens * per_token

@@ -78,7 +78,7 @@ def bill(
 
     Args:
         hours: Usage.
-        by: Those of `GROUPS` that tell lines apart.
+        by: Those of `GROUPS` that name a line.
         price_per_hour: Price in hours without one.
         tenant: Tenant whose usage is wanted; None: all, with the idle line.
     """

@@ -6,7 +6,7 @@ nothing, and without Redis only the changed rows are kept. If Redis lost rows, t
 all rows of the last two days again.
 
     row ──▶ changed ──▶ report ──▶ applied: no longer changed, unless it changed since
-                           └─────▶ Redis knows an older sequence: all rows are changed
+                           └─────▶ Redis has an older sequence: all rows are changed
 """
 
 from collections.abc import Callable, Iterable

@@ -1,9 +1,9 @@
 """Usage of all tenants in Redis.
 
     usage:hours:HOUR   hash: (life, tenant, key, model) -> counters; price -> price   100 days
-    usage:lives:LIFE   sequence of the last applied report                            4 days
+    usage:life:LIFE    sequence of the last applied report                            4 days
 
-A tenant's rows are found by the second part of the field. One row is the sum over all lives.
+A tenant's rows are found by the second part of the field. A row is the sum of its fields.
 """
 
 from collections.abc import Iterable
@@ -73,7 +73,7 @@ class SharedUsage:
         for name, counters in report.rows.items():
             field = msgspec.json.encode((report.life, name.tenant, name.key, name.model))
             arguments += (places[name.hour], field, msgspec.json.encode(counters))
-        keys = [key("usage:lives", report.life)]
+        keys = [key("usage:life", report.life)]
         keys += [key("usage:hours", str(hour)) for hour in hours]
         price = "" if price_per_hour is None else repr(price_per_hour)
         head = (report.sequence, report.acknowledged, _LIFE_TTL_MS, KEPT_DAYS * _DAY_MS, price)
