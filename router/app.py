@@ -17,6 +17,7 @@ from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
+from baton.registry.usage.copies import UsageCopies
 from baton.registry.usage.shared import SharedUsage
 from baton.telemetry.alive_clock import ALIVE
 from router.frontend import keys, tenants, usage
@@ -91,9 +92,13 @@ class Router:
     ) -> None:
         self._orders = fleet_orders
         self._shared_usage = shared_usage
+        self._usage_copies: UsageCopies | None = None
         self.parts = RouterParts.build(
             settings, model, directory, stored_responses, shared_quotas, shared_usage
         )
+        if shared_usage is not None and settings.state_dir:
+            folder = Path(settings.state_dir) / "usage"
+            self._usage_copies = UsageCopies(shared_usage, folder, self.parts.observer.task_failed)
         self.keys: KeyExchange | None = None
         if shared_keys is not None:
             file = Path(settings.state_dir) / "keys.json" if settings.state_dir else None
@@ -148,6 +153,8 @@ class Router:
             await self.limits.start()
         parts.quotas.start()
         parts.usage.start()
+        if self._usage_copies is not None:
+            self._usage_copies.start()
         await self._wait_for_workers()
         parts.tasks.keep(self._sample, "live series")
         store = batch.store_of(parts.settings)
@@ -171,6 +178,8 @@ class Router:
             await parts.grammars.close()
             await parts.gateway.close()
             await parts.usage.close()
+            if self._usage_copies is not None:
+                await self._usage_copies.close()
             parts.tracing.shutdown()
 
     async def _sample(self) -> None:

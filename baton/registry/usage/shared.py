@@ -6,7 +6,7 @@
 A tenant's rows are found by the second part of the field. A row is the sum of its fields.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -99,6 +99,22 @@ class SharedUsage:
                     )
                 )
         return found
+
+    async def fields(self, hour: int) -> dict[str, str]:
+        """Return all fields of an hour as text, for a copy."""
+        (found,) = await self._registry.send(
+            ("HGETALL", self._registry.key("usage:hours", str(hour)))
+        )
+        return {
+            name.decode(errors="replace"): value.decode(errors="replace")
+            for name, value in found.items()
+        }
+
+    async def restore(self, hour: int, fields: Mapping[str, str]) -> None:
+        """Write those fields of a copy that Redis does not have."""
+        key = self._registry.key("usage:hours", str(hour))
+        calls = [("HSETNX", key, name, value) for name, value in fields.items()]
+        await self._registry.send(*calls, ("PEXPIRE", key, KEPT_DAYS * _DAY_MS))
 
     def _decoded(self, hour: int, field: bytes, value: bytes) -> tuple[RowName, Counters] | None:
         try:
