@@ -55,9 +55,12 @@ async def test_a_redis_that_starts_empty_gets_all_hours_back(shared, copies, reg
 async def test_a_copy_does_not_replace_what_is_newer(shared, copies) -> None:
     ledger = await use(shared, "one")
     await copies.save()
+    older = await shared.fields(NOW)
     ledger.row(TEAM).requests += 5
     await shared.apply(ledger.report(NOW))
     await copies.restore()
+    assert await requests_of(shared) == 6
+    await shared.restore(NOW, older)  # another process wrote meanwhile
     assert await requests_of(shared) == 6
 
 

@@ -382,3 +382,26 @@ async def test_an_orderly_stop_reports_everything(make_fleet, start, registry) -
         await asyncio.sleep(0.01)
     (row,) = hour.rows.values()
     assert row.requests == 1 and row.output_tokens == 4
+
+
+async def test_an_attempt_that_failed_is_charged_once(start) -> None:
+    """The worker repeats its end while the request runs at another one."""
+    fails = Script(fail=("unavailable", "no room", True))
+    fleet = await start({"decode-0": fails, "decode-1": Script(step_s=0.02)})
+    first = fleet.workers["decode-0"]
+    calls = []
+    while not first.submissions:
+        calls.append(asyncio.create_task(fleet.chat(headers=headers_of("team"), max_tokens=20)))
+        await asyncio.sleep(0.05)
+    submission = first.submissions[0]
+    for _ in range(3):
+        first._end(submission)
+    await asyncio.gather(*calls)
+    ends = len(first.submissions) + len(calls)
+    for _ in range(200):
+        (line,) = await lines(fleet)
+        if line["worker_s"] >= 0.0035 * ends - 1e-9:
+            break
+        await asyncio.sleep(0.01)
+    assert line["worker_s"] == pytest.approx(0.0035 * ends)
+    assert line["requests"] == len(calls)
