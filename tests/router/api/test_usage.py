@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import random
 import time
 
@@ -405,3 +406,32 @@ async def test_an_attempt_that_failed_is_charged_once(start) -> None:
         await asyncio.sleep(0.01)
     assert line["worker_s"] == pytest.approx(0.0035 * ends)
     assert line["requests"] == len(calls)
+
+
+async def test_lines_of_batches_are_counted_with_a_key_of_their_own(start, tmp_path) -> None:
+    fleet = await start(state_dir=str(tmp_path))
+    body = {"model": MODEL, "prompt": "four or five", "max_tokens": 3}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    content = "\n".join(json.dumps(line | {"custom_id": str(n)}) for n in range(3)).encode()
+    headers = headers_of("team")
+    sent = await fleet.http.post(
+        "/v1/files",
+        files={"file": ("lines.jsonl", content)},
+        data={"purpose": "batch"},
+        headers=headers,
+    )
+    batch = {"input_file_id": sent.json()["id"], "endpoint": "/v1/completions"}
+    batch["completion_window"] = "24h"
+    made = (await fleet.http.post("/v1/batches", json=batch, headers=headers)).json()
+    while made["status"] != "completed":
+        await asyncio.sleep(0.05)
+        made = (await fleet.http.get(f"/v1/batches/{made['id']}", headers=headers)).json()
+    await fleet.complete("one or two", headers)
+    found = {one["key"]: one["requests"] for one in await lines(fleet, by="tenant,key")}
+    assert found.pop("batch") == 3 and list(found.values()) == [1]
+    for is_batch, count in (("true", 3), ("false", 1)):
+        buckets = (await page(fleet, batch=is_batch, group_by="batch"))["data"]
+        results = [result for bucket in buckets for result in bucket["results"]]
+        assert [(one["num_model_requests"], one["batch"]) for one in results] == [
+            (count, is_batch == "true")
+        ]
