@@ -51,6 +51,7 @@ class UsageFeed:
         self._price_per_hour = price_per_hour
         self._before_report = before_report
         self._tasks = BackgroundTasks("usage", count_failure)
+        self._lock = asyncio.Lock()  # a ledger has one report on its way
         self._failing = False
         self._checked_s = 0.0  # monotonic
 
@@ -76,6 +77,10 @@ class UsageFeed:
         """
         if self._sink is None:
             return
+        async with self._lock:
+            await self._flush(self._sink)
+
+    async def _flush(self, sink: UsageSink) -> None:
         self._before_report(self.ledger)
         always = time.monotonic() > self._checked_s + _CHECK_S
         more = True
@@ -83,7 +88,7 @@ class UsageFeed:
             report = self.ledger.report(int(time.time()) // HOUR_S, always=always)
             if report is None:
                 return
-            known = await self._sink.apply(report, self._price_per_hour)
+            known = await sink.apply(report, self._price_per_hour)
             more = self.ledger.answered(report, known)
             always = False
             self._checked_s = time.monotonic()
