@@ -45,6 +45,7 @@ class FirstTokens:
     prefill_ns: int
     queue_ns: int
     cached_tokens: int
+    computed_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,5 +350,6 @@ class Handoff:
                 prefill_ns=message.prefill_ns,
                 queue_ns=message.queue_ns,
                 cached_tokens=message.cached_tokens,
+                computed_ns=message.computed_ns,
             )
         )

@@ -164,6 +164,7 @@ class DecodeRequest:
         self._times.prefill_ns = first.prefill_ns
         self._times.queue_ns = first.queue_ns
         self._times.cached_tokens = first.cached_tokens
+        self._times.input_ns += first.computed_ns
         self._send_route("disaggregated", first.prefill_worker_id, first.cached_tokens)
         if self.submission.emitted:
             return  # the client has them from another worker
@@ -318,6 +319,8 @@ class DecodeRequest:
         if self._first_ns:
             times.decode_ns = self.ended_ns - self._first_ns
         times.preemptions = report.preemptions
+        times.input_ns += report.input_ns
+        times.output_ns += report.output_ns
         prompt_tokens = count_tokens(self.submission.prompt_tokens)
         times.computed_tokens = prompt_tokens - times.cached_tokens
         transfer = self._handoff.figures if self._handoff is not None else None

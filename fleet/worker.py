@@ -28,6 +28,7 @@ from baton.planner.state import WorkerState, state_of
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
 from baton.registry.types import Role, WorkerRecord, tier_incarnation
+from baton.registry.usage.worker_time import WorkerTime
 from baton.registry.workers import Presence
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.logs import set_up_logs
@@ -78,6 +79,7 @@ class _Base:
     tracing: Tracing
     metrics: Metrics
     registry: Registry
+    time: WorkerTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class _Parts:
     publishers: _Publishers
     registry: Registry
     links: Sequence[RankLink]
+    time: WorkerTime
 
 
 class Worker:
@@ -162,6 +165,7 @@ class Worker:
                 publishers=publishers,
                 registry=base.registry,
                 links=links,
+                time=base.time,
             )
             return cls(settings, parts, stack.pop_all())
 
@@ -225,6 +229,7 @@ class Worker:
         Prompts that wait here go to other workers if this one decodes from now on.
         """
         self._parts.publishers.presence.turn(role, number)
+        self._parts.time.turn(role)
         if role == "decode":
             self._parts.prefill.withdraw()
 
@@ -282,16 +287,21 @@ class Worker:
 
 
 def _start_base(settings: WorkerSettings, stack: AsyncExitStack) -> _Base:
+    metrics = Metrics("worker", model=settings.served_model_name)
+    registry = Registry(settings.redis_url, settings.fleet)
     base = _Base(
         settings,
         settings.token(),
         settings.credentials(),
         Tracing("worker"),
-        Metrics("worker", model=settings.served_model_name),
-        Registry(settings.redis_url, settings.fleet),
+        metrics,
+        registry,
+        WorkerTime(settings.role, registry, metrics, _failure_counter(metrics)),
     )
     stack.callback(base.tracing.shutdown)
     stack.push_async_callback(base.registry.close)
+    stack.push_async_callback(base.time.close)
+    base.time.start()
     return base
 
 

@@ -33,6 +33,7 @@ from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
+from baton.registry.usage.shared import SharedUsage
 from baton.registry.workers import RegistryWatcher
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.metrics import Metrics
@@ -131,6 +132,7 @@ async def serve(
         shared_keys=SharedKeys(registry),
         shared_limits=SharedLimits(registry),
         shared_quotas=SharedQuotas(registry),
+        shared_usage=SharedUsage(registry),
     )
     metrics = router.parts.metrics
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")

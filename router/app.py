@@ -17,9 +17,11 @@ from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
+from baton.registry.usage.copies import UsageCopies
+from baton.registry.usage.shared import SharedUsage
 from baton.telemetry.alive_clock import ALIVE
 from baton.types.limits import Limits
-from router.frontend import keys, tenants
+from router.frontend import keys, tenants, usage
 from router.frontend.api import errors, generation, models, operations, orders, page
 from router.frontend.api.call_headers import CallHeaders
 from router.frontend.api.messages import endpoints as messages
@@ -70,6 +72,7 @@ class Router:
         shared_keys: API keys of ``baton keys``, which count if the fleet requires keys.
         shared_limits: Limits of tenants; None: there are none.
         shared_quotas: Banks from which routers lease parts of the limits.
+        shared_usage: Usage of all routers and workers; None: this router's is not exported.
     """
 
     def __init__(
@@ -86,9 +89,17 @@ class Router:
         shared_keys: SharedKeys | None = None,
         shared_limits: SharedLimits | None = None,
         shared_quotas: SharedQuotas | None = None,
+        shared_usage: SharedUsage | None = None,
     ) -> None:
         self._orders = fleet_orders
-        self.parts = RouterParts.build(settings, model, directory, stored_responses, shared_quotas)
+        self._shared_usage = shared_usage
+        self._usage_copies: UsageCopies | None = None
+        self.parts = RouterParts.build(
+            settings, model, directory, stored_responses, shared_quotas, shared_usage
+        )
+        if shared_usage is not None and settings.state_dir:
+            folder = Path(settings.state_dir) / "usage"
+            self._usage_copies = UsageCopies(shared_usage, folder, self.parts.observer.task_failed)
         self.keys: KeyExchange | None = None
         if shared_keys is not None:
             file = Path(settings.state_dir) / "keys.json" if settings.state_dir else None
@@ -147,6 +158,9 @@ class Router:
         if self.limits is not None:
             await self.limits.start()
         parts.quotas.start()
+        parts.usage.start()
+        if self._usage_copies is not None:
+            self._usage_copies.start()
         await self._wait_for_workers()
         parts.tasks.keep(self._sample, "live series")
         store = batch.store_of(parts.settings)
@@ -169,6 +183,9 @@ class Router:
             await parts.tasks.close()
             await parts.grammars.close()
             await parts.gateway.close()
+            await parts.usage.close()
+            if self._usage_copies is not None:
+                await self._usage_copies.close()
             parts.tracing.shutdown()
 
     async def _sample(self) -> None:
@@ -224,6 +241,8 @@ class Router:
         if self.keys is not None:
             made.append(keys.routes(self.parts, self.keys))
         made.append(tenants.routes(self.parts, self.limits))
+        if self._shared_usage is not None:
+            made.append(usage.routes(self.parts, self._shared_usage))
         for endpoints in made:
             app.include_router(endpoints)
             bodies += endpoints.bodies

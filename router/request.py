@@ -72,6 +72,7 @@ class GenerationRequest:
         goes_on: Whether to resume an answer of another worker, whose tokens end the ``prompt``.
         slo: Latencies that it should keep; None: it is served whenever there is room.
         part_of: Id of the call, if it has several prompts or inputs, which are requests each.
+        key_id: Id of the caller's API key.
     """
 
     request_id: str
@@ -99,6 +100,7 @@ class GenerationRequest:
     goes_on: bool = False
     slo: Slo | None = None
     part_of: str = ""
+    key_id: str = ""
 
     @property
     def answer_id(self) -> str:

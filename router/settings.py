@@ -46,6 +46,7 @@ class RouterSettings:
         pull_prefixes: Whether a worker may pull a cached prefix from another one.
         reopen_s: Time within which a broken stream must be open again.
         repair_wait_s: Time for which a request waits until a lost prefill worker is replaced.
+        price_per_hour: Price of one worker for one hour.
         unary_prompt_bytes: Size above which encoded prompts with grammars get a separate RPC.
     """
 
@@ -93,6 +94,7 @@ class RouterSettings:
     keep_alive_s: float = 10.0
     unary_prompt_bytes: int = 64 * 1024
     tie_s: float = 0.002
+    price_per_hour: float = 0.0
     pull_prefixes: bool = True
     max_body_bytes: int = 4 * 1024 * 1024
     kept_records: int = 2048
@@ -133,6 +135,7 @@ class RouterSettings:
             default_timeout_s=config.default_timeout_s,
             slo=config.slo,
             pull_prefixes=config.pools.pull_prefixes,
+            price_per_hour=config.pools.auto.price_per_hour if config.pools.auto else 0.0,
             redis_url=environ.get("BATON_REDIS_URL", ""),
             fleet_token=_fleet_token(config),
             tls=FleetTls(files) if (files := config.tls_files) is not None else None,

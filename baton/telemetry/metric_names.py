@@ -162,6 +162,14 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         from_start=("good", "late", "refused", "failed"),
     ),
     "baton_role_turns": _gauge("Number of the last change of a worker's role in this fleet."),
+    "baton_charged_seconds": _count(
+        "Worker time of requests, by part: input, output. The rest of the workers' time is idle.",
+        "part",
+        "tenant",
+    ),
+    "baton_worker_price_per_hour": _gauge(
+        "Price of one worker for one hour (pools.auto.price_per_hour)."
+    ),
     "baton_slo_wasted_prompt_tokens": _count(
         "Prompt tokens computed for responses that missed their latency limits."
     ),
@@ -256,6 +264,9 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
 
 # A worker: its KV pool, its engine, its side of KV transfers.
 WORKER_METRICS: dict[str, MetricSpec] = {
+    "baton_worker_seconds": _count(
+        "Time that the worker exists, by role. Times the price, it is the worker's cost.", "role"
+    ),
     "baton_kv_blocks": _gauge(
         "KV blocks by state: total, free, cached, leased, quarantined.", "state"
     ),

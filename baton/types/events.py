@@ -63,6 +63,7 @@ class PromptDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     queue_ns: int
     prefill_ns: int
     tier_tokens: dict[str, int] = {}  # see ``Ended``
+    computed_ns: int = 0  # this request's part of the steps
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
@@ -100,6 +101,8 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int = 0
     computed_tokens: int = 0
     tier_tokens: dict[str, int] = {}  # cached tokens restored from tiers, by tier
+    input_ns: int = 0  # this request's part of the steps, for its prompt
+    output_ns: int = 0  # the same for generated tokens
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):

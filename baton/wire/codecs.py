@@ -151,6 +151,7 @@ def first_tokens_to_wire(
         prefill_ns=done.prefill_ns,
         prompt_logprobs=last,
         embedding=prompt_outputs.vector,
+        computed_ns=done.computed_ns,
     )
 
 

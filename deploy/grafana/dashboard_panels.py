@@ -31,6 +31,13 @@ def _rate(metric: str, *by: str, where: str = "") -> str:
     return f"sum{grouped} (rate({metric}{{{chosen}}}[$__rate_interval]))"
 
 
+def _charged(part: str, tokens: str) -> str:
+    """Return the worker seconds of a token by tenant, with the label ``part``."""
+    seconds = _rate("baton_charged_seconds_total", "tenant", where=f'part="{part}"')
+    per_token = f"{seconds} / ({_rate(f'baton_{tokens}_tokens_total', 'tenant')} > 0)"
+    return f'label_replace({per_token}, "part", "{part}", "", "")'
+
+
 def _quantile(share: float, metric: str, *by: str) -> str:
     return f"histogram_quantile({share}, {_rate(f'{metric}_bucket', *by, 'le')})"
 
@@ -353,6 +360,22 @@ _COST = (
         text="Per minute (tpm), day (tpd) and calendar month (budget). Above 100 %: a debt.",
     ),
     _counted("Calls that a tenant's limit refused", "baton_quota_refusals", "tenant", "limit"),
+    _plot(
+        "Cost per hour by tenant",
+        "currencyUSD",
+        "{{tenant}}",
+        f"{_rate('baton_charged_seconds_total', 'tenant')} * ${PRICE}",
+        text="Worker time of requests. The rest of the workers' cost is idle time.",
+        stacked=True,
+    ),
+    _plot(
+        "Cost per 1,000 tokens by tenant and part",
+        "currencyUSD",
+        "{{tenant}} {{part}}",
+        f"1000 / 3600 * ${PRICE} * ({_charged('input', 'prompt')} or "
+        f"{_charged('output', 'generation')})",
+        text="Worker time of prompts per prompt token, and of answers per output token.",
+    ),
 )
 DASHBOARDS: dict[str, tuple[str, Sequence[Panel]]] = {
     "overview": ("Baton: overview", _OVERVIEW),

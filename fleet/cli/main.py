@@ -22,6 +22,7 @@ from fleet.cli.orders import drain, nodes, plan, restart, scale
 from fleet.cli.router import router
 from fleet.cli.tenants.command import tenants_app
 from fleet.cli.top import top
+from fleet.cli.usage.command import usage
 from loadtest.cli import app as loadtest_app
 from loadtest.lab.cli import lab
 from loadtest.simulator.cli import simulate
@@ -37,7 +38,7 @@ app = typer.Typer(
 )
 for command in (
     *(capacity, up, down, status, top, explain, doctor, chat, batch, logs, drain, restart),
-    *(scale, plan, nodes, router, certs, lab, simulate),
+    *(scale, plan, nodes, usage, router, certs, lab, simulate),
 ):
     app.command()(command)
 

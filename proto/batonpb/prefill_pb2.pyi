@@ -152,20 +152,22 @@ class FirstToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ..., has_logprob: _Optional[bool] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("choices", "cached_tokens", "queue_ns", "prefill_ns", "prompt_logprobs", "embedding")
+    __slots__ = ("choices", "cached_tokens", "queue_ns", "prefill_ns", "prompt_logprobs", "embedding", "computed_ns")
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_NS_FIELD_NUMBER: _ClassVar[int]
     choices: _containers.RepeatedCompositeFieldContainer[FirstToken]
     cached_tokens: int
     queue_ns: int
     prefill_ns: int
     prompt_logprobs: _common_pb2.PromptLogprobs
     embedding: bytes
-    def __init__(self, choices: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
+    computed_ns: int
+    def __init__(self, choices: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ..., embedding: _Optional[bytes] = ..., computed_ns: _Optional[int] = ...) -> None: ...
 
 class CommitRecord(_message.Message):
     __slots__ = ("rectangles", "payload_bytes", "valid_tokens", "manifest_digest")

@@ -7,17 +7,21 @@ secret is right. The record of an imported key prevails over a line of the fleet
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from hmac import compare_digest
 from time import time_ns
 from typing import NamedTuple
 
 from baton.config.clients import ApiKeyConfig, SloConfig
+from baton.registry.keys.record import hash_of
 from baton.types.errors import ForbiddenError, InvalidRequestError, UnauthorizedError
 from baton.types.limits import LatencyLimits
 from router.settings import RouterSettings
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _FLEETS_OWN = ApiKeyConfig(tenant="fleet", role="operator")
+_FLEET_KEY_ID = "fleet"  # of the fleet token
+_BATCH_KEY_ID = "batch"  # of lines of batches, which need no key
 
 
 class Access(NamedTuple):
@@ -28,6 +32,7 @@ class Access(NamedTuple):
         own_adapters: Whether the caller may load LoRA adapters for its tenant.
         slo: Latencies of its requests, of the key or else of the tenant; None: the fleet's.
         models: Models that it may name; None: all.
+        key_id: Id of the API key, under which usage is counted; empty without API keys.
     """
 
     tenant: str
@@ -36,6 +41,7 @@ class Access(NamedTuple):
     own_adapters: bool = False
     slo: SloConfig | LatencyLimits | None = None
     models: tuple[str, ...] | None = None
+    key_id: str = ""
 
     @property
     def sees(self) -> str | None:
@@ -51,16 +57,16 @@ def access_of(headers: Mapping[str, str], settings: RouterSettings) -> Access:
         InvalidRequestError: The value of ``x-baton-tenant`` is invalid.
     """
     if settings.api_keys is not None:
-        key = _key_of(headers, settings)
-        own_adapters = key.adapters == "own"
+        key_id, key = _key_of(headers, settings)
         policy = settings.policies.of(key.tenant)
         return Access(
             tenant=key.tenant,
             operator=key.role == "operator",
             min_priority=key.min_priority,
-            own_adapters=own_adapters,
+            own_adapters=key.adapters == "own",
             slo=key.slo or policy.slo,
             models=policy.models,
+            key_id=key_id,
         )
     tenant = headers.get("x-baton-tenant", "default")
     if _TENANT.fullmatch(tenant) is None:
@@ -84,7 +90,7 @@ def is_operator(headers: Mapping[str, str], settings: RouterSettings) -> bool:
 def has_operator_key(headers: Mapping[str, str], settings: RouterSettings) -> bool:
     """Return whether the caller has an operator's key or the fleet token."""
     try:
-        return _key_of(headers, settings).role == "operator"
+        return _key_of(headers, settings)[1].role == "operator"
     except UnauthorizedError:
         return False
 
@@ -105,16 +111,17 @@ def adapter_owner_of(headers: Mapping[str, str], settings: RouterSettings) -> st
     return caller.tenant
 
 
-def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> ApiKeyConfig:
+def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> tuple[str, ApiKeyConfig]:
+    """Return the id of the caller's key, and its rights."""
     spelled = _given_key(headers)
     raw = spelled.encode()
     # `baton status` sends the fleet token.
     of_fleet = [compare_digest(token.encode(), raw) for token in settings.fleet_token.accepted]
     if any(of_fleet):
-        return _FLEETS_OWN
+        return _FLEET_KEY_ID, _FLEETS_OWN
     now_ms = time_ns() // 1_000_000
     if compare_digest(settings.own_key.encode(), raw):
-        return _rights_of_tenant(headers["x-baton-tenant"], settings, now_ms)
+        return _BATCH_KEY_ID, _rights_of_tenant(headers["x-baton-tenant"], settings, now_ms)
     issued = settings.issued_keys.find(spelled)
     if issued is None:
         found = (settings.api_keys or {}).get(spelled)
@@ -122,12 +129,18 @@ def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> ApiKeyConfi
             raise UnauthorizedError(
                 "a valid API key is required: `Authorization: Bearer KEY` or `x-api-key: KEY`"
             )
-        return found
+        return _file_key_id(spelled), found
     state = issued.record.state(now_ms)
     if state != "valid":
         raise UnauthorizedError(f"the API key {issued.record.id} is {state}; use another one")
     settings.issued_keys.note_use(issued, now_ms)
-    return issued.rights
+    return issued.record.id, issued.rights
+
+
+@lru_cache(maxsize=4096)
+def _file_key_id(spelled: str) -> str:
+    """Return the id of a key of the fleet file, which is a digest of it."""
+    return f"file-{hash_of(spelled).hex()[:12]}"
 
 
 def _rights_of_tenant(tenant: str, settings: RouterSettings, now_ms: int) -> ApiKeyConfig:

@@ -389,6 +389,8 @@ class EmulatedWorker(DecodeServicer):
                 queue_ns=1000,
                 prefill_ns=int(self.script.prefill_s * 1e9) + 2_000_000,
                 decode_ns=1000,
+                input_ns=3_000_000,
+                output_ns=500_000,
             ),
         )
         if error is not None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.core.blocks import BlockPool
+from baton.engine.core.charges import divided
 from baton.engine.core.model_runner import ModelRunner
 from baton.engine.core.plan import StepPlan
 from baton.engine.core.scheduler import Scheduler, SchedulerConfig
@@ -131,6 +132,7 @@ class EngineCore:
         ``steps`` equal steps in virtual time (``BatchState.equal_steps``) each row has one result
         per step, and ``duration_ns`` is the mean of one.
         """
+        self._charge(plan, duration_ns * steps)
         self._withdraw(plan)
         self._end_refused(plan)
         if self.speculation is not None:
@@ -139,6 +141,19 @@ class EngineCore:
         self.steps += steps
         self._fit_times(plan, duration_ns)
         return self.take_events(plan, duration_ns, steps)
+
+    def _charge(self, plan: StepPlan, duration_ns: int) -> None:
+        """Add to each request its part of a step."""
+        running = self.batch.running_by_id()
+        parts_ns = divided(plan.rows, duration_ns, self._token_ns.value, self._decode_ns.value)
+        for row, part_ns in zip(plan.rows, parts_ns, strict=True):
+            sequence = running.get(row.sequence_id)
+            if sequence is None:
+                continue  # it ended during the step
+            if row.decodes:
+                sequence.request.output_ns += part_ns
+            else:
+                sequence.request.input_ns += part_ns
 
     def fail(self, plan: StepPlan, error: NumericsError) -> list[ev.Event]:
         """End the requests whose rows have NaN or Inf, and leave the others unchanged.

@@ -445,5 +445,7 @@ class Scheduler:
                 cached_tokens=request.cached_tokens,
                 computed_tokens=len(request.prompt) - request.cached_tokens if done_ns else 0,
                 tier_tokens=request.tier_tokens,
+                input_ns=request.input_ns,
+                output_ns=request.output_ns,
             )
         )

@@ -68,6 +68,8 @@ class EngineRequest:
     submitted_ns: int = 0
     prompt_done_ns: int = 0
     tier_tokens: dict[str, int] = field(default_factory=dict)  # restored from tiers, by tier
+    input_ns: int = 0  # its part of the steps, for the prompt; see ``charges.py``
+    output_ns: int = 0  # the same for generated tokens
 
     def __post_init__(self) -> None:
         self.kind = self.spec.kind
@@ -109,6 +111,7 @@ class EngineRequest:
             queue_ns=self.admitted_ns - self.submitted_ns,
             prefill_ns=self.prompt_done_ns - self.admitted_ns,
             tier_tokens=self.tier_tokens,
+            computed_ns=self.input_ns + self.output_ns,
         )
 
     def published_prefix(self, matched_blocks: int, block_tokens: int) -> ev.Published:

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.telemetry.logs import request_context
-from baton.types.errors import BatonError
+from baton.types.errors import BatonError, InternalError
 from router.frontend.api.errors import ErrorShape, error_response
 from router.frontend.api.formats.answer_format import AnswerFormat, usage
 from router.frontend.api.parts import RouterParts
@@ -64,6 +64,7 @@ class Exchange(Response):
         self._connection: Connection | None = None
         self._active: list[ActiveRequest] = []
         self._reservation: Reservation | None = None
+        self._refused = ""  # code of the error in place of an answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests to their ends and write the response."""
@@ -82,6 +83,8 @@ class Exchange(Response):
                     status = await self._run(scope, receive, send)
         except Exception as fault:
             status = 499 if isinstance(fault, OSError) else 500
+            if status == 500:
+                self._refused = InternalError.code
             raise
         finally:
             if self._connection is not None:
@@ -92,6 +95,7 @@ class Exchange(Response):
                 self._router.gateway.on_response_sent(active)
             if self._reservation is not None:
                 self._settle(self._reservation)
+            self._count(status)
             self._report(status)
 
     async def _watch(self, receive: Receive) -> None:
@@ -118,6 +122,7 @@ class Exchange(Response):
                     raise active.record.error
         except BatonError as error:
             tenant = self._requests[0].tenant
+            self._refused = error.code
             self._router.observer.rejected(error.code, tenant)
             if not self._active:  # otherwise the log entry is written at the end
                 self._router.request_log.refused(error, self._context.endpoint, tenant)
@@ -151,6 +156,19 @@ class Exchange(Response):
             sum(record.completion_tokens for record in placed),
             monotonic_ns(),
         )
+
+    def _count(self, status: int) -> None:
+        """Count the call in the usage of its tenant, by what the answer's ``usage`` contains.
+
+        A client that has left pays for what workers had received and generated until then.
+        """
+        counter = self._router.gateway.usage
+        if self._refused:
+            counter.failed(self._requests[0], self._refused)
+            return
+        placed = [active for active in self._active if active.record.attempt]
+        if placed or status == 200:
+            counter.answered(self._requests[0], usage(placed))
 
     def _limit_headers(self) -> Headers:
         feed = self._router.quotas

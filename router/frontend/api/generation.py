@@ -82,9 +82,10 @@ class Calls:
         """Check caller and body, then ``respond(body, size_bytes, caller, now_ns)``."""
         now_ns = arrived_ns_of(request.scope)
         router = self._router
+        ignored = ignored_of(request)
         with self._counted(endpoint):
-            ignored = ignored_of(request)
             caller = read_headers(request.headers, router.settings, ignored)
+        with self._counted(endpoint, caller):
             raw = await read_body(request, router, deadline_s=caller.timeout_s)
             body = await off_loop(
                 len(raw), lambda: parse(kind, raw, ignored, model=router.model.names[0])
@@ -94,12 +95,14 @@ class Calls:
                 return await respond(body, len(raw), caller, now_ns)
 
     @contextlib.contextmanager
-    def _counted(self, endpoint: str) -> Iterator[None]:
+    def _counted(self, endpoint: str, caller: Caller | None = None) -> Iterator[None]:
         """Count requests that are rejected before an answer exists."""
         try:
             yield
         except Exception as error:
             refusal = error if isinstance(error, BatonError) else InternalError(str(error))
+            if caller is not None:
+                self._router.gateway.usage.refused(caller.tenant, caller.key_id, refusal.code)
             self._router.observer.rejected(refusal.code, "all")
             status = self._errors.status(Refusal.of(refusal))
             self._router.observer.answered(endpoint, status, "all")

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from baton.registry.stored_responses import StoredResponses
+from baton.registry.usage.feed import UsageFeed, UsageSink
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from baton.telemetry.tracing import Tracing
@@ -69,6 +70,7 @@ class RouterParts:
     created: int
     stored_responses: StoredResponses | None
     quotas: QuotaFeed
+    usage: UsageFeed
 
     @classmethod
     def build(
@@ -78,12 +80,14 @@ class RouterParts:
         directory: WorkerDirectory,
         stored_responses: StoredResponses | None = None,
         shared_quotas: QuotaSource | None = None,
+        shared_usage: UsageSink | None = None,
     ) -> Self:
         """Build the parts for one model and the workers in ``directory``."""
         metrics = Metrics("router", model=model.names[0])
         prefix_index = PrefixIndex()
         timing = settings.emulated
         metrics.set("baton_engine_info", 1, engine="emulated" if timing else "real", timing=timing)
+        metrics.set("baton_worker_price_per_hour", settings.price_per_hour)
         observer = Observer(metrics)
         tasks = BackgroundTasks(
             "router", lambda name: metrics.inc("baton_task_failures", task=name)
@@ -116,6 +120,12 @@ class RouterParts:
                 lambda tenant, limit: metrics.inc(
                     "baton_quota_refusals", tenant=tenant, limit=limit
                 ),
+            ),
+            usage=UsageFeed(
+                gateway.usage.ledger,
+                shared_usage,
+                observer.task_failed,
+                price_per_hour=settings.price_per_hour,
             ),
         )
 

@@ -54,6 +54,7 @@ class Caller:
     client_id: str = ""
     slo: Slo | None = None
     models: tuple[str, ...] | None = None
+    key_id: str = ""
     ignored: Ignored = field(default_factory=Ignored)
 
 
@@ -79,6 +80,7 @@ def read_headers(
         client_id=client_id_of(headers),
         slo=slo_of(headers, access.slo or settings.slo),
         models=access.models,
+        key_id=access.key_id,
         ignored=Ignored() if ignored is None else ignored,
     )
 
@@ -383,6 +385,7 @@ class Preparer:
             checked_schema=checked_schema(body) if isinstance(body, GenerationBody) else "",
             shown=_shown(body) if isinstance(body, GenerationBody) else Shown(),
             tenant=caller.tenant,
+            key_id=caller.key_id,
             cache_scope=self._scope(caller, salt),
             adapter=self._model.adapter_of(body.model, caller.tenant, caller.models),
             priority=priority,

@@ -51,6 +51,7 @@ class ActiveRequest:
         self.repair_timer: asyncio.TimerHandle | None = None
         # Of the last resume: attempt (never 0), next index of each choice, time.
         self.resume_asked: tuple[int, list[int], int] = (0, [], 0)
+        self.charged: set[int] = set()  # attempts whose worker time is counted
         self.early_end = False  # the worker has ended it, and a resume must fill a hole
         self.prefill_asked = b""  # the incarnation that failed this attempt last
         # Answers to ``PrefillNeeded`` of this attempt, by the incarnation that failed.

@@ -23,6 +23,7 @@ from batonpb.decode_pb2 import (
     WorkerFrame,
 )
 
+from baton.registry.usage.ledger import Ledger
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import (
     BatonError,
@@ -52,6 +53,7 @@ from router.routing.requests.slo_admitter import SloAdmitter
 from router.routing.requests.stream_repair import StreamRepair
 from router.routing.requests.tickets import Tickets
 from router.routing.shares.shares import Shares
+from router.routing.shares.usage import UsageCounter
 from router.routing.shares.work_counter import WorkCounter
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import WorkerDirectory, WorkerTable
@@ -85,6 +87,7 @@ class Gateway:
         self.admission = Admission(settings.max_queued_requests, settings.policies.weight)
         self.shares = Shares(settings.policies.weight)
         self.work = WorkCounter()
+        self.usage = UsageCounter(Ledger(self.router_id), settings.model_names[0])
         self.tickets = Tickets()
         self._tokenizer = tokenizer
         self._observer = observer
@@ -435,6 +438,13 @@ class Gateway:
             if active is not None:
                 self._on_end(link, active, end, now_ns)
 
+    def _charge(self, active: ActiveRequest, end: RequestEnd) -> None:
+        """Count the time of an attempt once, also of one that was moved away."""
+        if end.attempt not in active.charged and not active.request.probe:
+            active.charged.add(end.attempt)
+            self.usage.charge(active.request, end.times)
+            self._observer.charged(active, end.times)
+
     def _runs_for(self, link: WorkerLink, request_id: str, attempt: int) -> ActiveRequest | None:
         active = self._active.get(request_id)
         if active is not None and attempt >= active.record.attempt:
@@ -468,6 +478,7 @@ class Gateway:
         self, link: WorkerLink, active: ActiveRequest, end: RequestEnd, now_ns: int
     ) -> None:
         record = active.record
+        self._charge(active, end)
         if end.attempt != record.attempt:
             return
         record.times = end.times

@@ -7,6 +7,8 @@ request's time is the phase ``unattributed``, so that the phases always add up.
 from collections.abc import Callable
 from statistics import median
 
+from batonpb.decode_pb2 import RequestTimes
+
 from baton.telemetry.live_series import LiveSeries
 from baton.telemetry.metrics import Metrics
 from router.routing.placement.regret import Allowance, FittedRates, Measured, regret
@@ -35,6 +37,12 @@ class Observer:
     def answered(self, endpoint: str, status: int, tenant: str) -> None:
         """Count an HTTP request that ended."""
         self.metrics.inc("baton_requests", endpoint=endpoint, status=str(status), tenant=tenant)
+
+    def charged(self, active: ActiveRequest, times: RequestTimes) -> None:
+        """Count the time that a worker computed for a request."""
+        tenant = active.request.tenant
+        for part, part_ns in (("input", times.input_ns), ("output", times.output_ns)):
+            self.metrics.inc("baton_charged_seconds", part_ns / 1e9, part=part, tenant=tenant)
 
     def rejected(self, code: str, tenant: str) -> None:
         """Count a request that was refused before it began."""

@@ -18,6 +18,7 @@ from baton.registry.keys.record import issue, new_key
 from baton.registry.keys.shared import SharedKeys
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.registry.tenants.policies import SharedLimits
+from baton.registry.usage.shared import SharedUsage
 from router.adapter_table import AdapterEntry, AdapterTable
 from router.keys.table import KeyTable
 from router.served_model import ServedModel
@@ -95,6 +96,7 @@ async def everything(make_fleet, model, artifact, registry, tmp_path):
         issued_keys=ended_keys(),
         shared_keys=SharedKeys(registry),
         shared_limits=SharedLimits(registry),
+        shared_usage=SharedUsage(registry),
         stored_responses=StoredResponses(registry, limits),
         fleet_orders=SimpleNamespace(ask=AsyncMock(return_value=None)),
         state_dir=str(tmp_path),

@@ -1,0 +1,1 @@
+"""Usage and cost of tenants: `baton usage`."""

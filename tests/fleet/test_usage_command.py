@@ -1,0 +1,65 @@
+"""`baton usage`: a table, CSV and JSON of a running router. Real Redis."""
+
+import asyncio
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.registry.usage.shared import SharedUsage
+from fleet.cli.main import app
+from tests.registry.conftest import redis_server, registry
+from tests.router.conftest import MODEL, artifact, make_fleet, model
+
+__all__ = ["artifact", "make_fleet", "model", "redis_server", "registry"]
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(url: str, *arguments: str, code: int = 0) -> str:
+    given = ["usage", *arguments, "--url", url, "--api-key", "secret"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+async def test_the_command_shows_a_table_csv_and_json(make_fleet, registry) -> None:
+    fleet = await make_fleet({"decode-0": None}, shared_usage=SharedUsage(registry))
+    for tenant in ("team", "team", "free"):
+        await fleet.chat(headers={"x-baton-tenant": tenant})
+    await fleet.chat(headers={"x-baton-tenant": "free"}, n=-1)
+
+    async def shown(*arguments: str) -> str:
+        return await asyncio.to_thread(run, fleet.url, *arguments)
+
+    text = await shown("--csv", "--by", "hour,tenant,model")
+    rows = list(csv.DictReader(io.StringIO(text)))
+    first, team = (row for row in rows if row["model"] == MODEL)
+    assert (first["tenant"], first["requests"], first["output_tokens"]) == ("free", "1", "4")
+    assert (team["tenant"], team["requests"], team["output_tokens"]) == ("team", "2", "8")
+    assert team["hour"].endswith(":00Z") and team["key"] == ""
+    (refused,) = (row for row in rows if row["refusals"])
+    assert (refused["tenant"], json.loads(refused["refusals"])) == ("free", {"invalid_request": 1})
+    lines = json.loads(await shown("--json"))["lines"]
+    assert [line["requests"] for line in lines if line["tenant"] != "(idle)"] == [1, 2]
+    table = [line.split()[:3] for line in (await shown()).splitlines()]
+    assert ["team", "2", "0"] in table and ["free", "1", "1"] in table
+    assert len((await shown("--csv", "--to", "2026-01-01")).splitlines()) == 1, "only names"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--from", "yesterday"), "--from 'yesterday': must be a day such as 2026-01-31"),
+        (("--from", "2026-01-02", "--to", "2026-01-02"), "--from must be before --to"),
+    ],
+)
+def test_wrong_times_are_refused(arguments, said) -> None:
+    assert said in run("http://127.0.0.1:1", *arguments, code=1)
