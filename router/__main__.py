@@ -31,6 +31,7 @@ from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemands
 from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses, StoreLimits
+from baton.registry.tenants.erasures import Erasures
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
 from baton.registry.workers import RegistryWatcher
@@ -131,6 +132,7 @@ async def serve(
         shared_keys=SharedKeys(registry),
         shared_limits=SharedLimits(registry),
         shared_quotas=SharedQuotas(registry),
+        erasures=Erasures(registry),
     )
     metrics = router.parts.metrics
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")

@@ -15,6 +15,7 @@ from baton.registry.keys.shared import SharedKeys
 from baton.registry.orders import Orders
 from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
+from baton.registry.tenants.erasures import Erasures
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
 from baton.telemetry.alive_clock import ALIVE
@@ -28,6 +29,7 @@ from router.frontend.api.pooling import calls as pooling
 from router.frontend.api.responses import endpoints as responses
 from router.frontend.batch import calls as batch
 from router.frontend.batch.runner import BatchRunner
+from router.frontend.deletion.follower import DeletionFollower
 from router.frontend.http.cors import allow_origins
 from router.frontend.http.direct import DirectFastAPI
 from router.frontend.openapi.document import describe
@@ -69,6 +71,7 @@ class Router:
         shared_keys: API keys of ``baton keys``, which count if the fleet requires keys.
         shared_limits: Limits of tenants; None: there are none.
         shared_quotas: Banks from which routers lease parts of the limits.
+        erasures: Reports about deletions of tenants; None: tenants cannot be deleted.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Router:
         shared_keys: SharedKeys | None = None,
         shared_limits: SharedLimits | None = None,
         shared_quotas: SharedQuotas | None = None,
+        erasures: Erasures | None = None,
     ) -> None:
         self._orders = fleet_orders
         self.parts = RouterParts.build(settings, model, directory, stored_responses, shared_quotas)
@@ -103,6 +107,13 @@ class Router:
                 file,
                 self.parts.observer.task_failed,
             )
+            settings.policies.expect()
+            self.limits.on_table.append(settings.policies.adopt)
+        self._erasures = erasures
+        if self.limits is not None and erasures is not None:
+            name = f"router {self.parts.gateway.router_id}"
+            follower = DeletionFollower(settings, name, erasures, self.parts.tasks)
+            self.limits.on_table.append(follower.receive)
         self._directory = directory
         self._shared_adapters = shared_adapters
         self._ticket_feed = TicketFeed(
@@ -218,7 +229,7 @@ class Router:
         if self.keys is not None:
             made.append(keys.routes(self.parts, self.keys))
         if self.limits is not None:
-            made.append(tenants.routes(self.parts, self.limits))
+            made.append(tenants.routes(self.parts, self.limits, self._erasures))
         for endpoints in made:
             app.include_router(endpoints)
             bodies += endpoints.bodies

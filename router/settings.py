@@ -19,6 +19,7 @@ from baton.config.secrets import ApiKeysFile
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
 from router.keys.table import KeyTable
+from router.policies import TenantPolicies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class RouterSettings:
         max_context_tokens: Limit of the context; None: the model's own.
         api_keys: API keys of the fleet file to their rights; None: requests need no key.
         issued_keys: API keys of ``baton keys``.
+        policies: Limits and deletions of tenants.
         own_key: Key with which this process calls itself for a tenant.
         start_limit_s: Time after which the router listens even if workers are not connected.
         probe_pause_s: Minimum time between two rounds of probes.
@@ -68,6 +70,7 @@ class RouterSettings:
     redis_url: str = field(default="", repr=False)
     # Not compared: these objects follow changes of their files, or are new in each process.
     issued_keys: KeyTable = field(default_factory=KeyTable, repr=False, compare=False)
+    policies: TenantPolicies = field(default_factory=TenantPolicies, repr=False, compare=False)
     own_key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
     fleet_token: FleetToken = field(default_factory=FleetToken, repr=False, compare=False)
     tls: FleetTls | None = field(default=None, repr=False, compare=False)

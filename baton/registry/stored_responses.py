@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from baton.registry.redis_store import Registry
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SCANNED = 1000  # keys of Redis in one call
 
 # KEYS: the prefix. ARGV: verb, tenant, id, time to live in ms, and for `put` the value, the
 # tenant's limit and the limit of all. The script uses Redis' own clock, so that a host with a wrong
@@ -116,6 +117,19 @@ class StoredResponses:
     async def delete(self, tenant: str, name: str) -> bool:
         """Delete a response. Returns whether it existed."""
         return _ID.fullmatch(name) is not None and bool(await self._run("delete", tenant, name))
+
+    async def delete_all(self, tenant: str) -> int:
+        """Delete all responses of a tenant, and return their number."""
+        prefix = self._registry.key("responses", f"{tenant} ")
+        count = 0
+        cursor = b"0"
+        while True:
+            call = ("SCAN", cursor, "MATCH", prefix + b"*", "COUNT", _SCANNED)
+            ((cursor, found),) = await self._registry.send(call)
+            for key in found:
+                count += bool(await self._run("delete", tenant, key.decode()[len(prefix) :]))
+            if int(cursor) == 0:
+                return count
 
     async def _run(self, verb: str, tenant: str, name: str, *more: bytes | int) -> object:
         prefix = self._registry.key("responses", "")

@@ -2,22 +2,26 @@
 
 GET    /fleet/tenants
 PUT    /fleet/tenants/{tenant}   {"rpm", "tpm", "tpd", "concurrent"}: those given; null: none
-DELETE /fleet/tenants/{tenant}
+DELETE /fleet/tenants/{tenant}   limits, data and KV; the response is the receipt
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from fastapi import HTTPException, Request
+from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
 
 from baton.config.clients import Tenant
 from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.tenants.erasures import Erasures
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.limits import Limits
 from router.frontend.access import check_operator
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.deletion.command import delete_tenant
 from router.routing.shares.limits_mirror import LimitsChangeError, LimitsMirror
 
 _LOG = logging.getLogger(__name__)
@@ -25,37 +29,26 @@ _LOG = logging.getLogger(__name__)
 _TENANT: TypeAdapter[str] = TypeAdapter(Tenant)
 
 
-def routes(router: RouterParts, mirror: LimitsMirror) -> Endpoints:
+def routes(
+    router: RouterParts, mirror: LimitsMirror, erasures: Erasures | None = None
+) -> Endpoints:
     """Return the endpoints of tenants' limits. All are for operators."""
     api = Endpoints()
 
     def check(request: Request) -> None:
         check_operator(request.headers, router.settings)
 
-    async def change(tenant: str, given: dict[str, Any] | None) -> Limits | None:
-        """Change the given limits of a tenant, or remove all; return the new ones."""
-        made: list[Limits | None] = []
+    async def change(tenant: str, given: dict[str, Any]) -> Limits:
+        """Change the given limits of a tenant; return the new ones."""
+        made: list[Limits] = []
 
-        def edited(limits: Limits | None) -> Limits | None:
-            if given is None:
-                if limits is None:
-                    raise HTTPException(404, f"tenant {tenant} has no limits")
-                new = None
-            else:
-                before = msgspec.to_builtins(limits) if limits is not None else {}
-                new = _limits_of({**before, **given})
-            made.append(new)
-            return new
+        def edited(limits: Limits | None) -> Limits:
+            before = msgspec.to_builtins(limits) if limits is not None else {}
+            made.append(_limits_of({**before, **given}))
+            return made[-1]
 
-        try:
+        with _told():
             await mirror.change(tenant, edited)
-        except RegistryUnavailableError as error:
-            raise UnavailableError(
-                "the fleet's Redis is unavailable, so routers keep the last known limits; repeat "
-                "the command when it answers"
-            ) from error
-        except LimitsChangeError as error:
-            raise InvalidRequestError(str(error)) from error
         _LOG.info("changed limits of tenant=%s", tenant)
         return made[-1]
 
@@ -70,25 +63,47 @@ def routes(router: RouterParts, mirror: LimitsMirror) -> Endpoints:
     async def set_limits(request: Request, tenant: str) -> dict[str, Any]:
         """Change limits of a tenant. Every router applies them within a second."""
         check(request)
+        name = _checked(tenant)
         try:
-            name = _TENANT.validate_python(tenant)
             given = msgspec.json.decode(await read_body(request, router), type=dict[str, Any])
-        except ValidationError as error:
-            message = "must be 1 to 64 characters of letters, digits, '_', '.' and '-'"
-            raise InvalidRequestError.at("tenant", message) from error
         except msgspec.DecodeError as error:
             raise InvalidRequestError.at("body", str(error)) from error
-        limits = await change(name, given)
-        return _shown(name, limits or Limits())
+        return _shown(name, await change(name, given))
 
     @api.delete("/fleet/tenants/{tenant}", include_in_schema=False)
     async def delete(request: Request, tenant: str) -> dict[str, Any]:
-        """Remove all limits of a tenant."""
+        """Delete a tenant's limits, data and KV, and return the receipt."""
         check(request)
-        await change(tenant, None)
-        return _shown(tenant, Limits())
+        if erasures is None:
+            raise UnavailableError("this router has no connection to the fleet's Redis")
+        with _told():
+            receipt = await delete_tenant(router, mirror, erasures, _checked(tenant))
+        _LOG.info("deleted tenant=%s deletion=%s", tenant, receipt["deletion"])
+        return receipt
 
     return api
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Convert errors of a change to those of the API."""
+    try:
+        yield
+    except RegistryUnavailableError as error:
+        raise UnavailableError(
+            "the fleet's Redis is unavailable, so routers keep the last known limits; repeat "
+            "the command when it answers"
+        ) from error
+    except LimitsChangeError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def _checked(tenant: str) -> str:
+    try:
+        return _TENANT.validate_python(tenant)
+    except ValidationError as error:
+        message = "must be 1 to 64 characters of letters, digits, '_', '.' and '-'"
+        raise InvalidRequestError.at("tenant", message) from error
 
 
 def _limits_of(fields: dict[str, Any]) -> Limits:

@@ -140,6 +140,7 @@ async def make_fleet(model):
         shared_keys=None,
         shared_limits=None,
         shared_quotas=None,
+        erasures=None,
         **settings,
     ) -> Fleet:
         token = FleetToken("secret")
@@ -156,6 +157,7 @@ async def make_fleet(model):
             shared_keys=shared_keys,
             shared_limits=shared_limits,
             shared_quotas=shared_quotas,
+            erasures=erasures,
         )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(

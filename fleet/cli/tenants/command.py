@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from fleet.cli.common import FleetOption, fail
 from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+from fleet.cli.tenants.receipt import receipt_text
 
 _PATH = "/fleet/tenants"
 _EVERYWHERE_S = 1.0  # routers follow a change within this time
@@ -81,9 +82,18 @@ def delete(
     api_key: KeyOption = "",
     as_json: _JsonOption = False,
 ) -> None:
-    """Remove all limits of a tenant. Its keys and its data stay."""
+    """Delete a tenant's limits, responses, files, batches, logged texts and KV, for good.
+
+    Prints a receipt. Revoke its keys first (`baton keys revoke`): they stay, and so do the sums of
+    its use. Exits with 1 if something could not be deleted.
+    """
     found = _changed("DELETE", tenant, fleet, url, api_key)
-    typer.echo(json.dumps(found, indent=2) if as_json else f"{tenant}: no limits")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        Console(highlight=False, soft_wrap=True).print(escape(receipt_text(found)))
+    if found["not_deleted"]:
+        raise typer.Exit(1)
 
 
 def _changed(
@@ -96,6 +106,6 @@ def _changed(
 ) -> dict[str, Any]:
     if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) is None:
         fail(f"TENANT {tenant!r}: must be 1 to 64 characters of letters, digits, '_', '.' and '-'")
-    found = ask_router(reach(fleet, url, api_key), method, f"{_PATH}/{tenant}", body)
+    found = ask_router(reach(fleet, url, api_key), method, f"{_PATH}/{tenant}", body, 60.0)
     time.sleep(_EVERYWHERE_S)
     return found

@@ -98,9 +98,7 @@ class RouterParts:
             deliveries=Deliveries(),
             tracing=Tracing("router"),
             observer=observer,
-            request_log=RequestLog(
-                settings.logs, settings.api_keys, settings.issued_keys, model.tokenizer
-            ),
+            request_log=RequestLog(settings, model.tokenizer),
             prefix_index=prefix_index,
             gateway=gateway,
             preparer=Preparer(model, settings),

@@ -35,6 +35,9 @@ class LimitsMirror:
         on_change: Receives the limits of all tenants when they have changed.
         file: Copy on disk; None: no copy.
         count_failure: Receives the name of a failed task.
+
+    Attributes:
+        on_table: Receivers of the whole table after each comparison with Redis or the disk.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class LimitsMirror:
         count_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.table = LimitsTable()
+        self.on_table: list[Callable[[LimitsTable], None]] = []
         self._shared = shared
         self._on_change = on_change
         self._file = file
@@ -88,17 +92,30 @@ class LimitsMirror:
                 unreadable.
             RegistryUnavailableError: Redis does not answer; nothing has changed.
         """
+
+        def edited(before: LimitsTable, _now_ms: int) -> LimitsTable:
+            tenants = dict(before.tenants)
+            new = edit(tenants.pop(tenant, None))
+            if new is not None:
+                tenants[tenant] = new
+            if len(tenants) > MAX_TENANTS:
+                raise LimitsChangeError(f"more than {MAX_TENANTS} tenants would have limits")
+            return msgspec.structs.replace(before, tenants=tenants)
+
+        await self.change_table(edited)
+
+    async def change_table(self, edit: Callable[[LimitsTable, int], LimitsTable]) -> None:
+        """Change the table by a function of the present one and Redis' time in ms.
+
+        Raises:
+            LimitsChangeError, RegistryUnavailableError: As `change` does.
+        """
         async with self._lock:
             for _ in range(_TRIES):
                 now_ms = await self._exchange()
                 before = self.table
-                tenants = dict(before.tenants)
-                new = edit(tenants.pop(tenant, None))
-                if new is not None:
-                    tenants[tenant] = new
-                if len(tenants) > MAX_TENANTS:
-                    raise LimitsChangeError(f"more than {MAX_TENANTS} tenants would have limits")
-                table = LimitsTable(max(now_ms, before.version + 1), tenants)
+                version = max(now_ms, before.version + 1)
+                table = msgspec.structs.replace(edit(before, now_ms), version=version)
                 if await self._shared.swap(before.version, table):
                     await self._keep(table)
                     return
@@ -125,6 +142,8 @@ class LimitsMirror:
             await self._keep(found)
         elif found is not None and found.version < self.table.version:
             await self._shared.swap(found.version, self.table)  # Redis lost it
+        if found is not None:
+            self._tell()
         return now_ms
 
     async def _keep(self, table: LimitsTable) -> None:
@@ -134,3 +153,8 @@ class LimitsMirror:
     def _adopt(self, table: LimitsTable) -> None:
         self.table = table
         self._on_change(table.tenants)
+        self._tell()
+
+    def _tell(self) -> None:
+        for receive in self.on_table:
+            receive(self.table)

@@ -90,7 +90,12 @@ class _ResponsesCalls(Calls):
             span.set_attribute("gen_ai.request.max_tokens", body.max_output_tokens)
         kept = await off_loop(size, lambda: kept_input(answer_id, given)) if body.keeps else []
 
+        policies = self._router.settings.policies
+        deletion = policies.deletion_of(caller.tenant)
+
         async def keep(response: dict[str, Any]) -> str:
+            if policies.deletion_of(caller.tenant) != deletion:
+                return "the tenant's data was deleted while the response was generated"
             return await self.store.keep(caller.tenant, response, kept)
 
         with ended_on_error(span):
