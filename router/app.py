@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from baton.registry.audit.log import AuditLog
 from baton.registry.keys.shared import SharedKeys
 from baton.registry.orders import Orders
 from baton.registry.shared_adapters import SharedAdapters
@@ -27,6 +28,7 @@ from router.frontend.api.messages.errors import MESSAGES_ERRORS
 from router.frontend.api.parts import RouterParts
 from router.frontend.api.pooling import calls as pooling
 from router.frontend.api.responses import endpoints as responses
+from router.frontend.audited import note_refused_login
 from router.frontend.batch import calls as batch
 from router.frontend.batch.runner import BatchRunner
 from router.frontend.deletion.follower import DeletionFollower
@@ -71,6 +73,7 @@ class Router:
         shared_keys: API keys of ``baton keys``, which count if the fleet requires keys.
         shared_limits: Limits of tenants; None: there are none.
         shared_quotas: Banks from which routers lease parts of the limits.
+        audit: Audit log.
         erasures: Reports about deletions of tenants; None: tenants cannot be deleted.
     """
 
@@ -89,9 +92,15 @@ class Router:
         shared_limits: SharedLimits | None = None,
         shared_quotas: SharedQuotas | None = None,
         erasures: Erasures | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         self._orders = fleet_orders
-        self.parts = RouterParts.build(settings, model, directory, stored_responses, shared_quotas)
+        self.parts = RouterParts.build(
+            settings, model, directory, stored_responses, shared_quotas, audit
+        )
+        if audit is not None:
+            logins = self.parts.refused_logins
+            audit.each_period.append(lambda: logins.take(time.monotonic_ns()))
         self.keys: KeyExchange | None = None
         if shared_keys is not None:
             file = Path(settings.state_dir) / "keys.json" if settings.state_dir else None
@@ -152,6 +161,8 @@ class Router:
         if self.limits is not None:
             await self.limits.start()
         parts.quotas.start()
+        if parts.audit is not None:
+            parts.audit.start()
         await self._wait_for_workers()
         parts.tasks.keep(self._sample, "live series")
         store = batch.store_of(parts.settings)
@@ -172,6 +183,8 @@ class Router:
             await self._feeder.close()
             await parts.model.adapters.close()
             await parts.tasks.close()
+            if parts.audit is not None:
+                await parts.audit.close()
             await parts.grammars.close()
             await parts.gateway.close()
             parts.tracing.shutdown()
@@ -218,7 +231,11 @@ class Router:
             docs_url=None,
             redoc_url=None,
         )
-        errors.install(app, {"/v1/messages": MESSAGES_ERRORS})
+        errors.install(
+            app,
+            {"/v1/messages": MESSAGES_ERRORS},
+            lambda request, reason: note_refused_login(self.parts, request, reason),
+        )
         strict = self.parts.settings.clients.strict
         app.add_middleware(CallHeaders, metrics=self.parts.metrics, strict=strict)
         bodies: list[type[BaseModel]] = []

@@ -32,6 +32,7 @@ class RouterSettings:
         max_context_tokens: Limit of the context; None: the model's own.
         api_keys: API keys of the fleet file to their rights; None: requests need no key.
         issued_keys: API keys of ``baton keys``.
+        audit_file: File of the audit log; empty: it is on another host.
         policies: Limits and deletions of tenants.
         own_key: Key with which this process calls itself for a tenant.
         start_limit_s: Time after which the router listens even if workers are not connected.
@@ -76,6 +77,7 @@ class RouterSettings:
     tls: FleetTls | None = field(default=None, repr=False, compare=False)
     https: HttpsConfig | None = None
     state_dir: str = ""
+    audit_file: str = ""
     heartbeat_s: float = 0.5
     lease_ms: int = 5000
     silence_s: float = 2.0
@@ -98,7 +100,8 @@ class RouterSettings:
 
         Environment variables contain the secrets, because other users can read command lines:
         ``BATON_REDIS_URL``, and ``BATON_FLEET_TOKEN`` or the path ``BATON_FLEET_TOKEN_FILE``.
-        ``BATON_STATE_DIR`` is the path of the state folder.
+        ``BATON_STATE_DIR`` is the path of the state folder, and ``BATON_AUDIT_FILE`` that of the
+        audit log.
 
         Raises:
             SecretError, CertificateError: A file cannot be used.
@@ -131,6 +134,7 @@ class RouterSettings:
             tls=FleetTls(files) if (files := config.tls_files) is not None else None,
             https=config.clients.tls,
             state_dir=environ.get("BATON_STATE_DIR", ""),
+            audit_file=environ.get("BATON_AUDIT_FILE", ""),
         )
 
 

@@ -224,6 +224,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_open_connections": _gauge("Open client connections.", together="sum"),
     "baton_intake_waiting": _gauge("Calls waiting for the event loop.", together="sum"),
     "baton_adapters_served": _gauge("LoRA adapters available to clients."),
+    "baton_audit_failures": _count("Audit entries that could not be written at once."),
     "baton_keys": _gauge("API keys of `baton keys`: valid, expired or revoked.", "state"),
     "baton_keys_age_seconds": _gauge(
         "Time since the router compared its API keys with Redis; without Redis it grows."

@@ -6,7 +6,7 @@ and the cache scope that separates tenants. So equal hashes mean equal bytes, an
 find each other's blocks.
 
 The last 4 bytes are the *tag* of the seed, the same in the whole chain: a digest of the owner of
-the cache scope. They tell which blocks to erase when a tenant is deleted. Two tenants with the same
+the cache scope. They select the blocks to erase when a tenant is deleted. Two tenants with the same
 tag still have different hashes.
 """
 

@@ -21,11 +21,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from baton.config.fleet_file import FleetConfig
 from baton.planner.state import WorkerState
 from baton.registry import wanted
+from baton.registry.audit.inbox import AuditInbox
+from baton.registry.audit.log import AuditLog
 from baton.registry.orders import Answer, Order, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
+from fleet.audit.orders import audit_order
 from fleet.pools.controller import (
     Action,
     Drain,
@@ -73,6 +76,7 @@ class ControllerActor:
         log_to(Path(self._spec.log_dir) / "controller.log", self._config.logs.format)
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
         self._orders = Orders(self._registry)
+        self._audit = AuditLog(AuditInbox(self._registry))
         self._tasks = BackgroundTasks("controller")
         # Without a host, workers bind their node's own address: they are on a cluster.
         self._placements = Placements(self._config, self._tasks, chooses=not self._spec.host)
@@ -99,6 +103,7 @@ class ControllerActor:
                 self._begin_with(sizes_in(state.pools))
             await self._learn_epochs()
             await self._adopt(state)
+            self._audit.start()
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
             self._tasks.keep(self._watch_nodes, "nodes")
@@ -378,7 +383,15 @@ class ControllerActor:
         demands = RouterDemands(self._registry)
 
         async def turn(worker_id: str, role: Role) -> str:
-            return await self._desk.turn(worker_id, role)
+            slot = self._machine.slots.get(worker_id)
+            before = {"role": slot.role} if slot is not None else None
+            refused = await self._desk.turn(worker_id, role)
+            if not refused:
+                after = {"role": role, "why": self._desk.planning.reason}
+                await self._audit.record(
+                    "turn", worker_id, who="planner", before=before, after=after
+                )
+            return refused
 
         self._desk = OrderDesk(
             self._config,
@@ -473,6 +486,7 @@ class ControllerActor:
                 self._tasks.spawn(self._execute(order), "order")
 
     async def _execute(self, order: Order) -> None:
+        before = self._desk.requested()
         try:
             await self._read_wanted_late()
             if order.verb == "stop":
@@ -481,6 +495,7 @@ class ControllerActor:
                 answer = await self._desk.execute(order)
         except (RayError, RuntimeError, ValueError, TypeError) as error:
             answer = Answer(f"{order.verb} failed: {error}")
+        await audit_order(self._audit, order, answer, before, self._desk.requested())
         with contextlib.suppress(RegistryUnavailableError):
             await self._wanted_state.note(self._machine, self._desk.planning)
         with contextlib.suppress(RegistryUnavailableError):

@@ -21,6 +21,7 @@ from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.limits import Limits
 from router.frontend.access import check_operator
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.audited import audited
 from router.frontend.deletion.command import delete_tenant
 from router.routing.shares.limits_mirror import LimitsChangeError, LimitsMirror
 
@@ -68,7 +69,12 @@ def routes(
             given = msgspec.json.decode(await read_body(request, router), type=dict[str, Any])
         except msgspec.DecodeError as error:
             raise InvalidRequestError.at("body", str(error)) from error
-        return _shown(name, await change(name, given))
+        before = mirror.table.tenants.get(name)
+        limits = await change(name, given)
+        was = msgspec.to_builtins(before) if before is not None else None
+        after = msgspec.to_builtins(limits)
+        await audited(router, request, "tenants set", name, before=was, after=after)
+        return _shown(name, limits)
 
     @api.delete("/fleet/tenants/{tenant}", include_in_schema=False)
     async def delete(request: Request, tenant: str) -> dict[str, Any]:
@@ -79,6 +85,7 @@ def routes(
         with _told():
             receipt = await delete_tenant(router, mirror, erasures, _checked(tenant))
         _LOG.info("deleted tenant=%s deletion=%s", tenant, receipt["deletion"])
+        await audited(router, request, "tenants delete", tenant, after=receipt)
         return receipt
 
     return api

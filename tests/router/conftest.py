@@ -141,6 +141,7 @@ async def make_fleet(model):
         shared_limits=None,
         shared_quotas=None,
         erasures=None,
+        audit=None,
         **settings,
     ) -> Fleet:
         token = FleetToken("secret")
@@ -158,6 +159,7 @@ async def make_fleet(model):
             shared_limits=shared_limits,
             shared_quotas=shared_quotas,
             erasures=erasures,
+            audit=audit,
         )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(

@@ -54,6 +54,7 @@ class RolePlanning:
         turn: Callable[[str, Role], Awaitable[str]],
     ) -> None:
         self.auto = False
+        self.reason = ""  # of the last turn
         self._slo = slo
         self._planner = None if slo is None else Planner(Limits(ttft_s=slo.ttft_s, itl_s=slo.itl_s))
         self._demands = demands
@@ -95,6 +96,7 @@ class RolePlanning:
         refused = ""
         is_turn = isinstance(decision, Turn)
         if isinstance(decision, Turn) and self.auto:
+            self.reason = decision.reason
             refused = await self._turn(decision.worker_id, decision.role)
             what = f"not made: {refused}" if refused else "made"
             figures = msgspec.json.encode(decision.figures).decode()

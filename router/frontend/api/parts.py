@@ -15,6 +15,8 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
+from baton.registry.audit.log import AuditLog
+from baton.registry.audit.refused_logins import RefusedLogins
 from baton.registry.stored_responses import StoredResponses
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
@@ -50,6 +52,7 @@ class RouterParts:
 
     Attributes:
         created: Start of the router in Unix seconds.
+        audit: Audit log; None: there is none.
         stored_responses: Storage of responses for later turns; None: responses are not stored.
     """
 
@@ -69,6 +72,8 @@ class RouterParts:
     created: int
     stored_responses: StoredResponses | None
     quotas: QuotaFeed
+    audit: AuditLog | None = None
+    refused_logins: RefusedLogins
 
     @classmethod
     def build(
@@ -78,6 +83,7 @@ class RouterParts:
         directory: WorkerDirectory,
         stored_responses: StoredResponses | None = None,
         shared_quotas: QuotaSource | None = None,
+        audit: AuditLog | None = None,
     ) -> Self:
         """Build the parts for one model and the workers in ``directory``."""
         metrics = Metrics("router", model=model.names[0])
@@ -106,6 +112,8 @@ class RouterParts:
             prober=Prober(gateway, settings, tasks),
             created=int(time.time()),
             stored_responses=stored_responses,
+            audit=audit,
+            refused_logins=RefusedLogins(),
             quotas=QuotaFeed(
                 gateway.router_id,
                 shared_quotas,
