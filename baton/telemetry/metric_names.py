@@ -77,7 +77,7 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_stored_responses": _count(
         "Responses of /v1/responses that clients asked to store, by result.",
         "result",
-        from_start=("stored", "too_large", "failed"),
+        from_start=("stored", "too_large", "failed", "not_kept"),
     ),
     "baton_rejections": _count("Requests refused, by error code.", "code", "tenant"),
     "baton_ignored_fields": _count(

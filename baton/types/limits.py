@@ -4,6 +4,7 @@ from typing import Annotated
 
 import msgspec
 
+_Seconds = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000_000)]
 
 
@@ -15,9 +16,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tpm: Tokens per minute, of prompts and answers.
         tpd: Tokens per day (UTC).
         concurrent: Requests at the same time.
+        keep_s: Time that stored responses, files and batches are kept, if shorter than the
+            fleet's; 0: none is stored.
+        log_text: False: its texts are not logged, whatever its keys allow.
     """
 
     rpm: _Count | None = None
     tpm: _Count | None = None
     tpd: _Count | None = None
     concurrent: _Count | None = None
+    keep_s: _Seconds | None = None
+    log_text: bool | None = None

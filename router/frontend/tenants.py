@@ -1,7 +1,7 @@
 """Endpoints ``/fleet/tenants`` for `baton tenants`: limits of tenants, and what is left of them.
 
 GET    /fleet/tenants
-PUT    /fleet/tenants/{tenant}   {"rpm", "tpm", "tpd", "concurrent"}: those given; null: none
+PUT    /fleet/tenants/{tenant}   {"rpm", "keep_s", …}: those given; null: none
 DELETE /fleet/tenants/{tenant}   limits, data and KV; the response is the receipt
 """
 
@@ -27,6 +27,7 @@ from router.routing.shares.limits_mirror import LimitsChangeError, LimitsMirror
 
 _LOG = logging.getLogger(__name__)
 
+_FIELDS = tuple(field.name for field in msgspec.structs.fields(Limits))
 _TENANT: TypeAdapter[str] = TypeAdapter(Tenant)
 
 
@@ -42,14 +43,19 @@ def routes(
     async def change(tenant: str, given: dict[str, Any]) -> Limits:
         """Change the given limits of a tenant; return the new ones."""
         made: list[Limits] = []
+        if not given:
+            raise InvalidRequestError.at("limits", f"give some of {', '.join(_FIELDS)}")
 
-        def edited(limits: Limits | None) -> Limits:
+        def edited(limits: Limits | None) -> Limits | None:
             before = msgspec.to_builtins(limits) if limits is not None else {}
             made.append(_limits_of({**before, **given}))
-            return made[-1]
+            return made[-1] if made[-1] != Limits() else None
 
         with _told():
             await mirror.change(tenant, edited)
+            keep_s = made[-1].keep_s
+            if keep_s is not None and router.stored_responses is not None:
+                await router.stored_responses.shorten(tenant, keep_s)
         _LOG.info("changed limits of tenant=%s", tenant)
         return made[-1]
 
@@ -115,14 +121,9 @@ def _checked(tenant: str) -> str:
 
 def _limits_of(fields: dict[str, Any]) -> Limits:
     try:
-        limits = msgspec.convert(fields, Limits)
+        return msgspec.convert(fields, Limits)
     except msgspec.ValidationError as error:
         raise InvalidRequestError.at("limits", str(error)) from error
-    if limits == Limits():
-        raise InvalidRequestError.at(
-            "limits", "the tenant would have none; give rpm, tpm, tpd or concurrent, or delete it"
-        )
-    return limits
 
 
 def _shown(tenant: str, limits: Limits) -> dict[str, Any]:

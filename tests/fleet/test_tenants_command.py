@@ -54,11 +54,11 @@ async def test_a_team_is_limited_and_freed_again(fleet) -> None:
     assert made == "team-a: tpm 400,000, concurrent 8\n"
     shown = (await run(fleet, "ls")).split("\n")
     assert [line.split() for line in shown if "team-a" in line] == [
-        ["team-a", "–", "400,000", "–", "8"]
+        ["team-a", "–", "400,000", "–", "8", "–", "–"]
     ]
     listed = json.loads(await run(fleet, "ls", "--json"))["tenants"]
     wanted = {"tenant": "team-a", "rpm": None, "tpm": 400_000, "tpd": None, "concurrent": 8}
-    assert listed == [wanted]
+    assert listed == [{**wanted, "keep_s": None, "log_text": None}]
     receipt = (await run(fleet, "delete", "team-a", code=1)).splitlines()
     assert receipt[0].startswith("team-a: deleted at 20")
     assert "  limits             removed" in receipt
@@ -68,13 +68,29 @@ async def test_a_team_is_limited_and_freed_again(fleet) -> None:
     assert not quotas.has_limits("team-a")
 
 
+async def test_retention_is_set_and_unset(fleet) -> None:
+    given = ("--keep-s", "3600", "--log-text", "off")
+    assert await run(fleet, "set", "team", *given) == "team: keep_s 3,600, log_text off\n"
+    assert await run(fleet, "set", "team", "--keep-s", "0", "--log-text", "on") == (
+        "team: keep_s 0, log_text on\n"
+    )
+    shown = (await run(fleet, "ls")).split("\n")
+    assert [line.split()[-2:] for line in shown if "team" in line] == [["0", "on"]]
+    policies = fleet.router.settings.policies
+    assert policies.of("team").keep_s == 0 and not fleet.router.quotas.quotas.has_limits("team")
+    unset = ("--keep-s", "default", "--log-text", "default")
+    assert await run(fleet, "set", "team", *unset) == "team: no limits\n"
+    assert json.loads(await run(fleet, "ls", "--json"))["tenants"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("set", "team"), "give --rpm, --tpm, --tpd or --concurrent"),
+        (("set", "team"), "give --rpm, --tpm, --tpd, --concurrent, --keep-s or"),
+        (("set", "team", "--keep-s", "1d"), "--keep-s 1d: use a number of seconds, or default"),
+        (("set", "team", "--log-text", "no"), "--log-text no: use on, off or default"),
         (("set", "team", "--rpm", "-3"), "Expected `int` >= 1 - at `$.rpm`"),
         (("set", "a b", "--rpm", "3"), "TENANT 'a b': must be 1 to 64 characters"),
-        (("set", "team", "--rpm", "0"), "the tenant would have none"),
     ],
 )
 async def test_wrong_values_are_named(fleet, arguments, said) -> None:

@@ -18,6 +18,7 @@ from fleet.cli.tenants.receipt import receipt_text
 _PATH = "/fleet/tenants"
 _EVERYWHERE_S = 1.0  # routers follow a change within this time
 _KINDS = ("rpm", "tpm", "tpd", "concurrent")
+_SWITCH: dict[str, bool | None] = {"on": True, "off": False, "default": None}
 
 tenants_app = typer.Typer(
     help="Limit what tenants may use, at all routers of a fleet together.", no_args_is_help=True
@@ -40,10 +41,11 @@ def ls(
         typer.echo(json.dumps(found, indent=2))
         return
     columns = [Column("tenant", overflow="fold")]
-    columns += [Column(name, justify="right", no_wrap=True) for name in _KINDS]
+    names = (*_KINDS, "keep_s", "log_text")
+    columns += [Column(name, justify="right", no_wrap=True) for name in names]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for tenant in found["tenants"]:
-        values = ["–" if tenant[name] is None else f"{tenant[name]:,}" for name in _KINDS]
+        values = ["–" if tenant[name] is None else _text(tenant[name]) for name in names]
         table.add_row(escape(tenant["tenant"]), *values)
     Console().print(table)
 
@@ -59,6 +61,19 @@ def set_(
     concurrent: Annotated[
         int | None, typer.Option(help="Requests at the same time; 0: no limit.")
     ] = None,
+    keep_s: Annotated[
+        str | None,
+        typer.Option(
+            help="Seconds for which its stored responses, files and batches are kept, or "
+            "`default`; 0: none is stored."
+        ),
+    ] = None,
+    log_text: Annotated[
+        str | None,
+        typer.Option(
+            help="`off`: its texts are not logged, whatever its keys allow. Or `default`."
+        ),
+    ] = None,
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
@@ -66,12 +81,23 @@ def set_(
 ) -> None:
     """Change limits of a tenant; limits that are not given stay. Routers apply them on return."""
     given = {"rpm": rpm, "tpm": tpm, "tpd": tpd, "concurrent": concurrent}
-    body = {name: value or None for name, value in given.items() if value is not None}
+    body: dict[str, Any] = {
+        name: value or None for name, value in given.items() if value is not None
+    }
+    if keep_s is not None:
+        if keep_s != "default" and not keep_s.isdigit():
+            fail(f"--keep-s {keep_s}: use a number of seconds, or default")
+        body["keep_s"] = None if keep_s == "default" else int(keep_s)
+    if log_text is not None:
+        if log_text not in _SWITCH:
+            fail(f"--log-text {log_text}: use on, off or default")
+        body["log_text"] = _SWITCH[log_text]
     if not body:
-        fail("give --rpm, --tpm, --tpd or --concurrent")
+        fail("give --rpm, --tpm, --tpd, --concurrent, --keep-s or --log-text")
     found = _changed("PUT", tenant, fleet, url, api_key, body)
-    limits = ", ".join(f"{name} {found[name]:,}" for name in _KINDS if found[name] is not None)
-    typer.echo(json.dumps(found, indent=2) if as_json else f"{tenant}: {limits}")
+    names = (*_KINDS, "keep_s", "log_text")
+    limits = ", ".join(f"{name} {_text(found[name])}" for name in names if found[name] is not None)
+    typer.echo(json.dumps(found, indent=2) if as_json else f"{tenant}: {limits or 'no limits'}")
 
 
 @tenants_app.command("delete")
@@ -94,6 +120,12 @@ def delete(
         Console(highlight=False, soft_wrap=True).print(escape(receipt_text(found)))
     if found["not_deleted"]:
         raise typer.Exit(1)
+
+
+def _text(value: int | bool) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:,}"
 
 
 def _changed(

@@ -63,6 +63,8 @@ class RequestLog:
     def _may_log_texts(self, request: GenerationRequest) -> bool:
         tenant = request.tenant
         owner = self._settings.policies.owner_of(tenant, shared=self._settings.share_cache)
+        if self._settings.policies.of(tenant).log_text is False:
+            return False
         if request.cache_scope.partition("\0")[0] != owner:
             return False  # the tenant was deleted while the request was running
         now_ms = time_ns() // 1_000_000

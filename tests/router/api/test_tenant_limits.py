@@ -60,7 +60,7 @@ def code_of(answer) -> str:
 
 async def test_limits_are_set_changed_and_removed_at_all_routers(start) -> None:
     one, two = await start(), await start()
-    none = {"rpm": None, "tpm": None, "tpd": None, "concurrent": None}
+    none = dict.fromkeys(("rpm", "tpm", "tpd", "concurrent", "keep_s", "log_text"))
     assert await put(one, rpm=600) == {"tenant": "team", **none, "rpm": 600}
     assert await put(one, tpm=400_000) == {"tenant": "team", **none, "rpm": 600, "tpm": 400_000}
     await until(lambda: two.router.quotas.quotas.has_limits("team"), 1.0)
@@ -91,7 +91,9 @@ async def test_changes_at_two_routers_at_once_are_all_kept(start) -> None:
         ({"rpm": -1}, "limits: Expected `int` >= 1 - at `$.rpm`"),
         ({"tpm": "many"}, "limits: Expected `int | null`, got `str` - at `$.tpm`"),
         ({"weight": 3}, "limits: Object contains unknown field `weight`"),
-        ({}, "limits: the tenant would have none; give rpm, tpm, tpd or concurrent, or delete it"),
+        ({}, "limits: give some of rpm, tpm, tpd, concurrent, keep_s, log_text"),
+        ({"keep_s": -1}, "limits: Expected `int` >= 0 - at `$.keep_s`"),
+        ({"log_text": "no"}, "limits: Expected `bool | null`, got `str` - at `$.log_text`"),
     ],
 )
 async def test_wrong_limits_are_named(start, limits, message) -> None:

@@ -74,7 +74,10 @@ class _ResponsesCalls(Calls):
         super().__init__(router)
         limits = router.settings.clients.stored_responses
         self.store = ResponseStore(
-            router.stored_responses, limits.max_response_bytes, router.metrics
+            router.stored_responses,
+            limits.max_response_bytes,
+            router.metrics,
+            router.settings.policies,
         )
         # Running responses by tenant and id.
         self._open: WeakValueDictionary[tuple[str, str], ResponsesFormat] = WeakValueDictionary()
