@@ -134,6 +134,7 @@ class ControllerActor:
     async def close(self) -> None:
         """Close this controller, but leave the workers running for another one to adopt."""
         await self._tasks.close()
+        await self._audit.close()
         await self._registry.close()
 
     # ---- the loop -------------------------------------------------------------------------------

@@ -51,10 +51,9 @@ async def delete_tenant(
     routers = router.gateway.shares.known_routers
     left: list[str] = []
     deleted: Counter[str] = Counter()
-    responses = await _delete_responses(router, tenant, left)
     reports = await _all_reports(erasures, deletion.id, workers, routers, left)
-    responses += await _delete_responses(router, tenant, left)  # of calls that were running
-    deleted["responses"] = responses
+    # Afterwards, because calls may store some until all routers know of the deletion.
+    deleted["responses"] = await _delete_responses(router, tenant, left)
     kv: Counter[str] = Counter()
     for name, counts in sorted(reports.items()):
         of_router = name.startswith("router ")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.registry.audit.chain import ZERO, Entry, Head, sealed, verify
+from baton.registry.audit.chain import ZERO, Entry, Head, head_of, sealed, verify
 
 TEXTS = st.text(max_size=20)
 VALUES = st.none() | TEXTS | st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=3)
@@ -45,13 +45,18 @@ def test_a_chain_is_valid_and_its_entries_are_there(entries):
 def test_any_single_change_of_the_file_is_found(entries, data):
     lines, head = chain_of(entries)
     at = data.draw(st.integers(0, len(lines) - 1))
-    kind = data.draw(st.sampled_from(["byte", "remove", "repeat", "swap", "insert", "cut"]))
+    kind = data.draw(
+        st.sampled_from(["byte", "forge", "remove", "repeat", "swap", "insert", "cut"])
+    )
     changed = list(lines)
     if kind == "byte":
         raw = bytearray(lines[at])
         place = data.draw(st.integers(0, len(raw) - 2))
         raw[place] ^= data.draw(st.integers(1, 255))
         changed[at] = bytes(raw)
+    elif kind == "forge":
+        before = head_of(lines[at - 1][:-1]) if at else Head()
+        changed[at] = sealed(data.draw(ENTRIES), before)[0]
     elif kind == "remove":
         del changed[at]
     elif kind == "repeat":

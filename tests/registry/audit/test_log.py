@@ -160,7 +160,6 @@ async def test_redis_that_is_away_or_emptied_loses_nothing_of_the_file(
     await until(lambda: len(entries_of(path)) == 3, 8.0)
     assert [entry["verb"] for entry in entries_of(path)] == ["up", "keys create", "turn"]
     await registry.send(("FLUSHALL",))
-    await router.record("down", who="w")
     head = audit_file.last(path)
     for _ in range(40):
         if await AuditInbox(registry).head() == head:
