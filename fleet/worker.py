@@ -27,6 +27,7 @@ from baton.engine.process.handle import EngineHandle
 from baton.planner.state import WorkerState, state_of
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
+from baton.registry.tenants.erasures import Erasures
 from baton.registry.types import Role, WorkerRecord, tier_incarnation
 from baton.registry.usage.worker_time import WorkerTime
 from baton.registry.workers import Presence
@@ -49,6 +50,7 @@ from decode_worker.service import DecodeService
 from fleet.canary import Canary
 from fleet.draining import drained
 from fleet.engine_metrics import EngineMetrics
+from fleet.erasure.worker import erase_forever
 from fleet.ports import free_port, kv_listener
 from fleet.private_logs import open_log
 from fleet.quarantine_watch import QuarantineWatch
@@ -127,6 +129,8 @@ class Worker:
         self._vital(parts.prefill.watch_leases(), "prefill leases")
         self._vital(self._watch_engine(), "engine")
         self._vital(self._watch_quarantine(), "quarantine")
+        erasures = Erasures(parts.registry)
+        self._vital(erase_forever(parts.engine, erasures, settings.worker_id), "erasure")
         for link in parts.links:
             self._vital(self._watch_rank(link), "rank")
         if settings.canary_s:

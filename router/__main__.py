@@ -24,6 +24,8 @@ import uvloop
 from starlette.types import ASGIApp
 
 from baton.config.fleet_file import ConfigError, load_config
+from baton.registry.audit.inbox import AuditInbox
+from baton.registry.audit.log import AuditLog
 from baton.registry.event_feed import EventFeed
 from baton.registry.keys.shared import SharedKeys
 from baton.registry.orders import Orders
@@ -31,10 +33,12 @@ from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemands
 from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses, StoreLimits
+from baton.registry.tenants.erasures import Erasures
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
 from baton.registry.usage.shared import SharedUsage
 from baton.registry.workers import RegistryWatcher
+from baton.telemetry.log_export import LogExport
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.metrics import Metrics
 from router.app import Router
@@ -119,6 +123,12 @@ async def serve(
         tenant_bytes=kept.max_tenant_bytes,
         total_bytes=kept.max_total_bytes,
     )
+    export = LogExport("router")
+    audit = AuditLog(
+        AuditInbox(registry),
+        Path(settings.audit_file) if settings.audit_file else None,
+        export.emit,
+    )
     router = Router(
         settings,
         model,
@@ -133,8 +143,11 @@ async def serve(
         shared_limits=SharedLimits(registry),
         shared_quotas=SharedQuotas(registry),
         shared_usage=SharedUsage(registry),
+        erasures=Erasures(registry),
+        audit=audit,
     )
     metrics = router.parts.metrics
+    audit.on_failure = lambda: metrics.inc("baton_audit_failures")
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")
     metrics.before_page.append(lambda: _show_registry(metrics, registry))
     group = RouterGroup(member, metrics, router.parts.observer.task_failed) if member else None
@@ -163,6 +176,7 @@ async def serve(
     async with router.parts.tasks.beside(_end_requests(server, router), "end requests"):
         await server.serve(own or None)
     await registry.close()
+    export.close()
 
 
 def _show_registry(metrics: Metrics, registry: Registry) -> None:

@@ -11,10 +11,12 @@ from pydantic import BaseModel
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from baton.registry.audit.log import AuditLog
 from baton.registry.keys.shared import SharedKeys
 from baton.registry.orders import Orders
 from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
+from baton.registry.tenants.erasures import Erasures
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
 from baton.registry.usage.copies import UsageCopies
@@ -29,8 +31,10 @@ from router.frontend.api.messages.errors import MESSAGES_ERRORS
 from router.frontend.api.parts import RouterParts
 from router.frontend.api.pooling import calls as pooling
 from router.frontend.api.responses import endpoints as responses
+from router.frontend.audited import note_refused_login
 from router.frontend.batch import calls as batch
 from router.frontend.batch.runner import BatchRunner
+from router.frontend.deletion.follower import DeletionFollower
 from router.frontend.http.cors import allow_origins
 from router.frontend.http.direct import DirectFastAPI
 from router.frontend.openapi.document import describe
@@ -73,6 +77,8 @@ class Router:
         shared_limits: Limits of tenants; None: there are none.
         shared_quotas: Banks from which routers lease parts of the limits.
         shared_usage: Usage of all routers and workers; None: this router's is not exported.
+        audit: Audit log.
+        erasures: Reports about deletions of tenants; None: tenants cannot be deleted.
     """
 
     def __init__(
@@ -90,16 +96,21 @@ class Router:
         shared_limits: SharedLimits | None = None,
         shared_quotas: SharedQuotas | None = None,
         shared_usage: SharedUsage | None = None,
+        erasures: Erasures | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         self._orders = fleet_orders
         self._shared_usage = shared_usage
         self._usage_copies: UsageCopies | None = None
         self.parts = RouterParts.build(
-            settings, model, directory, stored_responses, shared_quotas, shared_usage
+            settings, model, directory, stored_responses, shared_quotas, shared_usage, audit
         )
         if shared_usage is not None and settings.state_dir:
             folder = Path(settings.state_dir) / "usage"
             self._usage_copies = UsageCopies(shared_usage, folder, self.parts.observer.task_failed)
+        if audit is not None:
+            logins = self.parts.refused_logins
+            audit.each_period.append(lambda: logins.take(time.monotonic_ns()))
         self.keys: KeyExchange | None = None
         if shared_keys is not None:
             file = Path(settings.state_dir) / "keys.json" if settings.state_dir else None
@@ -116,6 +127,13 @@ class Router:
                 settings.tenants_file,
                 self.parts.observer.task_failed,
             )
+            settings.policies.expect()
+            self.limits.on_table.append(settings.policies.adopt)
+        self._erasures = erasures
+        if self.limits is not None and erasures is not None:
+            name = f"router {self.parts.gateway.router_id}"
+            follower = DeletionFollower(settings, name, erasures, self.parts.tasks)
+            self.limits.on_table.append(follower.receive)
         self._directory = directory
         self._shared_adapters = shared_adapters
         self._ticket_feed = TicketFeed(
@@ -161,6 +179,8 @@ class Router:
         parts.usage.start()
         if self._usage_copies is not None:
             self._usage_copies.start()
+        if parts.audit is not None:
+            parts.audit.start()
         await self._wait_for_workers()
         parts.tasks.keep(self._sample, "live series")
         store = batch.store_of(parts.settings)
@@ -181,6 +201,8 @@ class Router:
             await self._feeder.close()
             await parts.model.adapters.close()
             await parts.tasks.close()
+            if parts.audit is not None:
+                await parts.audit.close()
             await parts.grammars.close()
             await parts.gateway.close()
             await parts.usage.close()
@@ -230,7 +252,11 @@ class Router:
             docs_url=None,
             redoc_url=None,
         )
-        errors.install(app, {"/v1/messages": MESSAGES_ERRORS})
+        errors.install(
+            app,
+            {"/v1/messages": MESSAGES_ERRORS},
+            lambda request, reason: note_refused_login(self.parts, request, reason),
+        )
         strict = self.parts.settings.clients.strict
         app.add_middleware(CallHeaders, metrics=self.parts.metrics, strict=strict)
         bodies: list[type[BaseModel]] = []
@@ -240,7 +266,7 @@ class Router:
             made.append(orders.routes(self.parts, self._orders))
         if self.keys is not None:
             made.append(keys.routes(self.parts, self.keys))
-        made.append(tenants.routes(self.parts, self.limits))
+        made.append(tenants.routes(self.parts, self.limits, self._erasures))
         if self._shared_usage is not None:
             made.append(usage.routes(self.parts, self._shared_usage))
         for endpoints in made:

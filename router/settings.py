@@ -20,7 +20,7 @@ from baton.config.tenants_file import TenantsFile
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
 from router.keys.table import KeyTable
-from router.policies import PolicyTable
+from router.policies import TenantPolicies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,8 @@ class RouterSettings:
         max_context_tokens: Limit of the context; None: the model's own.
         api_keys: API keys of the fleet file to their rights; None: requests need no key.
         issued_keys: API keys of ``baton keys``.
-        policies: Policies of tenants.
+        audit_file: File of the audit log; empty: it is on another host.
+        policies: Policies and deletions of tenants.
         tenants_file: File with these policies; None: they are in Redis.
         own_key: Key with which this process calls itself for a tenant.
         start_limit_s: Time after which the router listens even if workers are not connected.
@@ -75,13 +76,14 @@ class RouterSettings:
     redis_url: str = field(default="", repr=False)
     # Not compared: these objects follow changes of their files, or are new in each process.
     issued_keys: KeyTable = field(default_factory=KeyTable, repr=False, compare=False)
-    policies: PolicyTable = field(default_factory=PolicyTable, repr=False, compare=False)
+    policies: TenantPolicies = field(default_factory=TenantPolicies, repr=False, compare=False)
     tenants_file: TenantsFile | None = field(default=None, repr=False, compare=False)
     own_key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
     fleet_token: FleetToken = field(default_factory=FleetToken, repr=False, compare=False)
     tls: FleetTls | None = field(default=None, repr=False, compare=False)
     https: HttpsConfig | None = None
     state_dir: str = ""
+    audit_file: str = ""
     heartbeat_s: float = 0.5
     lease_ms: int = 5000
     silence_s: float = 2.0
@@ -105,7 +107,8 @@ class RouterSettings:
 
         Environment variables contain the secrets, because other users can read command lines:
         ``BATON_REDIS_URL``, and ``BATON_FLEET_TOKEN`` or the path ``BATON_FLEET_TOKEN_FILE``.
-        ``BATON_STATE_DIR`` is the path of the state folder.
+        ``BATON_STATE_DIR`` is the path of the state folder, and ``BATON_AUDIT_FILE`` that of the
+        audit log.
 
         Raises:
             SecretError, CertificateError: A file cannot be used.
@@ -141,6 +144,7 @@ class RouterSettings:
             tls=FleetTls(files) if (files := config.tls_files) is not None else None,
             https=config.clients.tls,
             state_dir=environ.get("BATON_STATE_DIR", ""),
+            audit_file=environ.get("BATON_AUDIT_FILE", ""),
         )
 
 

@@ -19,12 +19,14 @@ _POLL_S = 0.05
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Admin command for the controller."""
+    """Admin command for the controller; ``who`` and ``source`` are for the audit log."""
 
     token: str
     verb: str
     worker_ids: tuple[str, ...] = ()
     arguments: dict[str, int | str | bool] = {}
+    who: str = ""
+    source: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -49,13 +51,17 @@ class Orders:
         worker_ids: Sequence[str] = (),
         arguments: Mapping[str, int | str | bool] | None = None,
         timeout_s: float = 5.0,
+        who: str = "",
+        source: str = "",
     ) -> Answer | None:
         """Send a command to the controller and return the reply, or None if there is none.
 
         ``fleet/pools/orders.py`` lists the verbs. Without ids the command is for all workers.
         """
         registry = self._registry
-        order = Order(secrets.token_hex(8), verb, tuple(worker_ids), dict(arguments or {}))
+        order = Order(
+            secrets.token_hex(8), verb, tuple(worker_ids), dict(arguments or {}), who, source
+        )
         await registry.send(
             ("LPUSH", registry.key("orders"), msgspec.msgpack.encode(order)),
             ("PEXPIRE", registry.key("orders"), _ORDER_TTL_MS),

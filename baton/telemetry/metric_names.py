@@ -77,7 +77,7 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_stored_responses": _count(
         "Responses of /v1/responses that clients asked to store, by result.",
         "result",
-        from_start=("stored", "too_large", "failed"),
+        from_start=("stored", "too_large", "failed", "not_kept"),
     ),
     "baton_rejections": _count("Requests refused, by error code.", "code", "tenant"),
     "baton_ignored_fields": _count(
@@ -232,6 +232,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_open_connections": _gauge("Open client connections.", together="sum"),
     "baton_intake_waiting": _gauge("Calls waiting for the event loop.", together="sum"),
     "baton_adapters_served": _gauge("LoRA adapters available to clients."),
+    "baton_audit_failures": _count("Audit entries that could not be written at once."),
     "baton_keys": _gauge("API keys of `baton keys`: valid, expired or revoked.", "state"),
     "baton_quota_tokens": _gauge(
         "Tokens that a tenant has used or leased of a limit (tpm, tpd, budget), at all routers. A "

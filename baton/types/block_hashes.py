@@ -1,9 +1,13 @@
 """Block hashes: 16-byte names of full KV cache blocks, equal in every process.
 
-A hash is keyed BLAKE2b-128 over (parent hash, token ids). The first parent is the *seed*, which
-covers everything else that affects the KV: weights, KV format, numerics, adapter, and the cache
-scope that separates tenants. So equal hashes mean equal bytes, and tenants cannot find each other's
-blocks.
+The first 12 bytes of a hash are keyed BLAKE2b over (parent hash, token ids). The first parent is
+the *seed*, which covers everything else that affects the KV: weights, KV format, numerics, adapter,
+and the cache scope that separates tenants. So equal hashes mean equal bytes, and tenants cannot
+find each other's blocks.
+
+The last 4 bytes are the *tag* of the seed, the same in the whole chain: a digest of the owner of
+the cache scope. They select the blocks to erase when a tenant is deleted. Two tenants with the same
+tag still have different hashes.
 """
 
 from collections.abc import Sequence
@@ -14,7 +18,8 @@ import numpy as np
 from baton.types.geometry import BLOCK_TOKENS
 
 HASH_BYTES = 16
-KEY = b"baton block name v1"  # part of every hash: it never changes
+TAG_BYTES = 4
+KEY = b"baton block name v2"  # part of every hash: it never changes
 
 
 def hash_seed(
@@ -27,20 +32,32 @@ def hash_seed(
     """Return the 16-byte root of a chain of hashes.
 
     ``kv_format`` is the dtype and shape of a block, e.g. ``"bf16/30x3x64/16"``. ``adapter`` is a
-    LoRA adapter's name and digest, or "". Different scopes share no blocks.
+    LoRA adapter's name and digest, or "". Different scopes share no blocks; a scope is its owner,
+    NUL, and the salt of a client.
     """
     digest = blake2b(key=KEY, digest_size=HASH_BYTES)
     for field in (weights_digest, kv_format, numerics_id, adapter, cache_scope):
         data = field if isinstance(field, bytes) else field.encode()
         digest.update(len(data).to_bytes(4, "little"))  # lengths keep the fields apart
         digest.update(data)
-    return digest.digest()
+    return digest.digest()[:-TAG_BYTES] + tag_of(cache_scope.partition("\0")[0])
+
+
+def tag_of(owner: str) -> bytes:
+    """Return the tag of the blocks of an owner, as in the scopes of its requests."""
+    return blake2b(owner.encode(), key=KEY, digest_size=TAG_BYTES).digest()
+
+
+def tag_in(block_hash: bytes) -> bytes:
+    """Return the tag in a hash."""
+    return block_hash[-TAG_BYTES:]
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return the hash of the block with ``tokens`` behind ``parent`` (a hash, or the seed)."""
     packed = np.asarray(tokens, dtype="<u4").tobytes()
-    return blake2b(parent + packed, key=KEY, digest_size=HASH_BYTES).digest()
+    digest = blake2b(parent + packed, key=KEY, digest_size=HASH_BYTES).digest()
+    return digest[:-TAG_BYTES] + tag_in(parent)
 
 
 def block_hashes(
@@ -50,10 +67,10 @@ def block_hashes(
     packed = np.asarray(tokens, dtype="<u4").tobytes()
     hashes = []
     parent = seed
+    tag = tag_in(seed)
     step = 4 * block_tokens
     for begin in range(0, len(packed) - len(packed) % step, step):
-        parent = blake2b(
-            parent + packed[begin : begin + step], key=KEY, digest_size=HASH_BYTES
-        ).digest()
+        data = parent + packed[begin : begin + step]
+        parent = blake2b(data, key=KEY, digest_size=HASH_BYTES).digest()[:-TAG_BYTES] + tag
         hashes.append(parent)
     return hashes

@@ -102,6 +102,13 @@ class ForbiddenError(InvalidRequestError):
     status = 403
 
 
+class NotKeptError(InvalidRequestError):
+    """The policy of the tenant stores nothing."""
+
+    code = "not_kept"
+    status = 403
+
+
 class ModelNotFoundError(InvalidRequestError):
     """The fleet does not serve the requested model."""
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+_Seconds = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000_000)]
 _Model = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
@@ -43,6 +44,9 @@ class Limits(
         models: Names of the models and adapters that its requests may name.
         slo: Latencies of its requests, in place of the fleet's.
         kv_share: Part of a worker's cached blocks above which it loses its own blocks first.
+        keep_s: Time that stored responses, files and batches are kept, if shorter than the
+            fleet's; 0: none is stored.
+        log_text: False: its texts are not logged, whatever its keys allow.
     """
 
     rpm: _Count | None = None
@@ -54,6 +58,9 @@ class Limits(
     models: Annotated[tuple[_Model, ...], msgspec.Meta(min_length=1, max_length=1000)] | None = None
     slo: LatencyLimits | None = None
     kv_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+
+    keep_s: _Seconds | None = None
+    log_text: bool | None = None
 
     @property
     def amounts(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fleet.cli.audit.command import audit_app
 from fleet.cli.batch import batch
 from fleet.cli.capacity import capacity
 from fleet.cli.certs.command import certs
@@ -47,6 +48,7 @@ config_app.command("check")(config_check)
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(tenants_app, name="tenants")
+app.add_typer(audit_app, name="audit")
 app.add_typer(loadtest_app, name="loadtest", callback=give_local_fleet)
 
 

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fleet.cli.common import FleetOption, fail, running_fleet
+from fleet.audit.local import audit_here
+from fleet.cli.common import FleetOption, fail, running_fleet, show_error
 from fleet.cli.reach import KeyOption, UrlOption, order, reach
-from fleet.local.state import FleetState
+from fleet.local.state import FleetState, audit_file
 
 _MOVE_LIMIT_S = 15.0
 _SHOWN_DECISIONS = 8
@@ -78,6 +79,7 @@ def _restart_routers(state: FleetState) -> None:
     if supervisor is None:
         fail(f"{state.name} is not running")
     supervisor.send_signal(signal.SIGUSR2)
+    audit_here(audit_file(state.name), "restart", "routers", say=show_error)
     typer.echo("routers: restarting one by one")
 
 

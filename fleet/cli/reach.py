@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from socket import gethostname
 from typing import Annotated, Any
 
 import httpx
@@ -10,6 +11,7 @@ import typer
 
 from baton.registry.orders import Answer, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
+from fleet.audit.local import operator_name
 from fleet.cli.common import RemoteFleet, bearer, fail, running_fleet
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
@@ -67,7 +69,9 @@ def order(
     async def ask() -> Answer | None:
         registry = Registry(place.redis_url, place.fleet)
         try:
-            return await Orders(registry).ask(verb, workers, arguments, timeout_s)
+            return await Orders(registry).ask(
+                verb, workers, arguments, timeout_s, f"operator {operator_name()}", gethostname()
+            )
         finally:
             await registry.close()
 
@@ -102,7 +106,7 @@ def ask_router(
             method,
             f"{place.url}{path}",
             json=body,
-            headers=bearer(place.fleet_token),
+            headers={**bearer(place.fleet_token), "x-baton-operator": operator_name()},
             timeout=timeout_s,
             trust_env=False,
             verify=trusted(place.certificate),

@@ -4,6 +4,7 @@
         state.json                  supervisor, URLs and secrets; mode 0600
         lock                        held by the fleet's supervisor until it ends
         workers.json                the router's last-known list of workers
+        audit.jsonl                 audit log; mode 0600
         keys.json                   issued API keys, hashes only; mode 0600
         logs/                       unless `logs.dir` is set
     /tmp/bt-XXXXXXXX/               sockets of Redis and Ray; removed by a stop
@@ -28,6 +29,7 @@ import psutil
 from baton.config.fleet_file import FleetConfig
 from baton.config.network import TlsFiles
 from baton.config.secrets import SecretError, read_tokens
+from baton.registry.audit import file as audit
 from fleet.local.subprocesses import end_processes
 from fleet.process_key import ProcessKey
 
@@ -77,6 +79,11 @@ def state_folder(name: str) -> Path:
     folder = home() / name
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
+
+
+def audit_file(name: str) -> Path:
+    """Return the path of a fleet's audit log."""
+    return state_folder(name) / audit.NAME
 
 
 def log_folder(config: FleetConfig, name: str) -> Path:

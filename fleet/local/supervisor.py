@@ -15,7 +15,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
+from fleet.audit.local import audit_here
 from fleet.local import state as fleet_state
 from fleet.local.changes import Changes, changes, keys_digest
 from fleet.local.cluster_pools import ClusterPools
@@ -121,6 +122,7 @@ class Supervisor:
         try:
             self._start()
             on_ready()
+            self._audit("up")
             self._stop.starting_done()
             if isinstance(self._pools, ClusterPools):
                 self._pools.adopted = True  # from now on a fault here does not end the fleet
@@ -250,6 +252,7 @@ class Supervisor:
             **self._token.environment,
             "BATON_REDIS_URL": self._redis_url,
             "BATON_STATE_DIR": str(fleet_state.state_folder(self._name)),
+            "BATON_AUDIT_FILE": str(fleet_state.audit_file(self._name)),
         }
         group = self._run_folder / "routers"
         routers.start(self._config_file, secrets_by_environment, group, self._logs)
@@ -384,11 +387,17 @@ class Supervisor:
 
     def _end_change(self, problem: str = "") -> None:
         self._say(problem or "the fleet matches its file")
+        self._audit("file refused" if problem else "file applied", {"problem": problem or None})
         self._changes_done += 1
         try:
             self._save_state(problem)
         except OSError as error:
             self._say(f"warning: cannot write the fleet's state: {error}; it keeps serving")
+
+    def _audit(self, verb: str, more: Mapping[str, Any] | None = None) -> None:
+        after = {"logs_text": self._config.logs.requests, **(more or {})}
+        path = fleet_state.audit_file(self._name)
+        audit_here(path, verb, str(self._config_file), say=self._say, after=after)
 
     def _check_ray(self) -> None:
         if self._pools is None:
@@ -408,6 +417,7 @@ class Supervisor:
                 self._routers.begin_stop()
             return  # nothing was started
         self._say("stopping")
+        self._audit("down")
         alarm = threading.Timer(_STOP_LIMIT_S, self._end_by_force)
         alarm.daemon = True
         alarm.start()

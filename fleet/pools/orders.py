@@ -112,6 +112,15 @@ class OrderDesk:
             for slot in self.machine.slots.values()
         ]
 
+    def requested(self) -> dict[str, Any]:
+        """Return the state that operators requested, for the audit log."""
+        return {
+            "pools": {str(role): size for role, size in self.machine.wanted.items()},
+            "closed_nodes": sorted(self.placements.closed),
+            "drained": sorted(self.machine.drained_workers),
+            "roles": "auto" if self.planning.auto else "hold",
+        }
+
     def _about_workers(self, order: Order) -> Answer:
         names = list(order.worker_ids) or list(self.machine.slots)
         unknown = [name for name in names if name not in self.machine.slots]

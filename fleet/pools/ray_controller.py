@@ -22,11 +22,14 @@ from baton.config.fleet_file import FleetConfig
 from baton.planner.sizes import SizePlanner
 from baton.planner.state import WorkerState
 from baton.registry import wanted
+from baton.registry.audit.inbox import AuditInbox
+from baton.registry.audit.log import AuditLog
 from baton.registry.orders import Answer, Order, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
+from fleet.audit.orders import audit_order
 from fleet.pools.controller import (
     START_LIMIT_NS,
     Action,
@@ -76,6 +79,7 @@ class ControllerActor:
         log_to(Path(self._spec.log_dir) / "controller.log", self._config.logs.format)
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
         self._orders = Orders(self._registry)
+        self._audit = AuditLog(AuditInbox(self._registry))
         self._tasks = BackgroundTasks("controller")
         # Without a host, workers bind their node's own address: they are on a cluster.
         self._placements = Placements(self._config, self._tasks, chooses=not self._spec.host)
@@ -102,6 +106,7 @@ class ControllerActor:
                 self._begin_with(sizes_in(state.pools))
             await self._learn_epochs()
             await self._adopt(state)
+            self._audit.start()
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
             self._tasks.keep(self._watch_nodes, "nodes")
@@ -132,6 +137,7 @@ class ControllerActor:
     async def close(self) -> None:
         """Close this controller, but leave the workers running for another one to adopt."""
         await self._tasks.close()
+        await self._audit.close()
         await self._registry.close()
 
     # ---- the loop -------------------------------------------------------------------------------
@@ -388,7 +394,15 @@ class ControllerActor:
         demands = RouterDemands(self._registry)
 
         async def turn(worker_id: str, role: Role) -> str:
-            return await self._desk.turn(worker_id, role)
+            slot = self._machine.slots.get(worker_id)
+            before = {"role": slot.role} if slot is not None else None
+            refused = await self._desk.turn(worker_id, role)
+            if not refused:
+                after = {"role": role, "why": self._desk.planning.reason}
+                await self._audit.record(
+                    "turn", worker_id, who="planner", before=before, after=after
+                )
+            return refused
 
         async def resize(sizes: Mapping[Role, int]) -> str:
             return await self._desk.resize(sizes)
@@ -499,6 +513,7 @@ class ControllerActor:
                 self._tasks.spawn(self._execute(order), "order")
 
     async def _execute(self, order: Order) -> None:
+        before = self._desk.requested()
         try:
             await self._read_wanted_late()
             if order.verb == "stop":
@@ -507,6 +522,7 @@ class ControllerActor:
                 answer = await self._desk.execute(order)
         except (RayError, RuntimeError, ValueError, TypeError) as error:
             answer = Answer(f"{order.verb} failed: {error}")
+        await audit_order(self._audit, order, answer, before, self._desk.requested())
         with contextlib.suppress(RegistryUnavailableError):
             await self._wanted_state.note(self._machine, self._desk.planning)
         with contextlib.suppress(RegistryUnavailableError):

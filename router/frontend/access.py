@@ -19,6 +19,7 @@ from baton.types.limits import LatencyLimits
 from router.settings import RouterSettings
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_OPERATOR = re.compile(r"[A-Za-z0-9_.@-]{1,128}")
 _FLEETS_OWN = ApiKeyConfig(tenant="fleet", role="operator")
 _FLEET_KEY_ID = "fleet"  # of the fleet token
 _BATCH_KEY_ID = "batch"  # of lines of batches, which need no key
@@ -109,6 +110,26 @@ def adapter_owner_of(headers: Mapping[str, str], settings: RouterSettings) -> st
     if not caller.own_adapters:
         raise ForbiddenError("an operator's API key, or one with `adapters: own`, is required")
     return caller.tenant
+
+
+def who_of(headers: Mapping[str, str], settings: RouterSettings) -> str:
+    """Return the name of a caller in the audit log: the id of its key, never the key.
+
+    The commands of `baton` send the fleet token, and name their user in ``x-baton-operator``.
+    """
+    spelled = _given_key(headers)
+    raw = spelled.encode()
+    of_fleet = [compare_digest(token.encode(), raw) for token in settings.fleet_token.accepted]
+    if any(of_fleet):
+        named = headers.get("x-baton-operator", "")
+        return f"operator {named}" if _OPERATOR.fullmatch(named) else "fleet token"
+    issued = settings.issued_keys.find(spelled)
+    if issued is not None:
+        return f"key {issued.record.id}"
+    found = (settings.api_keys or {}).get(spelled)
+    if found is not None:
+        return f"key of tenant {found.tenant} in the fleet file"
+    return "anyone" if settings.api_keys is None else "unknown"
 
 
 def _key_of(headers: Mapping[str, str], settings: RouterSettings) -> tuple[str, ApiKeyConfig]:

@@ -24,6 +24,7 @@ from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.access import check_operator
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.audited import audited
 from router.keys.exchange import KeyChangeError, KeyExchange, UnknownKeyError
 from router.keys.table import DAY_MS, IssuedKey
 
@@ -102,6 +103,11 @@ def routes(router: RouterParts, keys: KeyExchange) -> Endpoints:
         except (RegistryUnavailableError, KeyChangeError) as error:
             raise _refusal(error) from error
         _LOG.info("issued API keys=%d first=%s", added, body.keys[0].id)
+        verb = "keys import" if any(new.by_hash for new in body.keys) else "keys create"
+        for new in body.keys:
+            rights = new.rights.model_dump(mode="json", exclude_defaults=True)
+            after = {**rights, "expires_s": new.expires_s}
+            await audited(router, request, verb, new.id, after=after)
         known = [keys.table.get(new.id) for new in body.keys]
         return {
             "added": added,
@@ -139,6 +145,8 @@ def routes(router: RouterParts, keys: KeyExchange) -> Endpoints:
         except (RegistryUnavailableError, KeyChangeError) as error:
             raise _refusal(error) from error
         _LOG.info("rotated API key=%s successor=%s", key_id, body.id)
+        after = {"replaced_by": body.id, "overlap_s": body.overlap_s}
+        await audited(router, request, "keys rotate", key_id, after=after)
         new = keys.table.get(body.id)
         return {"old": _shown(old, now_ms), "new": new and _shown(new, now_ms)}
 
@@ -156,6 +164,7 @@ def routes(router: RouterParts, keys: KeyExchange) -> Endpoints:
         except (RegistryUnavailableError, KeyChangeError) as error:
             raise _refusal(error) from error
         _LOG.info("revoked API key=%s", key_id)
+        await audited(router, request, "keys revoke", key_id, after={"tenant": key.rights.tenant})
         return _shown(key, now_ms)
 
     return api

@@ -2,66 +2,65 @@
 
 GET    /fleet/tenants            a tenant sees itself
 PUT    /fleet/tenants/{tenant}   fields of `Limits`: those given; null: none
-DELETE /fleet/tenants/{tenant}
+DELETE /fleet/tenants/{tenant}   limits, data and KV; the response is the receipt
 """
 
+import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from time import monotonic_ns
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import HTTPException, Query, Request
+from fastapi import Query, Request
 from pydantic import TypeAdapter, ValidationError
 
 from baton.config.clients import Tenant
 from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.tenants.erasures import Erasures
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.limits import Limits
 from router.frontend.access import access_of, check_operator
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.audited import audited
+from router.frontend.deletion.command import delete_tenant
 from router.routing.shares.limits_mirror import LimitsChangeError, LimitsMirror
 
 _LOG = logging.getLogger(__name__)
 
+_FIELDS = tuple(field.name for field in msgspec.structs.fields(Limits))
 _MOST_WATCHED = 100
+_NO_REDIS = "this router has no connection to the fleet's Redis"
 
 _TENANT: TypeAdapter[str] = TypeAdapter(Tenant)
 
 
-def routes(router: RouterParts, mirror: LimitsMirror | None) -> Endpoints:
+def routes(
+    router: RouterParts, mirror: LimitsMirror | None, erasures: Erasures | None = None
+) -> Endpoints:
     """Return the endpoints of tenants' limits. Changes are for operators."""
     api = Endpoints()
 
     def check(request: Request) -> None:
         check_operator(request.headers, router.settings)
 
-    async def change(tenant: str, given: dict[str, Any] | None) -> Limits | None:
-        """Change the given limits of a tenant, or remove all; return the new ones."""
-        made: list[Limits | None] = []
-        if mirror is None:
-            raise UnavailableError("this router has no Redis, so no tenant has limits")
+    async def change(given: dict[str, Any], tenant: str, mirror: LimitsMirror) -> Limits:
+        """Change the given limits of a tenant; return the new ones."""
+        made: list[Limits] = []
+        if not given:
+            raise InvalidRequestError.at("limits", f"give some of {', '.join(_FIELDS)}")
 
         def edited(limits: Limits | None) -> Limits | None:
-            if given is None:
-                if limits is None:
-                    raise HTTPException(404, f"tenant {tenant} has no limits")
-                new = None
-            else:
-                before = msgspec.to_builtins(limits) if limits is not None else {}
-                new = _limits_of(_merged(before, given))
-            made.append(new)
-            return new
+            before = msgspec.to_builtins(limits) if limits is not None else {}
+            made.append(_limits_of(_merged(before, given)))
+            return made[-1] if made[-1] != Limits() else None
 
-        try:
+        with _told():
             await mirror.change(tenant, edited)
-        except RegistryUnavailableError as error:
-            raise UnavailableError(
-                "the fleet's Redis is unavailable, so routers keep the last known limits; repeat "
-                "the command when it answers"
-            ) from error
-        except LimitsChangeError as error:
-            raise InvalidRequestError(str(error)) from error
+            keep_s = made[-1].keep_s
+            if keep_s is not None and router.stored_responses is not None:
+                await router.stored_responses.shorten(tenant, keep_s)
         _LOG.info("changed limits of tenant=%s", tenant)
         return made[-1]
 
@@ -97,23 +96,31 @@ def routes(router: RouterParts, mirror: LimitsMirror | None) -> Endpoints:
     async def set_limits(request: Request, tenant: str) -> dict[str, Any]:
         """Change limits of a tenant. Every router applies them within a second."""
         check(request)
+        name = _checked(tenant)
         try:
-            name = _TENANT.validate_python(tenant)
             given = msgspec.json.decode(await read_body(request, router), type=dict[str, Any])
-        except ValidationError as error:
-            message = "must be 1 to 64 characters of letters, digits, '_', '.' and '-'"
-            raise InvalidRequestError.at("tenant", message) from error
         except msgspec.DecodeError as error:
             raise InvalidRequestError.at("body", str(error)) from error
-        limits = await change(name, given)
-        return _shown(name, limits or Limits())
+        if mirror is None:
+            raise UnavailableError(_NO_REDIS)
+        before = mirror.table.tenants.get(name)
+        limits = await change(given, name, mirror)
+        was = msgspec.to_builtins(before) if before is not None else None
+        after = msgspec.to_builtins(limits)
+        await audited(router, request, "tenants set", name, before=was, after=after)
+        return _shown(name, limits)
 
     @api.delete("/fleet/tenants/{tenant}", include_in_schema=False)
     async def delete(request: Request, tenant: str) -> dict[str, Any]:
-        """Remove all limits of a tenant."""
+        """Delete a tenant's limits, data and KV, and return the receipt."""
         check(request)
-        await change(tenant, None)
-        return _shown(tenant, Limits())
+        if mirror is None or erasures is None:
+            raise UnavailableError(_NO_REDIS)
+        with _told():
+            receipt = await delete_tenant(router, mirror, erasures, _checked(tenant))
+        _LOG.info("deleted tenant=%s deletion=%s", tenant, receipt["deletion"])
+        await audited(router, request, "tenants delete", tenant, after=receipt)
+        return receipt
 
     return api
 
@@ -131,16 +138,33 @@ def _merged(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return {**before, **given}
 
 
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Convert errors of a change to those of the API."""
+    try:
+        yield
+    except RegistryUnavailableError as error:
+        raise UnavailableError(
+            "the fleet's Redis is unavailable, so routers keep the last known limits; repeat "
+            "the command when it answers"
+        ) from error
+    except LimitsChangeError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def _checked(tenant: str) -> str:
+    try:
+        return _TENANT.validate_python(tenant)
+    except ValidationError as error:
+        message = "must be 1 to 64 characters of letters, digits, '_', '.' and '-'"
+        raise InvalidRequestError.at("tenant", message) from error
+
+
 def _limits_of(fields: dict[str, Any]) -> Limits:
     try:
-        limits = msgspec.convert(fields, Limits)
+        return msgspec.convert(fields, Limits)
     except msgspec.ValidationError as error:
         raise InvalidRequestError.at("limits", str(error)) from error
-    if limits == Limits():
-        raise InvalidRequestError.at(
-            "limits", "the tenant would have none; give one, or delete the tenant"
-        )
-    return limits
 
 
 def _shown(tenant: str, limits: Limits) -> dict[str, Any]:

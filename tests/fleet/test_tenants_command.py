@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from baton.registry.tenants.erasures import Erasures
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
 from fleet.cli.main import app
 from fleet.cli.tenants import command
+from router.frontend.deletion import command as deletion
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import artifact, make_fleet, model
 
@@ -20,6 +22,7 @@ __all__ = ["artifact", "make_fleet", "model", "redis_server", "registry"]
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "_EVERYWHERE_S", 0.0)
+    monkeypatch.setattr(deletion, "LIMIT_S", 1.5)
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -31,6 +34,7 @@ async def fleet(make_fleet, registry):
         api_keys={},
         shared_limits=SharedLimits(registry),
         shared_quotas=SharedQuotas(registry),
+        erasures=Erasures(registry),
     )
 
 
@@ -58,8 +62,28 @@ async def test_a_team_is_limited_and_freed_again(fleet) -> None:
         "tpm": 400_000,
         "concurrent": 8,
     }
-    assert await run(fleet, "delete", "team-a") == "team-a: no limits\n"
+    receipt = (await run(fleet, "delete", "team-a", code=1)).splitlines()
+    assert receipt[0].startswith("team-a: deleted at 20")
+    assert "  limits             removed" in receipt
+    assert f"  confirmed by       router {fleet.router.gateway.router_id}" in receipt
+    late = "decode-0: has not confirmed; it erases its KV later"
+    assert f"  not deleted        {late}" in receipt, "this worker is a script"
     assert not quotas.has_limits("team-a")
+
+
+async def test_retention_is_set_and_unset(fleet) -> None:
+    given = ("--keep-s", "3600", "--log-text", "off")
+    assert await run(fleet, "set", "team", *given) == "team: keep_s 3,600, log_text off\n"
+    assert await run(fleet, "set", "team", "--keep-s", "0", "--log-text", "on") == (
+        "team: keep_s 0, log_text on\n"
+    )
+    shown = (await run(fleet, "ls")).split("\n")
+    assert [line.split()[-2:] for line in shown if "team" in line] == [["0", "on"]]
+    policies = fleet.router.settings.policies
+    assert policies.of("team").keep_s == 0 and not fleet.router.quotas.quotas.has_limits("team")
+    unset = ("--keep-s", "default", "--log-text", "default")
+    assert await run(fleet, "set", "team", *unset) == "team: no limits\n"
+    assert json.loads(await run(fleet, "ls", "--json"))["tenants"] == []
 
 
 @pytest.mark.parametrize(
@@ -68,10 +92,10 @@ async def test_a_team_is_limited_and_freed_again(fleet) -> None:
         (("set", "team"), "give at least one limit, such as --rpm 600"),
         (("set", "team", "--slo-ttft-s", "1"), "missing required field `itl_s` - at `$.slo`"),
         (("set", "team", "--weight", "-1"), "Expected `float` >= 0.01 - at `$.weight`"),
+        (("set", "team", "--keep-s", "1d"), "--keep-s 1d: use a number of seconds, or default"),
+        (("set", "team", "--log-text", "no"), "--log-text no: use on, off or default"),
         (("set", "team", "--rpm", "-3"), "Expected `int` >= 1 - at `$.rpm`"),
         (("set", "a b", "--rpm", "3"), "TENANT 'a b': must be 1 to 64 characters"),
-        (("set", "team", "--rpm", "0"), "the tenant would have none"),
-        (("delete", "team"), "tenant team has no limits"),
     ],
 )
 async def test_wrong_values_are_named(fleet, arguments, said) -> None:

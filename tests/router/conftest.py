@@ -141,6 +141,8 @@ async def make_fleet(model):
         shared_limits=None,
         shared_quotas=None,
         shared_usage=None,
+        erasures=None,
+        audit=None,
         **settings,
     ) -> Fleet:
         token = FleetToken("secret")
@@ -158,6 +160,8 @@ async def make_fleet(model):
             shared_limits=shared_limits,
             shared_quotas=shared_quotas,
             shared_usage=shared_usage,
+            erasures=erasures,
+            audit=audit,
         )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(

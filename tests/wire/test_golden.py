@@ -63,7 +63,7 @@ BYTES = {
     ),
     "block hashes": (
         lambda: b"".join(block_hashes(hash_seed(b"w", "f", "n"), range(50))),
-        "41e8c6c2125ede49807e5b0c",
+        "bceec4218ac7eac558070387",
     ),
     "capability": (
         lambda: sign(FleetToken("secret"), "req-1", LIFE, LIFE, 1000.0),

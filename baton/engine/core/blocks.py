@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
 from baton.engine.core.block_owners import BlockOwners, CacheOwner
+from baton.types.block_hashes import tag_in
 from baton.types.geometry import BLOCK_TOKENS
 from baton.types.pool_counts import BlockCounts
 
@@ -78,6 +79,7 @@ class BlockPool:
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
         self._written: set[int] = set()  # see ``StepPlan.written``
+        self._forgotten: frozenset[bytes] = frozenset()
         self.evictions = 0
         # With tiers (``baton/engine/core/tiers``): hashes that the first tier holds, cached blocks
         # that it lacks, and blocks that are being copied to it.
@@ -181,10 +183,36 @@ class BlockPool:
         """Make a computed block in use findable, unless another block has the hash."""
         if block_hash in self._block_of or self._hash_of[block] is not None:
             return
+        if self._forgotten and tag_in(block_hash) in self._forgotten:
+            return
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
         self._stored.append(block_hash)
         self._owners.own(block, owner)
+
+    def forget(self, tags: frozenset[bytes]) -> int:
+        """Make no block with these tags findable any more; return the number of known ones."""
+        self._forgotten |= tags
+        found = [block for name, block in self._block_of.items() if tag_in(name) in tags]
+        for block in found:
+            self.drop_forgotten(block)
+        return len(found)
+
+    def drop_forgotten(self, block: int) -> None:
+        """Free a block that is to be forgotten, or only its hash while sequences use it.
+
+        A block that is being copied is dropped by another call, after the copy.
+        """
+        block_hash = self._hash_of[block]
+        if block_hash is None or tag_in(block_hash) not in self._forgotten:
+            return
+        if block in self.guarded:
+            return
+        self._forget_hash(block)
+        self._unsaved.pop(block, None)
+        if block in self._cached:
+            del self._cached[block]
+            self._free.add(block)
 
     def note_written(self, blocks: Iterable[int]) -> None:
         """Note blocks that the worker's shell or the tier copier has filled."""

@@ -89,6 +89,15 @@ class EngineCore:
         """Record the result of a copy."""
         self.tiers.copied(done, now_ns)
 
+    def forget(self, tags: frozenset[bytes]) -> tuple[int, int]:
+        """Forget the blocks with these tags, in the pool and the tiers.
+
+        Returns:
+            The number of blocks in the pool, and the number of the erasure for the tier copier.
+        """
+        number = self.tiers.forget(tags)  # before the pool, whose blocks count as saved there
+        return self.pool.forget(tags), number
+
     def publications(self, plan: StepPlan) -> list["Publication"]:
         """Return publications of the plan's PREFILL rows, each in groups of layers."""
         publications = []

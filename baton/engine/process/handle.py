@@ -1,5 +1,6 @@
 """Dispatch of an engine's reports to their requests, and its latest load."""
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -44,6 +45,7 @@ class EngineHandle:
         self._names = 0  # number of names issued
         self._canaries: set[str] = set()  # ids of live canary requests
         self._adapters_asked: dict[str, AdapterRef] = {}  # adapters of live requests
+        self._erasures: deque[asyncio.Future[dict[str, int]]] = deque()
         self._rates = StepRates()
         self._durations_ns: deque[int] = deque([0], maxlen=_RECENT_STEPS)
         self._load_ns = time.monotonic_ns()  # time of ``load``
@@ -80,6 +82,13 @@ class EngineHandle:
         if command.spec.adapter is not None:
             self._adapters_asked[command.request_id] = command.spec.adapter
         self.client.send(command)
+
+    async def forget(self, tags: frozenset[bytes]) -> dict[str, int]:
+        """Erase all cached blocks with these tags; return their number by tier, -1: an error."""
+        done: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+        self._erasures.append(done)
+        self.client.send(messages.Forget(tags))
+        return await done
 
     @property
     def has_work(self) -> bool:
@@ -155,6 +164,8 @@ class EngineHandle:
                 self._note_adapter(report)
             case messages.Sick():
                 self.sick = report.message
+            case messages.Forgotten():
+                self._note_erasure(report.blocks)
             case ev.Ended():
                 self._adapters_asked.pop(report.request_id, None)
                 self._canaries.discard(report.request_id)
@@ -177,6 +188,11 @@ class EngineHandle:
                 return  # its end was delivered
             self.client.send(messages.Cancel(name))
             handler(ev.Ended(name, "internal_error", f"{type(error).__name__}: {error}"))
+
+    def _note_erasure(self, blocks: dict[str, int]) -> None:
+        done = self._erasures.popleft()
+        if not done.done():
+            done.set_result(blocks)
 
     def _note_adapter(self, change: ev.AdapterChanged) -> None:
         digest = bytes.fromhex(change.digest)

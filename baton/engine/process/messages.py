@@ -74,11 +74,19 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Command: erase the cached blocks with these tags, and cache none from now on."""
+
+    tags: frozenset[bytes]
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Command: end the process."""
 
 
-Command = Submit | Bind | Commit | ComputeLocally | Drained | Release | Cancel | Withdraw | Stop
+Command = (
+    Submit | Bind | Commit | ComputeLocally | Drained | Release | Cancel | Withdraw | Forget | Stop
+)
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -111,6 +119,12 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     """Report that the step loop runs, sent when there is no other report."""
 
 
+class Forgotten(msgspec.Struct, frozen=True, tag=True):
+    """Report that blocks were erased: their number by tier, ``pool`` included; -1: an error."""
+
+    blocks: dict[str, int]
+
+
 class Sick(msgspec.Struct, frozen=True, tag=True):
     """Report that the model produced NaN or Inf."""
 
@@ -136,6 +150,7 @@ Report = (
     | Fatal
     | Alive
     | Sick
+    | Forgotten
     | RequestReport
     | ev.Ended
     | ev.CacheChanged

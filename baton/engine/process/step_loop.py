@@ -27,6 +27,7 @@ from baton.engine.parent import die_with_parent
 from baton.engine.process import messages
 from baton.engine.process.adapter_loader import AdapterLoader
 from baton.engine.process.build import BuiltEngine, build_engine
+from baton.engine.process.tier_copier import Erased
 from baton.engine.sampling.grammars import GrammarCompileQueue
 from baton.engine.settings import EngineSettings
 from baton.types import events as ev
@@ -69,6 +70,7 @@ class StepLoop:
         )
         # Requests that wait for a grammar or an adapter, and later commands for them.
         self._waiting: dict[str, list[messages.Command]] = {}
+        self._erasures: dict[int, int] = {}  # number to blocks that the pool has forgotten
         self._stopping = False
         self._sent_s = 0.0
 
@@ -99,7 +101,11 @@ class StepLoop:
             return False
         ended = self._copier.take()
         for copied in ended:
-            self._core.copied(copied, time.monotonic_ns())
+            if isinstance(copied, Erased):
+                pool = self._erasures.pop(copied.number)
+                self._send([messages.Forgotten({"pool": pool, **copied.blocks})])
+            else:
+                self._core.copied(copied, time.monotonic_ns())
         return bool(ended)
 
     def _receive(self) -> bool:
@@ -131,6 +137,8 @@ class StepLoop:
         match command:
             case messages.Stop():
                 self._stopping = True
+            case messages.Forget():
+                self._forget(command.tags)
             case messages.Submit():
                 self._prepare(command)
             case messages.Cancel() if command.request_id in self._waiting and not command.choices:
@@ -151,6 +159,15 @@ class StepLoop:
                 scheduler.cancel(command.request_id, command.choices, command.reason)
             case messages.Withdraw():
                 scheduler.withdraw(command.request_id)
+
+    def _forget(self, tags: frozenset[bytes]) -> None:
+        blocks, number = self._core.forget(tags)
+        if self._copier is None:
+            self._send([messages.Forgotten({"pool": blocks})])
+            return
+        self._order_copies()  # those before the erasure
+        self._erasures[number] = blocks
+        self._copier.erase(number, tags)
 
     def _prepare(self, command: messages.Submit) -> None:
         """Submit a request, or wait for its grammar and adapter beside the step loop."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from baton.engine.core.tiers.tiers import POOL, Copied, Copy
@@ -22,6 +23,20 @@ _LOG = logging.getLogger(__name__)
 _URGENT = 0
 _LATER = 1
 _LAST_COPY_S = 2.0
+
+
+class Erasure(msgspec.Struct, frozen=True):
+    """Erasure of the blocks with these tags."""
+
+    number: int
+    tags: frozenset[bytes]
+
+
+class Erased(msgspec.Struct, frozen=True):
+    """Result of an erasure: blocks by tier; -1: an error, which is logged."""
+
+    number: int
+    blocks: dict[str, int]
 
 
 class BlockMover:
@@ -55,6 +70,17 @@ class BlockMover:
             return "failed"
         return "done"
 
+    def erase(self, tags: frozenset[bytes]) -> dict[str, int]:
+        """Erase the blocks with these tags; return their number by tier, -1 after an error."""
+        counts = {}
+        for tier, shelf in self._shelves.items():
+            try:
+                counts[tier] = shelf.erase(tags)
+            except OSError as error:
+                _LOG.warning("failed to erase KV blocks tier=%s: %s", tier, error)
+                counts[tier] = -1
+        return counts
+
     def close(self) -> None:
         """Close the shelves, so that another process can open them."""
         for shelf in self._shelves.values():
@@ -79,8 +105,10 @@ class TierCopier:
 
     def __init__(self, mover: BlockMover) -> None:
         self._mover = mover
-        self._orders: queue.PriorityQueue[tuple[int, int, Copy | None]] = queue.PriorityQueue()
-        self._ended: queue.SimpleQueue[Copied] = queue.SimpleQueue()
+        self._orders: queue.PriorityQueue[tuple[int, int, Copy | Erasure | None]] = (
+            queue.PriorityQueue()
+        )
+        self._ended: queue.SimpleQueue[Copied | Erased] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kv tiers", daemon=True)
         self._thread.start()
@@ -95,8 +123,12 @@ class TierCopier:
             urgency = _URGENT if copy.target == POOL else _LATER
             self._orders.put((urgency, copy.number, copy))
 
-    def take(self) -> list[Copied]:
-        """Return the copies that ended since the last call."""
+    def erase(self, number: int, tags: frozenset[bytes]) -> None:
+        """Queue an erasure behind the saves with lower numbers."""
+        self._orders.put((_LATER, number, Erasure(number, tags)))
+
+    def take(self) -> list[Copied | Erased]:
+        """Return the copies and erasures that ended since the last call."""
         try:
             os.eventfd_read(self._bell)
         except BlockingIOError:
@@ -115,10 +147,13 @@ class TierCopier:
             self._mover.close()
 
     def _run(self) -> None:
-        while (copy := self._orders.get()[2]) is not None:
+        while (order := self._orders.get()[2]) is not None:
             began_ns = time.monotonic_ns()
-            outcome = self._outcome(copy)
-            self._ended.put(Copied(copy.number, outcome, time.monotonic_ns() - began_ns))
+            if isinstance(order, Erasure):
+                self._ended.put(Erased(order.number, self._mover.erase(order.tags)))
+            else:
+                outcome = self._outcome(order)
+                self._ended.put(Copied(order.number, outcome, time.monotonic_ns() - began_ns))
             os.eventfd_write(self._bell, 1)
 
     def _outcome(self, copy: Copy) -> str:

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton.types.block_hashes import tag_in
+
 Bytes = npt.NDArray[np.uint8]
 
 _HEADER = struct.Struct("<8s16sQQ")  # magic, block hash, payload bytes, digest
@@ -53,6 +55,13 @@ class Shelf(Protocol):
             OSError: The block cannot be read.
         """
 
+    def erase(self, tags: frozenset[bytes]) -> int:
+        """Erase the data of all blocks with these tags; return their number.
+
+        Raises:
+            OSError: Some cannot be erased.
+        """
+
     def close(self) -> None:
         """Release the storage for another process."""
 
@@ -63,10 +72,12 @@ class MemoryShelf:
     def __init__(self, places: int, block_bytes: int) -> None:
         self._blocks = np.empty((places, block_bytes), np.uint8)
         self._digests = [0] * places
+        self._names = [b""] * places
 
     def write(self, place: int, block_hash: bytes, data: Bytes) -> None:
         """Write a block to a place."""
         self._blocks[place] = data
+        self._names[place] = block_hash
         self._digests[place] = digest(block_hash, self._blocks[place])
 
     def read(self, place: int, block_hash: bytes) -> Bytes:
@@ -75,6 +86,14 @@ class MemoryShelf:
         if digest(block_hash, data) != self._digests[place]:
             raise DamagedError(f"block {place} of the memory tier")
         return data
+
+    def erase(self, tags: frozenset[bytes]) -> int:
+        """Overwrite the blocks with these tags."""
+        found = [place for place, name in enumerate(self._names) if tag_in(name) in tags]
+        for place in found:
+            self._blocks[place] = 0
+            self._names[place] = b""
+        return len(found)
 
     def close(self) -> None:
         """Do nothing: the memory ends with the process."""
@@ -121,6 +140,16 @@ class DiskShelf:
         except OSError as error:
             self.close()
             raise ShelfError(f"{folder}: {error.strerror or error}") from error
+
+    def erase(self, tags: frozenset[bytes]) -> int:
+        """Delete the files of the blocks with these tags."""
+        self._names = [b"" if tag_in(name) in tags else name for name in self._names]
+        count = 0
+        for path in list(self._folder.iterdir()):
+            if _NAME.fullmatch(path.name) and tag_in(bytes.fromhex(path.stem)) in tags:
+                path.unlink(missing_ok=True)
+                count += 1
+        return count
 
     def close(self) -> None:
         """Unlock the tier's folder."""

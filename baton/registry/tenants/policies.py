@@ -1,6 +1,6 @@
 """Limits of all tenants in Redis: one table, which routers replace as a whole.
 
-    tenants    hash: version, and table (JSON: tenant -> limits)
+    tenants    hash: version, table (JSON: tenant -> limits), and forgotten (JSON: deletions)
 
 A newer version replaces an older one. Redis may lose the table: each router has a copy and writes
 it again.
@@ -11,33 +11,39 @@ from collections.abc import Mapping
 import msgspec
 
 from baton.registry.redis_store import Registry
+from baton.types.deletions import Forgotten
 from baton.types.limits import Limits
 
 MAX_TENANTS = 10_000
 
 # KEYS: table. ARGV: version that the router has. Returns the version, Redis' time in ms, and the
-# table if its version is another.
+# table and the deletions if its version is another.
 _READ = """
 local version = redis.call('HGET', KEYS[1], 'version') or '0'
 local time = redis.call('TIME')
 local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
 if version == ARGV[1] then return {version, now} end
-return {version, now, redis.call('HGET', KEYS[1], 'table') or '{}'}
+local raw = redis.call('HMGET', KEYS[1], 'table', 'forgotten')
+return {version, now, raw[1] or '{}', raw[2] or '{}'}
 """
 
-# KEYS: table. ARGV: expected version, new version, new table.
+# KEYS: table. ARGV: expected version, new version, new table, deletions.
 _SWAP = """
 if (redis.call('HGET', KEYS[1], 'version') or '0') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'version', ARGV[2], 'table', ARGV[3])
+redis.call('HSET', KEYS[1], 'version', ARGV[2], 'table', ARGV[3], 'forgotten', ARGV[4])
 return 1
 """
 
 
 class LimitsTable(msgspec.Struct, frozen=True):
-    """Limits by tenant. ``version`` is the time of the change in ms, or 0 for an empty table."""
+    """Limits by tenant, and deletions.
+
+    ``version`` is the time of the change in ms, or 0 for an empty table.
+    """
 
     version: int = 0
     tenants: Mapping[str, Limits] = {}
+    forgotten: Forgotten = Forgotten()
 
 
 class SharedLimits:
@@ -58,14 +64,15 @@ class SharedLimits:
             return known, int(now_ms)
         try:
             tenants = msgspec.json.decode(raw[0], type=dict[str, Limits])
-            return LimitsTable(int(version), tenants), int(now_ms)
+            forgotten = msgspec.json.decode(raw[1], type=Forgotten)
+            return LimitsTable(int(version), tenants, forgotten), int(now_ms)
         except (msgspec.DecodeError, ValueError) as error:
             self._registry.skip("tenants", str(error))
             return None, int(now_ms)
 
     async def swap(self, expected_version: int, table: LimitsTable) -> bool:
         """Replace the table; False if its version is not the expected one."""
-        raw = msgspec.json.encode(table.tenants)
-        call = ("EVAL", _SWAP, 1, self._key, str(expected_version), str(table.version), raw)
+        raw = map(msgspec.json.encode, (table.tenants, table.forgotten))
+        call = ("EVAL", _SWAP, 1, self._key, str(expected_version), str(table.version), *raw)
         (done,) = await self._registry.send(call)
         return bool(done)

@@ -13,9 +13,11 @@ from rich.table import Column, Table
 
 from fleet.cli.common import FleetOption, fail
 from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+from fleet.cli.tenants.receipt import receipt_text
 
 _PATH = "/fleet/tenants"
 _EVERYWHERE_S = 1.0  # routers follow a change within this time
+_SWITCH: dict[str, bool | None] = {"on": True, "off": False, "default": None}
 
 tenants_app = typer.Typer(
     help="Limit what tenants may use, at all routers of a fleet together.", no_args_is_help=True
@@ -85,6 +87,19 @@ def set_(
     slo_itl_s: Annotated[
         float | None, typer.Option(help="Limit of the mean ITL, as `slo: {itl_s}`; 0: the fleet's.")
     ] = None,
+    keep_s: Annotated[
+        str | None,
+        typer.Option(
+            help="Seconds for which its stored responses, files and batches are kept, or "
+            "`default`; 0: none is stored."
+        ),
+    ] = None,
+    log_text: Annotated[
+        str | None,
+        typer.Option(
+            help="`off`: its texts are not logged, whatever its keys allow. Or `default`."
+        ),
+    ] = None,
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
@@ -108,10 +123,20 @@ def set_(
     slo = {name: value for name, value in latencies.items() if value is not None}
     if slo:
         body["slo"] = slo if all(slo.values()) else None
+    if keep_s is not None:
+        if keep_s != "default" and not keep_s.isdigit():
+            fail(f"--keep-s {keep_s}: use a number of seconds, or default")
+        body["keep_s"] = None if keep_s == "default" else int(keep_s)
+    if log_text is not None:
+        if log_text not in _SWITCH:
+            fail(f"--log-text {log_text}: use on, off or default")
+        body["log_text"] = _SWITCH[log_text]
     if not body:
         fail("give at least one limit, such as --rpm 600; `baton tenants set --help` lists them")
     found = _changed("PUT", tenant, fleet, url, api_key, body)
-    typer.echo(json.dumps(found, indent=2) if as_json else f"{tenant}: {_described(found)}")
+    typer.echo(
+        json.dumps(found, indent=2) if as_json else f"{tenant}: {_described(found) or 'no limits'}"
+    )
 
 
 @tenants_app.command("delete")
@@ -122,9 +147,24 @@ def delete(
     api_key: KeyOption = "",
     as_json: _JsonOption = False,
 ) -> None:
-    """Remove all limits of a tenant. Its keys and its data stay."""
+    """Delete a tenant's limits, responses, files, batches, logged texts and KV, for good.
+
+    Prints a receipt. Revoke its keys first (`baton keys revoke`): they stay, and so do the sums of
+    its use. Exits with 1 if something could not be deleted.
+    """
     found = _changed("DELETE", tenant, fleet, url, api_key)
-    typer.echo(json.dumps(found, indent=2) if as_json else f"{tenant}: no limits")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        Console(highlight=False, soft_wrap=True).print(escape(receipt_text(found)))
+    if found["not_deleted"]:
+        raise typer.Exit(1)
+
+
+def _text(value: int | bool) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:,}"
 
 
 def _described(policy: dict[str, Any]) -> str:
@@ -142,7 +182,7 @@ def _described(policy: dict[str, Any]) -> str:
         elif isinstance(value, float):
             parts.append(f"{name} {value:g}")
         else:
-            parts.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}")
+            parts.append(f"{name} {_text(value)}")
     return ", ".join(parts)
 
 
@@ -156,6 +196,6 @@ def _changed(
 ) -> dict[str, Any]:
     if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) is None:
         fail(f"TENANT {tenant!r}: must be 1 to 64 characters of letters, digits, '_', '.' and '-'")
-    found = ask_router(reach(fleet, url, api_key), method, f"{_PATH}/{tenant}", body)
+    found = ask_router(reach(fleet, url, api_key), method, f"{_PATH}/{tenant}", body, 60.0)
     time.sleep(_EVERYWHERE_S)
     return found

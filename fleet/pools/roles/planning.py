@@ -63,6 +63,7 @@ class RolePlanning:
         size_planner: SizePlanner | None = None,
     ) -> None:
         self.auto = size_planner is not None
+        self.reason = ""  # of the last turn or change of sizes
         self._slo = slo
         self._planner: Planner | None = None
         if slo is not None:
@@ -116,6 +117,7 @@ class RolePlanning:
 
     async def _apply(self, decision: Decision) -> str:
         """Apply a decision; return why that is not possible, or ""."""
+        self.reason = decision.reason
         match decision:
             case Turn():
                 refused = await self._turn(decision.worker_id, decision.role)

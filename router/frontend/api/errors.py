@@ -3,7 +3,7 @@
 import logging
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from fastapi import FastAPI, Request
@@ -22,6 +22,7 @@ from baton.types.errors import (
     QueueFullError,
     RateLimitError,
     SlowRequestError,
+    UnauthorizedError,
     UnavailableError,
 )
 from router.frontend.rate_limits import Headers, openai_headers
@@ -120,10 +121,17 @@ class _RequestIds:
         await self._app(scope, receive, send_named)
 
 
-def install(app: FastAPI, shapes: Mapping[str, ErrorShape] | None = None) -> None:
+def install(
+    app: FastAPI,
+    shapes: Mapping[str, ErrorShape] | None = None,
+    on_refused_login: Callable[[Request, str], None] = lambda _request, _reason: None,
+) -> None:
     """Install handlers that return errors with a request id, in the format of the path's API.
 
-    ``shapes`` are the formats by path prefix; all other paths use OpenAI's.
+    Args:
+        app: Application.
+        shapes: Formats by path prefix; all other paths use OpenAI's.
+        on_refused_login: Receives the calls without a valid API key, and the reason.
     """
     prefixes = tuple((shapes or {}).items())
 
@@ -133,6 +141,8 @@ def install(app: FastAPI, shapes: Mapping[str, ErrorShape] | None = None) -> Non
 
     async def on_baton_error(request: Request, error: Exception) -> JSONResponse:
         known = error if isinstance(error, BatonError) else InternalError(str(error))
+        if isinstance(error, UnauthorizedError):
+            on_refused_login(request, error.message)
         return error_response(known, _new_id(), shape_of(request))
 
     async def on_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -17,6 +17,7 @@ from router.frontend.api.call_headers import ignored_of
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.api.prepare import off_loop
 from router.frontend.api.tool_use.offered import messages_of, offered
+from router.frontend.audited import audited
 from router.served_model import ServedModel
 
 
@@ -45,6 +46,8 @@ def routes(router: RouterParts) -> Endpoints:
         owner = adapter_owner_of(request.headers, settings)
         body = parse(LoadAdapterBody, await read_body(request, router), ignored_of(request))
         entry = await served.adapters.load(body.lora_name, body.lora_path, owner)
+        after = {"path": body.lora_path, "digest": entry.digest, "owner": owner}
+        await audited(router, request, "adapters load", entry.name, after=after)
         message = f"Success: LoRA adapter '{entry.name}' added successfully."
         return Response(message, media_type="text/plain")
 
@@ -54,6 +57,7 @@ def routes(router: RouterParts) -> Endpoints:
         owner = adapter_owner_of(request.headers, settings)
         body = parse(UnloadAdapterBody, await read_body(request, router), ignored_of(request))
         await served.adapters.unload(body.lora_name, owner)
+        await audited(router, request, "adapters unload", body.lora_name, after={"owner": owner})
         message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         return Response(message, media_type="text/plain")
 

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from baton.registry.orders import Answer, Orders
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnauthorizedError, UnavailableError
-from router.frontend.access import check_operator, has_operator_key
+from router.frontend.access import check_operator, has_operator_key, who_of
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.audited import source_of
 
 _SUPERVISOR_VERBS = ("stop",)
 
@@ -47,7 +48,8 @@ def routes(router: RouterParts, orders: Orders) -> Endpoints:
             raise InvalidRequestError.at(where, f"{first['msg']}") from error
         if body.verb in _SUPERVISOR_VERBS:
             raise InvalidRequestError.at("verb", f"{body.verb} is available only to the supervisor")
-        answer = await _ask(orders, body)
+        who = who_of(request.headers, router.settings)
+        answer = await _ask(orders, body, who, source_of(request))
         return {"data": answer.data}
 
     @api.get("/fleet/planner")
@@ -60,9 +62,11 @@ def routes(router: RouterParts, orders: Orders) -> Endpoints:
     return api
 
 
-async def _ask(orders: Orders, body: _OrderBody) -> Answer:
+async def _ask(orders: Orders, body: _OrderBody, who: str = "", source: str = "") -> Answer:
     try:
-        answer = await orders.ask(body.verb, body.workers, body.arguments, body.timeout_s)
+        answer = await orders.ask(
+            body.verb, body.workers, body.arguments, body.timeout_s, who, source
+        )
     except RegistryUnavailableError as error:
         raise UnavailableError("the fleet's Redis is unavailable") from error
     if answer is None:

@@ -15,6 +15,8 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
+from baton.registry.audit.log import AuditLog
+from baton.registry.audit.refused_logins import RefusedLogins
 from baton.registry.stored_responses import StoredResponses
 from baton.registry.usage.feed import UsageFeed, UsageSink
 from baton.telemetry.metrics import Metrics
@@ -51,6 +53,7 @@ class RouterParts:
 
     Attributes:
         created: Start of the router in Unix seconds.
+        audit: Audit log; None: there is none.
         stored_responses: Storage of responses for later turns; None: responses are not stored.
     """
 
@@ -71,6 +74,8 @@ class RouterParts:
     stored_responses: StoredResponses | None
     quotas: QuotaFeed
     usage: UsageFeed
+    refused_logins: RefusedLogins
+    audit: AuditLog | None = None
 
     @classmethod
     def build(
@@ -81,6 +86,7 @@ class RouterParts:
         stored_responses: StoredResponses | None = None,
         shared_quotas: QuotaSource | None = None,
         shared_usage: UsageSink | None = None,
+        audit: AuditLog | None = None,
     ) -> Self:
         """Build the parts for one model and the workers in ``directory``."""
         metrics = Metrics("router", model=model.names[0])
@@ -102,9 +108,7 @@ class RouterParts:
             deliveries=Deliveries(),
             tracing=Tracing("router"),
             observer=observer,
-            request_log=RequestLog(
-                settings.logs, settings.api_keys, settings.issued_keys, model.tokenizer
-            ),
+            request_log=RequestLog(settings, model.tokenizer),
             prefix_index=prefix_index,
             gateway=gateway,
             preparer=Preparer(model, settings),
@@ -112,6 +116,8 @@ class RouterParts:
             prober=Prober(gateway, settings, tasks),
             created=int(time.time()),
             stored_responses=stored_responses,
+            audit=audit,
+            refused_logins=RefusedLogins(),
             quotas=QuotaFeed(
                 gateway.router_id,
                 shared_quotas,

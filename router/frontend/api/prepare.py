@@ -399,8 +399,9 @@ class Preparer:
         )
 
     def _scope(self, caller: Caller, salt: str | None) -> str:
-        """Join tenant and salt; unambiguous, because a tenant's name contains no NUL."""
-        owner = "" if self._settings.share_cache else caller.tenant
+        """Join owner and salt; unambiguous, because a tenant's name contains no NUL."""
+        settings = self._settings
+        owner = settings.policies.owner_of(caller.tenant, shared=settings.share_cache)
         return f"{owner}\0{salt or ''}"
 
 

@@ -11,7 +11,7 @@ from fastapi import HTTPException, Query, Request
 from fastapi.responses import FileResponse
 from pydantic import Field, StringConstraints
 
-from baton.types.errors import InvalidRequestError, UnavailableError
+from baton.types.errors import InvalidRequestError, NotKeptError, UnavailableError
 from router.frontend.access import tenant_of
 from router.frontend.api.bodies.common import Body, NonEmpty
 from router.frontend.api.bodies.parse import parse
@@ -83,7 +83,11 @@ def store_of(settings: RouterSettings) -> BatchStore | None:
     """Return the store of files and batches; None if the router has no state folder."""
     if not settings.state_dir:
         return None
-    return BatchStore(Path(settings.state_dir) / "batch", settings.clients.batch)
+    return BatchStore(
+        Path(settings.state_dir) / "batch",
+        settings.clients.batch,
+        lambda tenant: settings.policies.of(tenant).keep_s,
+    )
 
 
 def routes(router: RouterParts) -> Endpoints:
@@ -107,6 +111,7 @@ def routes(router: RouterParts) -> Endpoints:
     async def upload(request: Request) -> dict[str, Any]:
         """Upload a file as a form with the fields ``file`` and ``purpose`` (``batch``)."""
         store, tenant = of(request)
+        _check_kept(store, tenant)
         # Checked before reading, so that clients without space need not send the whole file.
         await asyncio.to_thread(store.check_room, tenant, 1)
         sent = await read_upload(request, settings.clients, gate, tenant)
@@ -166,6 +171,7 @@ def routes(router: RouterParts) -> Endpoints:
     async def create(request: Request) -> dict[str, Any]:
         """Create a batch, which runs each line of a file as a request at the lowest priority."""
         store, tenant = of(request)
+        _check_kept(store, tenant)
         body = parse(BatchBody, await read_body(request, router), ignored_of(request))
         if await asyncio.to_thread(store.file, tenant, body.input_file_id) is None:
             raise InvalidRequestError.at(
@@ -216,6 +222,11 @@ def routes(router: RouterParts) -> Endpoints:
         return record.shown()
 
     return api
+
+
+def _check_kept(store: BatchStore, tenant: str) -> None:
+    if not store.keep_s(tenant):
+        raise NotKeptError("the policy of this tenant stores no files or batches (keep_s: 0)")
 
 
 def _known(record: _Record | None, record_id: str) -> _Record:

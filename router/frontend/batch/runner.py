@@ -40,6 +40,7 @@ MAX_LINES = 50_000
 _POLL_S = 0.5
 _SAVE_S = 1.0
 _SWEEP_S = 3600.0
+_SHORT_SWEEP_S = 60.0  # with a tenant that has a limit of its own
 _READ_AHEAD_LINES = 32
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -87,7 +88,9 @@ class BatchRunner:
         while True:
             if time.monotonic() >= sweep_at_s:
                 await asyncio.to_thread(self.store.sweep, time.time())
-                sweep_at_s = time.monotonic() + _SWEEP_S
+                policies = self.settings.policies.all.values()
+                is_short = any(policy.keep_s is not None for policy in policies)
+                sweep_at_s = time.monotonic() + (_SHORT_SWEEP_S if is_short else _SWEEP_S)
             for batch in await asyncio.to_thread(self.store.open_batches):
                 await self._attend(batch, client)
             await asyncio.sleep(_POLL_S)

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -64,12 +64,27 @@ class FileRecord(msgspec.Struct, kw_only=True):
 
 
 class BatchStore:
-    """Files and batches of all tenants in the folder ``root``, which is created when needed."""
+    """Files and batches of all tenants in the folder ``root``, which is created when needed.
 
-    def __init__(self, root: Path, limits: BatchConfig) -> None:
+    ``keep_s_of`` returns the time that those of a tenant are kept, if shorter; None: the limit.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        limits: BatchConfig,
+        keep_s_of: Callable[[str], int | None] = lambda _: None,
+    ) -> None:
         self.root = root
         self.limits = limits
+        self._keep_s_of = keep_s_of
         self._looked: dict[str, tuple[int, bool]] = {}  # see `open_batches`
+
+    def keep_s(self, tenant: str) -> int:
+        """Return the time that files and ended batches of a tenant are kept; 0: none is stored."""
+        own = self._keep_s_of(tenant)
+        most = self.limits.keep_days * _DAY_S
+        return most if own is None else min(own, most)
 
     def room_bytes(self, tenant: str) -> int:
         """Return the number of bytes that a tenant may add."""
@@ -104,7 +119,7 @@ class BatchStore:
             filename=filename,
             purpose=purpose,
             created_s=int(now_s),
-            expires_s=int(now_s) + min(keep_s, self.limits.keep_days * _DAY_S),
+            expires_s=int(now_s) + min(keep_s, self.keep_s(tenant)),
         )
         data = self.data_path(tenant, record.id)
         try:
@@ -134,7 +149,7 @@ class BatchStore:
             filename=filename,
             purpose="batch_output",
             created_s=int(now_s),
-            expires_s=int(now_s) + self.limits.keep_days * _DAY_S,
+            expires_s=int(now_s) + self.keep_s(tenant),
         )
         self._write(self._folder(tenant, "files") / f"{file_id}.json", record)
         if path.exists():
@@ -219,12 +234,13 @@ class BatchStore:
     def sweep(self, now_s: float) -> None:
         """Remove expired files and batches."""
         for tenant in [path.name for path in self.root.glob("*") if path.is_dir()]:
+            keep_s = self.keep_s(tenant)
             for batch in self.batches(tenant):
-                if batch.ended and batch.ended_s + self.limits.keep_days * _DAY_S < now_s:
+                if batch.ended and batch.ended_s + keep_s < now_s:
                     for path in self._folder(tenant, "batches").glob(f"{batch.id}.*"):
                         path.unlink(missing_ok=True)
             for record in self.files(tenant):
-                if record.expires_s < now_s:
+                if min(record.expires_s, record.created_s + keep_s) < now_s:
                     with contextlib.suppress(InvalidRequestError):  # its batch has not ended
                         self.delete_file(tenant, record.id)
             self._sweep_strays(tenant, now_s)

@@ -2,7 +2,7 @@
 
 Twice a second the router compares its copy with Redis. Without Redis, or with a table that it
 cannot read, it uses the last one, also after a restart. Where the policies are in a file, Redis has
-no part in them.
+no part in them, but in deletions of tenants.
 """
 
 import asyncio
@@ -39,6 +39,9 @@ class LimitsMirror:
         file: Copy on disk; None: no copy.
         source: File that is the only source of policies while it exists.
         count_failure: Receives the name of a failed task.
+
+    Attributes:
+        on_table: Receivers of the whole table after each comparison with Redis or the disk.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class LimitsMirror:
         count_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.table = LimitsTable()
+        self.on_table: list[Callable[[LimitsTable], None]] = []
         self._shared = shared
         self._on_change = on_change
         self._file = file
@@ -59,10 +63,11 @@ class LimitsMirror:
         self._tried = asyncio.Event()
         self._away = False
         self._problem = ""
+        self._told: Mapping[str, Limits] | None = None
 
     async def start(self) -> None:
         """Read the copy on disk, and follow Redis; return after the first attempt."""
-        if self._file is not None and self._file.exists() and not self._follow_file():
+        if self._file is not None and self._file.exists():
             try:
                 self._adopt(msgspec.json.decode(self._file.read_bytes(), type=LimitsTable))
             except (OSError, msgspec.DecodeError) as error:
@@ -95,22 +100,35 @@ class LimitsMirror:
                 a file, or Redis' table is unreadable.
             RegistryUnavailableError: Redis does not answer; nothing has changed.
         """
-        if self._source is not None and self._follow_file():
+        if self._source is not None and self._in_file() is not None:
             raise LimitsChangeError(
                 f"the policies of tenants are in {self._source.file}; change them there, on the "
                 "host of each router"
             )
+
+        def edited(before: LimitsTable, _now_ms: int) -> LimitsTable:
+            tenants = dict(before.tenants)
+            new = edit(tenants.pop(tenant, None))
+            if new is not None:
+                tenants[tenant] = new
+            if len(tenants) > MAX_TENANTS:
+                raise LimitsChangeError(f"more than {MAX_TENANTS} tenants would have limits")
+            return msgspec.structs.replace(before, tenants=tenants)
+
+        await self.change_table(edited)
+
+    async def change_table(self, edit: Callable[[LimitsTable, int], LimitsTable]) -> None:
+        """Change the table by a function of the present one and Redis' time in ms.
+
+        Raises:
+            LimitsChangeError, RegistryUnavailableError: As `change` does.
+        """
         async with self._lock:
             for _ in range(_TRIES):
                 now_ms = await self._exchange()
                 before = self.table
-                tenants = dict(before.tenants)
-                new = edit(tenants.pop(tenant, None))
-                if new is not None:
-                    tenants[tenant] = new
-                if len(tenants) > MAX_TENANTS:
-                    raise LimitsChangeError(f"more than {MAX_TENANTS} tenants would have limits")
-                table = LimitsTable(max(now_ms, before.version + 1), tenants)
+                version = max(now_ms, before.version + 1)
+                table = msgspec.structs.replace(edit(before, now_ms), version=version)
                 if await self._shared.swap(before.version, table):
                     await self._keep(table)
                     return
@@ -119,8 +137,7 @@ class LimitsMirror:
     async def _follow(self) -> None:
         while True:
             try:
-                if not self._follow_file():
-                    await self.exchange()
+                await self.exchange()
             except RegistryUnavailableError as error:
                 if not self._away:
                     count = len(self.table.tenants)
@@ -129,23 +146,27 @@ class LimitsMirror:
             else:
                 self._away = False
             finally:
+                self._refresh()
                 self._tried.set()
             await asyncio.sleep(POLL_S)
 
-    def _follow_file(self) -> bool:
-        """Use the policies of the file; return False if there is none."""
+    def _refresh(self) -> None:
+        """Tell the policies of the file, or else those of the table, if they are others."""
+        found = self._in_file()
+        policies = self.table.tenants if found is None else found
+        if policies is not self._told:
+            self._told = policies
+            self._on_change(policies)
+
+    def _in_file(self) -> Mapping[str, Limits] | None:
+        """Return the policies of the file; None if there is none."""
         try:
-            found = self._source.current() if self._source is not None else None
+            return self._source.current() if self._source is not None else None
         except SecretError as error:
             if str(error) != self._problem:
                 _LOG.error("%s; the previous policies stay in use", error)
             self._problem = str(error)
-            return False
-        if found is None:
-            return False
-        if found is not self.table.tenants:
-            self._adopt(LimitsTable(0, found))
-        return True
+            return None
 
     async def _exchange(self) -> int:
         found, now_ms = await self._shared.read(self.table)
@@ -153,6 +174,8 @@ class LimitsMirror:
             await self._keep(found)
         elif found is not None and found.version < self.table.version:
             await self._shared.swap(found.version, self.table)  # Redis lost it
+        if found is not None:
+            self._tell()
         return now_ms
 
     async def _keep(self, table: LimitsTable) -> None:
@@ -161,4 +184,9 @@ class LimitsMirror:
 
     def _adopt(self, table: LimitsTable) -> None:
         self.table = table
-        self._on_change(table.tenants)
+        self._refresh()
+        self._tell()
+
+    def _tell(self) -> None:
+        for receive in self.on_table:
+            receive(self.table)

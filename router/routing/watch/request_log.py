@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from time import monotonic_ns, time_ns
 from typing import Any
 
-from baton.config.clients import ApiKeyConfig
-from baton.config.logs import LogsConfig
 from baton.telemetry.logs import request_context
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import BatonError
-from router.keys.table import KeyTable
+from router.request import GenerationRequest
 from router.routing.requests.active_request import ActiveRequest
+from router.settings import RouterSettings
 
 _LOG = logging.getLogger("baton.requests")
 
@@ -39,15 +38,14 @@ class RequestLog:
 
     def __init__(
         self,
-        logs: LogsConfig,
-        api_keys: Mapping[str, ApiKeyConfig] | None,
-        issued_keys: KeyTable,
+        settings: RouterSettings,
         tokenizer: TextTokenizer,
     ) -> None:
-        self._logs = logs
-        self._api_keys = api_keys or {}
-        self._issued_keys = issued_keys
-        self._redact = Redactor(logs.rules)
+        self._settings = settings
+        self._logs = settings.logs
+        self._api_keys = settings.api_keys or {}
+        self._issued_keys = settings.issued_keys
+        self._redact = Redactor(settings.logs.rules)
         self._tokenizer = tokenizer
 
     def write(self, active: ActiveRequest, endpoint: str, status: int) -> None:
@@ -58,11 +56,17 @@ class RequestLog:
             fields = _figures(active, endpoint, status)
             message = "%s %d: %s, %d + %d tokens, %.3f s"
             parts = ("end", "prompt_tokens", "completion_tokens", "elapsed_s")
-            if self._may_log_texts(active.request.tenant):
+            if self._may_log_texts(active.request):
                 fields |= self._texts(active)
             _LOG.info(message, endpoint, status, *map(fields.get, parts), extra=fields)
 
-    def _may_log_texts(self, tenant: str) -> bool:
+    def _may_log_texts(self, request: GenerationRequest) -> bool:
+        tenant = request.tenant
+        owner = self._settings.policies.owner_of(tenant, shared=self._settings.share_cache)
+        if self._settings.policies.of(tenant).log_text is False:
+            return False
+        if request.cache_scope.partition("\0")[0] != owner:
+            return False  # the tenant was deleted while the request was running
         now_ms = time_ns() // 1_000_000
         issued = self._issued_keys
         for spelled, rights in self._api_keys.items():

@@ -18,15 +18,17 @@ from baton.engine.core.sequence import EngineRequest, Kind, RequestSpec
 from baton.engine.core.tiers.places import TierPlaces
 from baton.engine.core.tiers.tiers import BRING_NS, POOL, REST_NS, Copied
 from baton.engine.emulated import EmulatedRunner
-from baton.engine.process.tier_copier import BlockMover
+from baton.engine.process.tier_copier import BlockMover, Erasure
 from baton.engine.process.tier_shelves import MemoryShelf
 from baton.types import events as ev
+from baton.types.block_hashes import tag_in
 from baton.types.errors import UnavailableError
 from baton.types.geometry import KvGeometry
 from baton.types.params import SamplingParams
 from tests.soak import examples
 
 SEED = b"s" * 16
+GONE = b"g" * 16  # seed of a tenant that is deleted
 BLOCK_NS = 1000
 
 
@@ -51,11 +53,11 @@ class Engine:
         self.held: dict[str, set[bytes]] = {tier.name: set() for tier in tiers}
         self.now_ns = 0
 
-    def submit(self, name, prompt, kind=Kind.FULL, ticket=0, **params) -> None:
+    def submit(self, name, prompt, kind=Kind.FULL, ticket=0, seed=SEED, **params) -> None:
         spec = RequestSpec(
             kind=kind,
             params=SamplingParams(**{"max_tokens": 4, "temperature": 0.0, **params}),
-            hash_seed=SEED,
+            hash_seed=seed,
             ticket=ticket,
         )
         request = EngineRequest(request_id=name, prompt=list(prompt), spec=spec)
@@ -82,9 +84,26 @@ class Engine:
 
     def end_copy(self, index: int = 0, outcome: str = "") -> None:
         copy = self.pending.pop(index)
+        if isinstance(copy, Erasure):
+            self.mover.erase(copy.tags)
+            return
         done = outcome or self.mover.move(copy)
         self.core.copied(Copied(copy.number, done, BLOCK_NS), self.now_ns)
         self.core.batch.check_integrity()
+
+    def forget(self) -> int:
+        """Forget what has the seed ``GONE``; return the number of its blocks in the pool."""
+        tags = frozenset([tag_in(GONE)])
+        blocks, number = self.core.forget(tags)
+        self.pending += [*self.core.take_copies(self.now_ns), Erasure(number, tags)]
+        self.core.batch.check_integrity()
+        return blocks
+
+    def names(self) -> set[bytes]:
+        """The names in the pool, in the tiers, and on their shelves."""
+        places = [name for tier in self.core.tiers._order for name in tier._held]
+        shelves = [name for shelf in self.shelves.values() for name in shelf._names if name]
+        return {*self.core.pool.hashes(), *places, *shelves}
 
     def run(self, outcome: str = "") -> None:
         """Until nothing is left to do."""
@@ -339,6 +358,31 @@ def test_a_prefix_that_a_peer_sends_lacks_only_what_no_tier_has_here():
     engine.baseline()
 
 
+def test_a_deleted_tenants_blocks_are_forgotten_in_every_place_and_others_stay():
+    engine = Engine(16, 12, 24)
+    for number in range(4):
+        engine.submit(f"gone-{number}", prompt_of(number), seed=GONE)
+        engine.submit(f"kept-{number}", prompt_of(number))
+        engine.run()
+    kept = {name for name in engine.names() if tag_in(name) == tag_in(SEED)}
+    assert len(engine.names()) > len(kept) > 12
+    engine.submit("running", prompt_of(9), seed=GONE)
+    engine.step()
+    assert engine.forget() > 0
+    engine.run()
+    assert not any(tag_in(name) == tag_in(GONE) for held in engine.held.values() for name in held)
+    assert {name for name in engine.names() if tag_in(name) == tag_in(GONE)} == set()
+    assert engine.answer("running") == golden(prompt_of(9))
+    engine.submit("late", prompt_of(0), seed=GONE)  # of a router that does not know it yet
+    engine.run()
+    assert engine.answer("late") == golden(prompt_of(0))
+    assert not any(tag_in(name) == tag_in(GONE) for name in engine.names())
+    engine.submit("again", prompt_of(3))
+    engine.run()
+    assert engine.answer("again") == golden(prompt_of(3))
+    engine.baseline()
+
+
 class AnySchedule(RuleBasedStateMachine):
     """Prompts come, are cancelled, and copies end in any order and any way."""
 
@@ -348,15 +392,21 @@ class AnySchedule(RuleBasedStateMachine):
         self.engine = Engine(blocks, *places)
         self.names: dict[str, list[int]] = {}
         self.cancelled: set[str] = set()
+        self.forgotten = False
 
-    @rule(number=st.integers(0, 4), blocks=st.integers(1, 7), kind=st.sampled_from([*Kind]))
-    def submit(self, number, blocks, kind):
+    @rule(
+        number=st.integers(0, 4),
+        blocks=st.integers(1, 7),
+        kind=st.sampled_from([*Kind]),
+        seed=st.sampled_from([SEED, GONE]),
+    )
+    def submit(self, number, blocks, kind, seed):
         name = f"r{len(self.names)}"
         prompt = prompt_of(number, blocks)
         if kind is Kind.HELD:
             prompt = prompt[: blocks * 16]
         try:
-            self.engine.submit(name, prompt, kind, ticket=len(self.names), max_tokens=3)
+            self.engine.submit(name, prompt, kind, len(self.names), seed, max_tokens=3)
         except UnavailableError:  # refused: nothing of it may remain
             assert kind is Kind.HELD
             return
@@ -371,6 +421,12 @@ class AnySchedule(RuleBasedStateMachine):
     def end_copy(self, seed, outcome):
         if self.engine.pending:
             index = random.Random(seed).randrange(len(self.engine.pending))
+            if isinstance(self.engine.pending[index], Erasure):
+                index = 0  # it follows the copies before it
+                outcome = ""
+            if isinstance(self.engine.pending[index], Erasure):
+                self.engine.end_copy(index)
+                return
             if outcome == "failed" and self.engine.pending[index].target == "pool":
                 outcome = "damaged"
             self.engine.end_copy(index, outcome)
@@ -381,6 +437,11 @@ class AnySchedule(RuleBasedStateMachine):
             name = random.Random(seed).choice(sorted(self.names))
             self.cancelled.add(name)
             self.engine.core.scheduler.cancel(name)
+
+    @rule()
+    def forget(self):
+        self.engine.forget()
+        self.forgotten = True
 
     @rule()
     def later(self):
@@ -403,6 +464,8 @@ class AnySchedule(RuleBasedStateMachine):
             if prompt and name not in self.cancelled:
                 assert engine.answer(name) == answer_of(tuple(prompt)), name
         engine.baseline()
+        if self.forgotten:
+            assert not any(tag_in(name) == tag_in(GONE) for name in engine.names())
         for number in range(5):  # what the tiers hold now is right, too
             engine.submit(f"last-{number}", prompt_of(number))
             engine.run()

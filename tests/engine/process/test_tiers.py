@@ -65,6 +65,21 @@ def test_a_block_comes_back_as_it_was(tmp_path):
             shelf.read(2, OTHER)
 
 
+def test_blocks_of_a_tag_are_erased_and_others_stay(tmp_path):
+    tags = frozenset([HASH[-4:]])
+    memory = MemoryShelf(4, len(BLOCK))
+    for shelf in (memory, disk(tmp_path)):
+        shelf.write(1, HASH, BLOCK)
+        shelf.write(2, OTHER, BLOCK)
+        assert shelf.erase(tags) == 1
+        assert shelf.erase(tags) == 0
+        with pytest.raises(DamagedError):
+            shelf.read(1, HASH)
+        assert (shelf.read(2, OTHER) == BLOCK).all()
+    assert not memory._blocks[1].any()
+    assert the_file(tmp_path).stem == OTHER.hex()
+
+
 def test_nobody_else_can_read_what_is_on_disk(tmp_path):
     (tmp_path / MODEL).mkdir(mode=0o777)  # a former life's, of an older version
     disk(tmp_path).write(0, HASH, BLOCK)

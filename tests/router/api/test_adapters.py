@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from baton.config.clients import ApiKeyConfig
+from baton.registry.audit.inbox import AuditInbox
+from baton.registry.audit.log import AuditLog
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.shared_adapters import SharedAdapters
 from baton.types.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
@@ -43,6 +45,21 @@ async def load(fleet, name: str, path: object, headers: dict | None = None):
 
 async def unload(fleet, name: str):
     return await fleet.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+async def test_loads_and_unloads_are_in_the_audit_log(make_fleet, served, path, tmp_path):
+    audit = AuditLog(AuditInbox(Registry("redis://127.0.0.1:1", "test")), tmp_path / "audit.jsonl")
+    fleet = await make_fleet({"decode-0": None}, served, audit=audit)
+    await load(fleet, "pirate", path)
+    await load(fleet, "missing", "/no/such/folder")
+    await unload(fleet, "pirate")
+    lines = (tmp_path / "audit.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [(one["verb"], one["what"], one["who"]) for one in found] == [
+        ("adapters load", "pirate", "anyone"),
+        ("adapters unload", "pirate", "anyone"),
+    ]
+    assert found[0]["after"]["path"] == str(path) and found[0]["after"]["digest"]
 
 
 async def test_a_loaded_adapter_is_a_model_until_it_is_unloaded(make_fleet, served, path):

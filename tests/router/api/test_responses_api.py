@@ -13,6 +13,7 @@ from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.telemetry.metrics import Metrics
 from fleet.local.redis_server import EmbeddedRedis
 from router.frontend.api.responses import store
+from router.policies import TenantPolicies
 from router.served_model import ServedModel
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
@@ -698,7 +699,8 @@ async def test_large_earlier_responses_are_read_beside_the_event_loop(stored, mo
     kept = {"response": {"output": [], "previous_response_id": None}, "input": items}
     value = json.dumps(kept).encode()
     await stored.put("one", "resp_large", value)
-    reader = store.ResponseStore(stored, 10**6, Metrics("router", model="m"))
+    metrics = Metrics("router", model="m")
+    reader = store.ResponseStore(stored, 10**6, metrics, TenantPolicies())
     earlier = store.EarlierResponses(reader, "one", 10**6)
     assert len(await earlier.conversation("resp_large")) == 5000
     assert where == [False]

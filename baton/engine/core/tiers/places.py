@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from baton.telemetry.running_mean import RunningMean
+from baton.types.block_hashes import tag_in
 
 _COPY_WEIGHT = 0.1  # of one copy in the mean copy time
 
@@ -39,6 +40,7 @@ class TierPlaces:
         self._held: OrderedDict[bytes, int] = OrderedDict(found)
         self._filling: dict[bytes, int] = {}
         self._readers: dict[bytes, int] = {}
+        self._forgotten: frozenset[bytes] = frozenset()
         self._unsaved: OrderedDict[bytes, None] = OrderedDict()  # blocks that the next tier lacks
         taken = set(self._held.values())
         self._free = [place for place in range(places - 1, -1, -1) if place not in taken]
@@ -58,9 +60,11 @@ class TierPlaces:
     def take(self, block_hash: bytes) -> int | None:
         """Return a place for a new block, if needed that of the oldest block without readers.
 
-        Returns None if the block is present or being written, or all places are in use.
+        Returns None if the block is present, being written or forgotten, or all places are in use.
         """
         if block_hash in self._held or block_hash in self._filling:
+            return None
+        if tag_in(block_hash) in self._forgotten:
             return None
         if not self._free:
             victim = next((held for held in self._held if held not in self._readers), None)
@@ -77,6 +81,7 @@ class TierPlaces:
         if self.has_next and not saved_below:
             self._unsaved[block_hash] = None
         self.stored.append(block_hash)
+        self._lose_forgotten(block_hash)
 
     def failed(self, block_hash: bytes) -> None:
         """Free the place of a block that could not be written."""
@@ -97,6 +102,7 @@ class TierPlaces:
         self._readers[block_hash] -= 1
         if not self._readers[block_hash]:
             del self._readers[block_hash]
+            self._lose_forgotten(block_hash)
 
     def lose(self, block_hash: bytes) -> None:
         """Forget a block, unless it has readers."""
@@ -104,6 +110,16 @@ class TierPlaces:
             self._free.append(self._held.pop(block_hash))
             self._unsaved.pop(block_hash, None)
             self.removed.append(block_hash)
+
+    def forget(self, tags: frozenset[bytes]) -> None:
+        """Lose the blocks with these tags, those with readers after the last one, and take none."""
+        self._forgotten |= tags
+        for block_hash in list(self._held):
+            self._lose_forgotten(block_hash)
+
+    def _lose_forgotten(self, block_hash: bytes) -> None:
+        if tag_in(block_hash) in self._forgotten:
+            self.lose(block_hash)
 
     def oldest_unsaved(self, count: int) -> list[bytes]:
         """Return blocks that the next tier lacks, the oldest first."""

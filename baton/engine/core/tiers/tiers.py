@@ -225,6 +225,16 @@ class KvTiers:
                 for tier in late:
                     self._tallies[tier].late += 1
 
+    def forget(self, tags: frozenset[bytes]) -> int:
+        """Lose the blocks with these tags; return the number of their storage's erasure.
+
+        The erasure must follow all copies with lower numbers.
+        """
+        for tier in self._order:
+            tier.forget(tags)
+        self._next_number += 1
+        return self._next_number
+
     def _start(self, copy: Copy, bring: _Bring | None = None) -> None:
         self._next_number += 1
         copy = msgspec.structs.replace(copy, number=self._next_number)
@@ -267,6 +277,7 @@ class KvTiers:
         if copy.source == POOL:
             self._pool.guarded.discard(copy.source_place)
             self._pool.note_saved(copy.source_place)
+            self._pool.drop_forgotten(copy.source_place)
         else:
             self._tiers[copy.source].note_saved(copy.block_hash)
 

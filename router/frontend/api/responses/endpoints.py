@@ -74,7 +74,10 @@ class _ResponsesCalls(Calls):
         super().__init__(router)
         limits = router.settings.clients.stored_responses
         self.store = ResponseStore(
-            router.stored_responses, limits.max_response_bytes, router.metrics
+            router.stored_responses,
+            limits.max_response_bytes,
+            router.metrics,
+            router.settings.policies,
         )
         # Running responses by tenant and id.
         self._open: WeakValueDictionary[tuple[str, str], ResponsesFormat] = WeakValueDictionary()
@@ -90,7 +93,12 @@ class _ResponsesCalls(Calls):
             span.set_attribute("gen_ai.request.max_tokens", body.max_output_tokens)
         kept = await off_loop(size, lambda: kept_input(answer_id, given)) if body.keeps else []
 
+        policies = self._router.settings.policies
+        deletion = policies.deletion_of(caller.tenant)
+
         async def keep(response: dict[str, Any]) -> str:
+            if policies.deletion_of(caller.tenant) != deletion:
+                return "the tenant's data was deleted while the response was generated"
             return await self.store.keep(caller.tenant, response, kept)
 
         with ended_on_error(span):

@@ -26,6 +26,7 @@ from baton.types.errors import (
 from router.frontend.api.prepare import off_loop
 from router.frontend.api.responses.body import ResponsesItem
 from router.frontend.api.responses.format import place_of
+from router.policies import TenantPolicies
 
 MAX_RESPONSES = 1024
 _CALL_LIMIT_S = 1.0
@@ -39,8 +40,15 @@ class ResponseStore:
     All methods except ``keep`` raise UnavailableError if Redis does not answer.
     """
 
-    def __init__(self, stored: StoredResponses | None, max_bytes: int, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        stored: StoredResponses | None,
+        max_bytes: int,
+        metrics: Metrics,
+        policies: TenantPolicies,
+    ) -> None:
         self._stored = stored
+        self._policies = policies
         self._max_bytes = max_bytes
         self._metrics = metrics
         self._away_until_s = 0.0
@@ -54,6 +62,9 @@ class ResponseStore:
     async def _kept(
         self, tenant: str, response: dict[str, Any], given: list[dict[str, Any]]
     ) -> tuple[str, str]:
+        keep_s = self._policies.of(tenant).keep_s
+        if keep_s == 0:
+            return "not_kept", "the policy of this tenant stores nothing (keep_s: 0)"
         value = orjson.dumps({"response": response, "input": given})  # format of `Kept`
         if len(value) > self._max_bytes:
             return (
@@ -65,7 +76,7 @@ class ResponseStore:
             return "failed", _AWAY
         try:
             async with asyncio.timeout(_CALL_LIMIT_S):
-                await self._stored.put(tenant, response["id"], value)
+                await self._stored.put(tenant, response["id"], value, keep_s)
         except (RegistryUnavailableError, TimeoutError):
             self._away_until_s = loop.time() + _PAUSE_S
             return "failed", _AWAY
@@ -74,7 +85,7 @@ class ResponseStore:
     async def find(self, tenant: str, name: str) -> bytes | None:
         """Return a response of this tenant in stored form (``response`` and ``input`` as JSON)."""
         async with self._available("read") as stored:
-            return await stored.get(tenant, name)
+            return await stored.get(tenant, name, self._policies.of(tenant).keep_s)
 
     async def get(self, tenant: str, name: str) -> "Kept":
         """Return a response of this tenant; raise ResponseNotFoundError if there is none."""

@@ -1,4 +1,4 @@
-// Hashes of a prompt's blocks: keyed BLAKE2b-128 over (parent, tokens), as specified in
+// Hashes of a prompt's blocks: keyed BLAKE2b over (parent, tokens), and the seed's tag, as specified in
 // baton/types/block_hashes.py and computed by hashlib. A block of 16 tokens takes one compression
 // after the key's, which is the same for all.
 
@@ -24,7 +24,7 @@ constexpr uint8_t kOrder[10][16] = {
     {10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0}};
 
 constexpr int kRounds = 12;
-constexpr uint64_t kBlockBytes = 128, kHashBytes = 16;
+constexpr uint64_t kBlockBytes = 128, kHashBytes = 16, kTagBytes = 4;
 
 uint64_t turned(uint64_t word, int by) { return word >> by | word << (64 - by); }
 
@@ -87,7 +87,8 @@ void baton_block_names(const uint8_t* key, uint32_t key_bytes, const uint8_t* se
     std::memcpy(block, parent, kHashBytes);
     std::memcpy(block + kHashBytes, tokens + i * block_bytes, block_bytes);
     compress(state, block, kBlockBytes + kHashBytes + block_bytes, true);
-    std::memcpy(names + i * kHashBytes, state, kHashBytes);
+    std::memcpy(names + i * kHashBytes, state, kHashBytes - kTagBytes);
+    std::memcpy(names + (i + 1) * kHashBytes - kTagBytes, seed + kHashBytes - kTagBytes, kTagBytes);
     parent = names + i * kHashBytes;
   }
 }

@@ -1,0 +1,128 @@
+"""Hash chain of the audit log: pure functions over lines of JSON.
+
+    line 1    {"seq": 1, …, "prev_sha256": 64 zeros}
+    line 2    {"seq": 2, …, "prev_sha256": SHA-256 of line 1 without its newline}
+
+A changed, removed, inserted or moved line no longer fits the next one. The last line and a cut end
+are checked against a `Head` that is kept elsewhere.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+ZERO = "0" * 64
+_MOST_CHARS = 4096  # of a value in JSON
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """An audited act.
+
+    Attributes:
+        id: Random; an entry that arrives twice is written once.
+        time: Time of the act, ISO 8601 in UTC.
+        who: Id of the API key, or the operator of a command.
+        source: Address of the caller; ``from`` in the log.
+        verb: Name of the act.
+        what: Object of the act.
+        before: State before the act, as far as it changed.
+        after: State after the act, or its arguments.
+    """
+
+    id: str
+    time: str
+    who: str
+    source: str = msgspec.field(default="", name="from")
+    verb: str
+    what: str = ""
+    before: Any = None
+    after: Any = None
+
+
+class Head(msgspec.Struct, frozen=True):
+    """Number and SHA-256 of the last line."""
+
+    seq: int = 0
+    sha256: str = ZERO
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Result of a check.
+
+    Attributes:
+        lines: Number of valid lines from the start.
+        head: Last valid line.
+        broken_line: Number of the first wrong or missing line; 0: there is none.
+        problem: What is wrong with it.
+    """
+
+    lines: int
+    head: Head
+    broken_line: int = 0
+    problem: str = ""
+
+
+def sealed(entry: Entry, head: Head) -> tuple[bytes, Head]:
+    """Return the line of an entry behind ``head``, with its newline, and the new head."""
+    fields = msgspec.to_builtins(entry)
+    for name in ("before", "after"):
+        fields[name] = _short(fields[name])
+    line = msgspec.json.encode({"seq": head.seq + 1, **fields, "prev_sha256": head.sha256})
+    return line + b"\n", Head(head.seq + 1, hashlib.sha256(line).hexdigest())
+
+
+def head_of(line: bytes) -> Head:
+    """Return the head that a line without its newline makes.
+
+    Raises:
+        ValueError: It is no line of an audit log.
+    """
+    return Head(_fields(line)[0], hashlib.sha256(line).hexdigest())
+
+
+def verify(lines: Iterable[bytes], known: Head | None = None) -> Verdict:
+    """Check a chain, given with or without newlines.
+
+    Args:
+        lines: All lines.
+        known: Head that was recorded elsewhere; the file may be longer.
+    """
+    head = Head()
+    for number, raw in enumerate(lines, 1):
+        line = raw.removesuffix(b"\n")
+        try:
+            seq, previous = _fields(line)
+        except ValueError as error:
+            return Verdict(number - 1, head, number, str(error))
+        if seq != number or previous != head.sha256:
+            what = "its prev_sha256 is not the hash of the line before"
+            if seq != number:
+                what = f"its seq is {seq}"
+            return Verdict(number - 1, head, number, f"{what}: a line was changed or removed")
+        head = Head(number, hashlib.sha256(line).hexdigest())
+        if known is not None and known.seq == number and known.sha256 != head.sha256:
+            return Verdict(number - 1, head, number, "its hash is not the one that was recorded")
+    if known is not None and known.seq > head.seq:
+        missing = f"{known.seq} lines were recorded: the end was cut"
+        return Verdict(head.seq, head, head.seq + 1, missing)
+    return Verdict(head.seq, head)
+
+
+def _fields(line: bytes) -> tuple[int, str]:
+    try:
+        fields = msgspec.json.decode(line, type=_Line)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"it is no entry: {error}") from error
+    return fields.seq, fields.prev_sha256
+
+
+class _Line(msgspec.Struct):
+    seq: int
+    prev_sha256: str
+
+
+def _short(value: Any) -> Any:
+    text = msgspec.json.encode(value).decode()
+    return value if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}…"

@@ -1,0 +1,73 @@
+"""Export of audit lines as OpenTelemetry logs, by the standard ``OTEL_*`` variables."""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk._logs import LoggerProvider
+    from opentelemetry.sdk._logs.export import LogRecordExporter
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_LOGS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+class LogExport:
+    """Exporter of one component; without an OTLP endpoint in the environment it does nothing.
+
+    ``OTEL_LOGS_EXPORTER=none`` switches it off.
+    """
+
+    def __init__(self, component: str, environ: Mapping[str, str] = os.environ) -> None:
+        self._provider = _provider(component, environ)
+
+    def emit(self, line: bytes) -> None:
+        """Export a line."""
+        if self._provider is not None:
+            from opentelemetry._logs import SeverityNumber
+
+            self._provider.get_logger("baton.audit").emit(
+                severity_number=SeverityNumber.INFO,
+                body=line.decode().rstrip("\n"),
+                event_name="baton.audit",
+            )
+
+    def close(self) -> None:
+        """Export what is buffered, and stop."""
+        if self._provider is not None:
+            self._provider.force_flush(2000)
+            self._provider.shutdown()
+
+
+def _provider(component: str, environ: Mapping[str, str]) -> "LoggerProvider | None":
+    if not any(environ.get(name) for name in _ENDPOINTS):
+        return None
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    if environ.get("OTEL_LOGS_EXPORTER", "otlp") == "none":
+        return None
+    # Imported here: most processes have no endpoint, and the SDK costs 100 ms and 10 MB.
+    from opentelemetry.sdk._logs import LoggerProvider
+    from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+    from opentelemetry.sdk.resources import Resource
+
+    named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    attributes = {} if named else {"service.name": f"baton-{component}"}
+    provider = LoggerProvider(resource=Resource.create(attributes))
+    provider.add_log_record_processor(BatchLogRecordProcessor(_exporter(environ)))
+    return provider
+
+
+def _exporter(environ: Mapping[str, str]) -> "LogRecordExporter":
+    # Both exporters read endpoint and headers from the environment.
+    protocol = environ.get("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL") or environ.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL"
+    )
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc import _log_exporter as over_grpc
+
+        return over_grpc.OTLPLogExporter()
+    from opentelemetry.exporter.otlp.proto.http import _log_exporter as over_http
+
+    return over_http.OTLPLogExporter()

@@ -1,0 +1,1 @@
+"""Audit entries of the controller, the supervisor and commands."""

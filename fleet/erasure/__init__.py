@@ -1,0 +1,1 @@
+"""Erasure of the KV of deleted tenants at a worker."""

@@ -1,0 +1,54 @@
+"""Entries of the audit log about calls."""
+
+from time import monotonic_ns
+from typing import Protocol
+
+from fastapi import Request
+
+from baton.registry.audit.log import AuditLog
+from baton.registry.audit.refused_logins import RefusedLogins
+from router.frontend.access import who_of
+from router.settings import RouterSettings
+
+
+class _Parts(Protocol):
+    """Parts of a router that this file uses."""
+
+    @property
+    def settings(self) -> RouterSettings: ...
+    @property
+    def audit(self) -> AuditLog | None: ...
+    @property
+    def refused_logins(self) -> RefusedLogins: ...
+
+
+async def audited(
+    router: _Parts,
+    request: Request,
+    verb: str,
+    what: str = "",
+    *,
+    before: object = None,
+    after: object = None,
+) -> None:
+    """Write an entry about a call that has changed something."""
+    if router.audit is not None:
+        await router.audit.record(
+            verb,
+            what,
+            who=who_of(request.headers, router.settings),
+            source=source_of(request),
+            before=before,
+            after=after,
+        )
+
+
+def note_refused_login(router: _Parts, request: Request, reason: str) -> None:
+    """Note a call that got 401."""
+    call = f"{request.method} {request.url.path[:200]}"
+    router.refused_logins.note(source_of(request), call, reason, monotonic_ns())
+
+
+def source_of(request: Request) -> str:
+    """Return the address of the caller."""
+    return request.client.host if request.client is not None else ""

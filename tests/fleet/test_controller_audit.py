@@ -1,0 +1,74 @@
+"""The controller's commands and the planner's turns are in the audit log."""
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.registry.orders import Order
+from fleet.pools.orders import OrderDesk
+from fleet.pools.ray_controller import ControllerActor
+from tests.fleet.test_ray_controller import controller
+
+__all__ = ["controller"]
+
+
+async def entries(controller: ControllerActor) -> list[dict[str, Any]]:
+    found = [json.loads(raw) for raw in await controller._audit._inbox.waiting()]
+    for entry in found:
+        assert entry.pop("id") and entry.pop("time").endswith("+00:00")
+    return found
+
+
+async def test_commands_are_entries_with_their_caller_and_what_changed(
+    controller: ControllerActor,
+) -> None:
+    arguments: list[tuple[str, dict]] = [
+        ("ping", {}),
+        ("plan", {}),
+        ("scale", {"roles": "auto"}),
+        ("scale", {"roles": "never"}),
+    ]
+    for number, (verb, given) in enumerate(arguments):
+        order = Order(f"t{number}", verb, (), given, who="key 7k2m9x4qp1zc", source="10.0.0.1")
+        await controller._execute(order)
+    await controller._execute(Order("t9", "drain", ("worker-0",)))
+    by_key = {"who": "key 7k2m9x4qp1zc", "from": "10.0.0.1", "verb": "scale", "what": ""}
+    auto = {"roles": "auto", "arguments": {"roles": "auto"}}
+    never = {
+        "arguments": {"roles": "never"},
+        "refused": "roles cannot be 'never': use auto or hold",
+    }
+    found = await entries(controller)
+    assert found[:2] == [
+        {**by_key, "before": {"roles": "hold"}, "after": auto},
+        {**by_key, "before": None, "after": never},
+    ]
+    assert found[2]["who"].startswith("baton at ") and found[2]["what"] == "worker-0"
+    assert (found[2]["before"], found[2]["after"]) == ({"drained": []}, {"drained": ["worker-0"]})
+    assert len(found) == 3
+
+
+async def test_turns_of_the_planner_are_entries_with_their_reason(
+    controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = ["it is no longer ready", ""]
+
+    async def turn(_desk: OrderDesk, _worker_id: str, _role: str) -> str:
+        return refusals.pop(0)
+
+    monkeypatch.setattr(OrderDesk, "turn", turn)
+    planning = controller._desk.planning
+    planning.reason = "decode is 2 x too slow"
+    assert await planning._turn("worker-0", "decode") and not await entries(controller)
+    assert not await planning._turn("worker-0", "decode")
+    assert await entries(controller) == [
+        {
+            "who": "planner",
+            "from": "",
+            "verb": "turn",
+            "what": "worker-0",
+            "before": {"role": "prefill"},
+            "after": {"role": "decode", "why": "decode is 2 x too slow"},
+        }
+    ]
