@@ -22,6 +22,7 @@ from math import inf
 from baton.planner.demand import DemandWindow
 from baton.planner.sizes import SizePlanner, Wish
 from baton.planner.state import (
+    PREFILL_SHARE,
     Decision,
     DecodeLine,
     Figures,
@@ -35,9 +36,6 @@ from baton.planner.state import (
     usual_prompt_line,
 )
 from baton.registry.types import PromptSum, Role, WorkDemand
-
-PREFILL_SHARE = 0.85
-"""Share of a prefill worker's time up to which its queue stays short."""
 
 DECODE_SHARE = 0.85
 """Share of the ITL limit for which decode workers are planned."""

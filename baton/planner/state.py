@@ -7,6 +7,9 @@ import msgspec
 
 from baton.registry.types import Role
 
+PREFILL_SHARE = 0.85
+"""Share of a prefill worker's time up to which its queue stays short."""
+
 _WARM_STEPS = 64
 _LEAST_STEPS = 2
 

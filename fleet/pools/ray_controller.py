@@ -405,7 +405,14 @@ class ControllerActor:
             return refused
 
         async def resize(sizes: Mapping[Role, int]) -> str:
-            return await self._desk.resize(sizes)
+            before = self._machine.wanted
+            refused = await self._desk.resize(sizes)
+            if not refused:
+                after = {"pools": dict(sizes), "why": self._desk.planning.reason}
+                await self._audit.record(
+                    "scale", who="planner", before={"pools": before}, after=after
+                )
+            return refused
 
         size_planner = None
         if bounds is not None and (slo := self._config.slo) is not None:

@@ -72,3 +72,23 @@ async def test_turns_of_the_planner_are_entries_with_their_reason(
             "after": {"role": "decode", "why": "decode is 2 x too slow"},
         }
     ]
+
+
+async def test_sizes_that_the_planner_chose_are_entries_with_their_reason(
+    controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = ["5 workers are outside of pools.auto: 1 to 4", ""]
+
+    async def resize(_desk: OrderDesk, _sizes: dict) -> str:
+        return refusals.pop(0)
+
+    monkeypatch.setattr(OrderDesk, "resize", resize)
+    planning = controller._desk.planning
+    planning.reason = "the load needs 1.90 + 0.20 workers"
+    sizes = {"prefill": 2, "decode": 1}
+    assert await planning._resize(sizes) and not await entries(controller)
+    before = {"pools": dict(controller._machine.wanted)}
+    assert not await planning._resize(sizes)
+    (entry,) = await entries(controller)
+    assert (entry["who"], entry["verb"], entry["before"]) == ("planner", "scale", before)
+    assert entry["after"] == {"pools": sizes, "why": planning.reason}

@@ -78,7 +78,7 @@ async def test_retention_is_set_and_unset(fleet) -> None:
         "team: keep_s 0, log_text on\n"
     )
     shown = (await run(fleet, "ls")).split("\n")
-    assert [line.split()[-2:] for line in shown if "team" in line] == [["0", "on"]]
+    assert [line.strip() for line in shown if "team" in line] == ["team    keep_s 0, log_text on"]
     policies = fleet.router.settings.policies
     assert policies.of("team").keep_s == 0 and not fleet.router.quotas.quotas.has_limits("team")
     unset = ("--keep-s", "default", "--log-text", "default")

@@ -1,8 +1,10 @@
 """The planner's sizes: a pure machine, looked at every two seconds."""
 
+import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,19 +113,47 @@ def test_a_load_beyond_the_largest_size_is_said() -> None:
 
 def test_workers_leave_after_ten_minutes_of_low_load_one_a_minute() -> None:
     world = World(sizes={"prefill": 4, "decode": 4})
-    world.for_s(598, load(prefill=1.0, decode=1.0))
+    world.for_s(590, load(prefill=1.0, decode=1.0))
     assert world.shown == "4 + 4"
     world.for_s(1200, load(prefill=1.0, decode=1.0))
     assert world.shown == "2 + 2", "one worker of each would be full"
     assert all(later - earlier >= 60 for earlier, later in pairwise(world.times_s))
 
 
-def test_a_short_peak_starts_the_ten_minutes_again() -> None:
+def test_what_counts_for_scale_in_is_the_mean_of_ten_minutes() -> None:
     world = World(sizes={"prefill": 4, "decode": 4})
     world.for_s(590, load(prefill=1.0, decode=1.0))
     world.look(load(prefill=3.5, decode=3.5))
-    world.for_s(590, load(prefill=1.0, decode=1.0))
+    world.for_s(20, load(prefill=1.0, decode=1.0))
+    assert sum(world.sizes.values()) == 7, "a short peak keeps no worker"
+    world = World(sizes={"prefill": 4, "decode": 4})
+    for _ in range(20):
+        world.for_s(30, load(prefill=1.0, decode=1.0))
+        world.for_s(30, load(prefill=3.5, decode=3.5))
     assert world.shown == "4 + 4"
+
+
+def test_a_fleet_that_has_grown_keeps_its_workers_for_ten_minutes() -> None:
+    world = World(sizes={"prefill": 4, "decode": 4})
+    world.for_s(500, load(prefill=1.0, decode=1.0))
+    world.look(load(prefill=3.9, decode=3.0))
+    assert world.shown == "5 + 4"
+    world.for_s(596, load(prefill=1.0, decode=1.0))
+    assert world.shown == "5 + 4"
+    world.for_s(10, load(prefill=1.0, decode=1.0))
+    assert sum(world.sizes.values()) == 8
+
+
+def test_a_few_long_prompts_do_not_make_it_grow_but_many_that_wait_do() -> None:
+    few = msgspec.structs.replace(load(prefill=2.0, decode=0.1, wait_s=13.0), requests=10.0)
+    world = World(sizes={"prefill": 4, "decode": 1})
+    world.for_s(20, few)
+    assert world.shown == "4 + 1", "13 s of work are done in 23 s beside a load of 0.43"
+    many = msgspec.structs.replace(few, prefill_need=4.0)
+    world.for_s(28, many)
+    assert world.shown == "4 + 1", "a worker would start too late for a short burst"
+    world.for_s(4, many)
+    assert world.shown == "6 + 1"
 
 
 def test_an_unknown_load_keeps_all_workers_and_a_light_one_does_not() -> None:
@@ -235,6 +265,8 @@ def test_in_any_history_sizes_stay_within_bounds_and_can_serve(
             assert min(world.sizes.values()) >= 0
             if total < was:
                 assert not any(one.waiting.count for one in demands.values()) or figures
-    steady = [at_s for at_s, text in world.changes if "wait for a first" not in text]
+    steady = [
+        at_s for at_s, text in world.changes if not re.search("wait for a first|no request", text)
+    ]
     if world.least <= sum(start.values()):
         assert all(later - earlier >= 60 for earlier, later in pairwise(steady))

@@ -208,11 +208,12 @@ class BlockPool:
             return
         if block in self.guarded:
             return
-        self._forget_hash(block)
         self._unsaved.pop(block, None)
         if block in self._cached:
             del self._cached[block]
+            self._owners.taken(block)
             self._free.add(block)
+        self._forget_hash(block)
 
     def note_written(self, blocks: Iterable[int]) -> None:
         """Note blocks that the worker's shell or the tier copier has filled."""

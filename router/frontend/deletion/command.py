@@ -47,9 +47,11 @@ async def delete_tenant(
 
     await mirror.change_table(edit)
     deletion, had_limits = made[-1]
+    source = router.settings.tenants_file
+    in_file = source is not None and source.is_used and tenant in router.settings.policies.all
     workers = {slot.worker_id for slot in router.gateway.workers if slot.state != "dead"}
     routers = router.gateway.shares.known_routers
-    left: list[str] = []
+    left = [f"limits: they are in {source.file}"] if source is not None and in_file else []
     deleted: Counter[str] = Counter()
     reports = await _all_reports(erasures, deletion.id, workers, routers, left)
     # Afterwards, because calls may store some until all routers know of the deletion.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.engine.core.block_owners import CacheOwner
 from baton.engine.core.blocks import BlockPool
-from baton.types.block_hashes import block_hashes
+from baton.types.block_hashes import block_hashes, tag_in
 from tests.engine.core.test_scheduler import make_core, request, run
 from tests.soak import examples
 
@@ -122,7 +122,7 @@ OWNERS = [CacheOwner("a", 0.2), CacheOwner("a", 0.0), CacheOwner("b", 0.6), NONE
 
 @settings(max_examples=examples(150), deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5), st.sampled_from(OWNERS)), max_size=60)
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.sampled_from(OWNERS)), max_size=60)
 )
 def test_the_pool_stays_whole_and_shares_decide_whatever_happens(script) -> None:
     pool, tables, draining = BlockPool(12), [], []
@@ -153,7 +153,22 @@ def test_the_pool_stays_whole_and_shares_decide_whatever_happens(script) -> None
             else:
                 pool.quarantine(table)
                 draining += table
+        elif what == 5:
+            pool.forget(frozenset({tag_in(bytes([count]) * 16)}))
         pool.check_integrity(tables, draining)
+
+
+def test_a_forgotten_block_is_free_and_no_longer_of_its_tenant() -> None:
+    """The tenant has other blocks too, of a newer salt."""
+    pool = BlockPool(10)
+    cached(pool, 4, A, 1)
+    newer = cached(pool, 4, A, 2)
+    cached(pool, 2, NONE, 3)
+    assert pool.forget(frozenset({tag_in((1).to_bytes(16))})) == 4
+    pool.check_integrity([])
+    assert pool.allocate(5) is not None
+    assert pool.counts().cached == 5
+    assert sum(is_held(pool, block) for block in newer) == 3
 
 
 def test_random_evictions_take_nothing_of_tenants_within_their_shares() -> None:

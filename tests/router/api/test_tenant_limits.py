@@ -97,7 +97,8 @@ async def test_changes_at_two_routers_at_once_are_all_kept(start) -> None:
         ({"budget": {}}, "limits: Object missing required field `tokens` - at `$.budget`"),
         (
             {},
-            "limits: give some of rpm, tpm, tpd, concurrent, budget, weight, models, slo, kv_share",
+            "limits: give some of rpm, tpm, tpd, concurrent, budget, weight, models, slo, "
+            "kv_share, keep_s, log_text",
         ),
         ({"keep_s": -1}, "limits: Expected `int` >= 0 - at `$.keep_s`"),
         ({"log_text": "no"}, "limits: Expected `bool | null`, got `str` - at `$.log_text`"),

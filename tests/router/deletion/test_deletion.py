@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from baton.config.clients import ApiKeyConfig
+from baton.config.tenants_file import TenantsFile
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.registry.tenants.erasures import Erasures
 from baton.registry.tenants.policies import SharedLimits
@@ -151,6 +152,20 @@ async def test_no_old_salt_comes_back_without_redis_or_with_an_empty_one(
     await until(lambda: one.router.settings.policies.table.version > 0, 1.0)
     await asyncio.sleep(1.2)
     assert owner(await start("third")) == salted, "routers have written the table again"
+
+
+async def test_policies_in_a_file_keep_no_old_salt_and_are_in_the_receipt(start, tmp_path) -> None:
+    """Policies come from the file, deletions from Redis."""
+    path = tmp_path / "tenants.yaml"
+    path.write_text("team: {rpm: 600}\n")
+    fleet = await start(tenants_file=TenantsFile.beside(str(tmp_path / "keys.yaml")))
+    before = owner(fleet)
+    receipt = await delete(fleet)
+    assert f"limits: they are in {path}" in receipt["not_deleted"]
+    assert owner(fleet) != before
+    await asyncio.sleep(1.2)  # routers compare with Redis twice a second
+    assert owner(fleet) != before
+    assert fleet.router.settings.policies.of("team").rpm == 600
 
 
 async def test_a_response_that_was_running_is_not_stored(start) -> None:
