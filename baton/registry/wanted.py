@@ -17,7 +17,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     pools: dict[str, int] = {}  # replicas by role
     closed_nodes: tuple[str, ...] = ()  # addresses of nodes that take no workers
     drained: tuple[str, ...] = ()  # workers that stay down until they are restarted
-    auto: bool | None = None  # the planner acts; None: nobody has said so
+    auto: bool | None = None  # the planner acts; None: the default
 
 
 async def read(registry: Registry, of: str) -> Wanted:

@@ -79,7 +79,7 @@ def started_s(folder: Path) -> float:
 
 @pytest.mark.timeout(200)
 def test_the_first_requests_of_an_empty_fleet_wait_for_a_worker(empty: tuple[str, Path]) -> None:
-    """Nobody is refused, and the first token comes a second after the worker at the latest."""
+    """No request is refused, and the first token comes a second after the worker at the latest."""
     url, folder = empty
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         assert client.get("/fleet").json()["workers"] == []

@@ -1,4 +1,4 @@
-"""What the audit log has in Redis: entries on their way to the file, and its last line.
+"""Audit log in Redis: entries on their way to the file, and its last line.
 
 audit:inbox    list of entries of processes that are not on the host of the file
 audit:head     hash: seq and sha256 of the last line of the file

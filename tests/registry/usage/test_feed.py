@@ -58,7 +58,7 @@ async def test_a_stop_without_redis_is_told(caplog: pytest.LogCaptureFixture) ->
 
 
 async def test_rows_are_checked_without_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Redis that restarts empty gets the rows of a router that serves nobody."""
+    """A Redis that restarts empty gets the rows of an idle router."""
     monkeypatch.setattr(feed, "_CHECK_S", 0.0)
     sink = Sink()
     made = UsageFeed(Ledger("one"), sink, pytest.fail)

@@ -1,4 +1,4 @@
-"""What one host has of a tenant: files, batches, and texts in logs that routers are writing."""
+"""Deletion on one host: files, batches, and texts in logs that routers are writing."""
 
 import json
 import os
