@@ -67,7 +67,7 @@ class UsageFeed:
             async with asyncio.timeout(_CLOSE_S):
                 await self.flush()
         except (RegistryUnavailableError, TimeoutError) as error:
-            _LOG.error("lost usage: rows=%d: %s", self.ledger.unreported_rows, error)
+            _LOG.error("lost usage: rows=%d: %s", self.ledger.unreported_rows, str(error))
 
     async def flush(self) -> None:
         """Report what Redis may lack.
@@ -100,7 +100,7 @@ class UsageFeed:
                 await self.flush()
             except RegistryUnavailableError as error:
                 if not self._failing:
-                    _LOG.warning("keeping usage until Redis answers: %s", error)
+                    _LOG.warning("keeping usage until Redis answers: %s", str(error))
                 self._failing = True
             else:
                 self._failing = False
