@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,13 @@ __all__ = ["redis_server", "registry"]
 
 NOW = int(time.time()) // HOUR_S
 TEAM = RowName(NOW, "team", "key", "model")
+
+
+@pytest.fixture(autouse=True)
+def one_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the hour, which may end between the import of this file and a test."""
+    clock = SimpleNamespace(time=lambda: NOW * HOUR_S + 60.0)
+    monkeypatch.setattr("baton.registry.usage.copies.time", clock)
 
 
 @pytest.fixture
