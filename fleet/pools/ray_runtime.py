@@ -1,6 +1,7 @@
 """Ray for one fleet: a private local one, or an existing cluster."""
 
 import contextlib
+import functools
 import os
 import secrets
 import time
@@ -31,6 +32,12 @@ _CLUSTERS_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": loopback only, 
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum; Baton does not use it
 
 
+@functools.cache
+def process_token() -> str:
+    """Return the token of every local Ray of this process: Ray's client reads it only once."""
+    return secrets.token_hex(32)
+
+
 def start_local(folder: Path, config: FleetConfig) -> None:
     """Start a private Ray in ``folder``, which needs a short path, and end it with this process.
 
@@ -40,7 +47,7 @@ def start_local(folder: Path, config: FleetConfig) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray lowers the priority
     os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # otherwise Ray writes ~/.ray/auth_token
+    os.environ["RAY_AUTH_TOKEN"] = process_token()  # otherwise Ray writes ~/.ray/auth_token
     os.environ.pop("RAY_USE_TLS", None)  # not needed on loopback
     os.environ[_CLUSTERS_VARIABLE] = "0"  # otherwise the daemons listen on all addresses
     import ray

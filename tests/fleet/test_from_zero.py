@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -30,7 +29,7 @@ from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemand, RouterDemands
 from baton.registry.types import PromptSum, WorkDemand
 from fleet.local.redis_server import EmbeddedRedis
-from fleet.pools.ray_runtime import _CLUSTERS_VARIABLE, Controller, attach, clean
+from fleet.pools.ray_runtime import _CLUSTERS_VARIABLE, Controller, attach, clean, process_token
 from fleet.pools.resources import ControllerSpec
 from loadtest.results.files import read_results
 from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, ray_fleet
@@ -169,7 +168,7 @@ def growing_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         "RAY_FAKE_CLUSTER": "1",
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
+        "RAY_AUTH_TOKEN": process_token(),
         "RAY_USAGE_STATS_ENABLED": "0",
     }.items():
         monkeypatch.setenv(name, value)
