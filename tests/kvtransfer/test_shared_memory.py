@@ -45,10 +45,10 @@ from tests.kvtransfer.edge_ends import (
 from tests.kvtransfer.test_transports import until
 
 
-def maps_of_pools() -> list[str]:
+def maps_of_pools() -> set[str]:
     """Lines of our address space that are pools, mapped for reading only."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if "memfd:test-kv" in line and " r--s " in line]
+    return {line for line in lines if "memfd:test-kv" in line and " r--s " in line}
 
 
 async def knock(peer: Peer) -> socket.socket:
@@ -116,25 +116,26 @@ async def lending(answer: Callable[[socket.socket], Awaitable[None]]) -> AsyncIt
 
 
 async def test_a_pool_is_mapped_for_reading_and_only_once() -> None:
+    earlier = maps_of_pools()  # of tests whose tracebacks still hold them
     async with SendingEnd().served() as peer, reading_end(NAME) as ours:
         fetches = (ours.fetch(peer, [kv_slice]) for kv_slice in slices())
         assert [await fetch for fetch in fetches] == [[None]] * len(slices())
-        gc.collect()  # those of earlier tests may still wait for it
-        assert len(maps_of_pools()) == 1
+        assert len(maps_of_pools() - earlier) == 1
 
 
 async def test_a_mapping_goes_with_the_sender_that_died_idle() -> None:
     """Otherwise the memory of each life would stay for as long as its readers live."""
+    earlier = maps_of_pools()
     async with reading_end(NAME) as ours:
         async with end_process("send") as end:
             assert set(await ours.fetch(end.peer, slices())) == {None}
-            assert maps_of_pools()
+            assert maps_of_pools() - earlier
             end.process.kill()
             await end.process.wait()
 
         def unmapped() -> bool:
             gc.collect()
-            return not maps_of_pools()
+            return not maps_of_pools() - earlier
 
         await until(unmapped)
 
