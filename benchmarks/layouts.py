@@ -109,16 +109,22 @@ def _trace_plan(file: str, shrink: float, requests: int, rate: float, seed: int)
 
 @contextlib.contextmanager
 def bench_fleet(
-    folder: Path, settings: str, *, model: str = DEFAULT_MODEL, context: int = 4096
+    folder: Path,
+    settings: str,
+    *,
+    model: str = DEFAULT_MODEL,
+    context: int = 4096,
+    python: Path | None = None,
 ) -> Iterator[str]:
-    """Start a fresh fleet; yield its URL."""
+    """Start a fresh fleet, by the interpreter of another checkout if given; yield its URL."""
     folder.mkdir(parents=True)
     port = free_port()
     (folder / "fleet.yaml").write_text(
         f"fleet: bench-{folder.name}\nport: {port}\nmodel: {model}\n"
         f"max_context_tokens: {context}\n{settings}"
     )
-    command = [sys.executable, "-m", "fleet.cli.main", "up", str(folder / "fleet.yaml")]
+    command = [str(python or sys.executable), "-m", "fleet.cli.main", "up"]
+    command.append(str(folder / "fleet.yaml"))
     url = f"http://127.0.0.1:{port}"
     home = {"BATON_HOME": str(folder / "home")}
     with _server_process(command, folder, home, f"{url}/health/ready"):
@@ -187,7 +193,7 @@ def _server_process(
 ) -> Iterator[None]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            command, env={**os.environ, **more}, stdout=log, stderr=subprocess.STDOUT
+            command, cwd=folder, env={**os.environ, **more}, stdout=log, stderr=subprocess.STDOUT
         )
         try:
             until_s = time.monotonic() + START_LIMIT_S
