@@ -18,6 +18,8 @@ TIERS = ("memory", "disk")  # below a worker's pool, fastest first
 
 Role = Literal["prefill", "decode"]
 WorkerState = Literal["starting", "ready", "draining", "dead"]
+Intent = Literal["serve", "park", "leave"]
+"""Intent of the controller for a slot: a worker, none until an operator restarts it, or no slot."""
 
 
 # Ids of earlier versions are ``prefill-N`` and ``decode-N``.
@@ -46,6 +48,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     rank_hosts: tuple[str, ...] = ()  # host of each rank; empty if all are on ``host``
     reason: str = ""  # cause of state dead or draining
     turn: int = 0  # number of the turn that gave it its role, of all turns of the fleet
+    intent: Intent = "serve"
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):

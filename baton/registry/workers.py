@@ -110,7 +110,8 @@ def merged(
     """Merge the records of the controller and of the workers into one per slot.
 
     The later life wins. Within one life the worker has its addresses, and the controller has
-    drains and deaths. The role is that of the later turn in either record.
+    drains and deaths. The role is that of the later turn in either record, the intent is the
+    controller's.
     """
     result: dict[str, WorkerRecord] = {}
     for worker_id in slots.keys() | workers.keys():
@@ -126,6 +127,8 @@ def merged(
             record = worker
         if slot is not None and record is not None and slot.turn > record.turn:
             record = msgspec.structs.replace(record, role=slot.role, turn=slot.turn)
+        if slot is not None and record is not None and slot.intent != record.intent:
+            record = msgspec.structs.replace(record, intent=slot.intent)
         if record is not None:
             result[worker_id] = record
     return result

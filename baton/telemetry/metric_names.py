@@ -210,6 +210,7 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
         "mode",
     ),
     "baton_workers": _gauge("Workers in the registry, by role and state.", "role", "state"),
+    "baton_workers_wanted": _gauge("Workers that should be ready; not those drained.", "role"),
     "baton_batch_lines": _count(
         "Batch lines: completed, failed.", "outcome", from_start=("completed", "failed")
     ),

@@ -64,7 +64,7 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)  # at most 80 columns
     for name in ("worker", "role", "state", "epoch", "run", "wait", "KV leased+cached", "process"):
         table.add_column(name, no_wrap=name != "process")
-    colours = {"ready": "green", "dead": "red"}
+    colours = {"ready": "green", "dead": "red", "parked": "dim"}
     for worker in workers:
         blocks = worker["kv_blocks"]
         colour = colours.get(worker["state"], "yellow")

@@ -14,7 +14,7 @@ from fleet.cli.common import FleetOption, emulated_note, get_json, running_fleet
 from fleet.cli.explain import list_of
 from fleet.local.state import FleetState
 
-_COLOURS = {"ready": "green", "dead": "red"}
+_COLOURS = {"ready": "green", "dead": "red", "parked": "dim"}
 _BLOCKS = (("leased", "blue"), ("cached", "cyan"), ("quarantined", "red"), ("free", "bright_black"))
 _BAR = 10
 _SPARKS = "▁▂▃▄▅▆▇█"

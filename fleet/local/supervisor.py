@@ -87,6 +87,7 @@ class Supervisor:
         self._changes_done = 0
         self._rolling = False  # routers are being replaced, the last step of a change
         self._routers_behind = False  # they failed to follow the last change
+        self._shown: dict[str, str] = {}  # last line of each worker
         self._stop = StopSignal()
         self._token = KnownToken("", "")
         self._name = config.fleet  # of its state folder
@@ -259,12 +260,11 @@ class Supervisor:
 
     def _wait_until_ready(self, routers: RouterProcesses) -> None:
         deadline = time.monotonic() + START_LIMIT_S
-        shown: dict[str, str] = {}
         first: dict[str, int] = {}  # worker id -> first epoch seen
         tls = trusted(self._config.clients.certificate)
         with httpx.Client(timeout=_ANSWER_LIMIT_S, trust_env=False, verify=tls) as client:
             while time.monotonic() < deadline:
-                self._show_slots(shown, first)
+                self._show_start(first)
                 self._check_ray()
                 for index, code in enumerate(routers.exit_codes):
                     if code is not None:
@@ -289,14 +289,23 @@ class Supervisor:
     def _slots(self) -> list[dict[str, Any]]:
         return self._pools.slots() if self._pools is not None else []
 
-    def _show_slots(self, shown: dict[str, str], first: dict[str, int]) -> None:
-        for slot in self._slots():
+    def _show_slots(self) -> list[dict[str, Any]]:
+        """Show each worker whose phase has changed; return all slots."""
+        slots = self._slots()
+        for slot in slots:
             name = slot["worker_id"]
             reason = slot["reason"]
-            line = f"{name} {slot['phase']}" + (f" ({reason})" if reason else "")
-            if shown.get(name) != line:
-                shown[name] = line
+            life = f", epoch {slot['epoch']}" if slot["epoch"] > 1 else ""
+            line = f"{name} {slot['phase']}{life}" + (f" ({reason})" if reason else "")
+            if self._shown.get(name) != line:
+                self._shown[name] = line
                 self._say(line)
+        return slots
+
+    def _show_start(self, first: dict[str, int]) -> None:
+        for slot in self._show_slots():
+            name = slot["worker_id"]
+            reason = slot["reason"]
             lives = slot["epoch"] - first.setdefault(name, max(slot["epoch"], 1)) + 1
             failed = lives >= _GIVE_UP_LIVES and reason and slot["phase"] == "waiting"
             if failed and not self._adopted:
@@ -313,6 +322,7 @@ class Supervisor:
             if time.monotonic() >= next_look_s:
                 if self._pools is not None and self._pools.answers():
                     controller_seen_s = time.monotonic()
+                    self._show_slots()
                 next_look_s = time.monotonic() + _CONTROLLER_POLL_S
                 rotate(self._logs)
             if time.monotonic() - controller_seen_s > _CONTROLLER_LOST_S:

@@ -18,7 +18,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.registry.types import Role, WorkerState, number_of, role_in_name, worker_name
+from baton.registry.types import Intent, Role, WorkerState, number_of, role_in_name, worker_name
 from fleet.pools.roles.balance import LeavingOrder, MayTurn, always, balance, same
 
 SECOND_NS = 1_000_000_000
@@ -81,6 +81,7 @@ class Publish:
     epoch: int
     reason: str
     turn: int = 0
+    intent: Intent = "serve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +141,17 @@ class Slot:
         return self.phase is Phase.READY
 
     @property
+    def intent(self) -> Intent:
+        """What the slot is for once its present phase is over."""
+        if self.leaving:
+            return "leave"
+        drained = self.phase in (Phase.PARKED, Phase.DRAINING)
+        return "park" if drained and self.after_drain is Phase.PARKED else "serve"
+
+    @property
     def down(self) -> bool:
         """True if an operator has drained it, or is draining it."""
-        stays = self.after_drain is Phase.PARKED and not self.leaving
-        return self.phase in (Phase.PARKED, Phase.DRAINING) and stays
+        return self.intent == "park"
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,10 +442,14 @@ class FleetController:
             Phase.DRAINING: "draining",
             Phase.PARKED: "dead",
         }
-        state = states[slot.phase]
-        return Publish(slot.worker_id, slot.role, state, slot.epoch, slot.reason, slot.turn)
+        return self._published(slot, states[slot.phase])
 
     # ---- inner ----------------------------------------------------------------------------------
+
+    def _published(self, slot: Slot, state: WorkerState) -> Publish:
+        return Publish(
+            slot.worker_id, slot.role, state, slot.epoch, slot.reason, slot.turn, slot.intent
+        )
 
     def _add(self, role: Role, now_ns: int) -> None:
         number = 0
@@ -546,8 +558,7 @@ class FleetController:
         """Remove a slot, and keep its epoch in case it returns."""
         del self.slots[slot.worker_id]
         self._past[slot.worker_id] = _Past(slot.epoch, slot.role, slot.turn)
-        gone = Publish(slot.worker_id, slot.role, "dead", slot.epoch, slot.reason, slot.turn)
-        return [gone, Remove(slot.worker_id)]
+        return [self._published(slot, "dead"), Remove(slot.worker_id)]
 
     def _roll(self, now_ns: int) -> list[Action]:
         """Restart the next slot of a rolling restart once all others are ready."""

@@ -137,6 +137,13 @@ class OrderDesk:
         elif order.verb in ("restart", "roll"):
             rolling = order.verb == "roll"
             named = bool(order.worker_ids)  # without ids, drained workers stay down
+            in_use = set(self.machine.slots) - set(self.machine.drained_workers)
+            if rolling and len(in_use) == 1 and in_use <= set(names):
+                (alone,) = in_use
+                return Answer(
+                    f"{alone} is the only worker in use: a rolling restart would leave none ready. "
+                    "Restart a drained worker first, or use `baton restart`"
+                )
             actions = self.machine.restart(names, now_ns, rolling=rolling, move=move, revive=named)
             self.apply(actions)
         else:

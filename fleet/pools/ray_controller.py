@@ -505,6 +505,7 @@ class ControllerActor:
             threads=0 if threads == "auto" else threads * self._config.pools.width(news.role),
             reason=news.reason,
             turn=news.turn,
+            intent=news.intent,
         )
 
     async def _answer_operators(self) -> None:

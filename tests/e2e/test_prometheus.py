@@ -2,8 +2,6 @@
 
 import json
 import math
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,83 +12,22 @@ import pytest
 
 from deploy.grafana.dashboard_panels import PRICE
 from deploy.grafana.dashboards import DEFAULT_PRICE, FOLDER
-from tests.e2e.fleet_processes import Fleet, chat, free_port, slowed
+from tests.e2e.fleet_processes import Fleet, chat, slowed
+from tests.e2e.prometheus_server import PROGRAM, SCRAPE_S, Prometheus, prometheus_of, until
 
-PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
-    PROMETHEUS is None, reason="no Prometheus here: apt-get install prometheus"
+    PROGRAM is None, reason="no Prometheus here: apt-get install prometheus"
 )
 WINDOW = "30s"
-SCRAPE_S = 1
 DASHBOARDS = sorted(path.stem for path in FOLDER.glob("*.json"))
 # Nothing was pulled out of the fleet in these tests, so nothing was released late.
 MAY_BE_NAN = ("Time from cancel to release at the worker",)
 
 
-class Prometheus:
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def query(self, expression: str) -> list[dict]:
-        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=10)
-        told = answer.json()
-        assert told["status"] == "success", (expression, told)
-        return told["data"]["result"]
-
-    def value(self, expression: str) -> float:
-        found = self.query(expression)
-        assert len(found) == 1, (expression, found)
-        return float(found[0]["value"][1])
-
-    def targets(self) -> list[dict]:
-        answer = httpx.get(f"{self.url}/api/v1/targets", timeout=10).json()
-        return answer["data"]["activeTargets"]
-
-
-def until(condition, timeout_s: float = 30.0) -> None:
-    limit_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit_s, "it did not come true in time"
-        time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
 def prometheus(shared: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """The shipped config, with this fleet's address and a shorter interval."""
-    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
-    config = (FOLDER.parent / "prometheus.yml").read_text()
-    config = config.replace("http://127.0.0.1:8000", shared.url)
-    config = config.replace("scrape_interval: 5s", f"scrape_interval: {SCRAPE_S}s")
-    config = config.replace("evaluation_interval: 15s", "evaluation_interval: 2s")
-    config = config.replace("refresh_interval: 10s", "refresh_interval: 1s")
-    assert "8000" not in config
-    (folder / "prometheus.yml").write_text(config)
-    shutil.copytree(FOLDER.parent / "prometheus", folder / "prometheus")
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                str(PROMETHEUS),
-                *("--config.file", str(folder / "prometheus.yml")),
-                *("--storage.tsdb.path", str(folder / "data")),
-                *("--web.listen-address", f"127.0.0.1:{port}"),
-            ],
-            stdout=log,
-            stderr=log,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        until(lambda: _answers(url), 20)
-        yield Prometheus(url)
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/-/ready", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
+    with prometheus_of(shared.url, tmp_path_factory.mktemp("prometheus")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

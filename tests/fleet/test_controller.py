@@ -130,6 +130,8 @@ def test_a_drained_worker_stays_down_until_it_is_restarted() -> None:
     assert only(Stop, fleet.drained("worker-1", 1, 5)) == ["worker-1"]
     fleet.ended("worker-1", 1, "exit code 0", 6)
     assert fleet.slots["worker-1"].phase is Phase.PARKED
+    assert fleet.describe(fleet.slots["worker-1"]).intent == "park"
+    assert fleet.describe(fleet.slots["worker-0"]).intent == "serve"
     assert not fleet.tick(10 * START_LIMIT_NS)
     assert only(Launch, fleet.restart(["worker-1"], 20, rolling=False)) == ["worker-1"]
 

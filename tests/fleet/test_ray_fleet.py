@@ -157,6 +157,10 @@ async def test_operators_drain_and_restart_through_redis(fleet: RayFleet) -> Non
     async with asyncio.timeout(10):
         while (await registry.records())[0]["worker-0"].state != "dead":
             await asyncio.sleep(0.05)
+    assert (await registry.records())[0]["worker-0"].intent == "park"
+    refused = await orders.ask("roll")
+    assert refused is not None and "worker-1 is the only worker in use" in refused.problem
+    assert slot(fleet, "worker-1")["phase"] == "ready"
 
     assert await orders.ask("restart", ["worker-0"]) == Answer()
     wait_ready(fleet, "worker-0", epoch + 1)

@@ -134,6 +134,7 @@ def test_the_whole_story_from_make_serve_to_an_empty_machine(serve: Serve) -> No
         wait_for(lambda name=worker_id: worker_of(url, name)["state"] == "ready", 90)
     assert ask(url) == ("The capital of France is Paris.", 0)
     wait_for(lambda: fleet_of(url)["transfers"]["count"] == 3, 1)  # they never fall
+    wait_for(lambda: served.output.read_text().count(" ready, epoch 2") == 2, 5)
 
     began = time.monotonic()
     served.process.send_signal(signal.SIGINT)

@@ -1,7 +1,7 @@
 """Bytes that processes of two versions exchange, or that Redis keeps, do not change by accident.
 
-Recorded from commit 8dfb768, with the added field ``turn`` of a worker's record, which earlier
-versions ignore. A change here needs a new wire version, and a look at
+Recorded from commit 8dfb768, with the added fields ``turn`` and ``intent`` of a worker's record,
+which earlier versions ignore. A change here needs a new wire version, and a look at
 ``tests/fleet/test_upgrade.py``.
 """
 
@@ -74,7 +74,7 @@ BYTES = {
         lambda: manifest_digest([SLICE]).to_bytes(8, "little"),
         "b21ea951305be554eaf71395",
     ),
-    "worker": (lambda: msgspec.msgpack.encode(WORKER), "5a8141fcfe78197d9ccd55b2"),
+    "worker": (lambda: msgspec.msgpack.encode(WORKER), "0d2b306ab0db3b0e094d11a0"),
     "batch": (
         lambda: msgspec.msgpack.encode(EventBatch(incarnation=LIFE, sequence=4, stored=(LIFE,))),
         "b1454d6adcf8c508cdf43384",

@@ -21,7 +21,7 @@ from router.routing.watch.rates import rates
 from router.routing.watch.request_reports import Order, latest, report_of
 
 _ROLES = ("prefill", "decode")
-_WORKER_STATES = ("starting", "ready", "draining", "dead")
+_WORKER_STATES = ("starting", "ready", "draining", "dead", "parked")
 
 
 def routes(router: RouterParts) -> Endpoints:
@@ -113,8 +113,9 @@ def routes(router: RouterParts) -> Endpoints:
         access = access_of(request.headers, router.settings)
         tenant = None if access.operator else access.tenant
         kept = router.gateway.kept.newest_first()
+        refused = router.refused.newest_first(tenant)
         now_ns = monotonic_ns()
-        found = latest(kept, now_ns, tenant=tenant, limit=limit, order=order)
+        found = latest(kept, refused, now_ns, tenant=tenant, limit=limit, order=order)
         return {"at_s": round(now_ns / 1e9, 6), "requests": found}
 
     @api.get("/fleet/requests/{request_id}")
@@ -123,6 +124,8 @@ def routes(router: RouterParts) -> Endpoints:
         access = access_of(request.headers, router.settings)
         tenant = None if access.operator else access.tenant
         explanation = report_of(router.gateway.kept, request_id, tenant)
+        if explanation is None and (refused := router.refused.get(request_id, tenant)):
+            return refused.report()
         # Requests of other tenants are reported as unknown.
         if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
             raise HTTPException(
@@ -152,6 +155,8 @@ def _set_gauges(router: RouterParts) -> None:
     for role in _ROLES:
         for state in _WORKER_STATES:
             router.metrics.set("baton_workers", counts[role, state], role=role, state=state)
+        wanted = sum(slot.is_wanted for slot in router.gateway.workers if slot.role == role)
+        router.metrics.set("baton_workers_wanted", wanted, role=role)
     router.metrics.set("baton_role_turns", router.gateway.workers.last_turn())
     running = 0
     waiting = router.gateway.admission.waiting
@@ -196,6 +201,6 @@ def _targets(router: RouterParts, own_address: str) -> list[dict[str, Any]]:
             },
         }
         for slot in router.gateway.workers
-        if slot.record.metrics_address and slot.state != "dead"
+        if slot.record.metrics_address and slot.state not in ("dead", "parked")
     ]
     return [own, *workers]

@@ -22,5 +22,7 @@ def rates(slots: Iterable[Slot]) -> dict[str, dict[str, Any]]:
             },
         }
         for slot in slots
-        if slot.state != "dead" and slot.link is not None and (status := slot.link.status)
+        if slot.state not in ("dead", "parked")
+        and slot.link is not None
+        and (status := slot.link.status)
     }

@@ -99,15 +99,25 @@ class Slot:
 
     @property
     def state(self) -> str:
-        """State of the worker: starting, ready, draining or dead."""
+        """State of the worker: starting, ready, draining, dead, or parked by an operator."""
         link = self.link
         if link is not None and link.known and link.status is not None:
             if self.record.state == "draining":
                 return "draining"
             return link.status.state if link.status.state in _STATES else "ready"
         if self.dead_since_ns is not None or self.record.state == "dead":
-            return "dead"
+            return "parked" if self.listed and self.record.intent == "park" else "dead"
         return "starting"
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if it should be ready, now or after a restart."""
+        return self.listed and self.record.intent == "serve"
+
+    @property
+    def is_kept(self) -> bool:
+        """True if it stays in the list without a process: nobody has removed its slot."""
+        return self.listed and self.record.intent != "leave"
 
     @property
     def is_begun(self) -> bool:
@@ -163,12 +173,13 @@ class Slot:
         """Return the worker's entry in ``GET /fleet``: every field in every state."""
         link = self.link
         state = self.state
-        alive = state != "dead" and link is not None and link.status is not None
+        has_process = state not in ("dead", "parked")
+        alive = has_process and link is not None and link.status is not None
         status = link.status if alive and link is not None and link.status else WorkerStatus()
         identity = status.identity
         record = self.record
         incarnation = identity.incarnation or (link.incarnation if link else b"")
-        ranks = [] if state == "dead" else list(record.ranks) or [identity.pid or record.pid]
+        ranks = list(record.ranks) or [identity.pid or record.pid] if has_process else []
         host = identity.host or record.host
         return {
             "id": record.worker_id,
@@ -181,7 +192,7 @@ class Slot:
             "epoch": self.epoch,
             "ranks": ranks,
             "rank_hosts": list(record.rank_hosts)[: len(ranks)] or [host] * len(ranks),
-            "pid": 0 if state == "dead" else identity.pid or record.pid,
+            "pid": identity.pid or record.pid if has_process else 0,
             "host": host,
             "address": identity.address or record.address,
             "kv_blocks": _block_counts(status.kv_blocks),
@@ -191,7 +202,7 @@ class Slot:
             },
             "running": status.running,
             "waiting": status.waiting,
-            "threads": 0 if state == "dead" else status.threads or record.threads,
+            "threads": status.threads or record.threads if has_process else 0,
             "age_s": round((monotonic_ns() - link.status_ns) / 1e9, 3) if alive and link else None,
         }
 
@@ -277,7 +288,8 @@ class WorkerTable:
                 # A new incarnation may start at a slot's address at any time: keep connecting.
                 listed = slot.listed and slot.record.state != "dead"
                 connecting = slot.link is not None and (listed or slot.link.known)
-                if _long_dead(slot, limit_ns) and not (connecting or slot.is_begun):
+                stays = connecting or slot.is_begun or slot.is_kept
+                if _long_dead(slot, limit_ns) and not stays:
                     self._hang_up(slot, died=False)
                     del self._slots[worker_id]
                     self._note_change(worker_id)
@@ -285,7 +297,7 @@ class WorkerTable:
     def _upsert(self, record: WorkerRecord) -> None:
         slot = self._slots.get(record.worker_id)
         if slot is None:
-            if record.state == "dead":
+            if record.state == "dead" and record.intent == "leave":
                 return
             slot = self._slots[record.worker_id] = Slot(record, self._settings.emulated)
             slot.on_change = partial(self._note_change, record.worker_id)
@@ -443,7 +455,7 @@ class WorkerTable:
         shown = sorted(
             name
             for name, slot in self._slots.items()
-            if slot.is_begun or not _long_dead(slot, limit_ns)
+            if slot.is_begun or slot.is_kept or not _long_dead(slot, limit_ns)
         )
         return {
             "emulated": self._settings.emulated or None,

@@ -124,7 +124,23 @@ async def test_a_worker_whose_next_life_takes_long_to_start_stays_in_sight():
         await asyncio.sleep(1.2)  # the one before has been dead for longer
         (shown,) = table.describe()["workers"]
         assert (shown["state"], shown["reason"]) == ("dead", why)
+        await asyncio.sleep(2.6)
+        assert table.describe()["workers"], "its slot was not removed"
+        directory.put(msgspec.structs.replace(next_life, address="", state="dead", intent="leave"))
         await until(lambda: table.get("decode-0") is None, timeout_s=4)
+
+
+async def test_a_drained_worker_is_parked_and_stays_in_sight_of_every_router():
+    parked = msgspec.structs.replace(
+        record_of("decode-0", ""), state="dead", intent="park", reason="drained by an operator"
+    )
+    async with running(StaticDirectory([parked]), dead_shown_s=0.2) as (table, _):
+        await until(lambda: state(table) == "parked")
+        await asyncio.sleep(1.5)
+        (shown,) = table.describe()["workers"]
+        assert (shown["state"], shown["reason"]) == ("parked", "drained by an operator")
+        assert (shown["pid"], shown["ranks"], shown["threads"]) == (0, [], 0)
+        assert [slot.is_wanted for slot in table] == [False]
 
 
 async def test_only_proof_counts_as_a_death(worker):
