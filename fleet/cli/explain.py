@@ -69,7 +69,7 @@ def list_of(requests: list[dict[str, Any]]) -> RenderableType:
 
 def _route(one: dict[str, Any]) -> str:
     if one["decode"] is None:
-        return "-" if one["state"] == "ended" else "waits"
+        return "waits" if one["state"] == "queued" else "-"
     if one["prefill"] == one["decode"]:
         return str(one["decode"])
     return f"{one['prefill']} → {one['decode']}"

@@ -4,6 +4,7 @@ from rich.console import Console
 
 from fleet.cli.explain import list_of, report_of
 from fleet.cli.top import frame
+from router.routing.watch.refusals import RefusedRequest
 
 TERMS = dict.fromkeys(
     (
@@ -82,6 +83,26 @@ def test_a_report_of_what_never_ran() -> None:
     text = printed(report_of(bare))
     assert "was not placed" in text
     assert "no candidates" in text
+
+
+def test_a_refused_request_says_why() -> None:
+    refused = RefusedRequest(
+        id="req-1",
+        client_id="",
+        tenant="a",
+        endpoint="chat",
+        status=503,
+        code="unavailable",
+        reason="no decode worker is ready",
+        arrived_ns=0,
+        refused_ns=2_000_000,
+    )
+    shown = printed(report_of(refused.report()))
+    assert "Refused with 503 unavailable: no decode worker is ready" in shown
+    assert "was not placed" in shown
+    listed = printed(list_of([refused.summary(0)]))
+    assert "Refused with 503" in listed
+    assert "waits" not in listed
 
 
 def test_the_list_and_an_empty_one() -> None:

@@ -76,7 +76,7 @@ async def test_transfers_never_fall_over_a_death(make_fleet):
     assert await count() == 4
 
 
-async def test_the_dead_leave_after_a_while_and_come_back_as_they_were(make_fleet):
+async def test_the_dead_stay_in_sight_and_come_back_as_they_were(make_fleet):
     fleet = await make_fleet({"decode-0": None, "decode-1": None}, dead_shown_s=0.4)
 
     async def states() -> dict[str, str]:
@@ -88,7 +88,10 @@ async def test_the_dead_leave_after_a_while_and_come_back_as_they_were(make_flee
     await until(lambda: fleet.state("decode-0") == "dead")
     assert await states() == {"decode-0": "dead", "decode-1": "ready"}
     await asyncio.sleep(0.5)
-    assert await states() == {"decode-1": "ready"}
+    assert await states() == {"decode-0": "dead", "decode-1": "ready"}
+    metrics = (await fleet.http.get("/metrics")).text
+    assert 'baton_workers_wanted{role="decode"} 2.0' in metrics
+    assert 'baton_workers{role="decode",state="dead"} 1.0' in metrics
     # A new life at the same address needs no word from the directory.
     worker = fleet.workers["decode-0"]
     worker.incarnation, worker.epoch = b"n" * 16, 2
@@ -173,6 +176,16 @@ async def test_records_are_bounded(make_fleet):
     statuses = [(await fleet.http.get(f"/fleet/requests/{i}")).status_code for i in ids]
     assert statuses == [404, 404, 200, 200, 200]
     await until(lambda: fleet.router.gateway.in_flight == 0)
+
+
+async def test_the_first_token_of_a_whole_response_is_counted_when_it_comes(make_fleet):
+    fleet = await make_fleet({"decode-0": Script(step_s=0.1)})
+    assert (await fleet.chat(max_tokens=10)).status_code == 200
+    await until(lambda: fleet.router.gateway.in_flight == 0)
+    values = samples((await fleet.http.get("/metrics")).text)
+    waited_s = values["baton_time_to_first_token_seconds_sum", ("tenant", "default")]
+    took_s = values["baton_e2e_seconds_sum", ("tenant", "default")]
+    assert waited_s < took_s / 2
 
 
 async def test_metrics_count_each_request_once_and_phases_add_up(fleet):

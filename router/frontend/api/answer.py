@@ -19,13 +19,13 @@ from time import monotonic_ns
 from typing import Any
 
 import orjson
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, Status, StatusCode
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.telemetry.logs import request_context
 from baton.types.errors import BatonError, InternalError
-from router.frontend.api.errors import ErrorShape, error_response
+from router.frontend.api.errors import ErrorShape, Refusal, error_response
 from router.frontend.api.formats.answer_format import AnswerFormat, usage
 from router.frontend.api.parts import RouterParts
 from router.frontend.api.prepare import off_loop
@@ -38,6 +38,7 @@ from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.slo_outcome import slo_header
 from router.routing.shares.quota import Reservation
+from router.routing.watch.refusals import RefusedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,7 @@ class Exchange(Response):
             if self._connection is not None:
                 self._connection.unfollow(self)
             for active in self._active:
+                active.status = status
                 self._router.gateway.cancel(active)
                 self._router.request_log.write(active, self._context.endpoint, status)
                 self._router.gateway.on_response_sent(active)
@@ -126,12 +128,31 @@ class Exchange(Response):
             self._router.observer.rejected(error.code, tenant)
             if not self._active:  # otherwise the log entry is written at the end
                 self._router.request_log.refused(error, self._context.endpoint, tenant)
+            status = self._context.errors.status(Refusal.of(error))
+            if not any(active.id in self._router.gateway.kept for active in self._active):
+                self._keep_refused(error, status)
             response = error_response(
                 error, self._context.request_id, self._context.errors, self._limit_headers()
             )
             await response(scope, receive, send)
             return response.status_code
         return await self._respond(send)
+
+    def _keep_refused(self, error: BatonError, status: int) -> None:
+        request = self._requests[0]
+        self._router.refused.add(
+            RefusedRequest(
+                id=self._context.request_id,
+                client_id=request.client_id,
+                tenant=request.tenant,
+                endpoint=self._context.endpoint,
+                status=status,
+                code=error.code,
+                reason=error.message,
+                arrived_ns=request.arrived_ns,
+                refused_ns=monotonic_ns(),
+            )
+        )
 
     async def _reserve(self) -> None:
         """Reserve the tokens of all prompts, each once, and of all answers."""
@@ -239,7 +260,8 @@ class Exchange(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
         for active in self._active:
-            self._router.observer.first_byte(active, monotonic_ns())
+            if active.record.first_token_ns:
+                self._router.observer.first_content(active, active.record.first_token_ns)
         return 200
 
     def _report(self, status: int) -> None:
@@ -263,13 +285,16 @@ class Exchange(Response):
         span.set_attribute("gen_ai.usage.output_tokens", counted["completion_tokens"])
         span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
         span.set_attribute("http.response.status_code", status)
+        codes = [active.record.error.code for active in self._active if active.record.error]
+        if code := self._refused or next(iter(codes), ""):
+            span.set_attribute("error.type", code)
+        if status >= 500 or (status == 200 and codes):
+            span.set_status(Status(StatusCode.ERROR, code))
         for active in self._active:
             if active.record.first_token_ns:
                 waited_ns = active.record.first_token_ns - active.request.arrived_ns
                 span.set_attribute("gen_ai.response.time_to_first_chunk", waited_ns / 1e9)
                 span.set_attribute("baton.route", active.route_header())
-            if active.record.error is not None:
-                span.set_attribute("error.type", active.record.error.code)
             part_spans(self._router.tracing, span, active)
 
 
@@ -430,7 +455,7 @@ class Answer(Exchange):
                 active.record.sent = True  # from now on it cannot be placed again
                 if prompt not in self._shown and (delta.text or delta.calls or delta.reasoning):
                     self._shown.add(prompt)
-                    self._router.observer.first_byte(active, monotonic_ns())
+                    self._router.observer.first_content(active, monotonic_ns())
                 pieces.append(self._layout.delta(prompt, delta))
         return b"".join(pieces)
 

@@ -102,8 +102,16 @@ def _response(
     )
 
 
-def _new_id() -> str:
+def new_id() -> str:
+    """Return an id for a request that does not get one from `Preparer`."""
     return f"req-{secrets.token_hex(16)}"
+
+
+def refused_id(request: Request) -> str:
+    """Return the id of a request that is refused, which its records and its response share."""
+    state = request.scope.setdefault("state", {})
+    name: str = state.setdefault("refused_id", new_id())
+    return name
 
 
 class _RequestIds:
@@ -115,7 +123,7 @@ class _RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("x-request-id", _new_id())
+                MutableHeaders(scope=message).setdefault("x-request-id", new_id())
             await send(message)
 
         await self._app(scope, receive, send_named)
@@ -143,7 +151,7 @@ def install(
         known = error if isinstance(error, BatonError) else InternalError(str(error))
         if isinstance(error, UnauthorizedError):
             on_refused_login(request, error.message)
-        return error_response(known, _new_id(), shape_of(request))
+        return error_response(known, refused_id(request), shape_of(request))
 
     async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         if not isinstance(error, HTTPException):
@@ -157,10 +165,10 @@ def install(
         codes = {404: "not_found", 405: "method_not_allowed"}
         code = codes.get(error.status_code, "invalid_request")
         refusal = Refusal(error.status_code, message, "invalid_request_error", code)
-        return _response(refusal, _new_id(), shape_of(request), error.headers)
+        return _response(refusal, new_id(), shape_of(request), error.headers)
 
     async def on_fault(request: Request, error: Exception) -> JSONResponse:
-        name = _new_id()  # this response bypasses the middleware
+        name = new_id()  # this response bypasses the middleware
         with request_context(name, request.headers.get("traceparent", "")):
             _LOG.error("failed to handle a request", exc_info=error)
         return error_response(

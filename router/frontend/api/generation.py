@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from opentelemetry.trace import Span
 
+from baton.telemetry.logs import request_context
 from baton.types.errors import BatonError, DeadlineError, InternalError
 from router.frontend.api.answer import Answer, AnswerContext
 from router.frontend.api.bodies.chat import ChatBody
@@ -18,9 +19,9 @@ from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.embedding import EmbeddingBody
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.parse import parse
-from router.frontend.api.call_headers import ignored_of
+from router.frontend.api.call_headers import client_id_of, ignored_of
 from router.frontend.api.embeddings import EmbeddingAnswer
-from router.frontend.api.errors import OPENAI_ERRORS, ErrorShape, Refusal
+from router.frontend.api.errors import OPENAI_ERRORS, ErrorShape, Refusal, refused_id
 from router.frontend.api.formats.answer_format import ChunkFormat, DataEvents
 from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
@@ -37,6 +38,7 @@ from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_
 from router.frontend.http.departure import ended_by_departure
 from router.frontend.http.intake import arrived_ns_of
 from router.request import GenerationRequest
+from router.routing.watch.refusals import RefusedRequest
 
 _Body = TypeVar("_Body", bound=ModelBody)
 
@@ -83,9 +85,9 @@ class Calls:
         now_ns = arrived_ns_of(request.scope)
         router = self._router
         ignored = ignored_of(request)
-        with self._counted(endpoint):
+        with self._counted(request, endpoint, now_ns):
             caller = read_headers(request.headers, router.settings, ignored)
-        with self._counted(endpoint, caller):
+        with self._counted(request, endpoint, now_ns, caller):
             raw = await read_body(request, router, deadline_s=caller.timeout_s)
             body = await off_loop(
                 len(raw), lambda: parse(kind, raw, ignored, model=router.model.names[0])
@@ -95,8 +97,10 @@ class Calls:
                 return await respond(body, len(raw), caller, now_ns)
 
     @contextlib.contextmanager
-    def _counted(self, endpoint: str, caller: Caller | None = None) -> Iterator[None]:
-        """Count requests that are rejected before an answer exists."""
+    def _counted(
+        self, request: Request, endpoint: str, now_ns: int, caller: Caller | None = None
+    ) -> Iterator[None]:
+        """Count and keep requests that are rejected before an answer exists."""
         try:
             yield
         except Exception as error:
@@ -106,7 +110,22 @@ class Calls:
             self._router.observer.rejected(refusal.code, "all")
             status = self._errors.status(Refusal.of(refusal))
             self._router.observer.answered(endpoint, status, "all")
-            self._router.request_log.refused(refusal, endpoint, "all")
+            name = refused_id(request)
+            with request_context(name, caller.traceparent if caller is not None else ""):
+                self._router.request_log.refused(refusal, endpoint, "all")
+            self._router.refused.add(
+                RefusedRequest(
+                    id=name,
+                    client_id=client_id_of(request.headers),
+                    tenant=caller.tenant if caller is not None else "",
+                    endpoint=endpoint,
+                    status=status,
+                    code=refusal.code,
+                    reason=refusal.message,
+                    arrived_ns=now_ns,
+                    refused_ns=time.monotonic_ns(),
+                )
+            )
             raise
 
     async def embeddings(

@@ -39,6 +39,7 @@ from router.routing.requests.grammar_checker import GrammarChecker
 from router.routing.requests.observer import Observer
 from router.routing.requests.readiness import Prober
 from router.routing.shares.quota_feed import QuotaFeed, QuotaSource
+from router.routing.watch.refusals import RefusedRequests
 from router.routing.watch.request_log import RequestLog
 from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
@@ -65,6 +66,7 @@ class RouterParts:
     tracing: Tracing
     observer: Observer
     request_log: RequestLog
+    refused: RefusedRequests
     prefix_index: PrefixIndex
     gateway: Gateway
     preparer: Preparer
@@ -109,6 +111,7 @@ class RouterParts:
             tracing=Tracing("router"),
             observer=observer,
             request_log=RequestLog(settings, model.tokenizer),
+            refused=RefusedRequests(settings.kept_records),
             prefix_index=prefix_index,
             gateway=gateway,
             preparer=Preparer(model, settings),

@@ -15,7 +15,7 @@ from dataclasses import replace
 from time import monotonic_ns, time_ns
 from typing import Any
 
-from opentelemetry.trace import Link, Span, SpanKind, set_span_in_context
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from baton.telemetry.tracing import Tracing, extract, inject
 from baton.types.errors import BatonError
@@ -94,8 +94,15 @@ def ended_on_error(span: Span) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        code = error.code if isinstance(error, BatonError) else type(error).__name__
+        code = type(error).__name__
+        status = 500 if isinstance(error, Exception) else 499  # cancelled: the client left
+        if isinstance(error, BatonError):
+            code = error.code
+            status = error.status
         span.set_attribute("error.type", code)
+        span.set_attribute("http.response.status_code", status)
+        if status >= 500:
+            span.set_status(Status(StatusCode.ERROR, code))
         span.end()
         raise
 

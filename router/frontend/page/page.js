@@ -174,7 +174,7 @@ function drawEdges(workers, moving) {
     const box = document.querySelector(`[data-worker="${CSS.escape(id)}"]`).getBoundingClientRect();
     return [(side === "right" ? box.right : box.left) - frame.left, (box.top + box.bottom) / 2 - frame.top];
   };
-  const alive = workers.filter((worker) => worker.state !== "dead");
+  const alive = workers.filter((worker) => !["dead", "parked"].includes(worker.state));
   const lines = [];
   for (const from of alive.filter((worker) => worker.role === "prefill")) {
     for (const to of alive.filter((worker) => worker.role === "decode")) {
@@ -295,6 +295,7 @@ function showRequests(requests) {
     return element("tr", {},
       element("td", {}, open),
       element("td", { text: one.state === "ended" ? seconds(one.elapsed_s) : `${one.state}, ${seconds(one.elapsed_s)}` }),
+      element("td", { text: one.error ?? one.status ?? "", className: one.error ? "state-dead" : "" }),
       element("td", { text: seconds(one.first_token_s) }),
       element("td", { text: `${one.prompt_tokens} → ${one.completion_tokens}` }),
       element("td", { text: routeOf(one) }),
@@ -368,7 +369,7 @@ async function send(event) {
   byId("told").textContent = "";
   byId("stop").hidden = false;
   try {
-    const body = { model: await model(), stream: true, max_tokens: Number(byId("tokens").value), messages: [{ role: "user", content: byId("prompt").value }] };
+    const body = { model: await model(), stream: true, temperature: 0, max_tokens: Number(byId("tokens").value), messages: [{ role: "user", content: byId("prompt").value }] };
     const answer = await fetch("v1/chat/completions", {
       method: "POST", body: JSON.stringify(body), signal: chat.signal,
       headers: { ...headers(), "content-type": "application/json", "x-baton-mode": byId("mode").value },

@@ -42,6 +42,7 @@ class ActiveRequest:
         self.cancelled_ns = 0
         self.delivered_ns = 0
         self.observed = False
+        self.status = 0  # of the HTTP response, once it has ended; 499 if the client left
         self.gaps_s: list[float] = []  # between tokens that arrived one by one, after a hand-off
         self.gaps = TokenGaps()
         self.exposed_s = 0.0  # known at the end, like the regret
@@ -125,6 +126,7 @@ class ActiveRequest:
             "attempts": record.attempt,
             "moves": record.moves,
             "state": "ended" if record.ended else "running" if self.decode_id else "queued",
+            "status": self.status or None,
             "error": record.error.body()["error"] if record.error is not None else None,
             "seed": request.sampling.seed,
             "prompt_tokens": record.prompt_tokens,

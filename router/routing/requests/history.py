@@ -45,6 +45,10 @@ class KeptRecords:
             if not call.kept:
                 del self._calls[name]
 
+    def __contains__(self, request_id: str) -> bool:
+        """Return whether a request is still kept."""
+        return request_id in self._active
+
     def get(self, request_id: str) -> ActiveRequest | None:
         """Return a request that is still kept."""
         return self._active.get(request_id)

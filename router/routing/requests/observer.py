@@ -130,8 +130,8 @@ class Observer:
         if fresh == 1 and active.prefill_id is not None:
             active.gaps_s.append(gap_s)
 
-    def first_byte(self, active: ActiveRequest, now_ns: int) -> None:
-        """Record the time to the first content byte of a response."""
+    def first_content(self, active: ActiveRequest, now_ns: int) -> None:
+        """Record the time to the first content of a stream, or to the first token of a whole."""
         if not active.request.probe and not active.request.pooling:
             wait_s = (now_ns - active.request.arrived_ns) / 1e9
             tenant = active.request.tenant

@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from statistics import median
 from time import monotonic_ns
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from router.routing.placement.cost import WorkerLoad
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.history import KeptRecords
 from router.routing.requests.observer import phases
+from router.routing.watch.refusals import RefusedRequest
 from router.routing.watch.why import Facts, why
 
 Order = Literal["newest", "slowest"]
@@ -69,6 +71,7 @@ def _summary(active: ActiveRequest) -> dict[str, Any]:
         "id": active.id,
         "tenant": request.tenant,
         "state": facts.state,
+        "status": active.status or None,
         "elapsed_s": round(facts.elapsed_s, 6),
         "first_token_s": round((first_ns - request.arrived_ns) / 1e9, 6) if first_ns else None,
         "prompt_tokens": record.prompt_tokens,
@@ -86,15 +89,27 @@ def _summary(active: ActiveRequest) -> dict[str, Any]:
 
 
 def latest(
-    kept: Iterable[ActiveRequest], now_ns: int, *, tenant: str | None, limit: int, order: Order
+    kept: Iterable[ActiveRequest],
+    refused: Iterable[RefusedRequest],
+    now_ns: int,
+    *,
+    tenant: str | None,
+    limit: int,
+    order: Order,
 ) -> list[dict[str, Any]]:
-    """Return the newest or slowest kept requests, of one tenant or of all."""
+    """Return the newest or slowest requests, of one tenant or of all; refused ones, too."""
     own = (active for active in kept if tenant is None or active.request.tenant == tenant)
     if order == "slowest":
-        chosen = heapq.nlargest(limit, own, key=elapsed_s)
+        slow = heapq.nlargest(limit, own, key=elapsed_s)
+        slow_refused = heapq.nlargest(limit, refused, key=lambda one: one.elapsed_s)
+        lines = [summary(one, now_ns) for one in slow]
+        lines += [one.summary(now_ns) for one in slow_refused]
+        lines.sort(key=lambda line: line["elapsed_s"], reverse=True)
     else:
-        chosen = [active for active, _ in zip(own, range(limit), strict=False)]
-    return [summary(active, now_ns) for active in chosen]
+        lines = [summary(one, now_ns) for one in islice(own, limit)]
+        lines += [one.summary(now_ns) for one in islice(refused, limit)]
+        lines.sort(key=lambda line: line["age_s"])
+    return lines[:limit]
 
 
 def elapsed_s(active: ActiveRequest) -> float:
