@@ -49,6 +49,7 @@ from router.memory import allow_connections, collect_rarely, limit_arenas
 from router.routing.group.group import RouterGroup
 from router.routing.group.member import Member
 from router.routing.placement.index_feed import EventSource
+from router.routing.watch.request_reports import past_reports
 from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
@@ -151,6 +152,8 @@ async def serve(
     registry.on_skipped = lambda _: metrics.inc("baton_registry_records_skipped")
     metrics.before_page.append(lambda: _show_registry(metrics, registry))
     group = RouterGroup(member, metrics, router.parts.observer.task_failed) if member else None
+    if member is not None:
+        router.parts.past_reports.file = member.folder / f"{member.index}.reports"
     app: ASGIApp = router.app()
     options: dict[str, Any] = {}
     if settings.https is not None:
@@ -175,6 +178,10 @@ async def serve(
     own = [member.own_socket] if member is not None else list(sockets)
     async with router.parts.tasks.beside(_end_requests(server, router), "end requests"):
         await server.serve(own or None)
+    ended = past_reports(
+        router.parts.gateway.kept.newest_first(), router.parts.refused.newest_first()
+    )
+    router.parts.past_reports.keep(ended)
     await registry.close()
     export.close()
 

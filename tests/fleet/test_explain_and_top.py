@@ -100,7 +100,7 @@ def test_a_refused_request_says_why() -> None:
     shown = printed(report_of(refused.report()))
     assert "Refused with 503 unavailable: no decode worker is ready" in shown
     assert "was not placed" in shown
-    listed = printed(list_of([refused.summary(0)]))
+    listed = printed(list_of([refused.line(0)]))
     assert "Refused with 503" in listed
     assert "waits" not in listed
 

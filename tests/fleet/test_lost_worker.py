@@ -76,5 +76,5 @@ def test_a_crash_loop_is_alerted_and_a_drained_worker_is_not(url: str, tmp_path:
         assert len(lives) > 3, "it came back each time"
         assert baton("status") == 1
         wait_for(lambda: worker()["state"] == "ready", 60)
-        wait_for(lambda: not prometheus.query(FIRING), 30)
+        wait_for(lambda: not prometheus.query(FIRING), 75)
         assert baton("status") == 0

@@ -231,6 +231,37 @@ def test_routers_are_replaced_without_one_refused_connection(start: Start) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_counters_and_reports_outlive_a_router(start: Start, count: int) -> None:
+    routers = start(count)
+    call = {"model": "smollm2", "prompt": "x"}
+
+    def refused_id() -> str:
+        answer = httpx.post(url_of(routers, "/v1/completions"), json=call, trust_env=False)
+        assert answer.status_code == 503
+        return answer.headers["x-request-id"]
+
+    def counted() -> float:
+        page = httpx.get(url_of(routers, "/metrics"), trust_env=False).text
+        found = re.findall(r"^baton_requests_total.*status=\"503\".* (\S+)$", page, re.MULTILINE)
+        return sum(map(float, found))
+
+    names = [refused_id() for _ in range(3)]
+    for _ in range(2):
+        assert counted() == len(names)
+        before = routers.pids
+        routers.roll()
+        keep_until(routers, lambda old=before: routers.settled and not set(old) & set(routers.pids))
+        names.append(refused_id())
+    url = url_of(routers, "/fleet/requests")
+    listed = httpx.get(url, trust_env=False).json()["requests"]
+    assert [one["id"] for one in listed] == names[::-1]
+    for name in names:
+        report = httpx.get(f"{url}/{name}", trust_env=False).json()
+        assert (report["id"], report["status"]) == (name, 503)
+
+
+@pytest.mark.slow
 def test_a_router_that_leaves_answers_who_has_asked_nothing_yet(start: Start) -> None:
     routers = start(1)
     with contextlib.ExitStack() as opened:

@@ -113,9 +113,12 @@ def routes(router: RouterParts) -> Endpoints:
         access = access_of(request.headers, router.settings)
         tenant = None if access.operator else access.tenant
         kept = router.gateway.kept.newest_first()
-        refused = router.refused.newest_first(tenant)
         now_ns = monotonic_ns()
-        found = latest(kept, refused, now_ns, tenant=tenant, limit=limit, order=order)
+        others = (
+            router.refused.newest_first(tenant),
+            router.past_reports.newest_first(tenant),
+        )
+        found = latest(kept, others, now_ns, tenant=tenant, limit=limit, order=order)
         return {"at_s": round(now_ns / 1e9, 6), "requests": found}
 
     @api.get("/fleet/requests/{request_id}")
@@ -126,6 +129,8 @@ def routes(router: RouterParts) -> Endpoints:
         explanation = report_of(router.gateway.kept, request_id, tenant)
         if explanation is None and (refused := router.refused.get(request_id, tenant)):
             return refused.report()
+        if explanation is None and (past := router.past_reports.get(request_id, tenant)):
+            return past
         # Requests of other tenants are reported as unknown.
         if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
             raise HTTPException(

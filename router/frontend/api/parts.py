@@ -39,6 +39,7 @@ from router.routing.requests.grammar_checker import GrammarChecker
 from router.routing.requests.observer import Observer
 from router.routing.requests.readiness import Prober
 from router.routing.shares.quota_feed import QuotaFeed, QuotaSource
+from router.routing.watch.past_reports import PastReports
 from router.routing.watch.refusals import RefusedRequests
 from router.routing.watch.request_log import RequestLog
 from router.routing.workers.table import WorkerDirectory
@@ -67,6 +68,7 @@ class RouterParts:
     observer: Observer
     request_log: RequestLog
     refused: RefusedRequests
+    past_reports: PastReports
     prefix_index: PrefixIndex
     gateway: Gateway
     preparer: Preparer
@@ -112,6 +114,7 @@ class RouterParts:
             observer=observer,
             request_log=RequestLog(settings, model.tokenizer),
             refused=RefusedRequests(settings.kept_records),
+            past_reports=PastReports(),
             prefix_index=prefix_index,
             gateway=gateway,
             preparer=Preparer(model, settings),

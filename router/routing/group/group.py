@@ -28,8 +28,6 @@ class RouterGroup:
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """Wrap the router's application in that of the group."""
-        if self._member.count == 1:
-            return app
         return AnyRouter(app, self._siblings, self._past, self._metrics.together)
 
     async def join(self, make_connection: MakeConnection, tls: object | None) -> None:
@@ -44,5 +42,4 @@ class RouterGroup:
     async def close(self) -> None:
         """Leave the group and save this router's metrics."""
         await self._siblings.close()
-        if self._member.count > 1:
-            self._past.keep(self._metrics.render())
+        self._past.keep(self._metrics.render())

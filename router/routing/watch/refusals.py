@@ -36,7 +36,7 @@ class RefusedRequest:
         """Why it was refused."""
         return f"Refused with {self.status} {self.code}: {self.reason}"
 
-    def summary(self, now_ns: int) -> dict[str, Any]:
+    def line(self, now_ns: int) -> dict[str, Any]:
         """Return its line of the list, with the fields of a request that was placed."""
         return {
             "id": self.id,

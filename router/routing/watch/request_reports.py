@@ -1,7 +1,7 @@
 """Request reports for operators and tenants: what is known of a request, and why it was slow."""
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from statistics import median
 from time import monotonic_ns
@@ -12,6 +12,7 @@ from router.routing.placement.cost import WorkerLoad
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.history import KeptRecords
 from router.routing.requests.observer import phases
+from router.routing.watch.past_reports import KEPT, PastReport
 from router.routing.watch.refusals import RefusedRequest
 from router.routing.watch.why import Facts, why
 
@@ -88,26 +89,60 @@ def _summary(active: ActiveRequest) -> dict[str, Any]:
     }
 
 
+def past_reports(
+    kept: Iterable[ActiveRequest], refused: Iterable[RefusedRequest]
+) -> Iterator[PastReport]:
+    """Yield the reports of the latest ended requests, for the router's next process."""
+    now_ns = monotonic_ns()
+    for active in islice((one for one in kept if one.delivered_ns), KEPT):
+        yield PastReport(
+            tenant=active.request.tenant,
+            client_id=active.request.client_id,
+            arrived_ns=active.request.arrived_ns,
+            summary=summary(active, now_ns),
+            report=request_report(active),
+        )
+    for one in islice(refused, KEPT):
+        yield PastReport(
+            tenant=one.tenant,
+            client_id=one.client_id,
+            arrived_ns=one.arrived_ns,
+            summary=one.line(now_ns),
+            report=one.report(),
+        )
+
+
 def latest(
     kept: Iterable[ActiveRequest],
-    refused: Iterable[RefusedRequest],
+    others: Sequence[Iterable[RefusedRequest | PastReport]],
     now_ns: int,
     *,
     tenant: str | None,
     limit: int,
     order: Order,
 ) -> list[dict[str, Any]]:
-    """Return the newest or slowest requests, of one tenant or of all; refused ones, too."""
+    """Return the newest or slowest requests, of one tenant or of all.
+
+    Args:
+        kept: Requests of this process, newest first.
+        others: Refused requests, and those of earlier processes, each newest first.
+        now_ns: Time to which their ages refer.
+        tenant: Owner of the requests, or None for all.
+        limit: Number of requests.
+        order: Which ones come first.
+    """
     own = (active for active in kept if tenant is None or active.request.tenant == tenant)
     if order == "slowest":
         slow = heapq.nlargest(limit, own, key=elapsed_s)
-        slow_refused = heapq.nlargest(limit, refused, key=lambda one: one.elapsed_s)
         lines = [summary(one, now_ns) for one in slow]
-        lines += [one.summary(now_ns) for one in slow_refused]
+        for source in others:
+            slowest = heapq.nlargest(limit, source, key=lambda one: one.elapsed_s)
+            lines += [one.line(now_ns) for one in slowest]
         lines.sort(key=lambda line: line["elapsed_s"], reverse=True)
     else:
         lines = [summary(one, now_ns) for one in islice(own, limit)]
-        lines += [one.summary(now_ns) for one in islice(refused, limit)]
+        for source in others:
+            lines += [one.line(now_ns) for one in islice(source, limit)]
         lines.sort(key=lambda line: line["age_s"])
     return lines[:limit]
 

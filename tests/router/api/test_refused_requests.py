@@ -4,6 +4,8 @@ import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
 from baton.config.clients import ApiKeyConfig
+from router.routing.watch.past_reports import PastReports
+from router.routing.watch.request_reports import past_reports
 from tests.router.api.test_tracing import recorded
 from tests.router.conftest import until
 
@@ -79,6 +81,33 @@ async def test_refused_requests_are_their_tenants_own(make_fleet):
     other = await fleet.http.get(f"/fleet/requests/{name}", headers=bearer("sk-two"))
     assert other.status_code == 404
     assert (await report(fleet, name, bearer("sk-one")))["tenant"] == "one"
+
+
+async def test_reports_are_left_for_the_next_process(make_fleet, tmp_path):
+    fleet = await make_fleet({"decode-0": None}, api_keys=KEYS)
+    served = await fleet.chat(headers=bearer("sk-one"))
+    refused = await fleet.chat(temperature=-1, headers=bearer("sk-two"))
+    await until(lambda: fleet.router.gateway.in_flight == 0)
+    parts = fleet.router
+    name = served.json()["id"]
+    report_before = await report(fleet, name, bearer("sk-one"))
+    file = tmp_path / "0.reports"
+    PastReports(file).keep(
+        past_reports(parts.gateway.kept.newest_first(), parts.refused.newest_first())
+    )
+
+    later = await make_fleet({"decode-0": None}, api_keys=KEYS)
+    later.router.past_reports.file = file
+    assert await report(later, name, bearer("sk-one")) == report_before
+    hidden = await later.http.get(f"/fleet/requests/{name}", headers=bearer("sk-two"))
+    assert hidden.status_code == 404
+    listed = await later.http.get("/fleet/requests", headers=bearer("sk-operator"))
+    found = [one["id"] for one in listed.json()["requests"]]
+    assert found == [refused.headers["x-request-id"], name]
+    own = await later.http.get("/fleet/requests", headers=bearer("sk-one"))
+    assert [one["id"] for one in own.json()["requests"]] == [name]
+    file.write_bytes(b"garbage")
+    assert (await later.http.get("/fleet/requests", headers=bearer("sk-one"))).status_code == 200
 
 
 async def test_reports_have_the_same_fields_whether_refused_or_served(make_fleet):
