@@ -162,6 +162,9 @@ class DecodeRequest:
     def on_first_tokens(self, first: FirstTokens) -> None:
         """Send the route and the first tokens to the router."""
         self._times.prefill_ns = first.prefill_ns
+        if self._times.reserve_ns:
+            reserved_ns = self._began_ns + self._times.reserve_ns
+            self._times.first_ns = time.monotonic_ns() - reserved_ns
         self._times.queue_ns = first.queue_ns
         self._times.cached_tokens = first.cached_tokens
         self._times.input_ns += first.computed_ns
@@ -239,6 +242,8 @@ class DecodeRequest:
                 self._ended(report)
             case _:
                 if self._handoff is not None:
+                    if isinstance(report, ev.Reserved) and not self._times.reserve_ns:
+                        self._times.reserve_ns = time.monotonic_ns() - self._began_ns
                     self._handoff.on_report(report)
 
     def _send_route(self, mode: str, prefill_worker_id: str, cached_tokens: int) -> None:

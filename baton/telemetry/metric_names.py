@@ -95,8 +95,9 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         "Time from cancellation or timeout to the worker's confirmation that the request ended."
     ),
     "baton_phase_seconds": _seconds(
-        "Phases of a request: queue, tokenize, prefill, transfer, decode, delivery, unattributed. "
-        "They add up to baton_e2e_seconds.",
+        "Phases of a request: queue, tokenize, reservation, prefill, shared_steps, "
+        "between_workers, transfer, decode, delivery, unattributed. They add up to "
+        "baton_e2e_seconds.",
         "phase",
         vllm_by_label=(
             ("queue", "request_queue_time_seconds"),

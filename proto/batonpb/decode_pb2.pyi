@@ -236,7 +236,7 @@ class RequestEnd(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., times: _Optional[_Union[RequestTimes, _Mapping]] = ...) -> None: ...
 
 class RequestTimes(_message.Message):
-    __slots__ = ("queue_ns", "prefill_ns", "transfer_ns", "decode_ns", "transfer_bytes", "preemptions", "cached_tokens", "computed_tokens", "repaired_chunks", "input_ns", "output_ns")
+    __slots__ = ("queue_ns", "prefill_ns", "transfer_ns", "decode_ns", "transfer_bytes", "preemptions", "cached_tokens", "computed_tokens", "repaired_chunks", "input_ns", "output_ns", "reserve_ns", "first_ns")
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_NS_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +248,8 @@ class RequestTimes(_message.Message):
     REPAIRED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     INPUT_NS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_NS_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_NS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_NS_FIELD_NUMBER: _ClassVar[int]
     queue_ns: int
     prefill_ns: int
     transfer_ns: int
@@ -259,7 +261,9 @@ class RequestTimes(_message.Message):
     repaired_chunks: int
     input_ns: int
     output_ns: int
-    def __init__(self, queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., repaired_chunks: _Optional[int] = ..., input_ns: _Optional[int] = ..., output_ns: _Optional[int] = ...) -> None: ...
+    reserve_ns: int
+    first_ns: int
+    def __init__(self, queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., repaired_chunks: _Optional[int] = ..., input_ns: _Optional[int] = ..., output_ns: _Optional[int] = ..., reserve_ns: _Optional[int] = ..., first_ns: _Optional[int] = ...) -> None: ...
 
 class PrefillNeeded(_message.Message):
     __slots__ = ("request_id", "attempt", "failed", "reason", "peer_died")

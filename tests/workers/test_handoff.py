@@ -42,6 +42,8 @@ async def test_disaggregated_equals_colocated():
         assert not end.HasField("error")
         assert router.routes["a"].mode == "disaggregated"
         assert end.times.transfer_bytes == len(PROMPT) * 4 * 2 * 2 * 8 * 2
+        assert end.times.reserve_ns > 0
+        assert end.times.first_ns >= end.times.queue_ns + end.times.prefill_ns > 0
         want = await golden(router, PROMPT, sampling={"n": 3, "temperature": 1.0, "seed": 9})
         assert router.routes["golden"].mode == "colocated"
         assert router.tokens["a"] == want

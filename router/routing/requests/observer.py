@@ -248,13 +248,22 @@ def phases(active: ActiveRequest, exposed_s: float = 0.0) -> dict[str, float]:
     placed_ns = active.placed_ns or end_ns
     # The worker rounds differently: its parts must not exceed the time on this router's clock.
     window_s = _between_s(active.placed_ns, record.first_token_ns)
-    worker_queue_s = min(times.queue_ns / 1e9, window_s) if times is not None else 0.0
-    prefill_s = min(times.prefill_ns / 1e9, window_s - worker_queue_s) if times is not None else 0.0
+    reserve_s = worker_queue_s = prefill_s = computed_s = between_s = 0.0
+    if times is not None:
+        reserve_s = min(times.reserve_ns / 1e9, window_s)
+        worker_queue_s = min(times.queue_ns / 1e9, window_s - reserve_s)
+        prefill_s = min(times.prefill_ns / 1e9, window_s - reserve_s - worker_queue_s)
+        rest_s = window_s - reserve_s - worker_queue_s - prefill_s
+        between_s = min(max(times.first_ns / 1e9 - worker_queue_s - prefill_s, 0.0), rest_s)
+        computed_s = min(times.input_ns / 1e9 or prefill_s, prefill_s)  # earlier workers send 0
     decode_s = _between_s(record.first_token_ns, record.last_token_ns) - exposed_s
     parts = {
         "tokenize": _between_s(arrived_ns, active.submitted_ns),
         "queue": _between_s(active.submitted_ns, placed_ns) + worker_queue_s,
-        "prefill": prefill_s,
+        "reservation": reserve_s,
+        "prefill": computed_s,
+        "shared_steps": prefill_s - computed_s,
+        "between_workers": between_s,
         "transfer": exposed_s,
         "decode": max(decode_s, 0.0),
         "delivery": _between_s(record.last_token_ns, end_ns),

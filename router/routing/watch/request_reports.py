@@ -170,9 +170,10 @@ def facts_of(active: ActiveRequest) -> Facts:
         for candidate in compared
         if (worker := candidate.computes).worker_id != computes
     }
+    phases_s = phases(active, active.exposed_s) if over else _phases_so_far(active)
     return Facts(
         elapsed_s=elapsed_s(active),
-        phases_s=phases(active, active.exposed_s) if over else _phases_so_far(active),
+        phases_s=phases_s,
         state="ended" if record.ended else "running" if active.decode_id else "queued",
         error=f"{record.error.code} ({record.error.message})" if record.error is not None else "",
         worker_queue_s=times.queue_ns / 1e9 if times is not None else 0.0,
@@ -181,7 +182,7 @@ def facts_of(active: ActiveRequest) -> Facts:
         completion_tokens=record.completion_tokens,
         prefill_worker=computes,
         decode_worker=route.decode_worker_id if route is not None else active.decode_id or "",
-        prefill_s=times.prefill_ns / 1e9 if times is not None else 0.0,
+        prefill_s=phases_s.get("prefill", 0.0) if times is not None else 0.0,
         peers_prefill_tokens_per_s=_peers_rate(list(others.values())),
         held_elsewhere_tokens=min(
             max((worker.cached_blocks for worker in others.values()), default=0) * BLOCK_TOKENS,

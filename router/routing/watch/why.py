@@ -116,6 +116,13 @@ def _waiting(facts: Facts) -> Iterator[Why]:
     yield Why("queued", f"{text}: the fleet was full.", at_router_s)
     text = f"It waited {_s(at_worker_s)} of {_s(facts.elapsed_s)} at {facts.prefill_worker}"
     yield Why("worker_queue", f"{text}, behind other prompts.", at_worker_s)
+    reserved_s = facts.phases_s.get("reservation", 0.0)
+    text = f"It waited {_s(reserved_s)} of {_s(facts.elapsed_s)} at {facts.decode_worker}"
+    yield Why("reservation", f"{text} for KV blocks and a place in its batch.", reserved_s)
+    shared_s = facts.phases_s.get("shared_steps", 0.0)
+    text = f"It waited {_s(shared_s)} of {_s(facts.elapsed_s)} between its own chunks, while"
+    text += f" {facts.prefill_worker} computed other requests in the same steps."
+    yield Why("shared_steps", text, shared_s)
 
 
 def _repairing(facts: Facts) -> Iterator[Why]:
@@ -205,6 +212,10 @@ def _serving(facts: Facts) -> Iterator[Why]:
     rest_s = facts.phases_s.get("unattributed", 0.0)
     text = f"{_s(rest_s)} between router and worker belong to no phase: check the network and"
     yield Why("unattributed", f"{text} the load of their hosts.", rest_s)
+    between_s = facts.phases_s.get("between_workers", 0.0)
+    text = f"{_s(between_s)} passed between {facts.decode_worker} and {facts.prefill_worker} beyond"
+    text += " queueing and computing: check the network and the load of their hosts."
+    yield Why("between_workers", text, between_s)
 
 
 def _work(facts: Facts) -> Why:

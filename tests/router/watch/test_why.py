@@ -81,6 +81,12 @@ PLANTED = {
         facts(1.5, {"transfer": 1.0}, transfer_bytes=8 << 20, stalls_s=(1.02, 0.02, 0.02)),
         ["8.0 MiB", "prefill-1 to decode-0", "1.00 s"],
     ),
+    "reservation": (facts(9.0, {"reservation": 5.09}), ["5.09 s", "decode-0", "KV blocks"]),
+    "shared_steps": (facts(9.0, {"shared_steps": 4.1}), ["4.10 s", "prefill-1", "other requests"]),
+    "between_workers": (
+        facts(2.0, {"between_workers": 1.5}),
+        ["1.50 s", "decode-0 and prefill-1", "network"],
+    ),
     "slow_client": (facts(5.0, {"delivery": 4.5}), ["4.50 s", "client"]),
     "tokenize": (facts(1.0, {"tokenize": 0.6}), ["0.60 s", "tokenizing"]),
     "unattributed": (facts(1.0, {"unattributed": 0.6}), ["0.60 s", "network"]),
