@@ -24,6 +24,7 @@ from fleet.cli.common import (
 from fleet.cli.reach import KeyOption, UrlOption, order, reach
 from fleet.local import preflight
 from fleet.local import state as fleet_state
+from fleet.local.machine_fit import missing_files, missing_resources
 from fleet.local.state import FleetState
 from fleet.private_logs import logs_of
 
@@ -132,7 +133,10 @@ def _remote_logs(place: FleetState | RemoteFleet, worker: str | None, lines: int
 
 
 def config_check(file: FileArgument = None) -> None:
-    """Check a fleet file and its model. Each error names its line."""
+    """Check a fleet file and its model. Each error names its line.
+
+    Also shows what `baton up` would miss on this machine: certificates, CPUs, memory, a GPU.
+    """
     config_file, config = load_fleet_file(file, None)
     try:
         model = preflight.describe_model(config)
@@ -141,3 +145,5 @@ def config_check(file: FileArgument = None) -> None:
     typer.echo(f"{config_file}: ok ({model.text})")
     for note in preflight.notes(config):
         typer.echo(f"note: {note}")
+    for line in (*missing_files(config), *missing_resources(config)):
+        typer.echo(f"not on this machine: {line}")

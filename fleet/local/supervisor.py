@@ -31,6 +31,7 @@ from fleet.local.fleet_token import KnownToken, fleet_token
 from fleet.local.http_trust import trusted
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import OwnOutput, rotate, tail
+from fleet.local.machine_fit import missing_files, missing_resources
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_check import check_external, redacted
 from fleet.local.redis_server import EmbeddedRedis, RedisKeeper
@@ -145,6 +146,11 @@ class Supervisor:
         self._choose_name()
         self._logs = fleet_state.log_folder(self._config, self._name)
         self._token = fleet_token(self._name, self._config)
+        missing = missing_files(self._config)
+        if self._address is None:
+            missing += missing_resources(self._config)
+        if missing:
+            raise FleetError("; ".join(missing))
         model = describe_model(self._config)
         self.chats = model.chats
         self._say(f"model {self._config.model}: {model.text}")

@@ -1,0 +1,67 @@
+"""Checks whether this machine has what the processes of a fleet need that all run here."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from baton.config.fleet_file import FleetConfig
+from fleet.pools.resources import engine_settings
+
+_GIB = 1 << 30
+
+
+def missing_files(config: FleetConfig) -> list[str]:
+    """Return a line for each certificate file that cannot be read here."""
+    named: dict[str, str] = {}
+    if (https := config.clients.tls) is not None:
+        named |= {"clients.tls.certificate": https.certificate, "clients.tls.key": https.key}
+    if (tls := config.pools.tls) is not None:
+        named |= {
+            "pools.tls.certificate": tls.certificate,
+            "pools.tls.key": tls.key,
+            "pools.tls.ca": tls.ca,
+        }
+    return [f"{name}: {problem}" for name, file in named.items() if (problem := _unreadable(file))]
+
+
+def missing_resources(config: FleetConfig) -> list[str]:
+    """Return a line for each resource that this machine lacks for all workers of the fleet."""
+    return list(_missing(config))
+
+
+def _unreadable(file: str) -> str:
+    try:
+        with Path(file).open("rb"):
+            return ""
+    except OSError as error:
+        return f"cannot read {file}: {error.strerror}"
+
+
+def _missing(config: FleetConfig) -> Iterator[str]:
+    cores = os.cpu_count() or 1
+    if config.cpus_per_rank > cores:
+        yield f"cpus_per_rank: {config.cpus_per_rank:g}, but this machine has {cores} CPUs"
+    settings = engine_settings(config, "decode")
+    if settings.emulated is not None:
+        return
+    if settings.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            yield "BATON_DEVICE is cuda, but torch finds no CUDA device on this machine"
+    elif settings.kv_blocks:
+        from baton.engine.loading.memory import kv_geometry
+        from baton.model.artifact import resolve_model
+
+        model = resolve_model(config.model).config
+        pool = kv_geometry(model, settings.kv_dtype or settings.dtype, settings.kv_blocks)
+        needed_bytes = config.pools.most_workers * pool.pool_bytes
+        total_bytes = psutil.virtual_memory().total
+        if needed_bytes > total_bytes:
+            yield (
+                f"kv_blocks_per_worker: {settings.kv_blocks} blocks of {config.pools.most_workers} "
+                f"workers need {needed_bytes / _GIB:.1f} GiB, but this machine has "
+                f"{total_bytes / _GIB:.1f} GiB; `auto` takes what fits"
+            )
