@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -12,12 +13,31 @@ from rich.markup import escape
 from rich.table import Table
 
 from fleet.audit.local import audit_here
-from fleet.cli.common import FleetOption, fail, running_fleet, show_error
+from fleet.cli.common import (
+    FleetOption,
+    RemoteFleet,
+    fail,
+    get_json,
+    running_fleet,
+    show_error,
+)
 from fleet.cli.reach import KeyOption, UrlOption, order, reach
 from fleet.local.state import FleetState, audit_file
 
 _MOVE_LIMIT_S = 15.0
 _SHOWN_DECISIONS = 8
+_POLL_S = 0.5
+
+Workers = dict[str, dict[str, Any]]
+"""Workers of ``GET /fleet`` by id."""
+
+WaitOption = Annotated[
+    bool,
+    typer.Option("--wait", help="Show each change and return when it is done; else exit code 1."),
+]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout-s", min=0.1, help="Seconds that --wait may take.")
+]
 
 
 def drain(
@@ -26,6 +46,8 @@ def drain(
         str | None, typer.Option(help="Name or address of a node to close for workers.")
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Reopen the node.")] = False,
+    wait: WaitOption = False,
+    timeout_s: TimeoutOption = 600.0,
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
@@ -39,13 +61,19 @@ def drain(
         fail("use either `baton drain WORKER` or `baton drain --node NODE [--undo]`")
     place = reach(fleet, url, api_key)
     if worker is not None:
+        before = _workers(place) if wait else {}
         order(place, "drain", [worker])
         typer.echo(f"{worker}: draining (`baton status`)")
+        if wait:
+            _wait(place, before, lambda now: now[worker]["state"] == "parked", timeout_s)
         return
     verb = "open" if undo else "close"
     moving = order(place, verb, arguments={"node": str(node)}, timeout_s=_MOVE_LIMIT_S)
     what = f"moving {', '.join(moving)}" if moving else "it has no workers"
     typer.echo(f"{node}: reopened" if undo else f"{node}: closed; {what} (`baton nodes`)")
+    if wait and moving:
+        before = _workers(place)
+        _wait(place, before, lambda _: not _workers_on(place, str(node)), timeout_s)
 
 
 def restart(
@@ -57,6 +85,8 @@ def restart(
         bool, typer.Option("--rolling", help="Restart one after another, each drained first.")
     ] = False,
     move: Annotated[bool, typer.Option("--move", help="Move each worker to another node.")] = False,
+    wait: WaitOption = False,
+    timeout_s: TimeoutOption = 600.0,
     url: UrlOption = None,
     api_key: KeyOption = "",
 ) -> None:
@@ -66,12 +96,18 @@ def restart(
     successor serves before the old router stops accepting, and the old one finishes its responses.
     """
     if worker in ("router", "routers"):
+        if wait:
+            fail("--wait is for workers; `baton up` tells when each router was replaced")
         _restart_routers(running_fleet(fleet))
         return
     workers = [worker] if worker else []
     place = reach(fleet, url, api_key)
+    before = _workers(place) if wait else {}
     order(place, "roll" if rolling else "restart", workers, {"move": move})
     typer.echo(f"{worker or 'all workers'}: restarting{' one by one' if rolling else ''}")
+    if wait:
+        in_use = [name for name, one in before.items() if one["state"] != "parked"]
+        _wait(place, before, lambda now: _renewed(workers or in_use, before, now), timeout_s)
 
 
 def _restart_routers(state: FleetState) -> None:
@@ -87,6 +123,8 @@ def scale(
     sizes: Annotated[
         list[str], typer.Argument(help="prefill=N, decode=N, auto or hold", metavar="POOL=N...")
     ],
+    wait: WaitOption = False,
+    timeout_s: TimeoutOption = 600.0,
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
@@ -111,12 +149,70 @@ def scale(
             fail(f"{size}: use prefill=N and decode=N, or auto, or hold")
         arguments[role] = int(count)
     place = reach(fleet, url, api_key)
+    before = _workers(place) if wait else {}
     answer = order(place, "scale", arguments=arguments, timeout_s=_MOVE_LIMIT_S) or {}
     for worker_id, role in answer.get("turned", {}).items():
         typer.echo(f"{worker_id}: {role} from now on")
     if behind := answer.get("routers_behind"):
         fail(f"routers that do not follow yet: {', '.join(behind)} (`baton status`)")
     typer.echo(f"{', '.join(sizes)}: scaling (`baton status`)")
+    if wait:
+        _wait(place, before, lambda now: _has_sizes(arguments, now), timeout_s)
+
+
+def _workers(place: FleetState | RemoteFleet) -> Workers:
+    return {worker["id"]: worker for worker in get_json(place, "/fleet")["workers"]}
+
+
+def _workers_on(place: FleetState | RemoteFleet, node: str) -> list[str]:
+    found = order(place, "nodes", timeout_s=_MOVE_LIMIT_S)
+    return [
+        name for one in found if node in (one["name"], one["address"]) for name in one["workers"]
+    ]
+
+
+def _renewed(names: Iterable[str], before: Workers, now: Workers) -> bool:
+    """Return whether these workers are ready in a later life than before."""
+    return all(
+        name in now
+        and now[name]["state"] == "ready"
+        and now[name]["epoch"] > before.get(name, {"epoch": 0})["epoch"]
+        for name in names
+    )
+
+
+def _has_sizes(sizes: dict[str, int | str | bool], now: Workers) -> bool:
+    """Return whether the pools have so many workers, all of them ready."""
+    kept = [one for one in now.values() if one["state"] not in ("dead", "parked")]
+    states = {role: [one["state"] for one in kept if one["role"] == role] for role in sizes}
+    return all(states[role] == ["ready"] * int(count) for role, count in sizes.items())
+
+
+def _wait(
+    place: FleetState | RemoteFleet,
+    before: Workers,
+    done: Callable[[Workers], bool],
+    timeout_s: float,
+) -> None:
+    """Show the changes of workers until ``done``; exit with code 1 if the time is over."""
+    shown = {name: _shown(one) for name, one in before.items()}
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        now = _workers(place)
+        for name, one in now.items():
+            if shown.get(name) != _shown(one):
+                shown[name] = _shown(one)
+                typer.echo(f"{name}: {shown[name]}")
+        if done(now):
+            return
+        if time.monotonic() > deadline_s:
+            fail(f"not done after {timeout_s:g} s; it goes on (`baton status`)")
+        time.sleep(_POLL_S)
+
+
+def _shown(worker: dict[str, Any]) -> str:
+    reason = f" ({worker['reason']})" if worker["reason"] else ""
+    return f"{worker['role']}, {worker['state']}, epoch {worker['epoch']}{reason}"
 
 
 def plan(
