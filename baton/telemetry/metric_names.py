@@ -369,6 +369,7 @@ WORKER_METRICS: dict[str, MetricSpec] = {
 
 # Routers and workers.
 COMMON_METRICS: dict[str, MetricSpec] = {
+    "baton_build_info": _gauge("Always 1; the label is Baton's version.", "version"),
     "baton_engine_info": _gauge(
         "Always 1; the labels name the engine (real or emulated) and the timing model.",
         "engine",

@@ -9,12 +9,19 @@ Nothing is global: each component has its own registry.
 
 import asyncio
 import contextlib
+import importlib.metadata
 import ssl
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -56,6 +63,8 @@ class Metrics:
         for name, spec in self._specs.items():
             for value in spec.from_start:
                 self._child(name, {spec.labels[0]: value})
+        self._process = ProcessCollector(registry=self._registry)
+        self.set("baton_build_info", 1, version=importlib.metadata.version("baton-serve"))
         self.before_page: list[Callable[[], None]] = []  # set the gauges that are read on demand
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:
@@ -115,7 +124,8 @@ class Metrics:
         """Return the page in Prometheus' text format."""
         for show in self.before_page:
             show()
-        return generate_latest(_Page(self._instruments, self._specs, self._model))
+        page = generate_latest(_Page(self._instruments, self._specs, self._model))
+        return page + generate_latest(self._process)
 
     @property
     def together(self) -> dict[str, str]:
