@@ -43,12 +43,11 @@ class Steered:
     """Run that starts with one split and has the planner.
 
     Attributes:
-        start, end: Splits before and after.
+        start: Split before.
         decisions: Decisions that were applied, with seconds since the start.
     """
 
     start: str
-    end: str
     rate: float
     seconds: float
     records: Sequence[RequestRecord]
@@ -80,8 +79,8 @@ def findings_of(
         for name, begin_s, end_s in parts
     ]
     first, later = (figures_of(phase, steered.records, limits) for phase in phases)
-    reached = next((n for n, good in enumerate(over_time) if good >= kept_per_s), None)
-    when = "never" if reached is None else f"after {reached * _WIDTH_S:g} s"
+    kept_s = _kept_from_s(over_time, kept_per_s)
+    when = "at no time" if kept_s is None else f"from {kept_s:g} s on"
     ratio = later.good_per_s / base.good_per_s
     return Findings(
         parameters={
@@ -100,7 +99,7 @@ def findings_of(
             *(_row(split.name, split.figures) for split in splits),
             _row(f"{best.name} at 1.0 x", base),
             _row(f"{steered.start} with the planner at {OVERLOAD:g} x, {first.name}", first),
-            _row(f"{steered.end} with the planner at {OVERLOAD:g} x, {later.name}", later),
+            _row(f"{steered.start} with the planner at {OVERLOAD:g} x, {later.name}", later),
         ],
         plots=[
             Plot(
@@ -127,13 +126,23 @@ def findings_of(
         ],
         sentence=f"{best.name} is the best split: {best.figures.good_per_s:.2f} good responses/s, "
         f"and {base.good_per_s:.2f} at the {base.rate:.2f} requests/s that it holds. From "
-        f"{steered.start} at {OVERLOAD:g} x, the planner reached {KEPT:g} of that {when} and "
-        f"served {ratio:.2f} of it after a minute, with {steered.end}.",
+        f"{steered.start} at {OVERLOAD:g} x with the planner, the fleet served {ratio:.2f} of that "
+        f"after a minute, and {KEPT:g} of it {when}. Changes by the planner: "
+        f"{len(steered.decisions)}.",
         notes=[
             "Requests count at the time when they were to be sent. All are disaggregated.",
             "Good of admitted: without the requests that got 429.",
         ],
     )
+
+
+def _kept_from_s(good_per_s: Sequence[float], kept_per_s: float) -> float | None:
+    """Return the time from which the mean until the end is enough; None if there is none."""
+    for place in range(len(good_per_s)):
+        rest = good_per_s[place:]
+        if sum(rest) >= kept_per_s * len(rest):
+            return place * _WIDTH_S
+    return None
 
 
 def _row(name: str, figures: PhaseFigures) -> list[Cell]:

@@ -96,14 +96,13 @@ class _Lab:
         try:
             records = asyncio.run(self._sent(rate, zero.append))
             began = time.time() - (time.monotonic() - zero[0])
-            decisions = [(at - began, text) for at, text in self.fleet.decisions(began)]
+            decided = [(at - began, text) for at, text in self.fleet.decisions(began)]
             return Steered(
                 start=worst.name,
-                end="{prefill} + {decode}".format(**self.fleet.sizes()),
                 rate=rate,
                 seconds=_STEERED_S,
                 records=records,
-                decisions=decisions,
+                decisions=[one for one in decided if one[0] <= _STEERED_S],
             )
         finally:
             self.fleet.plan("hold")
