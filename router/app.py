@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -224,7 +225,8 @@ class Router:
                 time.time(),
                 queued=queued,
                 running=running,
-                last_turn=self.parts.gateway.workers.last_turn(),
+                last_turn=gateway.workers.last_turn(),
+                sizes=Counter(str(slot.role) for slot in gateway.workers.usable),
             )
 
     async def _wait_for_workers(self) -> None:

@@ -10,12 +10,14 @@ percentiles. Counts and sums include all.
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 VALUES_PER_SAMPLE = 512
 MAX_EDGES = 256  # pairs of workers in one sample
+_NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class Sample:
     handoffs: dict[str, int]  # first tokens per pair of workers: "worker-0>worker-1"
     limited: dict[str, int]  # ended requests with latency limits: good, late, refused, failed
     last_turn: int  # number of the last change of a worker's role
+    sizes: dict[str, int]  # workers that accept requests, by role
 
     def as_dict(self) -> dict[str, Any]:
         """Return the sample as a dict for JSON."""
@@ -125,7 +128,15 @@ class LiveSeries:
         """Record what became of a request with latency limits."""
         self._open.limited[outcome] += 1
 
-    def close(self, at_s: float, *, queued: int, running: int, last_turn: int = 0) -> Sample:
+    def close(
+        self,
+        at_s: float,
+        *,
+        queued: int,
+        running: int,
+        last_turn: int = 0,
+        sizes: Mapping[str, int] = _NO_SIZES,
+    ) -> Sample:
         """Close the interval at a Unix time, with the requests that wait and run; open the next."""
         now = self._open
         self._open = _Open()
@@ -151,6 +162,7 @@ class LiveSeries:
             handoffs=dict(now.handoffs),
             limited=dict(now.limited),
             last_turn=last_turn,
+            sizes=dict(sizes),
         )
         self._samples.append(sample)
         return sample

@@ -70,6 +70,7 @@ class AnswerReader:
     def __init__(self, *, keep_text: bool) -> None:
         self.status = 0
         self.request_id = ""
+        self.retry_after = ""
         self.chunk_s: list[float] = []
         self.finish_reason = ""
         self.usage = _Usage()
@@ -133,6 +134,8 @@ class AnswerReader:
         """Process a header of the response."""
         if name.lower() == b"x-request-id":
             self.request_id = value.decode("latin-1")
+        elif name.lower() == b"retry-after":
+            self.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """Process the end of the headers."""

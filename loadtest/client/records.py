@@ -47,6 +47,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     cached_tokens: int | None = None
     request_id: str = ""  # header x-request-id, or `id` of the response
     answer: str | None = None  # text, if kept
+    retry_after: str = ""  # header of the response
 
 
 class ClientReport(msgspec.Struct, frozen=True, kw_only=True, tag="client"):

@@ -137,6 +137,7 @@ class PlanRunner:
             cached_tokens=details.cached_tokens if details else None,
             request_id=reader.request_id,
             answer=reader.text if self._job.keep_answers else None,
+            retry_after=reader.retry_after,
         )
 
 

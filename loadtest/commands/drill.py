@@ -16,6 +16,7 @@ from loadtest.drill.drills import DRILLS
 from loadtest.drill.fleet import DrillError
 from loadtest.drill.runner import DrillOptions, DrillRunner
 from loadtest.drill.verdict import Verdict
+from loadtest.goodput.phases import PhaseFigures
 
 _ALL = "all"
 
@@ -29,6 +30,13 @@ def drill(
     rate: Annotated[
         float, typer.Option(help="Requests per second that the fleet serves easily.")
     ] = 1.0,
+    holds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="overload: requests per second that a fleet with slo holds. Default: search.",
+        ),
+    ] = None,
     mode: Annotated[
         Literal["auto", "disaggregated", "colocated"],
         typer.Option(help="Header x-baton-mode of every request."),
@@ -42,8 +50,9 @@ def drill(
     """Inject faults into the fleet on this machine, one at a time, and judge the outcome.
 
     Checks: no wrong tokens (compared with greedy responses taken before), no hangs, one typed end
-    per request, no leaked blocks, and the seconds until requests succeed again. The exit code is 1
-    if a check fails.
+    per request, no leaked blocks, and the seconds until requests succeed again. In a fleet with
+    latency limits (slo), overload checks its goodput at 1.5 and 3 times the rate that it holds. The
+    exit code is 1 if a check fails.
     """
     names = list(DRILLS) if name == [_ALL] else name
     if unknown := [each for each in names if each not in DRILLS]:
@@ -55,13 +64,17 @@ def drill(
         url=local.url, api_key=api_key, headers=[f"x-baton-mode: {mode}"], timeout_s=timeout_s
     )
     server = o.run_options(choices, None).server
-    runner = DrillRunner(DrillOptions(server=server, local=local, rate=rate, seed=seed))
+    runner = DrillRunner(
+        DrillOptions(server=server, local=local, rate=rate, holds=holds, seed=seed)
+    )
     verdicts = _run_all(runner, names)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "drill.json").write_bytes(msgspec.json.format(msgspec.json.encode(verdicts)))
     Console().print(_table(verdicts))
     for verdict in verdicts:
+        if verdict.phases:
+            Console().print(_phase_table(verdict.phases))
         for fault in verdict.faults:
             Console(soft_wrap=True).print(f"[red]{verdict.drill}[/]: {escape(fault)}")
     raise typer.Exit(0 if all(v.passed for v in verdicts) and len(verdicts) == len(names) else 1)
@@ -96,5 +109,17 @@ def _table(verdicts: list[Verdict]) -> Table:
         mark = "[green]pass[/]" if verdict.passed else "[bold red]FAIL[/]"
         table.add_row(
             verdict.drill, mark, recovered, str(verdict.compared), ends, verdict.what_was_done
+        )
+    return table
+
+
+def _phase_table(phases: list[PhaseFigures]) -> Table:
+    names = ("phase", "requests/s", "good/s", "sent", "refused", "late", "failed")
+    table = Table(*names, "good of admitted")
+    for phase in phases:
+        counts = (phase.sent, phase.refused, phase.late, phase.failed)
+        rates = (f"{phase.rate:.2f}", f"{phase.good_per_s:.2f}")
+        table.add_row(
+            phase.name, *rates, *map(str, counts), f"{100 * phase.good_of_admitted:.1f} %"
         )
     return table

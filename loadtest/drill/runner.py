@@ -11,11 +11,16 @@ import numpy as np
 
 from loadtest.client.processes import ClientFailedError, run_clients
 from loadtest.client.records import RequestRecord, ServerOptions
+from loadtest.client.server import ServerError
 from loadtest.commands.options import LocalFleet
 from loadtest.drill.drills import DRILLS, Drill
 from loadtest.drill.faults import Scene
 from loadtest.drill.fleet import DrillError, FleetView, all_at_rest, all_ready
+from loadtest.drill.overload import HOLDS_SHARE, judge_overload, overload_phases
 from loadtest.drill.verdict import Verdict, WorkerState, judge
+from loadtest.goodput.fleet import SizedFleet
+from loadtest.goodput.measure import alone_s, goodput, held_rate, send_phases
+from loadtest.goodput.phases import Limits, PhaseFigures, figures_of, phased_plan
 from loadtest.workloads.arrivals import arrival_times_s
 from loadtest.workloads.plan import Conversation, Plan, Segment, Turn
 from loadtest.workloads.prompts import UNIQUE_KEYS
@@ -26,6 +31,7 @@ _ANSWER_TOKENS = (8, 24, 48)
 _REST_LIMIT_S = 10.0
 _READY_LIMIT_S = 240.0
 _PROBE_GAP_S = 1.0
+_SEARCH_S = 20.0  # of each rate that is tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,7 @@ class DrillOptions:
     server: ServerOptions
     local: LocalFleet  # the fleet on this machine
     rate: float = 1.0  # requests per second that the fleet serves easily
+    holds: float | None = None  # requests per second that a fleet with `slo` holds; None: search
     seed: int = 0
 
 
@@ -75,6 +82,8 @@ class DrillRunner:
         async with FleetView(options.local.url, options.local.operator_key) as fleet:
             if not all_at_rest(workers := await fleet.wait(all_at_rest, _READY_LIMIT_S)):
                 raise DrillError(f"the fleet is not idle before the drill: {_summary(workers)}")
+            if name == "overload" and (limits := await self._limits()) is not None:
+                return await self._overload(fleet, limits)
             run = await self._load_and_fault(drill, Scene(fleet, options.local))
             await self._probe_until_answered(run)
             await fleet.wait(all_ready, _READY_LIMIT_S)  # restarted workers may still be loading
@@ -90,6 +99,55 @@ class DrillRunner:
             recovery_limit_s=drill.recovery_limit_s,
             workers=workers,
         )
+
+    async def _limits(self) -> Limits | None:
+        """Return the fleet's latency limits, and the time of a prompt alone; None without."""
+        local = self._options.local
+        try:
+            with SizedFleet(local.url, local.operator_key) as router:
+                slo = await asyncio.to_thread(router.slo)
+            if slo is None:
+                return None
+            own_s = await alone_s(self._options.server)
+        except ServerError as error:
+            raise DrillError(str(error)) from error
+        return Limits(ttft_s=slo[0], itl_s=slo[1], own_s=own_s)
+
+    async def _overload(self, fleet: FleetView, limits: Limits) -> Verdict:
+        rate = self._options.holds
+        if rate is None:
+            rate = await self._find_rate(len(await fleet.workers()), limits)
+        phases = overload_phases(rate)
+        records = await send_phases(phases, self._options.server)
+        base = figures_of(phases[0], records, limits)
+        if base.good_share < HOLDS_SHARE:
+            raise DrillError(
+                f"the fleet does not hold {rate:.2f} requests/s: only "
+                f"{100 * base.good_share:.0f} % were good; set a lower --holds"
+            )
+        probes = _Run(planned=[])
+        await self._probe_until_answered(probes)
+        workers = await fleet.wait(all_at_rest, _REST_LIMIT_S)
+        return judge_overload(
+            phases=phases,
+            planned=range(phased_plan(phases, 0).request_count),
+            records=records,
+            limits=limits,
+            probes=probes.records,
+            golden={index: self._golden[index % _PROMPTS] for index in probes.planned},
+            workers=workers,
+        )
+
+    async def _find_rate(self, workers: int, limits: Limits) -> float:
+        """Return the highest tried rate that the fleet holds, at first more than it can hold."""
+
+        async def measure(rate: float) -> PhaseFigures:
+            return await goodput(rate, _SEARCH_S, self._options.server, limits)
+
+        found = await held_rate(measure, await measure(workers / limits.own_s))
+        if found is None:
+            raise DrillError("the fleet holds no tried rate: set --holds")
+        return found.rate
 
     async def _load_and_fault(self, drill: Drill, scene: Scene) -> "_Run":
         rng = np.random.default_rng(self._options.seed)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from loadtest.client.records import RequestRecord
+from loadtest.goodput.phases import PhaseFigures
 from loadtest.metrics.summary import error_name
 
 _TYPED_ERRORS = ("http_error", "stream_error")
@@ -64,6 +65,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     compared: int  # responses, whole or partial, compared with golden ones
     recovered_s: float | None  # after the fault; None if never
     faults: list[str]
+    phases: list[PhaseFigures] = []  # of an overload with latency limits
 
     @property
     def passed(self) -> bool:
@@ -92,10 +94,9 @@ def judge(
     """
     recovered_s = recovery_s(records, fault_s)
     faults = [
-        *_wrong_tokens(records, golden),
-        *_wrong_ends(planned, records, may_fail=may_fail),
-        *(leak for worker in workers for leak in worker.leaks()),
-        *(f"{w.id} is {w.state}" for w in workers if w.state != "ready"),
+        *wrong_tokens(records, golden),
+        *wrong_ends(planned, records, may_fail=may_fail),
+        *left_behind(workers),
     ]
     if recovered_s is None:
         faults.append("no request after the fault succeeded")
@@ -113,6 +114,14 @@ def judge(
     )
 
 
+def left_behind(workers: Sequence[WorkerState]) -> list[str]:
+    """Return what the workers of an idle fleet still hold, and workers that are not ready."""
+    return [
+        *(leak for worker in workers for leak in worker.leaks()),
+        *(f"{w.id} is {w.state}" for w in workers if w.state != "ready"),
+    ]
+
+
 def recovery_s(records: Sequence[RequestRecord], fault_s: float) -> float | None:
     """Return the time from the fault to the first success that no later failure follows.
 
@@ -124,7 +133,8 @@ def recovery_s(records: Sequence[RequestRecord], fault_s: float) -> float | None
     return min(good) - fault_s if good else None
 
 
-def _wrong_tokens(records: Sequence[RequestRecord], golden: Mapping[int, str]) -> list[str]:
+def wrong_tokens(records: Sequence[RequestRecord], golden: Mapping[int, str]) -> list[str]:
+    """Return the responses that differ from the golden ones, or partial ones from their start."""
     wrong = []
     for record in records:
         answer = record.answer or ""
@@ -132,12 +142,13 @@ def _wrong_tokens(records: Sequence[RequestRecord], golden: Mapping[int, str]) -
         is_right = answer == right if record.end == "ok" else right.startswith(answer)
         if not is_right:
             wrong.append(f"#{record.index} ({record.end}) sent {answer!r} instead of {right!r}")
-    return _shortened("WRONG TOKENS", wrong)
+    return shortened("WRONG TOKENS", wrong)
 
 
-def _wrong_ends(
+def wrong_ends(
     planned: Sequence[int], records: Sequence[RequestRecord], *, may_fail: bool
 ) -> list[str]:
+    """Return the requests without exactly one end, or with one that is not allowed."""
     counts = Counter(record.index for record in records)
     faults = [f"request #{i} has {counts[i]} ends" for i in planned if counts[i] != 1]
     allowed = {"ok", "aborted"} | ({"http_error"} if may_fail else set())
@@ -146,10 +157,11 @@ def _wrong_ends(
         for r in records
         if r.end not in allowed or (r.end in _TYPED_ERRORS and not r.detail)
     ]
-    return [*faults, *_shortened("bad end", bad)]
+    return [*faults, *shortened("bad end", bad)]
 
 
-def _shortened(kind: str, faults: list[str]) -> list[str]:
+def shortened(kind: str, faults: list[str]) -> list[str]:
+    """Return the first faults of one kind, and the number of the others."""
     shown = [f"{kind}: {fault}" for fault in faults[:_SHOWN]]
     more = len(faults) - _SHOWN
     return [*shown, f"{kind}: {more} more"] if more > 0 else shown

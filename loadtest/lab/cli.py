@@ -18,7 +18,7 @@ from rich.table import Table
 from baton.config.fleet_file import DEFAULT_MODEL
 from loadtest.client.server import Server, ServerError
 from loadtest.commands.options import FindFleet, fail, typed_command
-from loadtest.lab.places import LabError, fleet_of, machine, run_in_process
+from loadtest.lab.places import LabError, emulated_fleet, fleet_of, machine, run_in_process
 from loadtest.lab.report import show, write_report
 from loadtest.lab.results import LabResults, write_results
 from loadtest.lab.table import LABS, Lab, LabContext
@@ -46,6 +46,9 @@ def lab(
     model: Annotated[
         str, typer.Option(help="Model reference, for labs with an engine of their own.")
     ] = DEFAULT_MODEL,
+    workers: Annotated[
+        int, typer.Option(min=2, help="split: workers of the emulated fleet that it starts.")
+    ] = 4,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of that engine. Default: cores, at most 2.")
     ] = None,
@@ -61,7 +64,11 @@ def lab(
         fail(f"unknown lab {name!r}; use one of {', '.join(LABS)}")
     found = LABS[name]
     context = LabContext(
-        quick=quick, model=model, threads=threads or min(os.cpu_count() or 1, 2), api_key=api_key
+        quick=quick,
+        model=model,
+        threads=threads or min(os.cpu_count() or 1, 2),
+        api_key=api_key,
+        workers=workers,
     )
     try:
         results = _run(found, context, url, fleet, ctx.obj)
@@ -92,7 +99,10 @@ def _run(
         subject = f"{context.model}, {context.threads} threads"
         findings = run_in_process(lab.name, context)
     else:
-        with fleet_of(url, fleet, find_fleet, context) as target:
+        given = bool(url) or fleet is not None
+        own = lab.own_fleet and not given
+        place = emulated_fleet(context) if own else fleet_of(url, fleet, find_fleet, context)
+        with place as target:
             with Server(target.url, target.api_key) as server:
                 emulated = server.emulated()
                 subject = f"{server.first_model()} at {target.url}"

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.config.fleet_file import DEFAULT_MODEL
 from loadtest.commands.options import FindFleet, echo
 from loadtest.lab.results import Findings
 from loadtest.lab.table import LABS, LabContext
@@ -72,6 +74,31 @@ def fleet_of(
     if not url:
         raise LabError("this lab needs a fleet: set --url or --fleet FILE, or run `baton up` first")
     yield msgspec.structs.replace(context, url=url.rstrip("/").removesuffix("/v1"))
+
+
+@contextlib.contextmanager
+def emulated_fleet(context: LabContext) -> Iterator[LabContext]:
+    """Yield the context with the URL and the operator's key of a new emulated fleet."""
+    key = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="baton-lab-") as folder:
+        file = Path(folder) / "fleet.yaml"
+        file.write_text(_emulated(context.workers, key))
+        with _started(file) as started:
+            yield msgspec.structs.replace(context, url=started, api_key=key)
+
+
+def _emulated(workers: int, key: str) -> str:
+    return f"""fleet: lab
+model: {DEFAULT_MODEL}
+max_context_tokens: 4096
+pools: {{prefill: 1, decode: {workers - 1}, engine: emulated}}
+kv_blocks_per_worker: 4096
+cpus_per_rank: 0.04
+slo: {{ttft_s: 3, itl_s: 0.06}}
+api_keys: {{{key}: {{role: operator}}}}
+host: 127.0.0.1
+redis: embedded
+"""
 
 
 @contextlib.contextmanager

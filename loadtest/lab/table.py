@@ -18,19 +18,29 @@ class LabContext(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 2  # threads of that engine
     url: str = ""  # base URL of the router without ``/v1``, for labs with a fleet
     api_key: str = ""  # operator's API key, or ""
+    workers: int = 4  # workers of a fleet that the lab starts for itself
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Experiment on one question. ``needs`` an engine in its own process, or a fleet."""
+    """Experiment on one question. ``needs`` an engine in its own process, or a fleet.
+
+    Attributes:
+        own_fleet: Starts an emulated fleet unless one is given, since the lab changes its sizes.
+        module: Module in this folder, if it is not the name.
+    """
 
     name: str
     question: str
     needs: Literal["engine", "fleet"]
+    own_fleet: bool = False
+    module: str = ""
 
     def run(self, context: LabContext) -> Findings:
         """Run the lab. Labs with an engine import torch."""
-        run: Callable[[LabContext], Findings] = import_module(f"loadtest.lab.{self.name}").run
+        run: Callable[[LabContext], Findings] = import_module(
+            f"loadtest.lab.{self.module or self.name}"
+        ).run
         return run(context)
 
 
@@ -49,5 +59,12 @@ LABS = {
         Lab("speculation", "Where does n-gram speculation speed up responses?", "engine"),
         Lab("quantisation", "What does quantisation save, and what does it cost?", "engine"),
         Lab("adapters", "What does a batch of many LoRA adapters cost?", "engine"),
+        Lab(
+            "split",
+            "Which split into prefill and decode is best for a load, and does the planner find it?",
+            "fleet",
+            own_fleet=True,
+            module="split.lab",
+        ),
     )
 }

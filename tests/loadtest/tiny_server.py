@@ -5,7 +5,8 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from types import MappingProxyType
 
 Reply = Callable[[dict, "Stream"], Awaitable[None]]
 
@@ -16,9 +17,15 @@ class Stream:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
 
-    async def head(self, status: int = 200, kind: str = "text/event-stream") -> None:
+    async def head(
+        self,
+        status: int = 200,
+        kind: str = "text/event-stream",
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._writer.write(
-            f"HTTP/1.1 {status} Some\r\ncontent-type: {kind}\r\nx-request-id: r-1\r\n"
+            f"HTTP/1.1 {status} Some\r\ncontent-type: {kind}\r\nx-request-id: r-1\r\n{more}"
             "transfer-encoding: chunked\r\n\r\n".encode()
         )
         await self._writer.drain()

@@ -16,6 +16,7 @@ from router.frontend.api.parts import Endpoints, RouterParts
 _FILES = {
     "page.css": ("page.css", "text/css"),
     "page.js": ("page.js", "text/javascript"),
+    "planner.js": ("planner.js", "text/javascript"),
     "tenants.js": ("tenants.js", "text/javascript"),
     "docs.js": ("docs.js", "text/javascript"),
     "swagger.css": ("vendor/swagger-ui.css", "text/css"),

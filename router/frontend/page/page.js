@@ -7,11 +7,10 @@ const KEPT_SAMPLES = 600;
 const HANDOFF_SHOWN = 3; // samples during which an edge moves after a hand-off
 const SLOW_SHARE = 0.5; // of the median of its peers
 const SVG = "http://www.w3.org/2000/svg";
-const PLANNER_POLLS = 5; // polls from one question to the planner to the next
 const BLOCK_STATES = ["leased", "cached", "quarantined", "free"];
 
 const byId = (id) => document.getElementById(id);
-const state = { samples: [], order: "newest", plots: [], chat: null, failures: 0, polls: 0 };
+const state = { samples: [], applied: [], order: "newest", plots: [], chat: null, failures: 0, polls: 0 };
 
 function element(name, { text, className, title } = {}, ...children) {
   const made = document.createElement(name);
@@ -31,6 +30,8 @@ function drawn(name, attributes) {
 const seconds = (value) =>
   value === null || value === undefined ? "–"
     : value >= 1 ? `${value.toFixed(2)} s` : `${(value * 1000).toFixed(value < 0.1 ? 1 : 0)} ms`;
+
+const clock = (unix_s) => new Date(unix_s * 1000).toLocaleTimeString([], { hourCycle: "h23" });
 
 // --- calls -------------------------------------------------------------------------------------
 
@@ -193,56 +194,27 @@ function drawEdges(workers, moving) {
 const sum = (counts) => Object.values(counts).reduce((total, count) => total + count, 0);
 const hasLimits = () => state.samples.some((sample) => sum(sample.limited));
 
-// A vertical line where workers changed their roles.
-function drawTurns(uplot) {
-  const { ctx, bbox } = uplot;
-  ctx.save();
-  ctx.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--soft").trim();
-  ctx.setLineDash([4, 4]);
-  state.samples.forEach((sample, place) => {
-    if (!place || sample.last_turn <= state.samples[place - 1].last_turn) return;
-    const x = uplot.valToPos(sample.at_s, "x", true);
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-  });
-  ctx.restore();
-}
-
-async function showPlanner() {
-  let text = "";
-  try {
-    const planner = await get("fleet/planner");
-    const { decision, done } = planner.decisions[0] ?? {};
-    let what = "";
-    if (decision?.type === "turn") what = `${decision.worker_id} ${done ? "became" : "would become"} a ${decision.role} worker: `;
-    if (decision?.type === "resize") what = `${done ? "now" : "would be"} ${decision.prefill} + ${decision.decode} workers: `;
-    text = decision ? `Planner (${planner.mode}): ${what}${decision.reason}` : "";
-  } catch { /* a fleet without a controller, or a tenant's key */ }
-  byId("planner").textContent = text;
-  byId("planner").hidden = !text;
-}
-
 function makePlots() {
   for (const plot of state.plots) plot.uplot.destroy();
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 0.5 }, ticks: { show: false }, size: 46 };
-  const clock = (_, times) => times.map((time) => new Date(time * 1000).toLocaleTimeString([], { hourCycle: "h23" }));
+  const clocks = (_, times) => times.map(clock);
   const line = (label, name) => ({ label, stroke: colour(name), width: 1.5, points: { show: true, size: 3 } });
-  const make = (id, series, values, now, hooks = {}) => {
+  const make = (id, series, values, now, { height = 150, whole = false, hooks = {} } = {}) => {
     const options = {
-      width: byId(id).clientWidth || 300, height: 150, legend: { show: false }, cursor: { show: false },
+      width: byId(id).clientWidth || 300, height, legend: { show: false }, cursor: { show: false },
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
-      axes: [{ ...axis, size: 26, space: 90, values: clock }, axis], series: [{}, ...series], hooks,
+      axes: [{ ...axis, size: 26, space: 90, values: clocks }, whole ? { ...axis, space: 15, incrs: [1, 2, 5, 10, 20, 50, 100] } : axis], series: [{}, ...series], hooks,
     };
-    return { uplot: new uPlot(options, [[], ...series.map(() => [])], byId(id)), id, values, now };
+    return { uplot: new uPlot(options, [[], ...series.map(() => [])], byId(id)), id, height, values, now };
   };
   const ms = (name) => (sample) => (sample[name] === null ? null : sample[name] * 1000);
   const rate = (name) => (sample) => sample[name] / sample.took_s;
-  const offered = (sample) => sum(sample.limited) / sample.took_s;
-  const good = (sample) => (sample.limited.good ?? 0) / sample.took_s;
+  const outcomes = (sample) => sum(sample.limited) / sample.took_s;
+  const outcome = (name) => (sample) => (sample.limited[name] ?? 0) / sample.took_s;
+  const steps = (label, name) => ({ ...line(label, name), points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }) });
+  const size = (role) => (sample) => sample.sizes?.[role] ?? 0;
   const latest = (name) => {
     const last = state.samples.findLast((sample) => sample[`${name}_p50_s`] !== null);
     return last ? `p50 ${seconds(last[`${name}_p50_s`])}, p99 ${seconds(last[`${name}_p99_s`])}` : "";
@@ -254,13 +226,15 @@ function makePlots() {
     make("rate", [line("output", "--leased"), line("prompt", "--moving")],
       [rate("generated_tokens"), rate("prompt_tokens")],
       () => `${rate("generated_tokens")(state.samples.at(-1)).toFixed(0)} output, ${rate("prompt_tokens")(state.samples.at(-1)).toFixed(0)} prompt`),
-    make("goodput", [line("all", "--moving"), line("good", "--leased")], [offered, good],
+    make("goodput", [line("all", "--moving"), line("good", "--good"), line("refused", "--bad")], [outcomes, outcome("good"), outcome("refused")],
       () => {
         const limited = state.samples.slice(-60).filter((sample) => sum(sample.limited));
         const all = limited.reduce((total, sample) => total + sum(sample.limited), 0);
         const kept = limited.reduce((total, sample) => total + (sample.limited.good ?? 0), 0);
         return all ? `good: ${((100 * kept) / all).toFixed(0)} % of the last minute` : "";
-      }, { draw: [drawTurns] }),
+      }, { hooks: { draw: [drawMarks] } }),
+    make("sizes", [steps("prefill", "--leased"), steps("decode", "--moving")], [size("prefill"), size("decode")],
+      () => `${splitText(state.samples.at(-1).sizes)} now`, { height: 90, whole: true }),
   ];
 }
 
@@ -424,7 +398,7 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { makePlots(); showPlots(); });
 addEventListener("resize", () => {
-  for (const plot of state.plots) plot.uplot.setSize({ width: byId(plot.id).clientWidth, height: 150 });
+  for (const plot of state.plots) plot.uplot.setSize({ width: byId(plot.id).clientWidth, height: plot.height });
 });
 makePlots();
 poll();

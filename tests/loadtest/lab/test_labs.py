@@ -144,3 +144,17 @@ def test_each_fleet_lab_runs_on_a_fleet_of_its_own(tmp_path: Path) -> None:
     run("cancellation", "--quick", "--fleet", file, "--out", tmp_path / "cancellation")
     cancelled = left_in(tmp_path / "cancellation", "cancellation").findings
     assert all(row[3:] == [0, 0] for row in cancelled.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.fleet
+@pytest.mark.timeout(1200)
+def test_the_lab_of_splits_starts_a_fleet_and_measures_every_split(tmp_path: Path) -> None:
+    run("split", "--quick", "--workers", 3, "--out", tmp_path)
+    results = left_in(tmp_path, "split")
+    assert results.emulated == "epyc-135m"
+    rows = results.findings.rows
+    assert [row[0] for row in rows[:2]] == ["1 + 2", "2 + 1"]
+    assert str(rows[2][0]).endswith("at 1.0 x")
+    assert all(0.0 < row[2] < row[1] for row in rows[:2]), "more was offered than is held"
+    assert rows[2][3] >= 0.95, "the best split holds its rate"

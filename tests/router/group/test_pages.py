@@ -109,7 +109,8 @@ def test_a_second_is_told_when_all_have_closed_it():
             series.handed_over("p", "d")
             series.ended_with_limits("good" if tokens == 3 else "late")
             ended_s = 100.0 + second + tokens / 100
-            series.close(ended_s, queued=1, running=2, last_turn=tokens)
+            sizes = {"prefill": 1, "decode": 3}
+            series.close(ended_s, queued=1, running=2, last_turn=tokens, sizes=sizes)
         samples = [sample.as_dict() for sample in series.after(0)]
         parts.append({"last": series.last, "samples": samples, "workers": {"w": {}}})
     told = series_of(parts, {})
@@ -118,5 +119,6 @@ def test_a_second_is_told_when_all_have_closed_it():
     assert (sample["generated_tokens"], sample["queued"], sample["running"]) == (8, 2, 4)
     assert sample["handoffs"] == {"p>d": 2}
     assert (sample["limited"], sample["last_turn"]) == ({"good": 1, "late": 1}, 5)
+    assert sample["sizes"] == {"prefill": 1, "decode": 3}, "each router sees all workers"
     assert 0.03 < sample["itl_p50_s"] < sample["itl_p99_s"] == 0.05
     assert told["workers"] == {"w": {}}

@@ -1,11 +1,15 @@
 """The live page in a real browser: what it shows, what it loads, keys, keyboard, both schemes."""
 
 import re
+import time
 
 import msgspec
 import pytest
 
 from baton.config.clients import ApiKeyConfig, SloConfig
+from baton.planner.state import Figures, Nothing, Resize, Turn
+from baton.registry.orders import Answer
+from fleet.pools.roles.planning import Decided
 from tests.router.emulated_worker import Script
 from tests.router.page.chromium import CHROMIUM, chromium
 
@@ -119,6 +123,70 @@ async def test_a_fleet_with_latency_limits_shows_its_goodput_and_the_changes_of_
     await tab.show_as(390, 800, "dark")
     assert await tab.js("document.documentElement.scrollWidth") <= 390
     tab.problems.clear()  # this fleet has no controller to ask for its plans
+
+
+class PlannerDesk:
+    """Controller that answers with these decisions, the newest first."""
+
+    def __init__(self) -> None:
+        self.decided: list[Decided] = []
+
+    async def ask(self, verb, *_):
+        assert verb == "plan"
+        decisions = [msgspec.to_builtins(one) for one in self.decided]
+        return Answer(data={"mode": "auto", "slo": None, "reason": "", "decisions": decisions})
+
+
+@needs_browser
+async def test_decisions_of_the_planner_are_marks_with_their_reasons_beside_the_sizes(
+    make_fleet, tab
+):
+    figures = Figures(**dict.fromkeys(Figures.__struct_fields__, 1))
+    desk = PlannerDesk()
+    fleet = await make_fleet(
+        {"prefill-0": None, "decode-0": None, "decode-1": None},
+        slo=SloConfig(ttft_s=5, itl_s=1),
+        fleet_orders=desk,
+    )
+    await tab.show_as(1280, 900, "light")
+    await tab.go(fleet.url)
+    await fleet.chat()
+    await tab.until("!byId('goodput-figure').hidden")
+    await tab.until("byId('sizes-now').textContent === '1 + 2 now'")
+    turn = Turn(worker_id="decode-1", role="prefill", reason="1 + 2 misses", figures=figures)
+    wish = Resize(prefill=3, decode=2, reason="prompts wait 4.0 s")
+    refused = Resize(prefill=9, decode=9, reason="too many")
+    now_s = time.time()
+    desk.decided = [
+        Decided(at=now_s, decision=Nothing(reason="2 + 1 holds the load")),
+        Decided(at=now_s, decision=refused, refused="no node has room"),
+        Decided(at=now_s, decision=wish, done=True),
+        Decided(at=now_s, decision=turn, done=True),
+    ]
+    record = fleet.router.gateway.workers.get("decode-1").record
+    fleet.directory.put(msgspec.structs.replace(record, role="prefill", turn=1))
+    await tab.until("byId('sizes-now').textContent === '2 + 1 now'")
+    found = "[...document.querySelectorAll('.mark')].map(mark => mark.title.slice(9)).sort()"
+    await tab.until(f"{found}.length === 2 && {found}[0].startsWith('decode-1')", 40)
+    assert await tab.js(found) == [
+        "decode-1 became a prefill worker: 1 + 2 misses",
+        "now 3 + 2 workers: prompts wait 4.0 s",
+    ], "what was not done has no mark, and a turn of the planner has one"
+    assert (await tab.js("byId('planner').textContent")).endswith("2 + 1 holds the load")
+    sizes = "state.plots[4].uplot.data.slice(1).map(line => [line[0], line.at(-1)])"
+    assert await tab.js(sizes) == [[1, 2], [2, 1]]
+    # A hovered mark stays the same element, at its time, while new samples move it.
+    kept = await tab.js("(window.kept = document.querySelector('.mark')).style.left")
+    await tab.until(f"kept.style.left !== '{kept}'")
+    assert await tab.js("kept.isConnected")
+    # A turn that the planner did not decide.
+    fleet.directory.put(msgspec.structs.replace(record, role="decode", turn=2))
+    desk.decided = []
+    await tab.until(f"{found}.includes('roles changed to 1 + 2')", 40)
+    # Another plot has the same marks: the colour scheme has changed.
+    await tab.show_as(390, 800, "dark")
+    await tab.until(f"{found}.includes('roles changed to 1 + 2')")
+    assert await tab.js("document.documentElement.scrollWidth") <= 390
 
 
 @needs_browser
