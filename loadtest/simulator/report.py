@@ -237,6 +237,8 @@ def goodput_table(results: dict[str, Figures]) -> Table:
         "wasted",
         "turns",
         "good/worker h",
+        "2nd try",
+        "tries",
     ):
         shown.add_column(column, justify="left" if column == "policy" else "right")
     for name, one in results.items():
@@ -253,6 +255,8 @@ def goodput_table(results: dict[str, Figures]) -> Table:
                 f"{found.wasted_share:.1%}",
                 str(found.turns),
                 f"{found.good_per_worker_hour:.0f}",
+                "" if found.second_try_share is None else f"{found.second_try_share:.1%}",
+                f"{found.mean_tries:.2f}",
             )
     return shown
 

@@ -563,3 +563,25 @@ def test_the_planner_needs_limits_and_pools_of_one_size(tmp_path):
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "decisions, simulated" in shown.output
+
+
+def test_clients_that_come_again_when_they_are_told_to_are_let_in():
+    """At twice the load that the fleet holds, from the first client to the last."""
+    trace = [TraceRequest(n / 4.4, 6000, 60) for n in range(400)]
+    setup = replace(EQUAL, prefill_workers=3, decode_workers=1, slo=STRICT, spread_s=0.5, tries=10)
+    simulation = run(replace(setup, max_batch_requests=128), trace)
+    found = goodput(simulation.records, simulation.setup, STRICT)
+    assert all(record.ends == 1 for record in simulation.records)
+    assert found.second_tries > 50
+    assert found.second_try_share > 0.85
+    assert found.mean_tries < 2.0
+    assert found.good_of_admitted_share > 0.95
+    assert_nothing_is_left(simulation)
+
+
+def test_a_client_with_one_try_is_refused_for_good():
+    trace = [TraceRequest(n / 4.4, 6000, 60) for n in range(300)]
+    setup = replace(EQUAL, prefill_workers=1, decode_workers=1, slo=STRICT, spread_s=0.5)
+    found = goodput(run(setup, trace).records, setup, STRICT)
+    assert found.refused_share > 0.3
+    assert (found.second_tries, found.second_try_share, found.mean_tries) == (0, None, 1.0)

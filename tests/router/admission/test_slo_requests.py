@@ -58,6 +58,23 @@ async def test_a_busy_fleet_refuses_with_a_time_and_a_sentence(make_fleet):
     await until(lambda: outcomes(fleet).get("refused") == 1)
 
 
+@pytest.mark.parametrize("words", [1, 400])
+async def test_a_client_that_comes_again_is_known_by_its_tenant_and_prompt(make_fleet, words):
+    fleet = await make_fleet({"decode-0": Script(streams=200)}, slo=HARD)
+    promises = fleet.router.gateway._slo.gate.promises
+
+    async def refused(tenant: str, word: str) -> None:
+        body = {"prompt": f"{'again ' * words}{word}", "max_tokens": 4, "model": MODEL}
+        headers = {"x-baton-tenant": tenant}
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=30) as client:
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 429, answer.text
+
+    for tenant, word, known in (("a", "x", 1), ("a", "y", 2), ("b", "x", 3), ("a", "x", 3)):
+        await refused(tenant, word)
+        assert len(promises) == known
+
+
 async def test_who_waits_is_served_when_the_worker_has_room(make_fleet):
     script = Script(streams=200)
     fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=10, itl_s=1))
