@@ -117,6 +117,21 @@ _OVERVIEW = (
         stacked=True,
     ),
     _plot(
+        "Sizes by the planner",
+        "short",
+        "{{role}}",
+        'max by (role) (baton_planner_wanted{fleet="$fleet"})',
+        stacked=True,
+        text="Also while `baton scale hold` keeps it from acting.",
+    ),
+    _plot(
+        "Load at the best split",
+        "percentunit",
+        "load",
+        'max(baton_planner_load_ratio{fleet="$fleet"})',
+        text="Needs by workers of the fuller role. From 100 % on, no split holds the load.",
+    ),
+    _plot(
         "Changes of roles since the start",
         "short",
         "changes",
