@@ -355,9 +355,9 @@ class SimulatedRouter(WorkerListener):
         if record.admitted:
             record.admitted = False
             self._admission.release(1, now_ns)
-        if not error and record.tokens > 1:
-            itl_s = (record.last_ns - record.first_ns) / 1e9 / (record.tokens - 1)
-            self._gate.learn_step(record.predicted_step_s, itl_s, record.tokens)
+        if not error and record.tokens > 2:
+            step_s = (record.last_ns - record.second_ns) / 1e9 / (record.tokens - 2)
+            self._gate.learn_step(record.predicted_step_s, step_s, record.tokens)
         if not error:
             self._placer.learn(record.request, record.tokens)
         self._pump()

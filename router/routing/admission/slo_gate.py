@@ -238,7 +238,7 @@ class SloGate:
         self._firsts_s.add(actual_s)
 
     def learn_step(self, predicted_s: float, actual_s: float, tokens: int) -> None:
-        """Note the mean ITL of a response, as predicted and as it was."""
+        """Note the mean ITL of a response after its second token, as predicted and as it was."""
         if tokens >= _LEAST_TOKENS and predicted_s:
             self._step_ratios.add(actual_s / predicted_s)
 

@@ -585,3 +585,17 @@ def test_a_client_with_one_try_is_refused_for_good():
     found = goodput(run(setup, trace).records, setup, STRICT)
     assert found.refused_share > 0.3
     assert (found.second_tries, found.second_try_share, found.mean_tries) == (0, None, 1.0)
+
+
+def test_the_simulated_gate_learns_steps_from_the_second_token_on():
+    trace = [TraceRequest(n / 2.0, 6000, 40) for n in range(20)]
+    setup = replace(EQUAL, slo=STRICT, link=replace(LINKS["between-nodes"], bytes_per_s=1e9))
+    simulation = Simulation(setup, trace)
+    learned: list[float] = []
+    simulation.router._gate.learn_step = lambda predicted, actual, tokens: learned.append(actual)
+    ended = sorted(simulation.run(), key=lambda record: record.ended_ns)
+    served = [record for record in ended if not record.error]
+    assert len(served) > 10
+    assert learned == [(one.last_ns - one.second_ns) / 1e9 / 38 for one in served]
+    whole = [(one.last_ns - one.first_ns) / 1e9 / 39 for one in served]
+    assert sum(whole) > 1.2 * sum(learned), "the transfer takes as long as many steps"

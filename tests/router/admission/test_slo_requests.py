@@ -75,6 +75,23 @@ async def test_a_client_that_comes_again_is_known_by_its_tenant_and_prompt(make_
         assert len(promises) == known
 
 
+async def test_the_gate_learns_steps_from_the_second_token_on(make_fleet, monkeypatch):
+    """The second token waits for the KV transfer too: 1 s here, for steps of 5 ms."""
+    script = Script(second_s=1.0)
+    fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=5, itl_s=1))
+    learned = []
+    monkeypatch.setattr(
+        fleet.router.gateway._slo.gate,
+        "learn_step",
+        lambda predicted_s, actual_s, tokens: learned.append((actual_s, tokens)),
+    )
+    assert (await fleet.chat(max_tokens=20)).status_code == 200
+    await until(lambda: len(learned) == 1)
+    actual_s, tokens = learned[0]
+    assert tokens == 20
+    assert 0.004 < actual_s < 0.045, "with the wait it would be 0.058"
+
+
 async def test_who_waits_is_served_when_the_worker_has_room(make_fleet):
     script = Script(streams=200)
     fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=10, itl_s=1))
