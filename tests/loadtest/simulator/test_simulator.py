@@ -599,3 +599,28 @@ def test_the_simulated_gate_learns_steps_from_the_second_token_on():
     assert learned == [(one.last_ns - one.second_ns) / 1e9 / 38 for one in served]
     whole = [(one.last_ns - one.first_ns) / 1e9 / 39 for one in served]
     assert sum(whole) > 1.2 * sum(learned), "the transfer takes as long as many steps"
+
+
+def test_plan_replays_a_trace_beside_the_fixed_split(tmp_path):
+    """Three prefill workers are needed: the planner turns two, and each turn has its figures."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": n * 450, "input_length": 6000, "output_length": 20, "hash_ids": []}
+        for n in range(120)
+    ]
+    trace.write_bytes(b"\n".join(msgspec.json.encode(line) for line in lines))
+    limits = ["--slo-ttft-s", "3", "--slo-itl-s", "0.03"]
+    arguments = ["plan", "--replay", str(trace), "--prefill", "1", "--decode", "3", *limits]
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+    assert shown.exit_code == 0, shown.output
+    rows = [line.split("│") for line in shown.output.splitlines() if "│" in line]
+    turns = [[cell.strip() for cell in row[1:-1]] for row in rows if "requests/s" in row[-2]]
+    assert [turn[1:3] for turn in turns] == [["1 + 3", "2 + 2"], ["2 + 2", "3 + 1"]]
+    assert all("misses" in turn[3] or "wait" in turn[3] for turn in turns)
+    good = {
+        row[1].strip(): float(row[3].strip().rstrip("%")) for row in rows if "from 1 + 3" in row[1]
+    }
+    assert good["auto from 1 + 3"] > 1.5 * good["fixed from 1 + 3"]
+    shown = CliRunner().invoke(app, ["plan", "--replay", str(tmp_path / "none")])
+    assert shown.exit_code == 2
+    assert "--replay" in shown.output
