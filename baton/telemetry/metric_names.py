@@ -161,6 +161,9 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         "outcome",
         from_start=("good", "late", "refused", "failed"),
     ),
+    "baton_slo_tenant_requests": _count(
+        "The same requests, by outcome and tenant.", "outcome", "tenant"
+    ),
     "baton_role_turns": _gauge("Number of the last change of a worker's role in this fleet."),
     "baton_planner_wanted": _gauge(
         "Workers by the planner, by role, also while it may not act; 0 without a planner.",

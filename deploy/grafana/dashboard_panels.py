@@ -76,6 +76,7 @@ def _counted(title: str, metric: str, *by: str) -> Panel:
 _OUR_PREFIX = "baton_prefix_tokens_total"
 _ROUTER = 'component="router"'
 _FOUND_LOCALLY = f'{_ROUTER}, source="local"'
+_GOOD = 'outcome="good"'
 _PREFILL_ROWS = 'kind="prefill"'
 _PREFILL_STEPS = 'kind=~"prefill|mixed"'
 _PREFILL_SPEED = (
@@ -108,6 +109,20 @@ _OVERVIEW = (
         _rate("baton_slo_requests_total", "outcome"),
         stacked=True,
         text="The height is the offered load, the part that is good is the goodput.",
+    ),
+    _plot(
+        "Requests within their latency limits, by tenant",
+        "percentunit",
+        "{{tenant}}",
+        f"{_rate('baton_slo_tenant_requests_total', 'tenant', where=_GOOD)}"
+        f" / ({_rate('baton_slo_tenant_requests_total', 'tenant')} > 0)",
+    ),
+    _plot(
+        "Time to first token by prediction",
+        "percentunit",
+        "measured by predicted",
+        f"{_rate('baton_actual_seconds_sum')} / ({_rate('baton_predicted_seconds_sum')} > 0)",
+        text="From placement on. At 100 % the predictions of the latency limits are right.",
     ),
     _plot(
         "Ready workers by role",

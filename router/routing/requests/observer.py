@@ -201,7 +201,9 @@ class Observer:
                 inc("baton_grammar_incomplete", reason=reason)
 
     def _slo(self, active: ActiveRequest, ended: str) -> None:
+        tenant = active.request.tenant
         self.metrics.inc("baton_slo_requests", outcome=ended)
+        self.metrics.inc("baton_slo_tenant_requests", outcome=ended, tenant=tenant)
         self.series.ended_with_limits(ended)
         if ended == "late":
             computed = active.record.prompt_tokens - active.record.cached_tokens

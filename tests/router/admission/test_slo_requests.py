@@ -58,6 +58,18 @@ async def test_a_busy_fleet_refuses_with_a_time_and_a_sentence(make_fleet):
     await until(lambda: outcomes(fleet).get("refused") == 1)
 
 
+async def test_outcomes_are_counted_by_tenant(make_fleet):
+    fleet = await make_fleet({"decode-0": Script(streams=20)}, slo=HARD)
+    assert (await call(fleet, x_baton_tenant="a")).status_code == 429
+    relaxed = {"x-baton-slo-itl-ms": "1000", "x-baton-slo-ttft-ms": "5000"}
+    assert (await call(fleet, x_baton_tenant="b", **relaxed)).status_code == 200
+    value = fleet.router.metrics.value
+    name = "baton_slo_tenant_requests"
+    await until(lambda: value(name, outcome="good", tenant="b") == 1)
+    await until(lambda: value(name, outcome="refused", tenant="a") == 1)
+    assert value(name, outcome="good", tenant="a") == 0
+
+
 @pytest.mark.parametrize("words", [1, 400])
 async def test_a_client_that_comes_again_is_known_by_its_tenant_and_prompt(make_fleet, words):
     fleet = await make_fleet({"decode-0": Script(streams=200)}, slo=HARD)
