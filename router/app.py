@@ -150,6 +150,7 @@ class Router:
             shared_demands,
             self.parts.observer.task_failed,
             gateway.workers.last_turn,
+            self.parts.observer.planned,
         )
         self._feeder = IndexFeeder(
             self.parts.prefix_index, events, self.parts.metrics, gateway.workers.resting.refreshed

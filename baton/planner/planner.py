@@ -223,7 +223,7 @@ class Planner:
         if load < _MISSES and waits < _WAIT_ALARM and full < 1.0:
             return None, f"{split} holds the load, which needs {needs}"
         total = figures.prefill + figures.decode
-        best = min(range(1, total), key=lambda prefill: _load(figures, prefill))
+        best, _ = best_split(figures)
         gains = load / _load(figures, best) >= GAIN
         misses = f"{split} misses: the load needs {needs}"
         if load < _MISSES:
@@ -270,6 +270,16 @@ class Planner:
         """Return the load of prefill with one worker fewer."""
         left = figures.prefill - 1
         return figures.prefill_need / left if left else inf
+
+
+def best_split(figures: Figures) -> tuple[int, float]:
+    """Return the prefill workers of the split with the largest flow, and its load.
+
+    There must be two workers or more.
+    """
+    total = figures.prefill + figures.decode
+    best = min(range(1, total), key=lambda prefill: _load(figures, prefill))
+    return best, _load(figures, best)
 
 
 def _load(figures: Figures, prefill: int) -> float:

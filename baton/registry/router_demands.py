@@ -8,6 +8,7 @@ from baton.registry.redis_store import Registry
 from baton.registry.types import WorkDemand
 
 _TTL_MS = 60_000
+_PLAN_TTL_MS = 10_000
 
 
 class TenantDemand(msgspec.Struct, frozen=True, array_like=True):
@@ -32,25 +33,56 @@ class RouterDemand(msgspec.Struct, frozen=True, kw_only=True):
     work: WorkDemand = WorkDemand()
 
 
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of the pools by the planner, whether it may act or not.
+
+    ``load`` is that of the fuller role at the best split of the ready workers; from 1 on, no split
+    of them holds the load. 0: there is no load to judge.
+    """
+
+    prefill: int = 0
+    decode: int = 0
+    load: float = 0.0
+
+
 class RouterDemands:
-    """Loads of all routers, in one hash.
+    """Loads of all routers, in one hash, and the planner's last result.
 
     Every call may raise the registry's ``RegistryUnavailableError``.
+
+    Attributes:
+        plan: Result of the planner at the last exchange; zeros if there is none.
     """
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self.plan = Plan()
 
     async def exchange(self, router_id: str, own: RouterDemand) -> dict[str, RouterDemand]:
         """Report the load of one router and return the loads of all others."""
         key = self._registry.key("routers")
-        _, found, _ = await self._registry.send(
+        _, found, _, plan = await self._registry.send(
             ("HSET", key, router_id, msgspec.msgpack.encode(own)),
             ("HGETALL", key),
             ("PEXPIRE", key, _TTL_MS),
+            ("GET", self._registry.key("plan")),
         )
+        self.plan = self._readable_plan(plan)
         names = self._registry.names_in(found)
         return self._readable({name: found[raw] for name, raw in names.items()}, router_id)
+
+    async def report_plan(self, plan: Plan) -> None:
+        """Report the result of the planner; it is valid for ten seconds."""
+        raw = msgspec.msgpack.encode(plan)
+        await self._registry.send(("SET", self._registry.key("plan"), raw, "PX", _PLAN_TTL_MS))
+
+    def _readable_plan(self, raw: bytes | None) -> Plan:
+        if raw is not None:
+            try:
+                return msgspec.msgpack.decode(raw, type=Plan)
+            except msgspec.DecodeError as error:  # another version
+                self._registry.skip("plan", str(error))
+        return Plan()
 
     async def read(self) -> dict[str, RouterDemand]:
         """Return the loads of all routers, also of some that are gone."""

@@ -162,7 +162,18 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
         "outcome",
         from_start=("good", "late", "refused", "failed"),
     ),
+    "baton_slo_tenant_requests": _count(
+        "The same requests, by outcome and tenant.", "outcome", "tenant"
+    ),
     "baton_role_turns": _gauge("Number of the last change of a worker's role in this fleet."),
+    "baton_planner_wanted": _gauge(
+        "Workers by the planner, by role, also while it may not act; 0 without a planner.",
+        "role",
+    ),
+    "baton_planner_load_ratio": _gauge(
+        "Needs ÷ workers of the fuller role, at the best split of the ready workers. From 1 on, "
+        "no split holds the load."
+    ),
     "baton_charged_seconds": _count(
         "Worker time of requests, by part: input, output. The rest of the workers' time is idle.",
         "part",

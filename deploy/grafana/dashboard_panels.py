@@ -76,6 +76,7 @@ def _counted(title: str, metric: str, *by: str) -> Panel:
 _OUR_PREFIX = "baton_prefix_tokens_total"
 _ROUTER = 'component="router"'
 _FOUND_LOCALLY = f'{_ROUTER}, source="local"'
+_GOOD = 'outcome="good"'
 _PREFILL_ROWS = 'kind="prefill"'
 _PREFILL_STEPS = 'kind=~"prefill|mixed"'
 _PREFILL_SPEED = (
@@ -110,11 +111,40 @@ _OVERVIEW = (
         text="The height is the offered load, the part that is good is the goodput.",
     ),
     _plot(
+        "Requests within their latency limits, by tenant",
+        "percentunit",
+        "{{tenant}}",
+        f"{_rate('baton_slo_tenant_requests_total', 'tenant', where=_GOOD)}"
+        f" / ({_rate('baton_slo_tenant_requests_total', 'tenant')} > 0)",
+    ),
+    _plot(
+        "Time to first token by prediction",
+        "percentunit",
+        "measured by predicted",
+        f"{_rate('baton_actual_seconds_sum')} / ({_rate('baton_predicted_seconds_sum')} > 0)",
+        text="From placement on. At 100 % the predictions of the latency limits are right.",
+    ),
+    _plot(
         "Ready workers by role",
         "short",
         "{{role}}",
         'max by (role) (baton_workers{fleet="$fleet", state="ready"})',
         stacked=True,
+    ),
+    _plot(
+        "Sizes by the planner",
+        "short",
+        "{{role}}",
+        'max by (role) (baton_planner_wanted{fleet="$fleet"})',
+        stacked=True,
+        text="Also while `baton scale hold` keeps it from acting.",
+    ),
+    _plot(
+        "Load at the best split",
+        "percentunit",
+        "load",
+        'max(baton_planner_load_ratio{fleet="$fleet"})',
+        text="Needs by workers of the fuller role. From 100 % on, no split holds the load.",
     ),
     _plot(
         "Changes of roles since the start",

@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +24,9 @@ from fleet.cli.common import (
 )
 from fleet.cli.reach import KeyOption, UrlOption, order, reach
 from fleet.local.state import FleetState, audit_file
+from loadtest.simulator.cli import replay
+from loadtest.simulator.simulation import Setup
+from router.request import Slo
 
 _MOVE_LIMIT_S = 15.0
 _SHOWN_DECISIONS = 8
@@ -222,11 +226,40 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the response of /fleet/planner.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--replay", help="Simulate this trace instead: Mooncake JSONL or Azure CSV."),
+    ] = None,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers at the start (replay).")] = 4,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers at the start (replay).")] = 4,
+    slo_ttft_s: Annotated[float, typer.Option(min=0.001, help="slo.ttft_s (replay).")] = 10.0,
+    slo_itl_s: Annotated[float, typer.Option(min=0.0001, help="slo.itl_s (replay).")] = 0.05,
+    speed: Annotated[
+        float, typer.Option(min=0.001, help="Divisor of the gaps between arrivals (replay).")
+    ] = 1.0,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per worker (replay).")] = 64,
+    kv_tokens: Annotated[int, typer.Option(min=1024, help="Pool size (replay).")] = 2_050_048,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first N requests (replay).")
+    ] = None,
 ) -> None:
     """Show what the planner does, or would do, and why.
 
-    `baton scale auto` lets it act. `baton simulate TRACE --plan auto` replays a trace.
+    `baton scale auto` lets it act. With --replay no fleet is needed: a trace is simulated with the
+    planner and with the fixed split. `baton simulate TRACE --plan auto` has more options.
     """
+    if trace is not None:
+        setup = Setup(
+            prefill_workers=prefill,
+            decode_workers=decode,
+            slo=Slo(ttft_s=slo_ttft_s, itl_s=slo_itl_s),
+            speed=speed,
+            max_batch_requests=batch,
+            prefill_kv_tokens=kv_tokens,
+            decode_kv_tokens=kv_tokens,
+        )
+        replay(trace, setup, limit)
+        return
     found = order(reach(fleet, url, api_key), "plan")
     if as_json:
         typer.echo(json.dumps(found, indent=2))

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from rich.console import Console
 from baton.engine.emulated_timing import H100_70B, TIMINGS
 from loadtest.commands.options import with_options
 from loadtest.simulator.network import LINKS
+from loadtest.simulator.planning import Decided
 from loadtest.simulator.policies import FLEET, POLICIES
 from loadtest.simulator.report import (
     Figures,
@@ -22,10 +24,10 @@ from loadtest.simulator.report import (
     table,
     turns_table,
 )
-from loadtest.simulator.simulation import Setup, Simulation
+from loadtest.simulator.simulation import Plan, Setup, Simulation
 from loadtest.workloads.days import days
 from loadtest.workloads.shifting import shifting
-from loadtest.workloads.traces import TraceError, read_trace
+from loadtest.workloads.traces import TraceError, TraceRequest, read_trace
 from router.request import Slo as RequestSlo
 
 ALL = "all"
@@ -93,10 +95,7 @@ def simulate(
     limits = None
     if slo_ttft_s is not None and slo_itl_s is not None:
         limits = RequestSlo(ttft_s=slo_ttft_s, itl_s=slo_itl_s)
-    try:
-        requests = read_trace(trace, limit)
-    except (TraceError, OSError) as error:
-        raise typer.BadParameter(str(error), param_hint="TRACE") from error
+    requests = _requests(trace, limit, "TRACE")
     if shift:
         requests = shifting(requests)
     if in_days:
@@ -106,18 +105,9 @@ def simulate(
     written: list[bytes] = []
     for name in [*POLICIES, FLEET] if policy == ALL else [policy]:
         fleet = replace(setup, policy=name, slo=limits, timing=TIMINGS[worker], link=LINKS[link])
-        began_s = time.perf_counter()
-        try:
-            simulation = Simulation(fleet, requests)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-        simulation.run()
+        simulation = _run(name, fleet, requests)
         results[name] = figures(simulation, requests, slo)
         written.append(as_json(simulation, results[name], slo))
-        sys.stderr.write(
-            f"{name}: {len(requests):,} requests, {simulation.clock.now_ns / 1e9:,.0f} s "
-            f"simulated in {time.perf_counter() - began_s:.1f} s\n"
-        )
     Console().print(table(results))
     if limits is not None:
         Console().print(goodput_table(results))
@@ -125,3 +115,40 @@ def simulate(
         Console().print(turns_table(simulation.planner.decisions))
     if json is not None:
         json.write_bytes(written[0] if len(written) == 1 else b"[" + b",".join(written) + b"]\n")
+
+
+def replay(trace: Path, setup: Setup, limit: int | None = None) -> None:
+    """Print what the planner does with a trace, and the goodput beside that of the fixed split."""
+    requests = _requests(trace, limit, "--replay")
+    results: dict[str, Figures] = {}
+    decisions: list[Decided] = []
+    plans: tuple[Plan, ...] = ("auto", "fixed")
+    for plan in plans:
+        name = f"{plan} from {setup.prefill_workers} + {setup.decode_workers}"
+        simulation = _run(name, replace(setup, plan=plan), requests)
+        results[name] = figures(simulation, requests, Slo())
+        if simulation.planner is not None:
+            decisions = simulation.planner.decisions
+    Console().print(turns_table(decisions))
+    Console().print(goodput_table(results))
+
+
+def _requests(trace: Path, limit: int | None, option: str) -> list[TraceRequest]:
+    try:
+        return read_trace(trace, limit)
+    except (TraceError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def _run(name: str, setup: Setup, requests: Sequence[TraceRequest]) -> Simulation:
+    began_s = time.perf_counter()
+    try:
+        simulation = Simulation(setup, requests)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    simulation.run()
+    sys.stderr.write(
+        f"{name}: {len(requests):,} requests, {simulation.clock.now_ns / 1e9:,.0f} s "
+        f"simulated in {time.perf_counter() - began_s:.1f} s\n"
+    )
+    return simulation

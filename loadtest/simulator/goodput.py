@@ -1,5 +1,7 @@
 """Goodput of a simulated fleet: requests that kept their limits, of all that were sent."""
 
+from statistics import fmean
+
 import msgspec
 
 from loadtest.simulator.records import Record
@@ -13,7 +15,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """Shares are between 0 and 1.
 
     Attributes:
-        good_per_s: Good requests per second, from the first arrival to the last.
+        good_per_s: Good requests per second, from the first client to the last; without those that
+            came again after that.
         good_share: Good requests of all that were sent.
         refused_share: Requests that got 429.
         good_of_admitted_share: Good requests of those that were answered.
@@ -23,6 +26,10 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
         turns: Changes of a worker's role.
         worker_hours: Hours for which workers were there until the last arrival, starts included.
         good_per_worker_hour: Good requests per hour of a worker.
+        second_tries: Clients that came again after 429 before the last client came.
+        second_try_share: Share of these that were let in at their second try; None without any.
+        retry_after_s: Mean ``Retry-After`` of their first refusal.
+        mean_tries: Tries of a client.
     """
 
     good_per_s: float
@@ -34,6 +41,10 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     worker_hours: float = 0.0
     good_per_worker_hour: float = 0.0
+    second_tries: int = 0
+    second_try_share: float | None = None
+    retry_after_s: float = 0.0
+    mean_tries: float = 1.0
 
 
 def goodput(
@@ -51,10 +62,14 @@ def goodput(
         if record.started_ns
     }
     wasted = sum(tokens for name, tokens in computed.items() if name not in good)
-    arrivals_ns = [record.request.arrived_ns for record in records]
-    span_s = max(max(arrivals_ns) - min(arrivals_ns), 1) / 1e9
+    sent_ns = [record.sent_ns for record in records]
+    last_ns = max(sent_ns)
+    span_s = max(last_ns - min(sent_ns), 1) / 1e9
+    in_span = sum(record.id in good and record.request.arrived_ns <= last_ns for record in records)
+    again = [record for record in records if 0 < record.again_ns <= last_ns]
+    let_in = sum(record.tries == 2 and not record.error for record in again)
     return Goodput(
-        good_per_s=round(len(good) / span_s, 4),
+        good_per_s=round(in_span / span_s, 4),
         good_share=round(len(good) / len(records), 4),
         refused_share=round(1 - admitted_share, 4),
         good_of_admitted_share=round(len(good) / max(len(admitted), 1), 4),
@@ -63,6 +78,10 @@ def goodput(
         turns=turns,
         worker_hours=round(worker_s / 3600, 4),
         good_per_worker_hour=round(len(good) / worker_s * 3600, 2) if worker_s else 0.0,
+        second_tries=len(again),
+        second_try_share=round(let_in / len(again), 4) if again else None,
+        retry_after_s=round(fmean(record.retry_after_s for record in again), 2) if again else 0.0,
+        mean_tries=round(fmean(record.tries for record in records), 4),
     )
 
 

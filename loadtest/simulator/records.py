@@ -17,13 +17,19 @@ class Record:
         predicted_first_s: Router's prediction of the time from placement to the first token.
         regret_s: Time that the best prefill worker would have saved, by the true queues of all
             workers; None if not computed.
-        exposed_ns: Time from the first to the second token.
+        sent_ns: Arrival of the first try; ``request`` has that of the last one.
+        retry_after_s: ``Retry-After`` of the first refusal.
+        again_ns: Arrival of the second try.
     """
 
     request: GenerationRequest = field(repr=False)
     answer_tokens: int  # output tokens of the response
     hashes: list[bytes] = field(repr=False)  # block hashes of the prompt's full blocks
     blocks: int  # blocks of the prompt, including a partial one at its end
+    sent_ns: int = 0
+    tries: int = 1  # how often the client has sent it, until its time for the next one
+    retry_after_s: float = 0.0
+    again_ns: int = 0
     ticket: int = 0
     attempt: int = 0
     computed_attempt: int = 0  # the last attempt that yielded a token

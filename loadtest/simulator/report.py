@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
+from baton.planner.state import Figures as PlannerFigures
 from baton.planner.state import Resize, Turn
 from loadtest.metrics.summary import Distribution
 from loadtest.simulator.goodput import Goodput, goodput
@@ -237,6 +238,8 @@ def goodput_table(results: dict[str, Figures]) -> Table:
         "wasted",
         "turns",
         "good/worker h",
+        "2nd try",
+        "tries",
     ):
         shown.add_column(column, justify="left" if column == "policy" else "right")
     for name, one in results.items():
@@ -253,6 +256,8 @@ def goodput_table(results: dict[str, Figures]) -> Table:
                 f"{found.wasted_share:.1%}",
                 str(found.turns),
                 f"{found.good_per_worker_hour:.0f}",
+                "" if found.second_try_share is None else f"{found.second_try_share:.1%}",
+                f"{found.mean_tries:.2f}",
             )
     return shown
 
@@ -260,14 +265,29 @@ def goodput_table(results: dict[str, Figures]) -> Table:
 def turns_table(decisions: Sequence[Decided]) -> Table:
     """Return a table with one row per change of a role or of the sizes."""
     shown = Table(title="decisions, simulated", title_justify="left")
-    for column in ("at", "change", "reason"):
+    for column in ("at", "from", "to", "reason", "figures"):
         shown.add_column(column, justify="right" if column == "at" else "left")
     for decided in decisions:
         decision = decided.decision
-        if isinstance(decision, Turn):
-            change = f"{decision.worker_id} to {decision.role}"
-            shown.add_row(f"{decided.at_s:.0f} s", change, decision.reason)
+        found = decision.figures
+        before = "" if found is None else f"{found.prefill} + {found.decode}"
+        if isinstance(decision, Turn) and found is not None:
+            more = 1 if decision.role == "prefill" else -1
+            after = f"{found.prefill + more} + {found.decode - more}"
         elif isinstance(decision, Resize):
-            sizes = f"{decision.prefill} + {decision.decode}"
-            shown.add_row(f"{decided.at_s:.0f} s", sizes, decision.reason)
+            after = f"{decision.prefill} + {decision.decode}"
+        else:
+            continue
+        shown.add_row(f"{decided.at_s:.0f} s", before, after, decision.reason, _described(found))
     return shown
+
+
+def _described(found: PlannerFigures | None) -> str:
+    """Return the figures of a decision."""
+    if found is None:
+        return ""
+    return (
+        f"{found.requests_per_s:.2f} requests/s, {found.prompt_s:.2f} s each to compute, "
+        f"{found.output_tokens:.0f} tokens each; prompts wait {found.prefill_wait_s:.1f} s, "
+        f"streams fill {found.decode_now:.2f} workers"
+    )

@@ -8,6 +8,7 @@ same machines and policies: ``Admission``, ``Tickets``, ``Placer``, ``LoadBook``
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ from router.settings import RouterSettings
 
 _LATE_NS = 100_000_000  # between two questions for the lane of late requests
 _REGRET_PERIOD = 16  # requests: reading all queues is slow
+_RETURN_S = 1.0  # after ``Retry-After``, within which a client comes again
 
 
 class _Chosen(NamedTuple):
@@ -65,7 +67,10 @@ class SimulatedRouter(WorkerListener):
         block_tokens: int,
         kv_bytes_per_token: int,
         seed: int,
+        tries: int = 1,
     ) -> None:
+        self._tries = tries
+        self._returns = random.Random(f"{seed}/returns")
         self.records: dict[str, Record] = {}
         self.deaths = 0
         self.ended = 0
@@ -118,12 +123,33 @@ class SimulatedRouter(WorkerListener):
             cost_tokens = self._placer.cost_tokens(request, record.prompt_tokens)
             entry = Waiting.of(request, cost_tokens)
             loser = self._admission.offer(entry, now_ns, expected_s=self._placer.answer_s)
-        except (QueueFullError, UnavailableError) as error:
+        except QueueFullError as error:
+            self._turn_away(record, error)
+            return
+        except UnavailableError as error:
             self._end(record, error.code)
             return
         if loser is not None:
-            self._end(self.records[loser.request_id], QueueFullError.code)
+            expected_s = self._placer.answer_s
+            refusal = self._admission.refusal(loser.tenant, now_ns, expected_s=expected_s)
+            self._turn_away(self.records[loser.request_id], refusal)
         self._pump()
+
+    def _turn_away(self, record: Record, error: QueueFullError) -> None:
+        """Answer 429: the client comes again after ``Retry-After``, until its last try."""
+        if record.tries >= self._tries:
+            self._end(record, error.code)
+            return
+        self.work.ended(record.id, served=False)
+        record.tries += 1
+        record.retry_after_s = record.retry_after_s or error.retry_after_s
+        after_s = error.retry_after_s + self._returns.random() * _RETURN_S
+        self._clock.after(round(after_s * 1e9), partial(self._come_again, record))
+
+    def _come_again(self, record: Record) -> None:
+        record.request = replace(record.request, arrived_ns=self._clock.now_ns)
+        record.again_ns = record.again_ns or self._clock.now_ns
+        self.submit(record)
 
     def _pump(self) -> None:
         window = len(self._table.usable) * self._settings.window_requests
@@ -152,7 +178,7 @@ class SimulatedRouter(WorkerListener):
         chosen = quote.placement.chosen
         answer_tokens = self._placer.answer_tokens
         prediction = self._gate.predict(chosen, record.prompt_tokens, answer_tokens)
-        workers = len(self._table.of_role("prefill")) or len(self._table.usable)
+        workers = self._computing
         verdict = self._gate.judge(
             record.id,
             prediction,
@@ -160,6 +186,7 @@ class SimulatedRouter(WorkerListener):
             waited_s=(now_ns - record.request.arrived_ns) / 1e9,
             workers=workers,
             now_ns=now_ns,
+            caller=record.id,
         )
         if verdict is Verdict.PLACE:
             if self._late.pop(record.id, None) is not None:
@@ -172,8 +199,12 @@ class SimulatedRouter(WorkerListener):
             self._late[record.id] = entry
             self._ask_late_soon()
         if verdict is Verdict.REFUSE:
-            self._refuse(record)
+            self._refuse(record, self._gate.retry_after_s(prediction, workers, now_ns, record.id))
         return False
+
+    @property
+    def _computing(self) -> int:
+        return len(self._table.of_role("prefill")) or len(self._table.usable)
 
     def _quote(self, record: Record) -> Quote | None:
         try:
@@ -182,10 +213,10 @@ class SimulatedRouter(WorkerListener):
             self._end(record, error.code)
             return None
 
-    def _refuse(self, record: Record) -> None:
+    def _refuse(self, record: Record, retry_after_s: float) -> None:
         self._gate.leave(record.id)
         del self._late[record.id]
-        self._end(record, SloUnreachableError.code)
+        self._turn_away(record, SloUnreachableError("late", retry_after_s=retry_after_s))
 
     def _ask_late_soon(self) -> None:
         if not self._late_due:
@@ -194,8 +225,10 @@ class SimulatedRouter(WorkerListener):
 
     def _ask_late(self) -> None:
         self._late_due = False
-        for record_id in self._gate.expired(self._clock.now_ns):
-            self._refuse(self.records[record_id])
+        now_ns = self._clock.now_ns
+        for record_id in self._gate.expired(now_ns):
+            retry_after_s = self._gate.expire(record_id, self._computing, now_ns)
+            self._refuse(self.records[record_id], retry_after_s)
         for record_id in self._gate.next():
             record = self.records[record_id]
             if (slo := record.request.slo) is not None:
@@ -322,9 +355,9 @@ class SimulatedRouter(WorkerListener):
         if record.admitted:
             record.admitted = False
             self._admission.release(1, now_ns)
-        if not error and record.tokens > 1:
-            itl_s = (record.last_ns - record.first_ns) / 1e9 / (record.tokens - 1)
-            self._gate.learn_step(record.predicted_step_s, itl_s, record.tokens)
+        if not error and record.tokens > 2:
+            step_s = (record.last_ns - record.second_ns) / 1e9 / (record.tokens - 2)
+            self._gate.learn_step(record.predicted_step_s, step_s, record.tokens)
         if not error:
             self._placer.learn(record.request, record.tokens)
         self._pump()

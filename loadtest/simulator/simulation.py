@@ -81,6 +81,10 @@ class Setup:
     ] = 0
     start_s: Annotated[float, Option(min=0, help="Seconds until an added worker is ready.")] = 30.0
     slo: Slo | None = None  # limits by which the router admits requests; None: it admits all
+    tries: Annotated[
+        int,
+        Option(min=1, help="Number of tries of a client, which comes again after Retry-After."),
+    ] = 1
     speed: Annotated[float, Option(min=0.001, help="Divisor of the gaps between arrivals.")] = 1.0
     mtbf_s: Annotated[
         float, Option(min=0, help="Mean seconds until a worker dies; 0 for never.")
@@ -122,6 +126,7 @@ class Simulation:
             block_tokens=setup.block_tokens,
             kv_bytes_per_token=timing.kv_bytes_per_token,
             seed=setup.seed,
+            tries=setup.tries,
         )
         self.lives: list[SimulatedWorker] = []
         self.turns = 0
@@ -335,6 +340,7 @@ class Simulation:
                 deadline_ns=1 << 62,
                 slo=setup.slo,
             ),
+            sent_ns=arrival_ns,
             answer_tokens=max(request.output_tokens, 1),
             hashes=hashes[:full_blocks],
             blocks=len(names),

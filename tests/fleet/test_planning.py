@@ -7,7 +7,7 @@ import pytest
 from baton.config.clients import SloConfig
 from baton.planner.state import Decision, Figures, Nothing, Resize, Turn, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.registry.router_demands import RouterDemand, WorkDemand
+from baton.registry.router_demands import Plan, RouterDemand, WorkDemand
 from fleet.pools.roles.planning import NO_LIMITS, RolePlanning
 
 FIGURES = Figures(
@@ -45,11 +45,15 @@ class Planner:
 class Demands:
     def __init__(self, *looks: dict[str, RouterDemand]) -> None:
         self.looks = list(looks)
+        self.plans: list[Plan] = []
 
     async def read(self) -> dict[str, RouterDemand]:
         if not self.looks:
             raise RegistryUnavailableError("away")
         return self.looks.pop(0)
+
+    async def report_plan(self, plan: Plan) -> None:
+        self.plans.append(plan)
 
 
 def made(
@@ -132,6 +136,24 @@ async def test_sizes_are_changed_only_in_auto_or_from_zero() -> None:
     planning, _, resized = made(Demands({}), sizes={"prefill": 0, "decode": 0})
     await planning.plan(Planner(RESIZE))
     assert resized == [{"prefill": 2, "decode": 3}], "requests wait: `hold` does not keep them"
+
+
+async def test_the_routers_get_the_sizes_that_it_wants_also_in_hold() -> None:
+    """Needs of 1.5 + 0.5 workers: the best split of four workers is 3 + 1."""
+    demands = Demands({}, {}, {}, {})
+    planning, turns, resized = made(demands)
+    quiet = Nothing(reason="no load")
+    held = Nothing(reason="1 + 3 misses, but prompts wait now", figures=FIGURES)
+    planner = Planner(TURN, RESIZE, held, quiet)
+    for _ in range(4):
+        await planning.plan(planner)
+    assert (turns, resized) == ([], [])
+    assert demands.plans == [
+        Plan(prefill=2, decode=2, load=0.5),
+        Plan(prefill=2, decode=3, load=0.5),
+        Plan(prefill=1, decode=3, load=0.5),
+        Plan(prefill=1, decode=3, load=0.0),
+    ]
 
 
 @pytest.mark.timeout(5)

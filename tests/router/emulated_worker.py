@@ -45,6 +45,7 @@ class Script:
 
     step_s: float = 0.005
     prefill_s: float = 0.0
+    second_s: float = 0.0  # more before the second token, as after a hand-off
     answer: list[int] | None = None  # token ids instead of the pure function
     stop_token: int | None = None  # ends the answer after `answer`
     die_at_index: int | None = None  # exit the process when this index would be sent
@@ -353,7 +354,7 @@ class EmulatedWorker(DecodeServicer):
                 self._send_run(job, choice, index, [token], reason)
             if len(job.ended_choices) == sampling.n:
                 return
-            await asyncio.sleep(script.step_s)
+            await asyncio.sleep(script.step_s + (0 if index else script.second_s))
 
     def _send_run(self, job: Job, choice: int, index: int, ids: list[int], reason: str) -> None:
         sampling = job.submission.sampling

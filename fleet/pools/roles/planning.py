@@ -6,6 +6,7 @@ do. A fleet without workers starts in both when a request waits.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -15,11 +16,11 @@ from typing import Any
 import msgspec
 
 from baton.config.clients import SloConfig
-from baton.planner.planner import Planner
+from baton.planner.planner import Planner, best_split
 from baton.planner.sizes import SizePlanner
 from baton.planner.state import Decision, Limits, Nothing, Resize, Turn, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.registry.router_demands import RouterDemand, RouterDemands
+from baton.registry.router_demands import Plan, RouterDemand, RouterDemands
 from baton.registry.types import Role
 
 _LOG = logging.getLogger("fleet.pools.planner")
@@ -108,12 +109,18 @@ class RolePlanning:
         planner.observe(demands, self.workers(), now_ns)
         wanted = self._sizes()
         decision = planner.decide(now_ns, wanted)
+        await self._report(plan_of(decision, wanted))
         refused = ""
         acts = not isinstance(decision, Nothing) and (self.auto or not any(wanted.values()))
         if acts:
             refused = await self._apply(decision)
         done = acts and not refused
         self._keep(Decided(at=time.time(), decision=decision, done=done, refused=refused))
+
+    async def _report(self, plan: Plan) -> None:
+        """Report to the routers, which serve the fleet's metrics."""
+        with contextlib.suppress(RegistryUnavailableError):
+            await self._demands.report_plan(plan)
 
     async def _apply(self, decision: Decision) -> str:
         """Apply a decision; return why that is not possible, or ""."""
@@ -146,6 +153,25 @@ class RolePlanning:
         if same and _kind(last) == _kind(decision):
             self._decided.pop()
         self._decided.append(decided)
+
+
+def plan_of(decision: Decision, sizes: Mapping[Role, int]) -> Plan:
+    """Return the sizes that a decision leads to from these, and the load at the best split."""
+    wanted = dict(sizes)
+    match decision:
+        case Resize():
+            wanted = decision.sizes
+        case Turn():
+            other: Role = "decode" if decision.role == "prefill" else "prefill"
+            wanted[decision.role] = wanted.get(decision.role, 0) + 1
+            wanted[other] = wanted.get(other, 0) - 1
+    figures = decision.figures
+    judged = figures is not None and figures.prefill + figures.decode >= 2
+    return Plan(
+        prefill=wanted.get("prefill", 0),
+        decode=wanted.get("decode", 0),
+        load=best_split(figures)[1] if figures is not None and judged else 0.0,
+    )
 
 
 def _kind(decision: Decision | None) -> str:

@@ -4,6 +4,7 @@
        └────── late ──▶ lane ── on time after all, or a worker idle ──▶ placed
                 │         └──── after ``LANE_WAIT`` times the limit ──▶ 429
                 └─ lane full ─────────────────────────────────────────▶ 429, with Retry-After
+    client that comes again after it ── late ──▶ front of the lane
 
 Without it, an overloaded fleet serves all requests late. A request is judged by
 the cost that placement has computed for it, before anything is booked or sent. The prediction is
@@ -14,12 +15,14 @@ own time: a limit in absolute seconds would refuse long prompts for ever.
 """
 
 from collections import deque
+from collections.abc import Hashable
 from enum import Enum
 from itertools import islice
 from math import ceil, exp, expm1, inf
 from typing import NamedTuple
 
 from router.request import Slo
+from router.routing.admission.promises import Promises
 from router.routing.placement.cost import STEP_SHARE_PER_STREAM, Candidate
 
 HEADROOM = 0.8
@@ -33,6 +36,13 @@ LANE_WORK = 1.0
 
 LANE_WAIT = 6.0
 """Time in the lane at most, in multiples of the limit."""
+
+YIELD_WAIT = 0.25
+"""Share of its limit of waiting that a new request leaves to clients that are about to come again,
+when these have enough work for the whole fleet."""
+
+YIELD_STEP = 0.05
+"""The same share of the ITL limit."""
 
 _IDLE = 0.01  # a worker with a shorter queue, in multiples of the limit, takes late requests
 _ASKED = 4  # requests of the lane at once: each is priced anew
@@ -71,6 +81,8 @@ class Verdict(Enum):
 class _Late(NamedTuple):
     work_s: float
     until_ns: int
+    caller: Hashable
+    returned: bool  # the client has come again at its time
 
 
 class SloGate:
@@ -89,8 +101,9 @@ class SloGate:
         self._prompts_tokens = _Quantile(0.5, prior=inf)
         self._step_ratios = _Quantile(0.9, prior=1.0)
         self._lane: dict[str, _Late] = {}  # in the order of arrival
+        self._returned: dict[str, int] = {}  # those of the lane that came again: until when on time
         self._work_s = 0.0
-        self._promised_ns = 0  # when the work is done that refused clients were told to bring
+        self.promises = Promises()
 
     def predict(self, chosen: Candidate, prompt_tokens: int, answer_tokens: float) -> Prediction:
         """Predict the latencies of a placement.
@@ -140,6 +153,7 @@ class SloGate:
         waited_s: float,
         workers: int,
         now_ns: int,
+        caller: Hashable,
         over_share: bool = False,
     ) -> Verdict:
         """Decide on a request that came now, or on one in the lane, which leaves it if placed.
@@ -151,24 +165,59 @@ class SloGate:
             waited_s: Time since its arrival.
             workers: Number of workers that compute prompts.
             now_ns: Time on the router's clock.
+            caller: Name by which its client is recognised when it comes again.
             over_share: Whether its tenant has more than its part of the fleet.
         """
-        is_late = request_id in self._lane
-        if self._is_on_time(prediction, slo, waited_s, over_share) or (
-            is_late and self._may_run_late(prediction, slo)
-        ):
+        late = self._lane.get(request_id)
+        due = None if late is not None else self.promises.due(caller, now_ns)
+        # A tenant that has more than its part gains nothing by coming again.
+        returned = bool(due) and not over_share if late is None else late.returned
+        pressure = 0.0 if returned else self.promises.pressure(now_ns)
+        early = due is False
+        behind = not returned and self._is_awaited(now_ns)
+        on_time = (
+            not early
+            and not behind
+            and self._is_on_time(prediction, slo, waited_s, over_share, pressure)
+        )
+        waits = early or late is not None
+        if on_time or (waits and self._may_run_late(prediction, slo)):
             self.leave(request_id)
+            self.promises.came(caller)
+            self.promises.placed(prediction.compute_s, now_ns)
             return Verdict.PLACE
-        if is_late or self._defer(request_id, prediction, slo, workers, now_ns):
+        if late is not None:
+            return Verdict.WAIT
+        if early:
+            return Verdict.REFUSE
+        entry = _Late(
+            work_s=prediction.compute_s,
+            until_ns=now_ns + round(LANE_WAIT * slo.ttft_s * 1e9),
+            caller=caller,
+            returned=returned,
+        )
+        if self._defer(request_id, entry, LANE_WORK * slo.ttft_s * workers):
+            if returned:
+                self._returned[request_id] = now_ns + round(HEADROOM * slo.ttft_s * 1e9)
+            self.promises.came(caller)
             return Verdict.WAIT
         return Verdict.REFUSE
 
+    def _is_awaited(self, now_ns: int) -> bool:
+        """Return whether a client that came again can still be on time: it goes first."""
+        return any(until_ns > now_ns for until_ns in islice(reversed(self._returned.values()), 1))
+
     def _is_on_time(
-        self, prediction: Prediction, slo: Slo, waited_s: float, over_share: bool
+        self,
+        prediction: Prediction,
+        slo: Slo,
+        waited_s: float,
+        over_share: bool,
+        pressure: float,
     ) -> bool:
-        share = HEADROOM * (OVER_SHARE if over_share else 1.0)
+        share = HEADROOM * (OVER_SHARE if over_share else 1.0) * (1.0 - YIELD_WAIT * pressure)
         wait_s = waited_s + prediction.wait_s + self._wait_errors_s.value
-        return wait_s <= slo.ttft_s * share and self._keeps_step(prediction, slo)
+        return wait_s <= slo.ttft_s * share and self._keeps_step(prediction, slo, pressure)
 
     def _may_run_late(self, prediction: Prediction, slo: Slo) -> bool:
         """Return whether the chosen workers are idle enough for a late request."""
@@ -176,11 +225,11 @@ class SloGate:
         idle = prediction.wait_s <= _IDLE * slo.ttft_s
         return idle and (alone or self._keeps_step(prediction, slo))
 
-    def _keeps_step(self, prediction: Prediction, slo: Slo) -> bool:
+    def _keeps_step(self, prediction: Prediction, slo: Slo, pressure: float = 0.0) -> bool:
         step_s = prediction.step_s * self._step_ratios.value
         # A full decode worker lets the prompt wait, and until then prefill's load lacks it.
         has_room = prediction.begun + 1 <= self._max_streams
-        return has_room and step_s <= slo.itl_s
+        return has_room and step_s <= slo.itl_s * (1.0 - YIELD_STEP * pressure)
 
     def learn_wait(self, predicted_s: float, actual_s: float, prompt_tokens: int) -> None:
         """Note the time from a placement to its first token, as predicted and as it was."""
@@ -189,7 +238,7 @@ class SloGate:
         self._firsts_s.add(actual_s)
 
     def learn_step(self, predicted_s: float, actual_s: float, tokens: int) -> None:
-        """Note the mean ITL of a response, as predicted and as it was."""
+        """Note the mean ITL of a response after its second token, as predicted and as it was."""
         if tokens >= _LEAST_TOKENS and predicted_s:
             self._step_ratios.add(actual_s / predicted_s)
 
@@ -201,27 +250,26 @@ class SloGate:
         return len(self._lane)
 
     def next(self) -> list[str]:
-        """Return the requests of the lane to judge now, the newest first.
+        """Return the requests of the lane to judge now: those that came again, then the newest.
 
         Under lasting overload the oldest cannot be good any more, and the newest can.
         """
-        return list(islice(reversed(self._lane), _ASKED))
+        returned = islice(reversed(self._returned), _ASKED)
+        return list(dict.fromkeys([*returned, *islice(reversed(self._lane), _ASKED)]))
 
-    def _defer(
-        self, request_id: str, prediction: Prediction, slo: Slo, workers: int, now_ns: int
-    ) -> bool:
-        work_s = self._work_s + prediction.compute_s
-        too_much = work_s > LANE_WORK * slo.ttft_s * workers or len(self._lane) >= self._max_late
-        if self._lane and too_much:
+    def _defer(self, request_id: str, entry: _Late, most_work_s: float) -> bool:
+        work_s = self._work_s + entry.work_s
+        too_much = work_s > most_work_s and not entry.returned
+        if self._lane and (too_much or len(self._lane) >= self._max_late):
             return False
-        until_ns = now_ns + round(LANE_WAIT * slo.ttft_s * 1e9)
-        self._lane[request_id] = _Late(prediction.compute_s, until_ns)
+        self._lane[request_id] = entry
         self._work_s = work_s
         return True
 
     def leave(self, request_id: str) -> None:
         """Take a request out of the lane; ignore others."""
         late = self._lane.pop(request_id, None)
+        self._returned.pop(request_id, None)
         if late is not None:
             self._work_s = self._work_s - late.work_s if self._lane else 0.0
 
@@ -229,22 +277,27 @@ class SloGate:
         """Return the requests whose time in the lane is over."""
         return [name for name, late in self._lane.items() if late.until_ns <= now_ns]
 
-    @staticmethod
-    def lane_s(slo: Slo) -> float:
-        """Return when a client should come again that has waited in the lane in vain."""
-        return float(min(max(ceil(slo.ttft_s), 1), _MAX_RETRY_AFTER_S))
-
-    def retry_after_s(self, prediction: Prediction, workers: int, now_ns: int) -> float:
+    def retry_after_s(
+        self, prediction: Prediction, workers: int, now_ns: int, caller: Hashable
+    ) -> float:
         """Return when a refused client should come again, in whole seconds.
 
-        Each is told to come when the work of those before it is done, so that they do not all come
-        at once.
+        That is when the work of those before it is done. It is let in then before new requests
+        (`router.routing.admission.promises`).
         """
-        work_ns = round(prediction.compute_s / max(workers, 1) * 1e9)
-        lane_ns = round(self._work_s / max(workers, 1) * 1e9)
-        self._promised_ns = max(self._promised_ns, now_ns + lane_ns) + work_ns
-        seconds = ceil((self._promised_ns - now_ns) / 1e9 + prediction.wait_s)
-        return float(min(max(seconds, 1), _MAX_RETRY_AFTER_S))
+        lane_s = self._work_s / max(workers, 1)
+        begin_ns = now_ns + round((lane_s + prediction.wait_s) * 1e9)
+        after_s = self.promises.promise(
+            caller, prediction.compute_s, max(workers, 1), begin_ns, now_ns, _MAX_RETRY_AFTER_S
+        )
+        return float(max(ceil(after_s), 1))
+
+    def expire(self, request_id: str, workers: int, now_ns: int) -> float:
+        """Take out a request whose time in the lane is over; return its `retry_after_s`."""
+        late = self._lane[request_id]
+        self.leave(request_id)
+        alone = Prediction(wait_s=0.0, compute_s=late.work_s, streams=0.0, step_s=0.0)
+        return self.retry_after_s(alone, workers, now_ns, late.caller)
 
 
 class _Quantile:

@@ -345,7 +345,10 @@ class Placer:
         # The engine gets the request after the pulls, and prefill after a step of decode.
         delay_s = chosen.terms.queue_s + chosen.terms.pull_s if chosen.links else 0.0
         if computes is not decodes:
-            seen_ns = now_ns + round((delay_s + decodes.decode_step_s) * 1e9)
+            before_s = decodes.decode_step_s + _place_wait_s(
+                decodes, self._settings.window_requests, self.answer_tokens
+            )
+            seen_ns = now_ns + round((delay_s + before_s) * 1e9)
             book(computes.worker_id, tokens=tokens, context=context, streams=0, now_ns=seen_ns)
             tokens = context = 0
             delay_s = 0.0
@@ -359,6 +362,12 @@ class Placer:
             stream_tokens=streams * length,
             now_ns=seen_ns,
         )
+
+
+def _place_wait_s(decodes: WorkerLoad, places: int, answer_tokens: float) -> float:
+    """Return how long a prompt waits for a place in a full batch, before prefill has it."""
+    ahead = max(decodes.streams + 1 - places, 0)
+    return ahead / places * answer_tokens * decodes.decode_step_s
 
 
 def _unmet(request: GenerationRequest) -> UnavailableError:

@@ -307,8 +307,9 @@ class Gateway:
             predicted_s = active.placement.chosen.terms.first_token_s
             self._slo.gate.learn_wait(predicted_s, first_s, len(active.request.prompt))
             tokens = record.completion_tokens // active.request.sampling.n
-            itl_s = (record.last_token_ns - record.first_token_ns) / 1e9 / max(tokens - 1, 1)
-            self._slo.gate.learn_step(active.predicted_step_s, itl_s, tokens)
+            # The second token also waits for the KV transfer and for the step that runs.
+            step_s = (record.last_token_ns - record.second_token_ns) / 1e9 / max(tokens - 2, 1)
+            self._slo.gate.learn_step(active.predicted_step_s, step_s, tokens)
 
     def _expire_lingering(self, active: ActiveRequest) -> None:
         if self._active.pop(active.id, None) is not None and active.delivered_ns:

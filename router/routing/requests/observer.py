@@ -9,6 +9,7 @@ from statistics import median
 
 from batonpb.decode_pb2 import RequestTimes
 
+from baton.registry.router_demands import Plan
 from baton.telemetry.live_series import LiveSeries
 from baton.telemetry.metrics import Metrics
 from router.routing.placement.regret import Allowance, FittedRates, Measured, regret
@@ -33,6 +34,12 @@ class Observer:
         """Record the length of the queue."""
         self.metrics.set("baton_queue_requests", waiting, tenant="all")
         self.metrics.set("baton_queue_limit_requests", limit)
+
+    def planned(self, plan: Plan) -> None:
+        """Record the planner's last result."""
+        self.metrics.set("baton_planner_wanted", plan.prefill, role="prefill")
+        self.metrics.set("baton_planner_wanted", plan.decode, role="decode")
+        self.metrics.set("baton_planner_load_ratio", plan.load)
 
     def answered(self, endpoint: str, status: int, tenant: str) -> None:
         """Count an HTTP request that ended."""
@@ -194,7 +201,9 @@ class Observer:
                 inc("baton_grammar_incomplete", reason=reason)
 
     def _slo(self, active: ActiveRequest, ended: str) -> None:
+        tenant = active.request.tenant
         self.metrics.inc("baton_slo_requests", outcome=ended)
+        self.metrics.inc("baton_slo_tenant_requests", outcome=ended, tenant=tenant)
         self.series.ended_with_limits(ended)
         if ended == "late":
             computed = active.record.prompt_tokens - active.record.cached_tokens

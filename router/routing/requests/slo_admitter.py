@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import Callable
 from time import monotonic_ns
 
+from baton.types.block_hashes import HASH_BYTES
 from baton.types.errors import SloUnreachableError
-from router.request import Slo
+from baton.types.geometry import BLOCK_TOKENS
+from router.request import GenerationRequest, Slo
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
 from router.routing.admission.slo_gate import SloGate, Verdict
@@ -60,6 +62,12 @@ class SloAdmitter:
         """Number of late requests that wait."""
         return len(self._late)
 
+    @property
+    def _computing(self) -> int:
+        """Number of workers that compute prompts."""
+        roles = [slot.role for slot in self._workers.usable]
+        return roles.count("prefill") or len(roles)
+
     def _ask(self, active: ActiveRequest, entry: Waiting, slo: Slo, *, late: bool) -> None:
         request = active.request
         try:
@@ -72,15 +80,15 @@ class SloAdmitter:
         prediction = self.gate.predict(
             quote.placement.chosen, prompt_tokens, self._placer.answer_tokens
         )
-        workers = [slot.role for slot in self._workers.usable]
-        computing = workers.count("prefill") or len(workers)
+        caller = _caller(request, quote.hashes)
         verdict = self.gate.judge(
             active.id,
             prediction,
             slo,
             waited_s=(now_ns - request.arrived_ns) / 1e9,
-            workers=computing,
+            workers=self._computing,
             now_ns=now_ns,
+            caller=caller,
             over_share=self._admission.is_over_share(request.tenant),
         )
         if verdict is Verdict.PLACE:
@@ -92,7 +100,8 @@ class SloAdmitter:
             self._late[active.id] = (active, entry, slo)
             active.admitted = False
         if verdict is Verdict.REFUSE:
-            self._refuse_now(active, slo, self.gate.retry_after_s(prediction, computing, now_ns))
+            after_s = self.gate.retry_after_s(prediction, self._computing, now_ns, caller)
+            self._refuse_now(active, slo, after_s)
             return
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_ASK_S, self._ask_again)
@@ -116,7 +125,7 @@ class SloAdmitter:
         now_ns = monotonic_ns()
         for request_id in self.gate.expired(now_ns):
             active, _, slo = self._late[request_id]
-            self._refuse_now(active, slo, self.gate.lane_s(slo))
+            self._refuse_now(active, slo, self.gate.expire(request_id, self._computing, now_ns))
         for request_id in self.gate.next():
             if request_id in self._late:
                 self._ask(*self._late[request_id], late=True)
@@ -128,3 +137,9 @@ class SloAdmitter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _caller(request: GenerationRequest, hashes: bytes) -> tuple[str, bytes, tuple[int, ...]]:
+    """Return by what a client is recognised that sends its request again: tenant and prompt."""
+    whole = len(hashes) // HASH_BYTES * BLOCK_TOKENS
+    return request.tenant, hashes[-HASH_BYTES:], request.prompt[whole:]

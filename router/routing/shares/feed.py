@@ -7,7 +7,7 @@ from time import monotonic_ns
 from typing import Protocol
 
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.registry.router_demands import RouterDemand, TenantDemand
+from baton.registry.router_demands import Plan, RouterDemand, TenantDemand
 from baton.registry.types import WorkDemand
 from baton.telemetry.tasks import BackgroundTasks
 from router.routing.shares.shares import Shares
@@ -37,6 +37,8 @@ class Queue(Protocol):
 class DemandSource(Protocol):
     """Shared demands; implemented by ``baton.registry.router_demands.RouterDemands``."""
 
+    plan: Plan
+
     async def exchange(self, router_id: str, own: RouterDemand) -> dict[str, RouterDemand]:
         """Publish the demand of one router, and return those of all others."""
 
@@ -51,6 +53,7 @@ class ShareFeed:
         on_change: Called after each exchange.
         work: Work of the router's requests until now.
         last_turn: Number of the last turn by which this router places.
+        on_plan: Called after each exchange with the planner's last result.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class ShareFeed:
         source: DemandSource | None,
         count_failure: Callable[[str], None],
         last_turn: Callable[[], int] = lambda: 0,
+        on_plan: Callable[[Plan], None] = lambda _: None,
     ) -> None:
+        self._on_plan = on_plan
         self._router_id = router_id
         self._last_turn = last_turn
         self._admission = admission
@@ -111,6 +116,7 @@ class ShareFeed:
             now_ns = monotonic_ns()
             for tenant, tokens in shares.update(own, others, now_ns).items():
                 admission.served_elsewhere(tenant, tokens)
+            self._on_plan(source.plan)
             if gone := shares.gone(now_ns):
                 await source.forget(*gone)
         except RegistryUnavailableError:

@@ -563,3 +563,64 @@ def test_the_planner_needs_limits_and_pools_of_one_size(tmp_path):
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "decisions, simulated" in shown.output
+
+
+def test_clients_that_come_again_when_they_are_told_to_are_let_in():
+    """At twice the load that the fleet holds, from the first client to the last."""
+    trace = [TraceRequest(n / 4.4, 6000, 60) for n in range(400)]
+    setup = replace(EQUAL, prefill_workers=3, decode_workers=1, slo=STRICT, spread_s=0.5, tries=10)
+    simulation = run(replace(setup, max_batch_requests=128), trace)
+    found = goodput(simulation.records, simulation.setup, STRICT)
+    assert all(record.ends == 1 for record in simulation.records)
+    assert found.second_tries > 50
+    assert found.second_try_share > 0.85
+    assert found.mean_tries < 2.0
+    assert found.good_of_admitted_share > 0.95
+    assert_nothing_is_left(simulation)
+
+
+def test_a_client_with_one_try_is_refused_for_good():
+    trace = [TraceRequest(n / 4.4, 6000, 60) for n in range(300)]
+    setup = replace(EQUAL, prefill_workers=1, decode_workers=1, slo=STRICT, spread_s=0.5)
+    found = goodput(run(setup, trace).records, setup, STRICT)
+    assert found.refused_share > 0.3
+    assert (found.second_tries, found.second_try_share, found.mean_tries) == (0, None, 1.0)
+
+
+def test_the_simulated_gate_learns_steps_from_the_second_token_on():
+    trace = [TraceRequest(n / 2.0, 6000, 40) for n in range(20)]
+    setup = replace(EQUAL, slo=STRICT, link=replace(LINKS["between-nodes"], bytes_per_s=1e9))
+    simulation = Simulation(setup, trace)
+    learned: list[float] = []
+    simulation.router._gate.learn_step = lambda predicted, actual, tokens: learned.append(actual)
+    ended = sorted(simulation.run(), key=lambda record: record.ended_ns)
+    served = [record for record in ended if not record.error]
+    assert len(served) > 10
+    assert learned == [(one.last_ns - one.second_ns) / 1e9 / 38 for one in served]
+    whole = [(one.last_ns - one.first_ns) / 1e9 / 39 for one in served]
+    assert sum(whole) > 1.2 * sum(learned), "the transfer takes as long as many steps"
+
+
+def test_plan_replays_a_trace_beside_the_fixed_split(tmp_path):
+    """Three prefill workers are needed: the planner turns two, and each turn has its figures."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": n * 450, "input_length": 6000, "output_length": 20, "hash_ids": []}
+        for n in range(120)
+    ]
+    trace.write_bytes(b"\n".join(msgspec.json.encode(line) for line in lines))
+    limits = ["--slo-ttft-s", "3", "--slo-itl-s", "0.03"]
+    arguments = ["plan", "--replay", str(trace), "--prefill", "1", "--decode", "3", *limits]
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+    assert shown.exit_code == 0, shown.output
+    rows = [line.split("│") for line in shown.output.splitlines() if "│" in line]
+    turns = [[cell.strip() for cell in row[1:-1]] for row in rows if "requests/s" in row[-2]]
+    assert [turn[1:3] for turn in turns] == [["1 + 3", "2 + 2"], ["2 + 2", "3 + 1"]]
+    assert all("misses" in turn[3] or "wait" in turn[3] for turn in turns)
+    good = {
+        row[1].strip(): float(row[3].strip().rstrip("%")) for row in rows if "from 1 + 3" in row[1]
+    }
+    assert good["auto from 1 + 3"] > 1.5 * good["fixed from 1 + 3"]
+    shown = CliRunner().invoke(app, ["plan", "--replay", str(tmp_path / "none")])
+    assert shown.exit_code == 2
+    assert "--replay" in shown.output

@@ -58,6 +58,52 @@ async def test_a_busy_fleet_refuses_with_a_time_and_a_sentence(make_fleet):
     await until(lambda: outcomes(fleet).get("refused") == 1)
 
 
+async def test_outcomes_are_counted_by_tenant(make_fleet):
+    fleet = await make_fleet({"decode-0": Script(streams=20)}, slo=HARD)
+    assert (await call(fleet, x_baton_tenant="a")).status_code == 429
+    relaxed = {"x-baton-slo-itl-ms": "1000", "x-baton-slo-ttft-ms": "5000"}
+    assert (await call(fleet, x_baton_tenant="b", **relaxed)).status_code == 200
+    value = fleet.router.metrics.value
+    name = "baton_slo_tenant_requests"
+    await until(lambda: value(name, outcome="good", tenant="b") == 1)
+    await until(lambda: value(name, outcome="refused", tenant="a") == 1)
+    assert value(name, outcome="good", tenant="a") == 0
+
+
+@pytest.mark.parametrize("words", [1, 400])
+async def test_a_client_that_comes_again_is_known_by_its_tenant_and_prompt(make_fleet, words):
+    fleet = await make_fleet({"decode-0": Script(streams=200)}, slo=HARD)
+    promises = fleet.router.gateway._slo.gate.promises
+
+    async def refused(tenant: str, word: str) -> None:
+        body = {"prompt": f"{'again ' * words}{word}", "max_tokens": 4, "model": MODEL}
+        headers = {"x-baton-tenant": tenant}
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=30) as client:
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 429, answer.text
+
+    for tenant, word, known in (("a", "x", 1), ("a", "y", 2), ("b", "x", 3), ("a", "x", 3)):
+        await refused(tenant, word)
+        assert len(promises) == known
+
+
+async def test_the_gate_learns_steps_from_the_second_token_on(make_fleet, monkeypatch):
+    """The second token waits for the KV transfer too: 1 s here, for steps of 5 ms."""
+    script = Script(second_s=1.0)
+    fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=5, itl_s=1))
+    learned = []
+    monkeypatch.setattr(
+        fleet.router.gateway._slo.gate,
+        "learn_step",
+        lambda predicted_s, actual_s, tokens: learned.append((actual_s, tokens)),
+    )
+    assert (await fleet.chat(max_tokens=20)).status_code == 200
+    await until(lambda: len(learned) == 1)
+    actual_s, tokens = learned[0]
+    assert tokens == 20
+    assert 0.004 < actual_s < 0.045, "with the wait it would be 0.058"
+
+
 async def test_who_waits_is_served_when_the_worker_has_room(make_fleet):
     script = Script(streams=200)
     fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=10, itl_s=1))

@@ -13,15 +13,24 @@ from tests.router.requests.fake_links import request
 SECOND = 10**9
 
 
-def booked_after(seconds: float, *, links: tuple[Source, ...], queued_tokens: int = 0) -> int:
+def placer_of_64_places() -> SimpleNamespace:
+    settings = SimpleNamespace(window_requests=64)
+    return SimpleNamespace(_book=LoadBook(), _settings=settings, answer_tokens=160.0)
+
+
+def booked_after(
+    seconds: float, *, links: tuple[Source, ...] = (), queued_tokens: int = 0, streams: int = 0
+) -> int:
     """Prompt tokens that are still booked when a report of that time has come."""
     prefill = WorkerLoad(
         worker_id="p", incarnation=b"p", role="prefill", queued_tokens=queued_tokens
     )
-    decode = WorkerLoad(worker_id="d", incarnation=b"d", role="decode", decode_step_s=0.2)
+    decode = WorkerLoad(
+        worker_id="d", incarnation=b"d", role="decode", decode_step_s=0.2, streams=streams
+    )
     chosen = price(prefill=prefill, decode=decode, prompt_tokens=3000, expected_tokens=10)
     chosen = chosen._replace(links=links, terms=chosen.terms._replace(pull_s=3.0 * bool(links)))
-    placer = SimpleNamespace(_book=LoadBook())
+    placer = placer_of_64_places()
     Placer._book_load(placer, request(prompt=range(3000)), chosen, 0)
     placer._book.reported("p", round(seconds * SECOND))
     return placer._book.unreported("p").tokens
@@ -44,11 +53,22 @@ def test_a_pull_that_overlaps_the_queue_ends_with_it(seconds: float, tokens: int
     assert found == tokens
 
 
+@pytest.mark.parametrize(
+    ("streams", "seconds", "tokens"),
+    [(63, 0.3, 0), (64, 0.6, 3000), (64, 0.8, 0), (95, 16.1, 3000)],
+)
+def test_a_prompt_is_booked_until_a_full_batch_has_a_place(
+    streams: int, seconds: float, tokens: int
+) -> None:
+    """Responses take 32 s, so one of 64 ends each half second."""
+    assert booked_after(seconds, streams=streams) == tokens
+
+
 def test_the_decode_worker_is_booked_the_tokens_of_all_choices() -> None:
     prefill = WorkerLoad(worker_id="p", incarnation=b"p", role="prefill")
     decode = WorkerLoad(worker_id="d", incarnation=b"d", role="decode")
     chosen = price(prefill=prefill, decode=decode, prompt_tokens=3000, expected_tokens=10)
-    placer = SimpleNamespace(_book=LoadBook())
+    placer = placer_of_64_places()
     asked = request(prompt=range(3000), n=2)
     Placer._book_load(placer, asked, chosen, 0)
     assert placer._book.unreported("p").stream_tokens == 0

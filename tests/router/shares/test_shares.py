@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.registry.redis_store import Registry
-from baton.registry.router_demands import RouterDemand, RouterDemands, TenantDemand
+from baton.registry.router_demands import Plan, RouterDemand, RouterDemands, TenantDemand
 from baton.types.errors import QueueFullError
 from benchmarks.router.workers import SteppedWorker
 from router.routing.admission.admission import Admission
@@ -189,6 +189,28 @@ async def test_a_router_reports_the_last_turn_by_which_it_places(make_fleet, red
     async with asyncio.timeout(5):
         while await reported() != 9:
             await asyncio.sleep(0.05)
+    await registry.close()
+
+
+async def test_routers_show_what_the_planner_wants_while_it_runs(make_fleet, redis_server):
+    registry = Registry(redis_server.url, "plans")
+    demands = RouterDemands(registry)
+    fleet = await make_fleet({"a": None}, shared_demands=RouterDemands(registry))
+    value = fleet.router.metrics.value
+
+    async def shown(wanted: tuple[float, float, float]) -> None:
+        async with asyncio.timeout(5):
+            while wanted != (
+                value("baton_planner_wanted", role="prefill"),
+                value("baton_planner_wanted", role="decode"),
+                value("baton_planner_load_ratio"),
+            ):
+                await asyncio.sleep(0.05)
+
+    await demands.report_plan(Plan(prefill=3, decode=1, load=1.25))
+    await shown((3, 1, 1.25))
+    await registry.send(("DEL", registry.key("plan")))
+    await shown((0, 0, 0))
     await registry.close()
 
 
