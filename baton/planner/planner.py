@@ -51,6 +51,8 @@ _CLEAR_S = 30.0  # time in which prompts that wait should be computed
 _LEAST_REQUESTS = 8.0
 _SURE_REQUESTS = 64.0  # whose mean prompt limits the flow to decode; a few long ones mislead
 _AGREE_NS = 6_000_000_000  # for which looks have to agree, unless prompts wait long
+_WORKERS_PER_TURN = 8  # of the fleet: in that time it turns one of so many, since effects take time
+_TURNS_KEPT = 1024
 _TURNS_PER_WORKER = 2
 _TURNS_WITHIN_NS = 60_000_000_000
 _PENDING_NS = 10_000_000_000  # after which a turn without effect is given up
@@ -67,6 +69,7 @@ class Planner:
         self._workers: Sequence[WorkerState] = ()
         self._pending: tuple[str, Role, int] | None = None
         self._turns_ns: dict[str, deque[int]] = {}
+        self._latest_ns: deque[int] = deque(maxlen=_TURNS_KEPT)
         self._direction: Role | None = None
         self._since_ns = 0
 
@@ -120,9 +123,13 @@ class Planner:
             return Nothing(reason=reason, figures=figures)
         if now_ns - self._since_ns < _AGREE_NS and not urgent:
             return Nothing(reason=f"one more look: {reason}", figures=figures)
+        recent = sum(now_ns - turn_ns < _AGREE_NS for turn_ns in self._latest_ns)
+        if recent >= max(len(self._workers) // _WORKERS_PER_TURN, 1):
+            return Nothing(reason=f"the last turn has had no effect yet: {reason}", figures=figures)
         worker = self._worker_to_turn(role, now_ns)
         if worker is None:
             return Nothing(reason=f"every worker has just turned: {reason}", figures=figures)
+        self._latest_ns.append(now_ns)
         self._turns_ns.setdefault(worker.worker_id, deque(maxlen=_TURNS_PER_WORKER)).append(now_ns)
         self._pending = (worker.worker_id, role, now_ns)
         return Turn(worker_id=worker.worker_id, role=role, reason=reason, figures=figures)
@@ -194,7 +201,10 @@ class Planner:
     def _decode_flow(self, line: DecodeLine, context: float, output_tokens: float) -> float:
         """Return the requests per second that one decode worker generates within the limit."""
         limit_s = DECODE_SHARE * self._limits.itl_s
-        rows = min(line.rows_within(limit_s, context), self._max_streams)
+        rows = line.rows_within(limit_s, context)
+        if rows > self._max_streams:
+            rows = self._max_streams
+            limit_s = line.seconds(rows, context)
         return rows / limit_s / output_tokens
 
     def _waiting_s(self, line: PromptLine, miss_share: float) -> float:
@@ -235,7 +245,8 @@ class Planner:
                 return "prefill", misses
             return None, f"{misses}, but decode would be full"
         if gains:
-            if waits < _WAIT_CALM or full >= 1.0:
+            # A load that decode cannot hold makes prompts wait at the gate, whatever prefill does.
+            if waits < _WAIT_CALM or full >= 1.0 or load >= 1.0:
                 return "decode", misses
             return None, f"{misses}, but prompts wait now"
         if waits >= _WAIT_ALARM and full < 1.0 and self._decode_load_after(figures) < _HOLDS:

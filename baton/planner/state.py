@@ -32,6 +32,10 @@ class DecodeLine(msgspec.Struct, frozen=True, kw_only=True):
     row_s: float = 0.0
     context_s: float = 0.0
 
+    def seconds(self, rows: float, context_tokens: float) -> float:
+        """Return the time of a step with so many rows of this context."""
+        return self.step_s + rows * (self.row_s + self.context_s * context_tokens)
+
     def rows_within(self, limit_s: float, context_tokens: float) -> float:
         """Return the number of rows of this context whose step takes ``limit_s``."""
         row_s = self.row_s + self.context_s * context_tokens

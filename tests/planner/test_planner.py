@@ -171,6 +171,34 @@ def test_prompts_that_wait_keep_their_workers_and_alarm():
     assert world.split == (6, 2), "arrivals alone would turn nothing"
 
 
+def test_prompts_that_wait_for_decode_do_not_keep_their_workers():
+    """Under a load that no split holds they always wait, at the gate."""
+    world = World(workers(3, 1))
+    world.looks(12, 3.0, 3.0, **waiting(4 * 5.0))
+    assert world.split == (2, 2)
+    assert [turn.role for turn in world.turns] == ["decode"]
+
+
+def test_an_alarm_makes_no_second_turn_before_the_first_has_had_an_effect():
+    world = World(workers(1, 5))
+    found = world.looks(4, 3.5, 0.8, **waiting(12.0))
+    assert [type(one) for one in found] == [Nothing, Turn, Nothing, Nothing]
+    assert found[2].reason.startswith("the last turn has had no effect yet")
+    large = World(workers(8, 24))
+    found = large.looks(4, 20.0, 6.0, **waiting(8 * 8.0))
+    assert sum(isinstance(one, Turn) for one in found) == 3, "up to four at a time"
+
+
+def test_a_decode_worker_with_a_small_batch_is_as_fast_as_its_steps():
+    """Full batches of ten take 22.5 ms, not the limit."""
+    needs = []
+    for max_streams in (1000, 10):
+        world = World(workers(2, 2, max_streams=max_streams))
+        world.looks(10, 1.0, 1.0)
+        needs.append(world.decisions[-1].figures.decode_need)
+    assert needs[1] / needs[0] == pytest.approx(FLOW / (10 / 0.0225), rel=0.01)
+
+
 def test_streams_keep_their_workers_and_alarm():
     world = World(workers(5, 3))
     world.looks(10, 4.6, 1.2, streams=75)  # 2.5 workers' worth
