@@ -1,19 +1,24 @@
 """Usage of tenants at real routers with a real Redis: the export has what the answers said."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import os
 import random
+import signal
 import time
 
 import openai
 import pytest
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.usage.ledger import HOUR_S
 from baton.registry.usage.shared import SharedUsage
+from fleet.local.redis_server import EmbeddedRedis
 from tests.registry.conftest import redis_server, registry
+from tests.registry.relay import Relay
 from tests.router.conftest import MODEL, events_of
 from tests.router.emulated_worker import Script
 
@@ -350,6 +355,79 @@ async def test_without_redis_usage_is_kept_and_reported_later(make_fleet, regist
     assert "unavailable; routers keep theirs" in found["error"]["message"]
     shared.away = False
     assert [line["requests"] for line in await lines(fleet)] == [1]
+
+
+class Outages:
+    """Outages of Redis, which end by themselves."""
+
+    def __init__(self, redis_server: EmbeddedRedis) -> None:
+        self.redis = redis_server
+
+    async def stopped(self, outage_s: float) -> None:
+        os.kill(self.redis.pid, signal.SIGSTOP)
+        await asyncio.sleep(outage_s)
+        os.kill(self.redis.pid, signal.SIGCONT)
+
+    async def emptied(self, outage_s: float) -> None:
+        self.redis.kill()
+        await asyncio.sleep(outage_s)
+        self.redis.start()  # here, since it ends with the thread that started it
+
+
+async def run_outages(make_fleet, redis_server, outage_s: float) -> None:
+    """Let clients call two routers while Redis stands, ends, and is beyond reach of one."""
+    reach = Relay(redis_server.port)
+    await reach.start()
+    url = redis_server.url.replace(f":{redis_server.port}", f":{reach.port}")
+    registries = [Registry(redis_server.url, "test"), Registry(url, "test")]
+    script = Script(step_s=0.002, cached_tokens=3)
+    fleets = [
+        await make_fleet({"decode-0": script}, api_keys=KEYS, shared_usage=SharedUsage(one))
+        for one in registries
+    ]
+    clients = Clients(fleets, seed=11)
+    over = asyncio.Event()
+
+    async def calls() -> None:
+        while not over.is_set():
+            await clients.many(24, at_once=4)
+
+    calling = asyncio.create_task(calls())
+    outages = Outages(redis_server)
+    for outage in (outages.stopped, reach.cut, outages.emptied, reach.cut, outages.stopped):
+        await asyncio.sleep(1.2)
+        await outage(outage_s)
+    over.set()
+    await calling
+    for fleet in fleets:
+        await flushed(fleet)
+    assert await exported(fleets[0]) == clients.answers.sums
+    assert await exported(fleets[1]) == clients.answers.sums
+    for one in registries:
+        await one.close()
+    await reach.close()
+
+
+async def flushed(fleet, limit_s: float = 10.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while True:
+            with contextlib.suppress(RegistryUnavailableError):
+                await fleet.router.usage.flush()
+                return
+            await asyncio.sleep(0.1)
+
+
+async def test_the_export_is_the_sum_of_all_answers_after_outages_of_redis(
+    make_fleet, redis_server
+) -> None:
+    await run_outages(make_fleet, redis_server, outage_s=1.5)
+
+
+@pytest.mark.slow
+async def test_the_export_is_the_sum_of_all_answers_after_outages_of_30_s(
+    make_fleet, redis_server
+) -> None:
+    await run_outages(make_fleet, redis_server, outage_s=30.0)
 
 
 async def test_workers_seconds_are_charged_once_with_their_cost(start) -> None:
