@@ -4,11 +4,11 @@ import asyncio
 
 
 class Relay:
-    """Forwards connections to a port of this host. Connections stay open during a cut."""
+    """Forwards connections to ``to_port`` of this host. They stay open during a cut."""
 
     def __init__(self, to_port: int) -> None:
         self.port = 0
-        self._to_port = to_port
+        self.to_port = to_port
         self._open = asyncio.Event()
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -31,7 +31,7 @@ class Relay:
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there = await asyncio.open_connection("127.0.0.1", self._to_port)
+            there = await asyncio.open_connection("127.0.0.1", self.to_port)
         except OSError:
             writer.close()
             return
