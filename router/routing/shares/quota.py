@@ -120,6 +120,7 @@ class _Lease:
 class _Tenant:
     offset_ms: int
     leases: dict[str, _Lease]
+    smallest_limit: int = 0
     sequence: int = 0
     sent_ns: int = 0
     silent_ms: int = SILENT_MS  # by the exchange that was sent last
@@ -127,6 +128,7 @@ class _Tenant:
     valid_until_ns: int = 0  # before the bank takes the lease back
     whole: bool = True
     called: bool = False
+    stirred: bool = True  # it may be busy; else it is not, and few steps find that out
     watched_until_ns: int = 0
     open: int = 0
     answers: deque[int] = field(default_factory=lambda: deque(maxlen=_ANSWERS))
@@ -138,10 +140,6 @@ class _Tenant:
 
     def is_valid(self, now_ns: int) -> bool:
         return now_ns < self.valid_until_ns
-
-    @property
-    def smallest_limit(self) -> int:
-        return min(lease.limit for lease in self.leases.values())
 
     def learn(self, answer_tokens: int) -> None:
         self.answers.append(answer_tokens)
@@ -242,6 +240,8 @@ class Quotas:
             for kind, limit in its.amounts.items():
                 state.leases[kind] = before.get(kind) or _Lease(kind, limit, left=limit)
                 state.leases[kind].limit = limit
+            state.smallest_limit = min(its.amounts.values(), default=0)
+            state.stirred = True
             if not state.leases:
                 del self._tenants[tenant]
             elif state.leases.keys() != before.keys():
@@ -266,7 +266,7 @@ class Quotas:
         state = self._tenants.get(tenant)
         if state is None:
             return None
-        state.called = True
+        state.called = state.stirred = True
         least = prompt_tokens + (choices if answer_tokens else 0)
         expected = prompt_tokens + choices * state.expected(answer_tokens)
         tokens = max(expected, least)
@@ -314,6 +314,7 @@ class Quotas:
         reservation.settled = True
         state = reservation.state
         state.open -= 1
+        state.stirred = True
         bank_ms = state.bank_ms(now_ns)
         more = prompt_tokens + answered - reservation.tokens
         if answered:
@@ -337,10 +338,12 @@ class Quotas:
         """Return an exchange for each tenant with use or calls, and for some of the others."""
         found = {}
         idle = 0
+        idle_ns = self._idle_ms * _MS
         for tenant, state in self._tenants.items():
-            if self._is_busy(state, now_ns):
+            state.stirred = state.stirred and self._is_busy(state, now_ns)
+            if state.stirred:
                 found[tenant] = self._ask(state, SILENT_MS, now_ns)
-            elif idle < _IDLE_PER_ROUND and self._is_stale(state, now_ns):
+            elif idle < _IDLE_PER_ROUND and self._is_stale(state, idle_ns, now_ns):
                 silent_ms = max(2 * SILENT_MS, 4 * self._idle_ms)
                 found[tenant] = self._ask(state, silent_ms, now_ns)
                 idle += 1
@@ -406,6 +409,7 @@ class Quotas:
             state = self._tenants.get(tenant)
             if state is not None:
                 state.watched_until_ns = now_ns + _WATCH_NS
+                state.stirred = True
 
     def callers(self) -> list[str]:
         """Return the tenants that called, and whose state this router has exchanged."""
@@ -453,11 +457,13 @@ class Quotas:
             for lease in state.leases.values()
         )
 
-    def _is_stale(self, state: _Tenant, now_ns: int) -> bool:
-        if state.smallest_limit < _PART_AHEAD * self.live_routers:
-            return False
+    def _is_stale(self, state: _Tenant, idle_ns: int, now_ns: int) -> bool:
         was_busy = state.silent_ms == SILENT_MS
-        return was_busy or now_ns >= state.sent_ns + self._idle_ms * _MS
+        if not was_busy and now_ns < state.sent_ns + idle_ns:
+            return False
+        if state.smallest_limit >= _PART_AHEAD * self.live_routers:
+            return True
+        return any(lease.used for lease in state.leases.values())  # Redis may have lost it
 
     def _ask(self, state: _Tenant, silent_ms: int, now_ns: int) -> Ask:
         if not state.is_valid(now_ns):

@@ -183,6 +183,19 @@ def test_a_router_that_redis_forgot_reports_its_use_again() -> None:
     assert isinstance(world.call(there, prompt=100, answer=0, patient=True), Taken)
 
 
+@pytest.mark.parametrize("concurrent", [1, 100])
+def test_a_redis_that_forgot_gets_the_use_of_a_tenant_that_has_not_called_since(concurrent) -> None:
+    world = World(Limits(budget=Budget(tokens=100), concurrent=concurrent), 2)
+    here, there = world.nodes
+    world.call(here, prompt=60, answer=0)
+    world.end(here, answered=0)
+    world.run(100, lambda *_: None)
+    world.bank = Bank()
+    world.run(1, lambda *_: None)
+    assert isinstance(world.call(there, prompt=50, answer=0), Wait)
+    assert isinstance(world.call(there, prompt=40, answer=0, patient=True), Taken)
+
+
 def test_without_redis_a_router_has_its_part_and_reports_it_afterwards() -> None:
     world = World(Limits(rpm=100), 2)
     here, there = world.nodes
