@@ -109,6 +109,7 @@ class Router:
         if shared_usage is not None and settings.state_dir:
             folder = Path(settings.state_dir) / "usage"
             self._usage_copies = UsageCopies(shared_usage, folder, self.parts.observer.task_failed)
+            self.parts.usage.keep = self._usage_copies.keep
         if audit is not None:
             logins = self.parts.refused_logins
             audit.each_period.append(lambda: logins.take(time.monotonic_ns()))

@@ -248,8 +248,8 @@ ROUTER_METRICS: dict[str, MetricSpec] = {
     "baton_audit_failures": _count("Audit entries that could not be written at once."),
     "baton_keys": _gauge("API keys of `baton keys`: valid, expired or revoked.", "state"),
     "baton_quota_tokens": _gauge(
-        "Tokens that a tenant has used or leased of a limit (tpm, tpd, budget), at all routers. A "
-        "router shows the first 80 tenants that call it.",
+        "Tokens that a tenant has used or reserved of a limit (tpm, tpd, budget), at all routers. "
+        "A router shows the first 80 tenants that call it.",
         "tenant",
         "kind",
     ),

@@ -76,6 +76,7 @@ class Side(NamedTuple):
     port: int
     router_pid: int
     workers_pid: int
+    key: str = ""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +117,7 @@ def measure(name: str, side: Side, shape: Shape, demand: Demand, seconds: float)
         "model": MODEL_NAME,
     }
     asked |= {"clients": demand.clients, "rate": demand.rate_per_s, "seconds": seconds}
+    asked |= {"key": side.key} if side.key else {}
     for option, value in asked.items():
         command += [f"--{option}", str(value)]
     with running(command, stdout=subprocess.PIPE) as process:

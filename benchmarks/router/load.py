@@ -61,10 +61,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 class Load:
     """Request generator and counters of all clients."""
 
-    def __init__(self, model: str, words: int, answer_tokens: int) -> None:
+    def __init__(self, model: str, words: int, answer_tokens: int, key: str = "") -> None:
         self._model = model
         self._words = words
         self._answer_tokens = answer_tokens
+        self._key = f"authorization: Bearer {key}\r\n" if key else ""
         self._draw = random.Random(1)
         self._asked = 0
         self.failures: list[str] = []
@@ -91,7 +92,7 @@ class Load:
             }
         )
         head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\n"
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\n{self._key}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
@@ -251,9 +252,10 @@ def main(
     answer_tokens: Annotated[int, typer.Option(help="Output tokens of each response.")] = 64,
     warm_s: Annotated[float, typer.Option("--warm-s", help="Seconds of warm-up.")] = 2.0,
     seconds: Annotated[float, typer.Option(help="Measured seconds.")] = 8.0,
+    key: Annotated[str, typer.Option(help="API key.")] = "",
 ) -> None:
     """Run the clients, and print their measurements."""
-    load = Load(model, words, answer_tokens)
+    load = Load(model, words, answer_tokens, key)
     result = uvloop.run(run(load, port, clients, rate, warm_s, seconds))
     print(msgspec.json.encode(result).decode(), flush=True)
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,7 @@ import yaml
 from benchmarks.router.workers import FLEET
 
 MODEL_NAME = "smollm2"
+TOKEN = "bench"
 _START_LIMIT_S = 60.0
 
 
@@ -87,8 +88,17 @@ def workers(redis_url: str, count: int, step_s: float) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def router(tree: Path, redis_url: str, count: int) -> Iterator[tuple[int, int]]:
-    """Run the router of a checkout; yield its process id and its port."""
+def router(
+    tree: Path, redis_url: str, count: int, more: Mapping[str, object] | None = None
+) -> Iterator[tuple[int, int]]:
+    """Run the router of a checkout; yield its process id and its port.
+
+    Args:
+        tree: Checkout.
+        redis_url: URL of Redis.
+        count: Number of workers.
+        more: Further lines of the fleet file.
+    """
     port = free_port()
     settings = {
         "fleet": FLEET,
@@ -99,12 +109,13 @@ def router(tree: Path, redis_url: str, count: int) -> Iterator[tuple[int, int]]:
         "max_step_tokens": 2048,
         "max_queued_requests": 4096,
         "pools": {"prefill": 0, "decode": count},
+        **(more or {}),
     }
     environment = {
         **os.environ,
         "PYTHONPATH": f"{tree}:{tree / 'proto'}",
         "BATON_REDIS_URL": redis_url,
-        "BATON_FLEET_TOKEN": "bench",
+        "BATON_FLEET_TOKEN": TOKEN,
     }
     with tempfile.TemporaryDirectory(prefix="bench-router-") as folder:
         file = Path(folder) / "fleet.yaml"

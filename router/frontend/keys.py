@@ -25,7 +25,12 @@ from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.access import check_operator
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import audited
-from router.keys.exchange import KeyChangeError, KeyExchange, UnknownKeyError
+from router.keys.exchange import (
+    KeyChangeError,
+    KeyExchange,
+    UnconfirmedChangeError,
+    UnknownKeyError,
+)
 from router.keys.table import DAY_MS, IssuedKey
 
 _LOG = logging.getLogger(__name__)
@@ -218,10 +223,15 @@ def _parsed(kind: type[_Body], raw: bytes) -> _Body:
 
 
 def _refusal(error: Exception) -> Exception:
+    if isinstance(error, UnconfirmedChangeError):
+        return UnavailableError(
+            "the fleet's Redis did not confirm the change, which is made now or never; see "
+            "`baton keys ls`, and repeat the command if it was not made"
+        )
     if isinstance(error, RegistryUnavailableError):
         return UnavailableError(
-            "the fleet's Redis is unavailable, so routers keep the last known API keys; repeat the "
-            "command when it answers"
+            "the fleet's Redis is unavailable, so nothing has changed and routers keep the last "
+            "known API keys; repeat the command when it answers"
         )
     if isinstance(error, UnknownKeyError):
         return HTTPException(404, str(error))

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from baton.registry.json_file import keep
-from baton.registry.keys.record import KeyRecord
+from baton.registry.keys.record import KeyRecord, encoded
 from baton.registry.keys.shared import MAX_KEYS, Change, SharedKeys, Summary
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.telemetry.tasks import BackgroundTasks
@@ -23,6 +23,8 @@ _LOG = logging.getLogger(__name__)
 
 POLL_S = 0.5
 _TRIES = 10
+_LIMIT_S = 1.5  # of one change, after which Redis is unavailable and writes nothing
+_SEEN_S = 0.3  # of the comparison after a change
 
 
 class KeyChangeError(ValueError):
@@ -31,6 +33,10 @@ class KeyChangeError(ValueError):
 
 class UnknownKeyError(KeyChangeError):
     """No key has this id."""
+
+
+class UnconfirmedChangeError(RegistryUnavailableError):
+    """Redis did not confirm a change: it was made, or is not made any more."""
 
 
 class KeyExchange:
@@ -85,19 +91,16 @@ class KeyExchange:
 
         Raises:
             KeyChangeError: A key exists with other rights or another secret, or there are too many.
-            RegistryUnavailableError: Redis does not answer; nothing has changed, or a part.
+            RegistryUnavailableError: As `change` does.
         """
-        async with self._lock:
-            for _ in range(_TRIES):
-                await self._exchange()
-                fresh = [record for record in records if not self._has(record)]
-                if len(self.table) + len(fresh) > MAX_KEYS:
-                    raise KeyChangeError(f"the fleet would have more than {MAX_KEYS} keys")
-                done = await self._shared.put([Change(b"", record) for record in fresh])
-                await self._exchange()
-                if done:
-                    return len(fresh)
-        raise KeyChangeError("other routers change the keys at the same time; try again")
+
+        def changes() -> list[Change]:
+            fresh = [record for record in records if not self._has(record)]
+            if len(self.table) + len(fresh) > MAX_KEYS:
+                raise KeyChangeError(f"the fleet would have more than {MAX_KEYS} keys")
+            return [Change(b"", record) for record in fresh]
+
+        return len(await self._write(changes))
 
     async def change(
         self,
@@ -114,22 +117,21 @@ class KeyExchange:
 
         Raises:
             KeyChangeError: There is no such key, or ``edit`` raised it.
-            RegistryUnavailableError: Redis does not answer.
+            RegistryUnavailableError: Redis did not answer in time; nothing has changed.
+            UnconfirmedChangeError: Redis did not confirm the change in time.
         """
-        async with self._lock:
-            for _ in range(_TRIES):
-                await self._exchange()
-                key = self.table.get(key_id)
-                if key is None:
-                    raise UnknownKeyError(f"no API key has the id {key_id}")
-                changes = [Change(key.seen, edit(key.record))]
-                if beside is not None:
-                    changes.append(Change(b"", beside(key.record)))
-                done = await self._shared.put(changes)
-                await self._exchange()
-                if done:
-                    return key
-        raise KeyChangeError("other routers change the keys at the same time; try again")
+
+        def changes() -> list[Change]:
+            key = self.table.get(key_id)
+            if key is None:
+                raise UnknownKeyError(f"no API key has the id {key_id}")
+            made = [Change(key.seen, edit(key.record))]
+            if beside is not None:
+                made.append(Change(b"", beside(key.record)))
+            return made
+
+        await self._write(changes)
+        return self.table[key_id]
 
     async def used(self) -> dict[str, int]:
         """Return the last day of use of each key; without Redis, of uses at this router."""
@@ -139,6 +141,38 @@ class KeyExchange:
         except RegistryUnavailableError:
             return own
         return {name: max(own.get(name, 0), theirs.get(name, 0)) for name in own | theirs}
+
+    async def _write(self, changes: Callable[[], list[Change]]) -> list[Change]:
+        """Write what ``changes`` returns for the present table, and return it."""
+        end_s = time.monotonic() + _LIMIT_S
+        sent = False
+        try:
+            async with asyncio.timeout(_LIMIT_S), self._lock:
+                for _ in range(_TRIES):
+                    now_ms = await self._exchange()
+                    made = changes()
+                    until_ms = now_ms + int((end_s - time.monotonic()) * 1000)
+                    sent = True
+                    if await self._shared.put(made, until_ms):
+                        self.table.merge({one.record.id: encoded(one.record) for one in made})
+                        break
+                    sent = False
+                else:
+                    raise KeyChangeError(
+                        "other routers change the keys at the same time; try again"
+                    )
+        except (TimeoutError, RegistryUnavailableError) as error:
+            if sent:
+                raise UnconfirmedChangeError("Redis did not confirm the change") from error
+            raise RegistryUnavailableError(str(error) or "Redis does not answer") from error
+        async with self._lock:
+            await self._save()
+            try:
+                async with asyncio.timeout(_SEEN_S):
+                    await self._exchange()
+            except (TimeoutError, RegistryUnavailableError):
+                self._seen = None  # else an older table with that mark would pass for this one
+        return made
 
     def _has(self, record: KeyRecord) -> bool:
         known = self.table.get(record.id)
@@ -165,12 +199,14 @@ class KeyExchange:
                 self._tried.set()
             await asyncio.sleep(POLL_S)
 
-    async def _exchange(self) -> None:
+    async def _exchange(self) -> int:
+        """Compare the table with Redis, and return the time of its clock in ms."""
         summary = await self._shared.summary()
         if (summary.mark, summary.total) != self._seen:
             await self._compare(summary)
         await self._report_use()
         self.table.compared_s = time.monotonic()
+        return summary.now_ms
 
     async def _report_use(self) -> None:
         days = self.table.used
@@ -179,7 +215,7 @@ class KeyExchange:
         self.table.used = {}
         try:
             await self._shared.note_used(days)
-        except RegistryUnavailableError:
+        except (RegistryUnavailableError, asyncio.CancelledError):
             self.table.used = days | self.table.used
             raise
 

@@ -69,6 +69,9 @@ class KeyTable:
     def __iter__(self) -> Iterator[IssuedKey]:
         return iter(self._keys.values())
 
+    def __getitem__(self, key_id: str) -> IssuedKey:
+        return self._keys[key_id]
+
     def get(self, key_id: str) -> IssuedKey | None:
         """Return the key with this id."""
         return self._keys.get(key_id)

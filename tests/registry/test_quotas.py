@@ -32,13 +32,14 @@ def some_ask(rng: random.Random, sequence: int, now_ms: int) -> Ask:
         sequence=max(sequence - rng.choice([0, 0, 0, 7]), 1),
         elapsed_ms=rng.choice([0, 200, 3000, 100_000]),
         whole=rng.random() < 0.3,
+        silent_ms=rng.choice([2000, 2000, 30_000]),
         needs={kind: some_need(rng, kind, now_ms) for kind in kinds},
     )
 
 
 async def test_the_script_computes_what_the_bank_computes(registry) -> None:
     shared = SharedQuotas(registry)
-    granted = refused = unknown = 0
+    granted = refused = unknown = elsewhere = 0
     for seed in range(40):
         rng = random.Random(seed)
         bank = Bank()
@@ -52,7 +53,9 @@ async def test_the_script_computes_what_the_bank_computes(registry) -> None:
             granted += any(p.ceiling > ask.needs[k].spent_total for k, p in found.parts.items())
             refused += any(p.wait_ms for p in found.parts.values())
             unknown += found.unknown
+            elsewhere += any(p.elsewhere and p.wait_ms for p in found.parts.values())
     assert granted > 200 and refused > 200 and unknown > 50, "all outcomes occurred"
+    assert elsewhere > 50
 
 
 async def test_exchanges_go_by_redis_clock_and_tenants_are_apart(registry) -> None:

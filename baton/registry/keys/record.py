@@ -79,6 +79,11 @@ def joined(one: KeyRecord, other: KeyRecord) -> KeyRecord:
     )
 
 
+def encoded(record: KeyRecord) -> bytes:
+    """Return a record as JSON."""
+    return msgspec.json.encode(record)
+
+
 def decoded(raw: bytes) -> KeyRecord | None:
     """Return a record from its JSON; None if it is damaged."""
     try:

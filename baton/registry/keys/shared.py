@@ -12,21 +12,22 @@ import secrets
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
-from baton.registry.keys.record import KeyRecord
-from baton.registry.redis_store import Registry
+from baton.registry.keys.record import KeyRecord, encoded
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 
 MAX_KEYS = 100_000
 _SLICE = 256  # records that are read or written at once
 
-# KEYS: table, mark, log. ARGV: new mark, then for each record its id, expected and new value.
+# KEYS: table, mark, log. ARGV: new mark, time in ms after which nothing is written (0: none), then
+# for each record its id, expected and new value.
 _SWAP = """
-local line = {ARGV[1]}
-for at = 2, #ARGV, 3 do
+local line, time = {ARGV[1]}, redis.call('TIME')
+local until_ms = tonumber(ARGV[2])
+if until_ms > 0 and time[1] * 1000 + time[2] / 1000 > until_ms then return -1 end
+for at = 3, #ARGV, 3 do
   if (redis.call('HGET', KEYS[1], ARGV[at]) or '') ~= ARGV[at + 1] then return 0 end
 end
-for at = 2, #ARGV, 3 do
+for at = 3, #ARGV, 3 do
   redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 2])
   line[#line + 1] = ARGV[at]
 end
@@ -107,19 +108,29 @@ class SharedKeys:
             if not int(cursor):
                 return
 
-    async def put(self, changes: Sequence[Change]) -> bool:
+    async def put(self, changes: Sequence[Change], until_ms: int = 0) -> bool:
         """Write records; all of up to 256 or none.
+
+        Args:
+            changes: Records.
+            until_ms: Time of Redis' clock after which nothing is written, so that a delayed call
+                has no effect; 0: none.
 
         Returns:
             False if a value is not the expected one: another router has changed it.
+
+        Raises:
+            RegistryUnavailableError: Redis did not answer, or received the call too late.
         """
         for at in range(0, len(changes), _SLICE):
             arguments: list[str | bytes] = []
             for expected, record in changes[at : at + _SLICE]:
-                arguments += (record.id, expected, msgspec.json.encode(record))
+                arguments += (record.id, expected, encoded(record))
             tables = (self._table, self._mark, self._log)
-            call = ("EVAL", _SWAP, len(tables), *tables, secrets.token_hex(8), *arguments)
+            call = ("EVAL", _SWAP, len(tables), *tables, secrets.token_hex(8), until_ms, *arguments)
             (done,) = await self._registry.send(call)
+            if done < 0:
+                raise RegistryUnavailableError("Redis: the call came too late")
             if not done:
                 return False
         return True

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 SILENT_MS = 2000
-"""Silence after which the unspent lease of a router returns."""
+"""Silence after which the unspent lease of a router with calls returns."""
 SLACK_MS = 1000
 """Time by which the clock may seem faster than a router's own."""
 CONCURRENT_RETRY_MS = 1000
@@ -44,6 +44,7 @@ class Ask(msgspec.Struct, kw_only=True):
         router: Id of one life of a router.
         elapsed_ms: Time since the router's previous exchange, by its own clock.
         whole: Whether ``used`` has all slots, and no lease is open.
+        silent_ms: Silence after which the router's unspent lease returns.
     """
 
     router: str
@@ -51,6 +52,7 @@ class Ask(msgspec.Struct, kw_only=True):
     elapsed_ms: int
     whole: bool
     needs: dict[str, Need]
+    silent_ms: int = SILENT_MS
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -58,6 +60,7 @@ class Part(msgspec.Struct, kw_only=True):
 
     Attributes:
         left: Amount that no router uses or leases; below 0: use exceeds the limit.
+        elsewhere: Amount that other routers lease. They return what their calls do not use.
         wait_ms: Time until the missing part of the wish is free; 0: nothing is missing.
         reset_ms: Time until all use is forgotten.
     """
@@ -66,6 +69,7 @@ class Part(msgspec.Struct, kw_only=True):
     left: int
     wait_ms: int
     reset_ms: int
+    elsewhere: int = 0
 
 
 class Grant(msgspec.Struct, kw_only=True):
@@ -89,8 +93,9 @@ class _Account(msgspec.Struct):
 
 
 class _Router(msgspec.Struct):
-    sequence: int
-    seen_ms: int
+    sequence: int = 0
+    seen_ms: int = 0
+    silent_ms: int = SILENT_MS
     accounts: dict[str, _Account] = {}
 
 
@@ -120,8 +125,9 @@ class Bank:
         if mine is not None and ask.sequence <= mine.sequence:
             return Grant(sequence=ask.sequence, now_ms=self._now_ms)
         if mine is None or ask.whole:
-            mine = self._routers[ask.router] = _Router(0, 0)
+            mine = self._routers[ask.router] = _Router()
         mine.sequence = ask.sequence
+        mine.silent_ms = ask.silent_ms
         mine.seen_ms = self._now_ms
         parts = {name: self._granted(mine, name, need) for name, need in ask.needs.items()}
         return Grant(sequence=ask.sequence, now_ms=self._now_ms, parts=parts)
@@ -129,7 +135,7 @@ class Bank:
     def _end_silent(self) -> None:
         """Take the leases of silent routers back, and forget routers without use."""
         for name, router in list(self._routers.items()):
-            if router.seen_ms + SILENT_MS >= self._now_ms:
+            if router.seen_ms + router.silent_ms >= self._now_ms:
                 continue
             for account in router.accounts.values():
                 account.ceiling = account.spent_total
@@ -146,20 +152,28 @@ class Bank:
         lower = max(min(account.ceiling, need.ceiling), account.spent_total)
         account.ceiling = lower
         used = self._used(name, need)
-        left = need.limit - sum(used.values()) - self._leased(name)
+        leased = self._leased(name)
+        elsewhere = leased - (lower - account.spent_total)
+        left = need.limit - sum(used.values()) - leased
         granted = max(min(need.ceiling - lower, left), 0)
         account.ceiling += granted
         left -= granted
         missing = need.ceiling - account.ceiling - left
         wait_ms = 0
         if need.ceiling > account.ceiling:
-            wait_ms = self._wait_ms(used, missing, need)
+            wait_ms = self._wait_ms(used, missing - elsewhere, need)
         last = max(
             (slot for slot, amount in self._entries(name) if amount > 0),
             default=0,
         )
         reset_ms = max((last + need.slots) * need.slot_ms - self._now_ms, 0) if last else 0
-        return Part(ceiling=account.ceiling, left=left, wait_ms=wait_ms, reset_ms=reset_ms)
+        return Part(
+            ceiling=account.ceiling,
+            left=left,
+            wait_ms=wait_ms,
+            reset_ms=reset_ms,
+            elsewhere=elsewhere,
+        )
 
     def _used(self, name: str, need: Need) -> dict[int, int]:
         """Return the use of all routers by slot, without slots that no longer count."""

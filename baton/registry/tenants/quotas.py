@@ -33,7 +33,7 @@ bank.clock = clock
 local now = bank.now
 
 for name, router in pairs(bank.routers) do
-  if router.seen + SILENT_MS < now then
+  if router.seen + (router.silent or SILENT_MS) < now then
     local busy = false
     for _, account in pairs(router.accounts) do
       account.ceiling = account.spent
@@ -83,7 +83,7 @@ local function granted(name, need)
   for slot, amount in pairs(need.used) do account.used[tonumber(slot)] = amount end
   local lower = math.max(math.min(account.ceiling, need.ceiling), account.spent)
   account.ceiling = lower
-  local left, last = need.limit, 0
+  local left, last, elsewhere = need.limit, 0, 0
   each_used(name, need, function(slot, amount)
     left = left - amount
     if amount > 0 and slot > last then last = slot end
@@ -91,16 +91,19 @@ local function granted(name, need)
   for _, router in pairs(bank.routers) do
     local one = router.accounts[name]
     if one then left = left - (one.ceiling - one.spent) end
+    if one and one ~= account then elsewhere = elsewhere + one.ceiling - one.spent end
   end
   local more = math.max(math.min(need.ceiling - lower, left), 0)
   account.ceiling = account.ceiling + more
   left = left - more
   local wait, reset = 0, 0
   if need.ceiling > account.ceiling then
-    wait = wait_of(name, need.ceiling - account.ceiling - left, need)
+    wait = wait_of(name, need.ceiling - account.ceiling - left - elsewhere, need)
   end
   if last > 0 then reset = math.max((last + need.slots) * need.slot_ms - now, 0) end
-  return {ceiling = account.ceiling, left = left, wait_ms = wait, reset_ms = reset}
+  return {
+    ceiling = account.ceiling, left = left, wait_ms = wait, reset_ms = reset, elsewhere = elsewhere
+  }
 end
 
 local answer = {sequence = ask.sequence, now_ms = now}
@@ -113,6 +116,7 @@ elseif not mine or ask.sequence > mine.sequence then
   end
   mine.sequence = ask.sequence
   mine.seen = now
+  mine.silent = ask.silent_ms
   local parts = {}
   for name, need in pairs(ask.needs) do parts[name] = granted(name, need) end
   if next(parts) then answer.parts = parts end

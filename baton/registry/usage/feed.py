@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from baton.registry.redis_store import RegistryUnavailableError
@@ -33,6 +33,10 @@ class UsageFeed:
         interval_s: Time between two reports, which is what a killed process loses at most.
         price_per_hour: Price of one worker for one hour; None: another process reports it.
         before_report: Adds to the ledger before each report, the last one included.
+
+    Attributes:
+        keep: Receives the ledger's life and rows if Redis cannot receive the last report; None:
+            what it lacks is lost.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class UsageFeed:
         self._lock = asyncio.Lock()  # a ledger has one report on its way
         self._failing = False
         self._checked_s = 0.0  # monotonic
+        self.keep: Callable[[str, dict[int, dict[str, str]]], Awaitable[None]] | None = None
 
     def start(self) -> None:
         """Start reporting. Needs a running event loop."""
@@ -67,7 +72,12 @@ class UsageFeed:
             async with asyncio.timeout(_CLOSE_S):
                 await self.flush()
         except (RegistryUnavailableError, TimeoutError) as error:
-            _LOG.error("lost usage: rows=%d: %s", self.ledger.unreported_rows, str(error))
+            rows = self.ledger.unreported_rows
+            if self.keep is None:
+                _LOG.error("lost usage: rows=%d: %s", rows, str(error))
+            else:
+                await self.keep(self.ledger.life, self.ledger.fields())
+                _LOG.warning("kept usage in the state folder: rows=%d: %s", rows, str(error))
 
     async def flush(self) -> None:
         """Report what Redis may lack.

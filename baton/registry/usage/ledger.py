@@ -72,6 +72,12 @@ class Counters(msgspec.Struct, array_like=True):
             self.refusals[code] = self.refusals.get(code, 0) + count
 
     @property
+    def amount(self) -> int:
+        """Sum of all counters, by which the later of two states of a row is known."""
+        counters: list[int] = [getattr(self, name) for name in _SUMMED]
+        return sum(counters) + sum(self.refusals.values())
+
+    @property
     def charged_ns(self) -> int:
         """Worker time of the row's requests."""
         return self.input_ns + self.output_ns
@@ -102,7 +108,7 @@ class Ledger:
     """
 
     def __init__(self, life: str) -> None:
-        self._life = life
+        self.life = life
         self._rows: dict[RowName, Counters] = {}
         self._changed: dict[RowName, int] = {}  # with the last report before the change
         self._rows_per_hour: dict[int, int] = {}
@@ -137,7 +143,7 @@ class Ledger:
         self._sequence += 1
         names = list(self._changed)[:MAX_REPORTED_ROWS]
         rows = {name: self._rows[name] for name in names}
-        return Report(self._life, self._sequence, self._acknowledged, rows)
+        return Report(self.life, self._sequence, self._acknowledged, rows)
 
     def answered(self, report: Report, known: int) -> bool:
         """Apply the answer to the last report; return whether another one is due at once.
@@ -159,6 +165,15 @@ class Ledger:
                 del self._changed[name]
         return len(report.rows) == MAX_REPORTED_ROWS
 
+    def fields(self) -> dict[int, dict[str, str]]:
+        """Return all rows as fields in Redis, by hour."""
+        found: dict[int, dict[str, str]] = {}
+        for name, row in self._rows.items():
+            field = field_of(self.life, name).decode()
+            counters = msgspec.json.encode(row).decode()
+            found.setdefault(name.hour, {})[field] = counters
+        return found
+
     def _forget_before(self, hour: int) -> None:
         if all(other >= hour for other in self._rows_per_hour):
             return
@@ -167,6 +182,11 @@ class Ledger:
             del self._rows[name]
             self._rows_per_hour[name.hour] -= 1
         self._rows_per_hour = {hour: n for hour, n in self._rows_per_hour.items() if n}
+
+
+def field_of(life: str, name: RowName) -> bytes:
+    """Return the field of a row of one life in the hash of its hour."""
+    return msgspec.json.encode((life, name.tenant, name.key, name.model))
 
 
 def summed(

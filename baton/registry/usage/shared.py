@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from baton.registry.redis_store import Registry, slices
-from baton.registry.usage.ledger import Counters, Report, RowName, summed
+from baton.registry.usage.ledger import Counters, Report, RowName, field_of, summed
 
 KEPT_DAYS = 100
 """Days for which usage is kept."""
@@ -35,6 +35,15 @@ for at = 2, #KEYS do
   redis.call('PEXPIRE', KEYS[at], ARGV[4])
 end
 return known
+"""
+
+# KEYS: the hour. ARGV: fields as (field, expected value, new value).
+_RESTORE = """
+for at = 1, #ARGV, 3 do
+  if (redis.call('HGET', KEYS[1], ARGV[at]) or '') == ARGV[at + 1] then
+    redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 2])
+  end
+end
 """
 
 
@@ -71,7 +80,7 @@ class SharedUsage:
         places = {hour: index for index, hour in enumerate(hours, 2)}  # KEYS[1] is the life's
         arguments: list[bytes | int | str] = []
         for name, counters in report.rows.items():
-            field = msgspec.json.encode((report.life, name.tenant, name.key, name.model))
+            field = field_of(report.life, name)
             arguments += (places[name.hour], field, msgspec.json.encode(counters))
         keys = [key("usage:life", report.life)]
         keys += [key("usage:hours", str(hour)) for hour in hours]
@@ -110,11 +119,13 @@ class SharedUsage:
             for name, value in found.items()
         }
 
-    async def restore(self, hour: int, fields: Mapping[str, str]) -> None:
-        """Write those fields of a copy that Redis does not have."""
+    async def restore(self, hour: int, fields: Mapping[str, tuple[str, str]]) -> None:
+        """Write fields of a copy, each with the value that it replaces; empty: there is none."""
+        arguments = [part for name, values in fields.items() for part in (name, *values)]
         key = self._registry.key("usage:hours", str(hour))
-        calls = [("HSETNX", key, name, value) for name, value in fields.items()]
-        await self._registry.send(*calls, ("PEXPIRE", key, KEPT_DAYS * _DAY_MS))
+        await self._registry.send(
+            ("EVAL", _RESTORE, 1, key, *arguments), ("PEXPIRE", key, KEPT_DAYS * _DAY_MS)
+        )
 
     def _decoded(self, hour: int, field: bytes, value: bytes) -> tuple[RowName, Counters] | None:
         try:

@@ -2,8 +2,9 @@
 
 The bank of a tenant is in Redis (``baton/registry/tenants/quotas.py``). A router leases about
 twice what the tenant used here in the last second. What calls do not use returns after a second. So
-the sum of all routers cannot exceed a limit. Without Redis the bank is in the router, with its part
-of the limits.
+the sum of all routers cannot exceed a limit. Of a tenant without calls each router leases the limit
+/ (8 x routers) ahead, so that the first call finds a lease; where little is left, less. Without
+Redis the bank is in the router, with its part of the limits.
 
 A call reserves its prompt and the answer that the tenant's last answers let expect. At its end,
 `settle` corrects the reservation by the usage. Use above it is a debt, for which the bank grants
@@ -23,7 +24,9 @@ _USE_NS = 1_000_000_000  # a lease covers twice the use of this time
 _MS = 1_000_000
 _WATCH_NS = 5_000_000_000
 _PART_LEASED = 4  # of what is left, at most one part is leased before calls need it
-_VALID_NS = (SILENT_MS - 500) * _MS  # before the bank takes the lease back
+_PART_AHEAD = 8  # of the limit, at most one part is leased by all routers before the first call
+_IDLE_ROUNDS = 2  # rounds between two exchanges for a tenant without calls, or more,
+_IDLE_PER_ROUND = 100  # so that a round has at most this many of them
 _ANSWERS = 100  # of which the 90th percentile is expected
 _DAY_MS = 24 * 3600 * 1000
 _KINDS = {
@@ -52,7 +55,9 @@ class _Lease:
         used: Use by slot; ``changed``: slots that the bank does not have, with the exchange before.
         asked: Amount that calls lacked since the last exchange.
         recent: ``taken_total`` at times of the last second.
-        left, wait_until_ns, reset_ns: What the bank answered, with refunds since then.
+        left, elsewhere, wait_until_ns, reset_ns: What the bank answered; ``left`` with refunds
+            and debts since then.
+        unseen: Refunds less debts since the last exchange was sent, which its answer lacks.
     """
 
     kind: str
@@ -65,6 +70,8 @@ class _Lease:
     asked: int = 0
     recent: deque[tuple[int, int]] = field(default_factory=deque)
     left: int = 0
+    elsewhere: int = 0
+    unseen: int = 0
     wait_until_ns: int = 0
     reset_ns: int = 0
 
@@ -82,6 +89,10 @@ class _Lease:
         self.used[slot] = self.used.get(slot, 0) + amount
         self.changed[slot] = sequence
 
+    def free(self, amount: int) -> None:
+        self.left += amount
+        self.unseen += amount
+
     def counts(self, slot: int, bank_ms: int) -> bool:
         slot_ms, slots = _KINDS[self.kind]
         return not slots or (slot + slots) * slot_ms > bank_ms
@@ -89,30 +100,35 @@ class _Lease:
     @property
     def is_refused(self) -> bool:
         """State after an exchange in which the bank lacked something that is still missing."""
-        return self.wait_until_ns > 0 and self.left <= 0
+        return self.wait_until_ns > 0 and self.left + self.elsewhere <= 0
 
     @property
     def in_use(self) -> bool:
         """Presence of use in the second before the last exchange, or after it."""
         return self.taken_total > (self.recent[0][1] if self.recent else 0)
 
-    def wanted(self, now_ns: int) -> int:
-        """Return the amount to lease, and note the use until now."""
+    def wanted(self, ahead: int, now_ns: int) -> int:
+        """Return the amount to lease, at least ``ahead`` if it is left; note the use until now."""
         self.recent.append((now_ns, self.taken_total))
         while len(self.recent) > 1 and self.recent[1][0] <= now_ns - _USE_NS:
             self.recent.popleft()
         use = self.taken_total - self.recent[0][1]
-        return max(self.asked, min(2 * use, max(self.left, 0) // _PART_LEASED))
+        return max(self.asked, min(max(2 * use, ahead), max(self.left, 0) // _PART_LEASED))
 
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
     offset_ms: int
     leases: dict[str, _Lease]
+    smallest_limit: int = 0
     sequence: int = 0
     sent_ns: int = 0
+    silent_ms: int = SILENT_MS  # by the exchange that was sent last
     acknowledged_ns: int = 0  # when the exchange was sent that the bank answered last
+    valid_until_ns: int = 0  # before the bank takes the lease back
     whole: bool = True
+    called: bool = False
+    stirred: bool = True  # it may be busy; else it is not, and few steps find that out
     watched_until_ns: int = 0
     open: int = 0
     answers: deque[int] = field(default_factory=lambda: deque(maxlen=_ANSWERS))
@@ -123,7 +139,7 @@ class _Tenant:
         return self.offset_ms + now_ns // _MS
 
     def is_valid(self, now_ns: int) -> bool:
-        return bool(self.acknowledged_ns) and now_ns < self.acknowledged_ns + _VALID_NS
+        return now_ns < self.valid_until_ns
 
     def learn(self, answer_tokens: int) -> None:
         self.answers.append(answer_tokens)
@@ -162,7 +178,7 @@ class Wait:
 
     Attributes:
         kind: Limit that it exceeds.
-        asks: Whether an exchange with the bank may help.
+        asks: Whether an exchange with the bank may help, at once or when others returned leases.
     """
 
     ns: int
@@ -185,7 +201,7 @@ class Standing:
     """State of one limit, for headers and metrics.
 
     Attributes:
-        used: Amount that all routers have used or leased; more than ``limit`` is a debt.
+        used: Amount that calls have used or reserved at all routers; more than ``limit`` is a debt.
     """
 
     limit: int
@@ -208,6 +224,8 @@ class Quotas:
         self._tenants: dict[str, _Tenant] = {}
         self.routers = 0
         """Number of routers that share the limits without Redis; 0: Redis has the banks."""
+        self.live_routers = 1
+        """Number of routers that lease parts of the limits."""
 
     def set_limits(self, limits: Mapping[str, Limits]) -> None:
         """Replace the limits of all tenants; leases of those that stay are kept."""
@@ -220,8 +238,10 @@ class Quotas:
             before = state.leases
             state.leases = {}
             for kind, limit in its.amounts.items():
-                state.leases[kind] = before.get(kind) or _Lease(kind, limit)
+                state.leases[kind] = before.get(kind) or _Lease(kind, limit, left=limit)
                 state.leases[kind].limit = limit
+            state.smallest_limit = min(its.amounts.values(), default=0)
+            state.stirred = True
             if not state.leases:
                 del self._tenants[tenant]
             elif state.leases.keys() != before.keys():
@@ -246,6 +266,7 @@ class Quotas:
         state = self._tenants.get(tenant)
         if state is None:
             return None
+        state.called = state.stirred = True
         least = prompt_tokens + (choices if answer_tokens else 0)
         expected = prompt_tokens + choices * state.expected(answer_tokens)
         tokens = max(expected, least)
@@ -293,6 +314,7 @@ class Quotas:
         reservation.settled = True
         state = reservation.state
         state.open -= 1
+        state.stirred = True
         bank_ms = state.bank_ms(now_ns)
         more = prompt_tokens + answered - reservation.tokens
         if answered:
@@ -306,19 +328,26 @@ class Quotas:
             elif more > 0:
                 leased = min(more, lease.have)
                 lease.spent_total += leased
-                lease.left -= more - leased
+                lease.free(leased - more)
                 lease.note(lease.slot(bank_ms), more, state.sequence)
             elif more < 0 and lease.counts(slot, bank_ms):
                 lease.note(slot, more, state.sequence)
-                lease.left -= more
+                lease.free(-more)
 
     def asks(self, now_ns: int) -> dict[str, Ask]:
-        """Return an exchange for each tenant that has leases, use or calls."""
-        return {
-            tenant: self._ask(state, now_ns)
-            for tenant, state in self._tenants.items()
-            if self._is_due(state, now_ns)
-        }
+        """Return an exchange for each tenant with use or calls, and for some of the others."""
+        found = {}
+        idle = 0
+        idle_ns = self._idle_ms * _MS
+        for tenant, state in self._tenants.items():
+            state.stirred = state.stirred and self._is_busy(state, now_ns)
+            if state.stirred:
+                found[tenant] = self._ask(state, SILENT_MS, now_ns)
+            elif idle < _IDLE_PER_ROUND and self._is_stale(state, idle_ns, now_ns):
+                silent_ms = max(2 * SILENT_MS, 4 * self._idle_ms)
+                found[tenant] = self._ask(state, silent_ms, now_ns)
+                idle += 1
+        return found
 
     def granted(self, grants: Mapping[str, Grant], now_ns: int) -> None:
         """Apply the answers of the bank; late ones have no effect."""
@@ -355,8 +384,9 @@ class Quotas:
                     continue
                 state.local = Bank()
                 state.whole = True
-            if self._is_due(state, now_ns):
-                grant = state.local.exchange(self._ask(state, now_ns), state.bank_ms(now_ns))
+            if self._is_busy(state, now_ns):
+                ask = self._ask(state, SILENT_MS, now_ns)
+                grant = state.local.exchange(ask, state.bank_ms(now_ns))
                 self.granted({tenant: grant}, now_ns)
 
     def standing(self, tenant: str, now_ns: int) -> dict[str, Standing]:
@@ -368,7 +398,8 @@ class Quotas:
         for lease in state.leases.values():
             limit = self._limit(lease)
             reset_ns = max(lease.reset_ns - now_ns, 0)
-            left = min(lease.have + lease.left, limit) if reset_ns else limit
+            left = lease.have + lease.left + lease.elsewhere
+            left = min(left, limit) if reset_ns else limit
             found[lease.kind] = Standing(lease.limit, max(left, 0), reset_ns, limit - left)
         return found
 
@@ -378,10 +409,13 @@ class Quotas:
             state = self._tenants.get(tenant)
             if state is not None:
                 state.watched_until_ns = now_ns + _WATCH_NS
+                state.stirred = True
 
     def callers(self) -> list[str]:
-        """Return the tenants whose state this router has exchanged."""
-        return [name for name, state in self._tenants.items() if state.acknowledged_ns]
+        """Return the tenants that called, and whose state this router has exchanged."""
+        return [
+            name for name, state in self._tenants.items() if state.acknowledged_ns and state.called
+        ]
 
     def _limit(self, lease: _Lease) -> int:
         return max(lease.limit // self.routers, 1) if self.routers else lease.limit
@@ -402,22 +436,43 @@ class Quotas:
         state.open += 1
         return Reservation(state, tokens, choices, slots)
 
-    def _is_due(self, state: _Tenant, now_ns: int) -> bool:
+    @property
+    def _idle_ms(self) -> int:
+        """Return the time between two exchanges for a tenant without calls."""
+        rounds = max(-(-len(self._tenants) // _IDLE_PER_ROUND), _IDLE_ROUNDS)
+        return rounds * EXCHANGE_NS // _MS
+
+    def _ahead(self, state: _Tenant, lease: _Lease) -> int:
+        """Return the amount to lease ahead of calls; none if a call would lack another limit."""
+        parts = _PART_AHEAD * self.live_routers
+        if self.routers or state.smallest_limit < parts:
+            return 0
+        return lease.limit // parts
+
+    def _is_busy(self, state: _Tenant, now_ns: int) -> bool:
         if state.open or now_ns < state.watched_until_ns:
             return True
         return any(
-            lease.asked or lease.changed or lease.have or lease.in_use
+            lease.asked or lease.changed or lease.in_use or lease.have > self._ahead(state, lease)
             for lease in state.leases.values()
         )
 
-    def _ask(self, state: _Tenant, now_ns: int) -> Ask:
+    def _is_stale(self, state: _Tenant, idle_ns: int, now_ns: int) -> bool:
+        was_busy = state.silent_ms == SILENT_MS
+        if not was_busy and now_ns < state.sent_ns + idle_ns:
+            return False
+        if state.smallest_limit >= _PART_AHEAD * self.live_routers:
+            return True
+        return any(lease.used for lease in state.leases.values())  # Redis may have lost it
+
+    def _ask(self, state: _Tenant, silent_ms: int, now_ns: int) -> Ask:
         if not state.is_valid(now_ns):
             state.whole = True  # the bank may have taken the lease back
         needs = {}
         bank_ms = state.bank_ms(now_ns)
         for kind, lease in state.leases.items():
-            ceiling = lease.spent_total + lease.wanted(now_ns)
-            lease.asked = 0
+            ceiling = lease.spent_total + lease.wanted(self._ahead(state, lease), now_ns)
+            lease.asked = lease.unseen = 0
             for slot in [slot for slot in lease.used if not lease.counts(slot, bank_ms)]:
                 del lease.used[slot]
                 lease.changed.pop(slot, None)
@@ -435,17 +490,21 @@ class Quotas:
         state.sequence += 1
         elapsed_ms = (now_ns - (state.acknowledged_ns or now_ns)) // _MS
         state.sent_ns = now_ns
+        state.silent_ms = silent_ms
+        state.valid_until_ns = min(state.valid_until_ns, _valid_until_ns(now_ns, silent_ms))
         return Ask(
             router=self._router,
             sequence=state.sequence,
             elapsed_ms=elapsed_ms,
             whole=state.whole,
             needs=needs,
+            silent_ms=silent_ms,
         )
 
     def _apply(self, state: _Tenant, grant: Grant, now_ns: int) -> None:
         state.whole = False
         state.acknowledged_ns = state.sent_ns
+        state.valid_until_ns = _valid_until_ns(state.sent_ns, state.silent_ms)
         # Not earlier than the bank's time, so that use counts for long enough.
         state.offset_ms = grant.now_ms - state.sent_ns // _MS
         for kind, part in grant.parts.items():
@@ -453,8 +512,14 @@ class Quotas:
             if lease is None:
                 continue
             lease.ceiling = part.ceiling
-            lease.left = part.left
+            lease.left = part.left + lease.unseen
+            lease.elsewhere = part.elsewhere
             lease.wait_until_ns = now_ns + part.wait_ms * _MS if part.wait_ms else 0
             lease.reset_ns = now_ns + part.reset_ms * _MS
             for slot in [slot for slot, at in lease.changed.items() if at < state.sequence]:
                 del lease.changed[slot]
+
+
+def _valid_until_ns(sent_ns: int, silent_ms: int) -> int:
+    """Return the time at which a lease ends here, which is earlier than at the bank."""
+    return sent_ns + silent_ms * _MS * 3 // 4

@@ -21,7 +21,8 @@ from router.routing.shares.quota import EXCHANGE_NS, Never, Quotas, Reservation,
 _LOG = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.5  # without an answer for so long, Redis is unavailable
-_TRIES = 5
+_TRIES = 7
+_AT_ONCE = 2  # tries without a pause: Redis may have to get a whole report first
 _WORDS = {
     "rpm": "requests per minute",
     "tpm": "tokens per minute",
@@ -88,7 +89,8 @@ class QuotaFeed:
     ) -> Reservation | None:
         """Reserve what a call is expected to use; see `Quotas.take`.
 
-        Only a call that lacks a lease waits, for one exchange.
+        Only a call that needs more than this router has leased waits, for one exchange. If other
+        routers have leased the rest without calls, it waits until they have returned it.
 
         Raises:
             RateLimitError: The tenant's limit is reached.
@@ -99,7 +101,7 @@ class QuotaFeed:
         found = self.quotas.take(*call, monotonic_ns())
         tries = 0
         while isinstance(found, Wait) and found.asks and tries < _TRIES:
-            await self._exchange_now()
+            await self._await_exchange(at_once=tries < _AT_ONCE)
             found = self.quotas.take(*call, monotonic_ns())
             tries += 1
         if isinstance(found, Never | Wait):
@@ -109,13 +111,14 @@ class QuotaFeed:
                 f"the request needs {found.amount} tokens; the limit of tenant {tenant} is "
                 f"{found.limit} {_WORDS[found.kind]}; send a shorter prompt"
             )
-        if isinstance(found, Wait) and found.kind == "budget":
+        if isinstance(found, Wait) and found.kind == "budget" and not found.asks:
             raise BudgetSpentError(
                 f"tenant {tenant} has used its budget of {found.limit} {_WORDS[found.kind]}; an "
                 "operator can raise it with `baton tenants set`"
             )
         if isinstance(found, Wait):
-            kind = InsufficientQuotaError if found.kind == "tpd" else RateLimitError
+            spent = found.kind == "tpd" and not found.asks
+            kind = InsufficientQuotaError if spent else RateLimitError
             after_s = found.ns / 1e9
             raise kind(
                 f"tenant {tenant} has reached its limit of {found.limit} {_WORDS[found.kind]}; "
@@ -124,13 +127,15 @@ class QuotaFeed:
             )
         return found.reservation if isinstance(found, Taken) else None
 
-    async def _exchange_now(self) -> None:
+    async def _await_exchange(self, *, at_once: bool) -> None:
+        """Wait for the next exchange, which begins ``at_once`` or at its time."""
         if self.quotas.routers:
             self.quotas.exchange_here(monotonic_ns())
             return
         if self._round is None:
             self._round = asyncio.get_running_loop().create_future()
-        self._needed.set()
+        if at_once:
+            self._needed.set()
         await asyncio.wait([self._round], timeout=2 * _PATIENCE_S)
 
     async def _run(self, source: QuotaSource) -> None:
@@ -158,6 +163,7 @@ class QuotaFeed:
                     await source.exchange({})
                     quotas.return_to_redis()
                     _LOG.info("leasing limits of tenants from Redis again")
+                quotas.live_routers = self._routers()
                 asks = quotas.asks(monotonic_ns())
                 if asks:
                     quotas.granted(await source.exchange(asks), monotonic_ns())

@@ -16,6 +16,7 @@ from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
 from baton.types.limits import Limits
 from router.frontend.deletion import command
+from router.routing.shares.quota_feed import QuotaFeed
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
@@ -149,6 +150,22 @@ async def test_two_routers_share_a_limit_of_requests(start) -> None:
     assert "x-ratelimit-limit-tokens" not in served[0].headers
     free = await one.chat(headers={"authorization": "Bearer key-of-free"})
     assert free.status_code == 200 and "x-ratelimit-limit-requests" not in free.headers
+
+
+async def test_the_first_call_of_an_idle_tenant_does_not_wait_for_redis(
+    start, redis_server, monkeypatch
+) -> None:
+    one, two = await start(), await start()
+    await put(one, rpm=100, tpm=50_000, concurrent=8)
+    await until(lambda: two.router.quotas.quotas.has_limits("team"))
+    await asyncio.sleep(1)
+    monkeypatch.setattr(QuotaFeed, "_await_exchange", lambda *_, **__: pytest.fail("it waits"))
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    try:
+        answers = [await fleet.chat(headers=TEAM) for fleet in (one, two)]
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+    assert [answer.status_code for answer in answers] == [200, 200]
 
 
 async def test_tokens_are_settled_by_usage_and_the_prompt_counts_once(start) -> None:
@@ -312,6 +329,7 @@ async def test_a_request_that_no_worker_received_costs_no_tokens(start) -> None:
     fleet = await start(default_timeout_s=0.3)
     await put(fleet, rpm=100, tpm=5000)
     await fleet.workers.pop("decode-0").stop()
+    await until(lambda: not fleet.router.gateway.workers.usable)  # else it may have received it
     answer = await fleet.complete(headers=TEAM, max_tokens=4)
     assert answer.status_code in (503, 504)
     assert await used_tokens(fleet) == 0

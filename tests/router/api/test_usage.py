@@ -1,19 +1,25 @@
 """Usage of tenants at real routers with a real Redis: the export has what the answers said."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import os
 import random
+import signal
 import time
+from typing import Self
 
 import openai
 import pytest
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.redis_store import RegistryUnavailableError
+from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.usage.ledger import HOUR_S
 from baton.registry.usage.shared import SharedUsage
+from fleet.local.redis_server import EmbeddedRedis
 from tests.registry.conftest import redis_server, registry
+from tests.registry.relay import Relay
 from tests.router.conftest import MODEL, events_of
 from tests.router.emulated_worker import Script
 
@@ -350,6 +356,130 @@ async def test_without_redis_usage_is_kept_and_reported_later(make_fleet, regist
     assert "unavailable; routers keep theirs" in found["error"]["message"]
     shared.away = False
     assert [line["requests"] for line in await lines(fleet)] == [1]
+
+
+class Reach:
+    """A Redis, an empty one that can take its place, and the way of each router to them.
+
+    No process starts under load: gRPC's threads and a fork can end in a crash of the child.
+    """
+
+    def __init__(self, redis_server: EmbeddedRedis) -> None:
+        self.redis = redis_server
+        self.spare = EmbeddedRedis(password=redis_server.password)
+        self.relays = [Relay(redis_server.port) for _ in range(2)]
+        self.registries: list[Registry] = []
+
+    async def __aenter__(self) -> Self:
+        self.spare.start()
+        for relay in self.relays:
+            await relay.start()
+            url = self.redis.url.replace(f":{self.redis.port}", f":{relay.port}")
+            self.registries.append(Registry(url, "test"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for one in self.registries:
+            await one.close()
+        for relay in self.relays:
+            await relay.close()
+        self.spare.stop()
+
+    async def stopped(self, outage_s: float) -> None:
+        server = self.redis if self.redis.pid else self.spare
+        os.kill(server.pid, signal.SIGSTOP)
+        await asyncio.sleep(outage_s)
+        os.kill(server.pid, signal.SIGCONT)
+
+    async def emptied(self, outage_s: float) -> None:
+        self.redis.kill()
+        await asyncio.sleep(outage_s)
+        for relay in self.relays:
+            relay.to_port = self.spare.port
+
+    async def cut(self, outage_s: float) -> None:
+        """Cut one router off."""
+        await self.relays[1].cut(outage_s)
+
+
+async def run_outages(make_fleet, redis_server, outage_s: float) -> None:
+    """Let clients call two routers while Redis stands, ends, and is beyond reach of one."""
+    async with Reach(redis_server) as reach:
+        await run_outages_of(make_fleet, reach, outage_s)
+
+
+async def run_outages_of(make_fleet, reach: Reach, outage_s: float) -> None:
+    script = Script(step_s=0.002, cached_tokens=3)
+    fleets = [
+        await make_fleet({"decode-0": script}, api_keys=KEYS, shared_usage=SharedUsage(one))
+        for one in reach.registries
+    ]
+    clients = Clients(fleets, seed=11)
+    over = asyncio.Event()
+
+    async def calls() -> None:
+        while not over.is_set():
+            await clients.many(24, at_once=4)
+
+    calling = asyncio.create_task(calls())
+    for outage in (reach.stopped, reach.cut, reach.emptied, reach.cut, reach.stopped):
+        await asyncio.sleep(1.2)
+        await outage(outage_s)
+    over.set()
+    await calling
+    for fleet in fleets:
+        await flushed(fleet)
+    assert await exported(fleets[0]) == clients.answers.sums
+    assert await exported(fleets[1]) == clients.answers.sums
+
+
+async def test_a_router_that_stops_without_redis_leaves_its_usage_to_the_next(
+    make_fleet, redis_server, tmp_path, caplog
+) -> None:
+    async with Reach(redis_server) as reach:
+        shared = SharedUsage(reach.registries[0])
+        script = Script(step_s=0.001)
+        more = {"api_keys": KEYS, "shared_usage": shared, "state_dir": str(tmp_path)}
+        first = await make_fleet({"decode-0": script}, **more)
+        for tenant in TENANTS:
+            await first.chat(headers=headers_of(tenant))
+        await first.router.usage.flush()
+        redis_server.kill()
+        await first.chat(headers=headers_of("team"))
+        await first.router.usage.close()
+        assert "kept usage in the state folder" in caplog.text
+        reach.relays[0].to_port = reach.spare.port
+        for _ in range(2):
+            second = await make_fleet({"decode-0": script}, **more)
+            async with asyncio.timeout(10):
+                while await requests_of(second) != {"team": 2, "free": 1}:
+                    await asyncio.sleep(0.05)
+
+
+async def requests_of(fleet) -> dict[str, int]:
+    return {line["tenant"]: line["requests"] for line in await lines(fleet)}
+
+
+async def flushed(fleet, limit_s: float = 10.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while True:
+            with contextlib.suppress(RegistryUnavailableError):
+                await fleet.router.usage.flush()
+                return
+            await asyncio.sleep(0.1)
+
+
+async def test_the_export_is_the_sum_of_all_answers_after_outages_of_redis(
+    make_fleet, redis_server
+) -> None:
+    await run_outages(make_fleet, redis_server, outage_s=1.5)
+
+
+@pytest.mark.slow
+async def test_the_export_is_the_sum_of_all_answers_after_outages_of_30_s(
+    make_fleet, redis_server
+) -> None:
+    await run_outages(make_fleet, redis_server, outage_s=30.0)
 
 
 async def test_workers_seconds_are_charged_once_with_their_cost(start) -> None:

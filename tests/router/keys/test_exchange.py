@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import signal
 import time
 
 import msgspec
@@ -10,7 +12,13 @@ import pytest
 from baton.registry.keys.record import KeyRecord, issue, new_key
 from baton.registry.keys.shared import Change, SharedKeys
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from router.keys.exchange import POLL_S, KeyChangeError, KeyExchange, UnknownKeyError
+from router.keys.exchange import (
+    POLL_S,
+    KeyChangeError,
+    KeyExchange,
+    UnconfirmedChangeError,
+    UnknownKeyError,
+)
 from router.keys.table import DAY_MS, KeyTable
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import until
@@ -223,6 +231,76 @@ async def test_without_redis_the_last_keys_stay_and_it_is_logged(
     (late,) = routers(registry, 1)
     await late.exchange()
     assert sorted(states(late)) == ["revoked", "valid"], "the new Redis has them from the copy"
+
+
+async def raises_within(call, limit_s: float) -> RegistryUnavailableError:
+    began_s = time.monotonic()
+    with pytest.raises(RegistryUnavailableError) as caught:
+        await call
+    assert time.monotonic() < began_s + limit_s
+    return caught.value
+
+
+async def test_a_change_fails_at_once_while_redis_hangs_and_is_not_made_later(
+    registry, redis_server
+) -> None:
+    (router,) = routers(registry, 1)
+    record, new = issue(new_key(), TEAM), issue(new_key(), TEAM)
+    await router.add([record])
+    await router.start()
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(POLL_S)  # its own comparison waits, too
+        edits = router.change(record.id, replaced(new), lambda _: new)
+        calls = (router.add([issue(new_key(), TEAM)]), router.change(record.id, revoked), edits)
+        for call in calls:
+            error = await raises_within(call, 2.0)
+            assert not isinstance(error, UnconfirmedChangeError), "nothing was sent"
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+    await asyncio.sleep(0.5)
+    await router.close()
+    await router.exchange()
+    assert states(router) == ["valid"] and not router.table.get(record.id).record.replaced_by
+
+
+async def test_a_change_that_redis_receives_too_late_is_not_made(
+    registry, redis_server, monkeypatch
+) -> None:
+    (router,) = routers(registry, 1)
+    record, new = issue(new_key(), TEAM), issue(new_key(), TEAM)
+    await router.add([record])
+    put = SharedKeys.put
+
+    async def stopped(shared, *arguments):
+        os.kill(redis_server.pid, signal.SIGSTOP)
+        return await put(shared, *arguments)
+
+    monkeypatch.setattr(SharedKeys, "put", stopped)
+    for call in (router.change(record.id, revoked), router.add([new])):
+        try:
+            error = await raises_within(call, 2.0)
+        finally:
+            os.kill(redis_server.pid, signal.SIGCONT)
+        assert isinstance(error, UnconfirmedChangeError)
+        await asyncio.sleep(0.3)
+        await router.exchange()
+        assert states(router) == ["valid"]
+
+
+async def test_a_revoked_key_stays_revoked_when_redis_restarts(registry, redis_server) -> None:
+    one, two = routers(registry)
+    record = issue(new_key(), TEAM)
+    await one.add([record])
+    await one.change(record.id, revoked)
+    assert states(one) == ["revoked"], "at once, without another comparison"
+    redis_server.kill()
+    with pytest.raises(RegistryUnavailableError):
+        await one.exchange()
+    redis_server.start()
+    await one.exchange()
+    await two.exchange()
+    assert states(one) == states(two) == ["revoked"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[{}]", b"\xff"])

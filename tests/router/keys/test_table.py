@@ -63,7 +63,7 @@ class FakeRedis:
         self.check()
         yield dict(self.raws)
 
-    async def put(self, changes: list[Change]) -> bool:
+    async def put(self, changes: list[Change], until_ms: int = 0) -> bool:
         self.check()
         if any(self.raws.get(record.id, b"") != expected for expected, record in changes):
             return False

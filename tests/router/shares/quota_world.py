@@ -52,6 +52,7 @@ class World:
     def born(self) -> Node:
         self.births += 1
         quotas = Quotas(f"router-{self.births}", self.clock_ms - self.now_ms)
+        quotas.live_routers = self.count
         quotas.set_limits({TENANT: self.limits})
         return Node(quotas)
 
@@ -72,12 +73,18 @@ class World:
     def exchange(self, node: Node) -> None:
         node.quotas.granted(self.answered(self.asked(node)), self.now_ns)
 
-    def call(self, node: Node, prompt: int, answer: int, choices: int = 1, ask: bool = True):
-        """Try to run one call, with an exchange on need, as the router does."""
+    def call(self, node: Node, prompt: int, answer: int, choices: int = 1, patient: bool = False):
+        """Try to run one call, with an exchange on need, as the router does.
+
+        A patient one also waits until other routers have returned leases.
+        """
         found = node.quotas.take(TENANT, prompt, choices, answer, self.now_ns)
         tries = 0
-        while ask and isinstance(found, Wait) and found.asks and tries < 5:
-            self.exchange(node)
+        while isinstance(found, Wait) and found.asks and tries < 7:
+            if patient and tries > 1:
+                self.run(EXCHANGE_NS / MS / 1000, lambda *_: None)
+            else:
+                self.exchange(node)
             found = node.quotas.take(TENANT, prompt, choices, answer, self.now_ns)
             tries += 1
         if isinstance(found, Taken):

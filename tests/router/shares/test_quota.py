@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.registry.tenants.bank import SILENT_MS
+from baton.registry.tenants.bank import SILENT_MS, Bank
 from baton.types.limits import Budget, Limits
-from router.routing.shares.quota import Never, Quotas, Taken, Wait
-from tests.router.shares.quota_world import MS, TENANT, World
+from router.routing.shares.quota import EXCHANGE_NS, Never, Quotas, Taken, Wait
+from tests.router.shares.quota_world import MS, START_MS, TENANT, World
 
 
 def test_a_tenant_without_limits_has_nothing_to_take() -> None:
@@ -65,12 +65,25 @@ def test_a_reservation_is_settled_once_and_a_debt_lowers_what_is_granted() -> No
     world.end(here, answered=940)
     here.quotas.settle(found.reservation, 10, 940, world.now_ns)
     world.exchange(here)
-    assert isinstance(world.call(there, prompt=10, answer=40), Taken)
+    assert isinstance(world.call(there, prompt=10, answer=40, patient=True), Taken)
     assert isinstance(world.call(there, prompt=10, answer=40), Wait), "950 + 50 are used"
     world.end(there, answered=500)
     world.exchange(there)
     world.run(62.5, lambda *_: None)
     assert isinstance(world.call(there, prompt=10, answer=40), Taken)
+
+
+@pytest.mark.parametrize("answered", [10, 0, 90])
+def test_the_end_of_a_call_during_an_exchange_is_seen_at_once(answered: int) -> None:
+    world = World(Limits(tpm=1000), 1)
+    (node,) = world.nodes
+    world.call(node, prompt=10, answer=40)
+    grants = world.answered(world.asked(node))
+    world.end(node, answered)
+    node.quotas.granted(grants, world.now_ns)
+    assert node.quotas.standing(TENANT, world.now_ns)["tpm"].remaining == 990 - answered
+    world.exchange(node)
+    assert node.quotas.standing(TENANT, world.now_ns)["tpm"].remaining == 990 - answered
 
 
 def test_an_exhausted_day_is_named_and_lasts_until_midnight() -> None:
@@ -106,10 +119,11 @@ def test_a_budget_lasts_until_the_end_of_the_calendar_month(time: str, end: str)
     assert isinstance(found, Wait) and found.kind == "budget"
     left_ms = end_ms - world.clock_ms
     assert left_ms - 1000 <= found.ns / MS <= left_ms, "it says when the month ends"
-    assert isinstance(world.call(two, prompt=20, answer=0), Taken), "20 of 100 were left"
+    found = world.call(two, prompt=20, answer=0, patient=True)
+    assert isinstance(found, Taken), "20 of 100 were left"
     world.end(two, answered=0)
     world.exchange(two)
-    world.pass_ms(left_ms - 300)
+    world.pass_ms(end_ms - world.clock_ms - 300)
     for node in (one, two):
         world.exchange(node)
     assert isinstance(world.call(two, prompt=10, answer=0), Wait), "a moment before the end"
@@ -166,7 +180,20 @@ def test_a_router_that_redis_forgot_reports_its_use_again() -> None:
     world.bank = type(world.bank)()
     world.run(1.5, lambda *_: None)
     assert isinstance(world.call(there, prompt=200, answer=0), Wait)
-    assert isinstance(world.call(there, prompt=100, answer=0), Taken)
+    assert isinstance(world.call(there, prompt=100, answer=0, patient=True), Taken)
+
+
+@pytest.mark.parametrize("concurrent", [1, 100])
+def test_a_redis_that_forgot_gets_the_use_of_a_tenant_that_has_not_called_since(concurrent) -> None:
+    world = World(Limits(budget=Budget(tokens=100), concurrent=concurrent), 2)
+    here, there = world.nodes
+    world.call(here, prompt=60, answer=0)
+    world.end(here, answered=0)
+    world.run(100, lambda *_: None)
+    world.bank = Bank()
+    world.run(1, lambda *_: None)
+    assert isinstance(world.call(there, prompt=50, answer=0), Wait)
+    assert isinstance(world.call(there, prompt=40, answer=0, patient=True), Taken)
 
 
 def test_without_redis_a_router_has_its_part_and_reports_it_afterwards() -> None:
@@ -187,7 +214,8 @@ def test_without_redis_a_router_has_its_part_and_reports_it_afterwards() -> None
     assert got == 20, "with the 5 before, a quarter of 100"
     here.quotas.return_to_redis()
     world.run(1.5, lambda *_: None)
-    assert sum(isinstance(world.call(there, 1, 1), Taken) for _ in range(90)) == 75
+    calls = [world.call(there, 1, 1, patient=True) for _ in range(90)]
+    assert sum(isinstance(found, Taken) for found in calls) == 75
 
 
 def test_changed_limits_apply_to_running_leases() -> None:
@@ -202,6 +230,78 @@ def test_changed_limits_apply_to_running_leases() -> None:
     node.quotas.set_limits({})
     assert node.quotas.take(TENANT, 1, 1, 1, world.now_ns) is None
     world.end(node, 1)
+
+
+def first_calls(limits: Limits, count: int) -> list:
+    """Let a tenant without calls call each router, none of which may ask."""
+    world = World(limits, count)
+    world.run(1.5, lambda *_: None)
+    return [node.quotas.take(TENANT, 1, 1, 10, world.now_ns) for node in world.nodes]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_first_call_of_an_idle_tenant_finds_a_lease_at_every_router(count: int) -> None:
+    limits = Limits(rpm=8 * count, tpm=400_000, tpd=10**9, concurrent=8 * count)
+    assert all(isinstance(found, Taken) for found in first_calls(limits, count))
+    tiny = Limits(rpm=8 * count - 1, tpm=400_000)
+    assert all(isinstance(found, Wait) and found.asks for found in first_calls(tiny, count))
+
+
+def test_leases_ahead_of_calls_end_with_a_killed_router_and_return_when_little_is_left() -> None:
+    world = World(Limits(rpm=320), 4)
+    world.run(1.5, lambda *_: None)
+    here, *others = world.nodes
+    others[0].dead = True
+    for _ in range(320 - 30):
+        assert isinstance(world.call(here, 1, 1), Taken), "10 are leased by each of the others"
+    assert here.quotas.standing(TENANT, world.now_ns)["rpm"].remaining == 30
+    for _ in range(20):
+        assert isinstance(world.call(here, 1, 1, patient=True), Taken), "two routers return theirs"
+    world.run(2 * SILENT_MS / 1000, lambda *_: None)
+    for _ in range(10):
+        assert isinstance(world.call(here, 1, 1, patient=True), Taken), "the killed one is silent"
+    assert isinstance(world.call(here, 1, 1, patient=True), Wait)
+    assert world.most_in_a_minute() == 320
+
+
+def test_a_lease_ends_early_if_the_last_exchange_asked_for_that_and_its_answer_was_lost() -> None:
+    world = World(Limits(rpm=160), 2)
+    world.run(1.5, lambda *_: None)
+    here, there = world.nodes
+    here.quotas.watch([TENANT], world.now_ns)
+    world.answered(world.asked(here))
+    here.dead = True  # it is cut off, and still gets calls
+    world.run(SILENT_MS / 1000 + 0.1, lambda *_: None)
+    for _ in range(160):
+        assert isinstance(world.call(there, 1, 1), Taken)
+    assert isinstance(here.quotas.take(TENANT, 1, 1, 1, world.now_ns), Wait)
+
+
+@pytest.mark.parametrize("limits", [Limits(rpm=1), Limits(tpm=2), Limits(concurrent=1)])
+def test_a_limit_of_one_admits_one_at_four_routers(limits: Limits) -> None:
+    world = World(limits, 4)
+    world.run(1.5, lambda *_: None)
+    for _ in range(20):
+        for node in world.nodes:
+            world.call(node, 1, 1)
+        world.pass_ms(100)
+    assert len(world.admitted) == 1
+
+
+def test_ten_thousand_idle_tenants_keep_their_leases_by_few_exchanges() -> None:
+    names = [f"team-{number}" for number in range(10_000)]
+    quotas = Quotas("router", START_MS)
+    quotas.set_limits({name: Limits(rpm=100) for name in names})
+    banks = {name: Bank() for name in names}
+    now_ms = 0
+    while now_ms < 60_000:
+        asks = quotas.asks(now_ms * MS)
+        assert len(asks) <= 100
+        grants = {name: banks[name].exchange(ask, START_MS + now_ms) for name, ask in asks.items()}
+        quotas.granted(grants, now_ms * MS)
+        now_ms += EXCHANGE_NS // MS
+    for name in names:
+        assert isinstance(quotas.take(name, 1, 1, 1, now_ms * MS), Taken)
 
 
 LIMIT = 60_000
