@@ -92,14 +92,19 @@ class Promises:
         """Take out a client that has come in its time, or was let in before it."""
         known = self._kept.pop(caller, None)
         if known is not None and self._soon and known.due_ns <= self._soon[-1].due_ns:
-            self._soon_s = max(self._soon_s - known.work_s, 0.0)
+            self._soon_s -= known.work_s
+        if not self._kept:
+            self._later.clear()
+            self._soon.clear()
+            self._soon_s = 0.0
+            self._last_ns = 0
 
     def pressure(self, now_ns: int) -> float:
         """Return the work that is about to come, as a share of what is placed meanwhile."""
         self._pass(now_ns)
-        if self._soon_s <= 0.0:
+        if not self._kept:
             return 0.0
-        return min(self._soon_s / max(self._rate.per_s(now_ns) * _AHEAD_S, 1e-9), 1.0)
+        return min(max(self._soon_s, 0.0) / max(self._rate.per_s(now_ns) * _AHEAD_S, 1e-9), 1.0)
 
     def _pass(self, now_ns: int) -> None:
         while self._later and self._later[0].due_ns <= now_ns + _AHEAD_S * 1e9:
@@ -110,9 +115,8 @@ class Promises:
         while self._soon and self._soon[0].due_ns <= now_ns - HOLD_S * 1e9:
             one = self._soon.popleft()
             if self._kept.get(one.caller) is one:
-                self.came(one.caller)
-                if not self._soon:
-                    self._soon_s = 0.0
+                self._soon_s -= one.work_s
+                del self._kept[one.caller]
 
 
 class _Rate:

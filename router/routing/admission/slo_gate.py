@@ -172,16 +172,13 @@ class SloGate:
         due = None if late is not None else self.promises.due(caller, now_ns)
         # A tenant that has more than its part gains nothing by coming again.
         returned = bool(due) and not over_share if late is None else late.returned
-        pressure = 0.0 if returned else self.promises.pressure(now_ns)
         early = due is False
+        # Another client may send the same prompt, so an early call is not refused for that alone.
+        pressure = 1.0 if early else 0.0 if returned else self.promises.pressure(now_ns)
+        strict = over_share or early
         behind = not returned and self._is_awaited(now_ns)
-        on_time = (
-            not early
-            and not behind
-            and self._is_on_time(prediction, slo, waited_s, over_share, pressure)
-        )
-        waits = early or late is not None
-        if on_time or (waits and self._may_run_late(prediction, slo)):
+        on_time = not behind and self._is_on_time(prediction, slo, waited_s, strict, pressure)
+        if on_time or (late is not None and self._may_run_late(prediction, slo)):
             self.leave(request_id)
             self.promises.came(caller)
             self.promises.placed(prediction.compute_s, now_ns)
@@ -212,10 +209,10 @@ class SloGate:
         prediction: Prediction,
         slo: Slo,
         waited_s: float,
-        over_share: bool,
+        strict: bool,
         pressure: float,
     ) -> bool:
-        share = HEADROOM * (OVER_SHARE if over_share else 1.0) * (1.0 - YIELD_WAIT * pressure)
+        share = HEADROOM * (OVER_SHARE if strict else 1.0) * (1.0 - YIELD_WAIT * pressure)
         wait_s = waited_s + prediction.wait_s + self._wait_errors_s.value
         return wait_s <= slo.ttft_s * share and self._keeps_step(prediction, slo, pressure)
 

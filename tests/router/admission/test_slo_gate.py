@@ -255,9 +255,24 @@ def test_a_client_that_comes_in_its_time_waits_at_the_front_of_a_full_lane():
     at_s = refused(gate, "a")
     assert judge(gate, "again", prediction(20.0), at_s, caller="a") is Verdict.WAIT
     assert judge(gate, "twice", prediction(20.0), at_s, caller="a") is Verdict.REFUSE
-    assert gate.next()[0] == "again"
+    for number in range(4):
+        gate.leave(f"lane{number}")
+    for number in range(5):
+        newer = prediction(20.0, compute_s=1.0)
+        assert judge(gate, f"newer{number}", newer, at_s) is Verdict.WAIT
+    assert gate.next() == ["again", "newer4", "newer3", "newer2", "newer1"]
     gate.leave("again")
     assert "again" not in gate.next()
+
+
+def test_no_new_request_passes_a_client_that_came_again_and_can_be_on_time():
+    gate = busy_gate()
+    at_s = refused(gate, "a")
+    assert judge(gate, "again", prediction(20.0), at_s, caller="a") is Verdict.WAIT
+    assert judge(gate, "new", prediction(1.0), at_s + 1) is Verdict.REFUSE
+    late = judge(gate, "again", prediction(1.0), at_s + 9, caller="a", waited_s=9.0)
+    assert late is Verdict.WAIT
+    assert judge(gate, "newer", prediction(1.0), at_s + 9) is Verdict.PLACE, "it is late anyway"
 
 
 def test_calls_before_the_time_gain_nothing():
@@ -267,11 +282,13 @@ def test_calls_before_the_time_gain_nothing():
     for second in range(1, round(at_s)):
         assert refused(gate, "a", second) == at_s
     assert refused(gate, "b", 1.0) == later_s, "the calls of a moved it"
-    assert judge(gate, "new", prediction(1.0), 1.0) is Verdict.PLACE
-    assert judge(gate, "early", prediction(1.0), 1.0, caller="a") is Verdict.REFUSE
+    half_full = prediction(LIMIT_S * 0.5)
+    assert judge(gate, "new", half_full, 1.0) is Verdict.PLACE
+    assert judge(gate, "early", half_full, 1.0, caller="a") is Verdict.REFUSE
     gate.leave("lane0")  # there is room in the lane now
     assert refused(gate, "a", 1.0) == at_s
-    assert judge(gate, "idle", prediction(0.0), 1.0, caller="a") is Verdict.PLACE
+    room = prediction(LIMIT_S * 0.3)
+    assert judge(gate, "other", room, 1.0, caller="a") is Verdict.PLACE, "the load has gone"
     assert refused(gate, "b", 1.0) == later_s
 
 
@@ -300,6 +317,19 @@ def test_room_for_clients_that_do_not_come_is_given_to_new_ones():
     assert judge(gate, "half", prediction(LIMIT_S * 0.4), at_s) is Verdict.PLACE
     assert judge(gate, "later", nearly_full, at_s + HOLD_S) is Verdict.PLACE
     assert not len(gate.promises)
+
+
+def test_when_all_have_come_the_times_begin_anew():
+    gate = busy_gate()
+    first_s = refused(gate, "r0")
+    for number in range(1, 20):
+        last_s = refused(gate, f"r{number}")
+    assert last_s > first_s + 20
+    for number in range(20):
+        early = judge(gate, f"again{number}", prediction(0.0), 1.0, caller=f"r{number}")
+        assert early is Verdict.PLACE, "the load has gone"
+    assert gate.promises.pressure(round(1.0 * SECOND)) == 0
+    assert refused(gate, "r20", 1.0) <= first_s + 2
 
 
 def test_a_tenant_over_its_share_has_no_place_kept():
