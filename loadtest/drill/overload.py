@@ -135,7 +135,7 @@ def _overload_faults(overload: PhaseFigures, base: PhaseFigures) -> list[str]:
 
 
 def _wrong_refusals(records: Sequence[RequestRecord]) -> list[str]:
-    """Return failures other than 429, and refusals that do not say when to come again."""
+    """Return failures other than 429, and refusals without a time to come again."""
     other = [
         f"#{record.index} got {record.status}: {record.detail}"
         for record in records

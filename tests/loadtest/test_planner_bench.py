@@ -5,7 +5,7 @@ from itertools import pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.planner import best_order, compare
+from benchmarks.goodput.planner import best_order, compare
 from loadtest.simulator.simulation import Setup
 from loadtest.workloads.traces import TraceRequest
 from router.request import Slo

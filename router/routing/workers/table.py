@@ -116,7 +116,7 @@ class Slot:
 
     @property
     def is_kept(self) -> bool:
-        """True if it stays in the list without a process: nobody has removed its slot."""
+        """True if it stays in the list without a process, since its slot was not removed."""
         return self.listed and self.record.intent != "leave"
 
     @property

@@ -1,6 +1,6 @@
 """The planner of roles beside an oracle that knows the best split of every window.
 
-    python -m benchmarks.planner TRACE [--shift] [--speed 3] [--window-s 60] [--json FILE]
+    python -m benchmarks.goodput.planner TRACE [--shift] [--speed 3] [--window-s 60] [--json FILE]
 
 Each fixed split is simulated once. The oracle starts with any split and changes it between windows:
 it gets the good requests of each window's split, less what its turns cost, and dynamic programming

@@ -1,6 +1,6 @@
 """Good requests of a fleet under more load than it holds, beside another checkout.
 
-    python -m benchmarks.overload --out DIR [--only emulated,pair] [--beside TREE] [--rate R]
+    python -m benchmarks.goodput.overload --out DIR [--only emulated,pair] [--beside TREE]
 
 - ``emulated``: two prefill and two decode workers with the timing model epyc-135m
 - ``pair``: one prefill and one decode worker with SmolLM2-135M

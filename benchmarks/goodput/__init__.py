@@ -1,0 +1,1 @@
+"""Goodput of fleets with latency limits."""
