@@ -34,7 +34,7 @@ SLO = Slo(ttft_s=2.0, tpot_s=0.1, quantile=0.95)
 OVERLOAD = 1.5
 GOAL = 0.95
 
-_SEARCH_S = 60.0
+_SEARCH_S = 40.0
 _GATE = f"slo: {{ttft_s: {SLO.ttft_s}, itl_s: {SLO.tpot_s}}}\n"
 
 
@@ -84,7 +84,7 @@ def held_rate(kind: Kind, url: str, console: Console) -> float:
     Raises:
         RuntimeError: No rate is.
     """
-    search = RateSearch(kind.first_rate, precision=0.1)
+    search = RateSearch(kind.first_rate, precision=0.15)
     while (rate := search.next_rate()) is not None:
         summary = run_at(kind, rate, _SEARCH_S, url, len(search.points)).summary
         console.print(f"{rate:.2f} requests/s: {summary.attainment:.1%} good")
@@ -164,7 +164,7 @@ def main(
         console.print(f"{name} holds {held:.2f} requests/s")
         for side, (gate, python) in sides.items():
             for factor in (1.0, OVERLOAD):
-                lasting_s = 60 * minutes if factor > 1 else 30 * minutes
+                lasting_s = 60 * minutes if factor > 1 else 12 * minutes
                 settings = kind.settings + gate
                 with (
                     TemporaryDirectory() as folder,
