@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -97,12 +97,14 @@ class Column:
     start: Callable[[Path, int], contextlib.AbstractContextManager[str]]
     sessions: int
     turns: int
+    tools: Literal["callable", "described"] = "callable"
 
 
 COLUMNS = {
     "emulated": Column(start=_emulated, sessions=10, turns=8),
     "pair": Column(start=_pair, sessions=2, turns=3),
-    "llama-server": Column(start=_llama, sessions=2, turns=3),
+    # With this template llama-server leaves callable tools out of the prompt.
+    "llama-server": Column(start=_llama, sessions=2, turns=3, tools="described"),
 }
 
 
@@ -115,7 +117,7 @@ def measure(column: Column, load: AgentSessions, seed: int, out: Path) -> Result
     ):
         with Server(url) as server:
             wanted = ServerOptions(
-                url=server.url, model=server.first_model(), tools="callable", ignore_eos=False
+                url=server.url, model=server.first_model(), tools=column.tools, ignore_eos=False
             )
             options = RunOptions(server=server.settle(wanted))
         before = run_plan(alone(plan), options)
