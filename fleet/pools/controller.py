@@ -142,7 +142,7 @@ class Slot:
 
     @property
     def intent(self) -> Intent:
-        """What the slot is for once its present phase is over."""
+        """Purpose of the slot after its present phase."""
         if self.leaving:
             return "leave"
         drained = self.phase in (Phase.PARKED, Phase.DRAINING)

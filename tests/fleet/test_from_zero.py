@@ -33,7 +33,7 @@ from fleet.pools.ray_runtime import _CLUSTERS_VARIABLE, Controller, attach, clea
 from fleet.pools.resources import ControllerSpec
 from loadtest.results.files import read_results
 from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, ray_fleet
-from tests.fleet.test_up import Served, wait_for
+from tests.fleet.test_up import emulated_fleet, wait_for
 from tests.registry.redis_servers import free_ports
 
 pytestmark = [pytest.mark.fleet, *RAYS_OWN_WARNINGS]
@@ -58,12 +58,8 @@ kv_blocks_per_worker: 512
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """The URL of a fleet without workers, and the folder of its logs."""
-    served = Served([*BATON, "up"], tmp_path, FROM_ZERO)
-    try:
-        yield served.wait_ready(120), tmp_path
-    finally:
-        served.process.terminate()
-        served.process.wait(60)
+    with emulated_fleet(tmp_path, FROM_ZERO) as url:
+        yield url, tmp_path
 
 
 def started_s(folder: Path) -> float:
@@ -266,12 +262,8 @@ SHRINKING = FROM_ZERO.replace("prefill: 0, decode: 0", "prefill: 1, decode: 2")
 @pytest.fixture
 def shrinking(tmp_path: Path) -> Iterator[str]:
     """The URL of a fleet with a prefill and two decode workers."""
-    served = Served([*BATON, "up"], tmp_path, SHRINKING)
-    try:
-        yield served.wait_ready(120)
-    finally:
-        served.process.terminate()
-        served.process.wait(60)
+    with emulated_fleet(tmp_path, SHRINKING) as url:
+        yield url
 
 
 @pytest.mark.slow

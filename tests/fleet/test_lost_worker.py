@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.e2e.prometheus_server import PROGRAM, prometheus_of
-from tests.fleet.test_up import Served, wait_for
+from tests.fleet.test_up import emulated_fleet, wait_for
 
 pytestmark = [
     pytest.mark.fleet,
@@ -32,12 +32,8 @@ FIRING = 'ALERTS{alertname="BatonWorkersMissing", alertstate="firing"}'
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    served = Served([*BATON, "up"], tmp_path, FLEET)
-    try:
-        yield served.wait_ready(120)
-    finally:
-        served.process.terminate()
-        served.process.wait(60)
+    with emulated_fleet(tmp_path, FLEET) as served:
+        yield served
 
 
 @pytest.mark.slow

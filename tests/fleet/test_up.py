@@ -1,5 +1,6 @@
 """`make serve` and `baton up`, whole: ready, stopped by a signal to make alone, no trace."""
 
+import contextlib
 import os
 import re
 import signal
@@ -61,6 +62,17 @@ class Served:
 
         wait_for(ready, limit_s)
         return found[0]
+
+
+@contextlib.contextmanager
+def emulated_fleet(folder: Path, config: str) -> Iterator[str]:
+    """Run `baton up` with a fleet file, its state in ``folder``; yield the router's URL."""
+    served = Served([sys.executable, "-m", "fleet.cli.main", "up"], folder, config)
+    try:
+        yield served.wait_ready(120)
+    finally:
+        served.process.terminate()
+        served.process.wait(60)
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float) -> None:

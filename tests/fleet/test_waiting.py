@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.fleet.test_up import Served
+from tests.fleet.test_up import emulated_fleet
 
 pytestmark = pytest.mark.fleet
 
@@ -25,12 +25,8 @@ cpus_per_rank: 0.5
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    served = Served([*BATON, "up"], tmp_path, FLEET)
-    try:
-        yield served.wait_ready(120)
-    finally:
-        served.process.terminate()
-        served.process.wait(60)
+    with emulated_fleet(tmp_path, FLEET) as served:
+        yield served
 
 
 @pytest.mark.timeout(200)
