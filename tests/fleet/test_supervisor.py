@@ -201,9 +201,9 @@ def test_a_fleet_that_serves_is_taken_over_with_a_worker_that_cannot_start(
         routers = SimpleNamespace(exit_codes=[None])
         if adopted:
             slots[1]["epoch"] = 7
-            supervisor._show_slots({}, {"decode-1": 1})
+            supervisor._show_start({"decode-1": 1})
             supervisor._wait_until_ready(routers)
-            assert "decode-1 waiting (no node had room)" in told
+            assert "decode-1 waiting, epoch 8 (no node had room)" in told
         else:
             with pytest.raises(FleetError, match="decode-1 failed 3 times: no node had room"):
                 supervisor._wait_until_ready(routers)

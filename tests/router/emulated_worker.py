@@ -390,7 +390,7 @@ class EmulatedWorker(DecodeServicer):
                 queue_ns=1000,
                 prefill_ns=int(self.script.prefill_s * 1e9) + 2_000_000,
                 decode_ns=1000,
-                input_ns=3_000_000,
+                input_ns=max(int(self.script.prefill_s * 1e9), 3_000_000),
                 output_ns=500_000,
             ),
         )

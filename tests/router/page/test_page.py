@@ -83,7 +83,7 @@ async def test_fleet_requests_explanation_and_chat(make_fleet, tab, tmp_path):
     await tab.until("byId('story').open")
     assert await tab.js("byId('story-why').textContent.length") > 10
     assert await tab.js("document.querySelectorAll('#story-candidates tbody tr').length") >= 2
-    assert await tab.js("document.querySelectorAll('.phase').length") == 7
+    assert await tab.js("document.querySelectorAll('.phase').length") == 10
     await tab.key("Escape")
     await tab.until("!byId('story').open")
     # The plots have points, and the browser asked nobody but the router.
