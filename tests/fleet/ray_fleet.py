@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from typing import NamedTuple
 
 import pytest
 import ray
+from ray._private.authentication_test_utils import reset_auth_token_state
 
 from baton.config.fleet_file import FleetConfig
 from fleet.local.redis_server import EmbeddedRedis
-from fleet.pools.ray_runtime import Controller, start_local
+from fleet.pools.ray_runtime import Controller, process_token, start_local
 from fleet.pools.resources import ControllerSpec
 
 RAYS_OWN_WARNINGS = [  # it leaves a pipe and a socket to the garbage collector
@@ -28,6 +30,16 @@ class RayFleet(NamedTuple):
     logs: Path
 
 
+def use_token() -> None:
+    """Make Ray's client in this process use the token of its local clusters.
+
+    It keeps the mode and the token that the first test with a connection had.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = process_token()
+    reset_auth_token_state()
+
+
 @contextlib.contextmanager
 def ray_fleet(config: FleetConfig, **spec: object) -> Iterator[RayFleet]:
     """Ray, Redis and the controller of ``config``; all of it is ended at the end."""
@@ -35,6 +47,7 @@ def ray_fleet(config: FleetConfig, **spec: object) -> Iterator[RayFleet]:
     redis = EmbeddedRedis()
     try:
         redis.start()
+        use_token()
         start_local(folder / "r", config)
         made = ControllerSpec(
             config_json=config.to_json(),

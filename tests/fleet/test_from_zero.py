@@ -32,7 +32,7 @@ from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools.ray_runtime import _CLUSTERS_VARIABLE, Controller, attach, clean, process_token
 from fleet.pools.resources import ControllerSpec
 from loadtest.results.files import read_results
-from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, ray_fleet
+from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, ray_fleet, use_token
 from tests.fleet.test_up import emulated_fleet, wait_for
 from tests.registry.redis_servers import free_ports
 
@@ -214,6 +214,7 @@ def test_workers_without_room_are_demand_for_rays_autoscaler(
 
     try:
         redis.start()
+        use_token()
         attach(growing_ray)
         spec = ControllerSpec(
             config_json=config.to_json(),
