@@ -33,8 +33,10 @@ class RayFleet(NamedTuple):
 def use_token() -> None:
     """Make Ray's client in this process use the token of its local clusters.
 
-    It keeps the mode and the token that the first test with a connection had.
+    It keeps the mode and the token of the first connection in this process. That may be a Ray that
+    one of its functions has started by itself, in an earlier test.
     """
+    ray.shutdown()
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = process_token()
     reset_auth_token_state()
