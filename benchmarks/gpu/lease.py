@@ -48,30 +48,53 @@ STEPS: dict[int, tuple[Task, ...]] = {
     1: (
         Task(
             name="machine",
-            command="nvidia-smi; uname -a; nproc; free -g; nvcc --version | tail -2; $PYTHON -V; "
-            "$PYTHON -m pip list 2>&1 | grep -iE '^(torch|triton|numpy|transformers|grpcio|"
-            "protobuf|nvidia-nccl|nvidia-cudnn)'",
+            command="nvidia-smi; uname -a; nproc; free -g; $PYTHON -V; "
+            "$PYTHON -c 'import torch, triton; print(torch.__version__, triton.__version__)'",
             limit_s=30,
             smoke="uname -a; nproc; free -g; $PYTHON -V",
         ),
         Task(
-            name="positions",
-            command=f"{_BENCH} --positions --out $OUT/positions.json",
-            limit_s=100,
-            smoke=f"{_BENCH} --smoke --positions --out $OUT/positions.json",
-        ),
-        Task(
             name="checks and figures",
-            command=f"{_BENCH} --quick --no-transformers --budget-s 200 --out $OUT/quick.json",
-            limit_s=290,
-            smoke=f"{_BENCH} --smoke --no-transformers --out $OUT/quick.json",
+            # the probes end while the checks are still compiling, before the first figure
+            command=f"{_BENCH} --positions --out $OUT/positions.json > $OUT/positions.txt 2>&1 & "
+            f"{_BENCH}.transports --out $OUT/transports.json > $OUT/transports.txt 2>&1 & "
+            f"{_BENCH} --quick --no-transformers --budget-s 150 --out $OUT/quick.json; code=$?; "
+            "wait; cat $OUT/positions.txt $OUT/transports.txt; exit $code",
+            limit_s=210,
+            smoke=f"{_BENCH} --smoke --no-transformers --out $OUT/quick.json; "
+            f"{_BENCH}.transports --device cpu --mib 8 --out $OUT/transports.json",
         ),
         Task(
-            name="transports",
-            command=f"{_BENCH}.transports --out $OUT/transports.json",
-            limit_s=90,
-            smoke=f"{_BENCH}.transports --device cpu --mib 8 --out $OUT/transports.json",
+            name="profile",
+            command=f"{_BENCH} --profile --budget-s 40 --out $OUT/profile.json",
+            limit_s=60,
+            smoke=f"{_BENCH} --smoke --profile --out $OUT/profile.json",
         ),
+    ),
+    2: (
+        Task(
+            name="real model, exact",
+            command=f"{_BENCH}.real_model --model $MODEL --against $KEEP/{TOKENS} "
+            "--out $OUT/exact.json",
+            limit_s=120,
+            smoke=f"{_BENCH}.real_model --model $MODEL {_TINY} --out $OUT/exact.json",
+        ),
+        Task(
+            name="real model, fast",
+            command=f"{_BENCH}.real_model --model $MODEL --numerics fast "
+            "--against $OUT/exact.json --out $OUT/fast.json",
+            limit_s=70,
+            smoke=f"{_BENCH}.real_model --model $MODEL {_TINY} --numerics fast "
+            "--against $OUT/exact.json --out $OUT/fast.json",
+        ),
+        Task(
+            name="libraries",
+            command=f"{_BENCH} --libraries --budget-s 60 --out $OUT/libraries.json",
+            limit_s=80,
+            smoke=f"{_BENCH} --smoke --libraries --out $OUT/libraries.json",
+        ),
+    ),
+    3: (
         Task(
             name="memcheck",
             # torch would hand out parts of large allocations, in which no access is out of bounds
@@ -79,49 +102,18 @@ STEPS: dict[int, tuple[Task, ...]] = {
             f"--error-exitcode 9 {_BENCH} --positions",
             limit_s=70,
         ),
-    ),
-    2: (
-        Task(
-            name="libraries",
-            command=f"{_BENCH} --libraries --budget-s 130 --out $OUT/libraries.json",
-            limit_s=160,
-            smoke=f"{_BENCH} --smoke --libraries --out $OUT/libraries.json",
-        ),
-        Task(
-            name="profile",
-            command=f"{_BENCH} --profile --budget-s 80 --out $OUT/profile.json",
-            limit_s=110,
-            smoke=f"{_BENCH} --smoke --profile --out $OUT/profile.json",
-        ),
         Task(
             name="tune",
-            command=f"{_BENCH} --tune --budget-s 260 --out $OUT/tune.json",
-            limit_s=310,
+            command=f"{_BENCH} --tune --budget-s 150 --out $OUT/tune.json",
+            limit_s=170,
             smoke=f"{_BENCH} --smoke --tune --out $OUT/tune.json",
-        ),
-    ),
-    3: (
-        Task(
-            name="real model, exact",
-            command=f"{_BENCH}.real_model --model $MODEL --against $KEEP/{TOKENS} "
-            "--out $OUT/exact.json",
-            limit_s=300,
-            smoke=f"{_BENCH}.real_model --model $MODEL {_TINY} --out $OUT/exact.json",
-        ),
-        Task(
-            name="real model, fast",
-            command=f"{_BENCH}.real_model --model $MODEL --numerics fast "
-            "--against $OUT/exact.json --out $OUT/fast.json",
-            limit_s=200,
-            smoke=f"{_BENCH}.real_model --model $MODEL {_TINY} --numerics fast "
-            "--against $OUT/exact.json --out $OUT/fast.json",
         ),
     ),
     4: (
         Task(
             name="bench",
-            command=f"{_BENCH} --budget-s 430 --out $OUT/bench-gpu.json",
-            limit_s=570,
+            command=f"{_BENCH} --budget-s 300 --out $OUT/bench-gpu.json",
+            limit_s=400,
             smoke=f"{_BENCH} --smoke --out $OUT/bench-gpu.json",
         ),
     ),
@@ -130,7 +122,7 @@ STEPS: dict[int, tuple[Task, ...]] = {
             name="fleet",
             command=f"BATON_DEVICE=cuda {_BENCH}.one_gpu_fleet --model $MODEL "
             "--out $OUT/fleet.json",
-            limit_s=400,
+            limit_s=200,
             smoke=f"{_BENCH}.one_gpu_fleet --model $MODEL --clients 1 --new 4 --threads 1 "
             "--kv-blocks 512 --out $OUT/fleet.json",
         ),

@@ -14,6 +14,7 @@ import triton
 
 from baton.engine.cuda.kernels.device import rows, sampling
 
+_ROPE_HEADS = 4  # heads of one program
 _GATE_TILE = 1024
 _CUT_TILE = 2048
 _DRAW_TILE = 256  # counters of one program, of four tokens each
@@ -92,7 +93,8 @@ def rope_write(
         eps: Epsilon of that norm.
     """
     _, _, block, kv_heads, dim = pool_2BTKD.shape
-    rows.rope_write_kernel[(qkv.shape[0],)](
+    parts = triton.cdiv(heads, _ROPE_HEADS) + 2 * triton.cdiv(kv_heads, _ROPE_HEADS)
+    rows.rope_write_kernel[(qkv.shape[0], parts)](
         qkv,
         positions_T,
         sequences_T,
@@ -108,13 +110,12 @@ def rope_write(
         K=kv_heads,
         D=dim,
         BLOCK=block,
-        H_PAD=triton.next_power_of_2(heads),
-        K_PAD=triton.next_power_of_2(kv_heads),
+        HEADS=_ROPE_HEADS,
         D_PAD=triton.next_power_of_2(dim),
         HALF_PAD=triton.next_power_of_2(dim // 2),
         BIASED=bias is not None,
         NORMED=norm is not None,
-        num_warps=8 if heads * dim >= 4096 else 4,
+        num_warps=2,
         enable_fp_fusion=False,
     )
 

@@ -1,4 +1,4 @@
-"""Operations on each row between the matrix products: one program each, so rows are independent.
+"""Operations on each row between the matrix products: no program has two rows.
 
 Everything is computed in fp32 and rounded once. The sum over the layers (``x``) stays in fp32.
 """
@@ -53,20 +53,21 @@ def rotate_heads(
     norm_ptr,
     cos,
     sin,
+    first,
     count,
     eps,
     D: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
     HALF_PAD: tl.constexpr,
     BIASED: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Rotate the pairs (2i, 2i + 1) of ``count`` heads; source and target may be the same.
+    """Rotate the pairs (2i, 2i + 1) of ``HEADS`` heads from ``first`` on, of ``count`` in all.
 
-    First a bias is added (``BIASED``), then each head is normed (``NORMED``); both have one row
-    per head.
+    Source and target may be the same. First a bias is added (``BIASED``), then each head is normed
+    (``NORMED``); both have one row per head.
     """
-    heads = tl.arange(0, HEADS_PAD)
+    heads = first + tl.arange(0, HEADS)
     pairs = tl.arange(0, HALF_PAD)
     inside = (heads < count)[:, None] & (pairs < D // 2)[None, :]
     at = heads[:, None] * D + pairs[None, :] * 2
@@ -102,8 +103,7 @@ def rope_write_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    H_PAD: tl.constexpr,
-    K_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
     D_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr,
     BIASED: tl.constexpr,
@@ -111,10 +111,14 @@ def rope_write_kernel(
 ):
     """Rotate Q in place; rotate K and store it, and V, in the slots of the block table.
 
-    ``bias`` has Q, K and V side by side, ``norm`` the heads of Q and of K.
-    A row without a sequence (-1) is padding and stores nothing.
+    A program has a row and up to ``HEADS`` heads of Q, of K or of V: the parts of a row run side by
+    side, since a decode step has few rows. ``bias`` has Q, K and V side by side, ``norm`` the heads
+    of Q and of K. A row without a sequence (-1) is padding and stores nothing.
     """
+    q_parts: tl.constexpr = (H + HEADS - 1) // HEADS
+    kv_parts: tl.constexpr = (K + HEADS - 1) // HEADS
     row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     sequence = tl.load(sequences_ptr + row)
     if sequence < 0:
         return
@@ -127,21 +131,26 @@ def rope_write_kernel(
     slot = (block.to(tl.int64) * BLOCK + position % BLOCK) * (K * D)
     q_ptr = qkv_ptr + row * ((H + 2 * K) * D)
     k_at = H * D
-    rotate_heads(
-        q_ptr, q_ptr, bias_ptr, norm_ptr, cos, sin, H, eps, D, H_PAD, HALF_PAD, BIASED, NORMED
-    )
-    rotate_heads(
-        q_ptr + k_at, k_ptr + slot, bias_ptr + k_at, norm_ptr + k_at, cos, sin, K, eps,
-        D, K_PAD, HALF_PAD, BIASED, NORMED,
-    )  # fmt: skip
-    heads = tl.arange(0, K_PAD)
-    dims = tl.arange(0, D_PAD)
-    inside = (heads < K)[:, None] & (dims < D)[None, :]
-    offsets = heads[:, None] * D + dims[None, :]
-    v = tl.load(q_ptr + (H + K) * D + offsets, mask=inside, other=0.0)
-    if BIASED:
-        v = v.to(tl.float32) + tl.load(bias_ptr + (H + K) * D + offsets, mask=inside, other=0.0)
-    tl.store(v_ptr + slot + offsets, v.to(v_ptr.dtype.element_ty), mask=inside)
+    v_at = (H + K) * D
+    if part < q_parts:
+        rotate_heads(
+            q_ptr, q_ptr, bias_ptr, norm_ptr, cos, sin, part * HEADS, H, eps,
+            D, HEADS, HALF_PAD, BIASED, NORMED,
+        )  # fmt: skip
+    elif part < q_parts + kv_parts:
+        rotate_heads(
+            q_ptr + k_at, k_ptr + slot, bias_ptr + k_at, norm_ptr + k_at, cos, sin,
+            (part - q_parts) * HEADS, K, eps, D, HEADS, HALF_PAD, BIASED, NORMED,
+        )  # fmt: skip
+    else:
+        heads = (part - q_parts - kv_parts) * HEADS + tl.arange(0, HEADS)
+        dims = tl.arange(0, D_PAD)
+        inside = (heads < K)[:, None] & (dims < D)[None, :]
+        offsets = heads[:, None] * D + dims[None, :]
+        v = tl.load(q_ptr + v_at + offsets, mask=inside, other=0.0)
+        if BIASED:
+            v = v.to(tl.float32) + tl.load(bias_ptr + v_at + offsets, mask=inside, other=0.0)
+        tl.store(v_ptr + slot + offsets, v.to(v_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
