@@ -10,7 +10,7 @@ from baton.engine.cuda.decode_graphs import DecodeRow
 from baton.engine.cuda.decoder import CudaDecoder
 from baton.engine.cuda.kernels.attention import Span, Workspace, make_tiles, paged_attention
 from baton.engine.cuda.kernels.configs import AttentionConfig, attention_config
-from baton.engine.cuda.kernels.products import Products, to_fp8
+from baton.engine.cuda.kernels.products import Products, rows_to_fp8, to_fp8
 from baton.engine.cuda.kernels.rows import add_norm, cuts, gate_mul, rope_write, sample_tokens
 from benchmarks.gpu.decode_loop import DecodeLoop
 from benchmarks.gpu.model import BLOCK, Machine, random_decoder, scattered_tables
@@ -123,6 +123,13 @@ def _products(machine: Machine) -> str | None:
     w = torch.randn(outputs, inputs, generator=generator, device=device).to(dtype)
     narrow = to_fp8(w)
     widened = narrow.values_NE.float() * narrow.scale_N[:, None]
+    rounded, known = rows_to_fp8(x), to_fp8(x)
+    for got, want in (
+        (rounded.values_NE.view(torch.uint8), known.values_NE.view(torch.uint8)),
+        (rounded.scale_N, known.scale_N),
+    ):
+        if not torch.equal(got, want):
+            return "rows rounded to fp8 by the kernel differ from torch's"
     exact = Products(exact=True)
     fast = Products(exact=False)
     limit = 1e-2 if dtype == torch.bfloat16 else 1e-5

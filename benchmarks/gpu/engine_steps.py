@@ -51,7 +51,7 @@ def measure(machine: "Machine", rows: int, prompt_tokens: int, steps: int) -> di
     )
     host = torch.zeros(geometry.pool_bytes, dtype=torch.uint8)
     adapters = CudaAdapters(_config(s), decoder, 8)
-    runner = CudaRunner(decoder, memoryview(host.numpy()), geometry, (), adapters)
+    runner = CudaRunner(decoder, memoryview(host.numpy().data), geometry, (), adapters)
     core = EngineCore(runner, SchedulerConfig(rows, 8192))
     for row in range(rows):
         core.scheduler.submit(_request(row, prompt_tokens, steps, s.vocab_size), 0)

@@ -1,6 +1,6 @@
-"""Half an hour on one lent GPU: five commands of at most ten minutes, without a network.
+"""A quarter of an hour on one lent GPU: three commands, without a network.
 
-    python3 -m benchmarks.gpu.lease 1           on the device, in the repository's root; 2 to 5
+    python3 -m benchmarks.gpu.lease 1           on the device, in the repository's root; 2 and 3
     python -m benchmarks.gpu.lease 1 --smoke    the same tasks here, on the CPU or interpreted
 
 ``benchmarks.gpu.prepare_lease`` packs what each step carries. This module needs only Python. What
@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,21 +55,20 @@ STEPS: dict[int, tuple[Task, ...]] = {
             smoke="uname -a; nproc; free -g; $PYTHON -V",
         ),
         Task(
-            name="checks and figures",
-            # the probes end while the checks are still compiling, before the first figure
-            command=f"{_BENCH} --positions --out $OUT/positions.json > $OUT/positions.txt 2>&1 & "
-            f"{_BENCH}.transports --out $OUT/transports.json > $OUT/transports.txt 2>&1 & "
-            f"{_BENCH} --quick --no-transformers --budget-s 150 --out $OUT/quick.json; code=$?; "
-            "wait; cat $OUT/positions.txt $OUT/transports.txt; exit $code",
-            limit_s=210,
-            smoke=f"{_BENCH} --smoke --no-transformers --out $OUT/quick.json; "
+            name="bench",
+            # the probes end while the checks still compile, before the first figure
+            command=f"{_BENCH}.transports --out $OUT/transports.json > $OUT/transports.txt 2>&1 & "
+            f"{_BENCH} --no-transformers --budget-s 130 --out $OUT/bench-gpu.json; code=$?; "
+            "wait; cat $OUT/transports.txt; exit $code",
+            limit_s=170,
+            smoke=f"{_BENCH} --smoke --no-transformers --out $OUT/bench-gpu.json; "
             f"{_BENCH}.transports --device cpu --mib 8 --out $OUT/transports.json",
         ),
         Task(
-            name="profile",
-            command=f"{_BENCH} --profile --budget-s 40 --out $OUT/profile.json",
+            name="engine steps",
+            command=f"{_BENCH}.engine_steps --out $OUT/engine-steps.json",
             limit_s=60,
-            smoke=f"{_BENCH} --smoke --profile --out $OUT/profile.json",
+            smoke=f"{_BENCH}.engine_steps --smoke --out $OUT/engine-steps.json",
         ),
     ),
     2: (
@@ -76,62 +76,58 @@ STEPS: dict[int, tuple[Task, ...]] = {
             name="real model, exact",
             command=f"{_BENCH}.real_model --model $MODEL --against $KEEP/{TOKENS} "
             "--out $OUT/exact.json",
-            limit_s=120,
+            limit_s=60,
             smoke=f"{_BENCH}.real_model --model $MODEL {_TINY} --out $OUT/exact.json",
         ),
         Task(
             name="real model, fast",
             command=f"{_BENCH}.real_model --model $MODEL --numerics fast "
             "--against $OUT/exact.json --out $OUT/fast.json",
-            limit_s=70,
+            limit_s=60,
             smoke=f"{_BENCH}.real_model --model $MODEL {_TINY} --numerics fast "
             "--against $OUT/exact.json --out $OUT/fast.json",
         ),
         Task(
             name="libraries",
-            command=f"{_BENCH} --libraries --budget-s 60 --out $OUT/libraries.json",
-            limit_s=80,
+            command=f"{_BENCH} --libraries --budget-s 50 --out $OUT/libraries.json",
+            limit_s=70,
             smoke=f"{_BENCH} --smoke --libraries --out $OUT/libraries.json",
+        ),
+        Task(
+            name="profile",
+            command=f"{_BENCH} --profile --budget-s 30 --out $OUT/profile.json",
+            limit_s=50,
+            smoke=f"{_BENCH} --smoke --profile --out $OUT/profile.json",
         ),
     ),
     3: (
+        Task(
+            name="fleet",
+            command=f"BATON_DEVICE=cuda {_BENCH}.one_gpu_fleet --model $MODEL "
+            "--out $OUT/fleet.json",
+            limit_s=120,
+            smoke=f"{_BENCH}.one_gpu_fleet --model $MODEL --clients 1 --new 4 --threads 1 "
+            "--kv-blocks 512 --out $OUT/fleet.json",
+        ),
         Task(
             name="memcheck",
             # torch would hand out parts of large allocations, in which no access is out of bounds
             command="PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck "
             f"--error-exitcode 9 {_BENCH} --positions",
-            limit_s=70,
+            limit_s=40,
         ),
         Task(
             name="tune",
-            command=f"{_BENCH} --tune --budget-s 150 --out $OUT/tune.json",
-            limit_s=170,
+            command=f"{_BENCH} --tune --budget-s 100 --out $OUT/tune.json",
+            limit_s=120,
             smoke=f"{_BENCH} --smoke --tune --out $OUT/tune.json",
-        ),
-    ),
-    4: (
-        Task(
-            name="bench",
-            command=f"{_BENCH} --budget-s 300 --out $OUT/bench-gpu.json",
-            limit_s=400,
-            smoke=f"{_BENCH} --smoke --out $OUT/bench-gpu.json",
-        ),
-    ),
-    5: (
-        Task(
-            name="fleet",
-            command=f"BATON_DEVICE=cuda {_BENCH}.one_gpu_fleet --model $MODEL "
-            "--out $OUT/fleet.json",
-            limit_s=200,
-            smoke=f"{_BENCH}.one_gpu_fleet --model $MODEL --clients 1 --new 4 --threads 1 "
-            "--kv-blocks 512 --out $OUT/fleet.json",
         ),
     ),
 }
 
 
 def unpack(carried: Path, keep: Path) -> None:
-    """Keep a step's files, join files whose parts are all here, and install the wheels.
+    """Keep a step's files, join files whose parts are all here, and install the packages.
 
     Raises:
         LeaseError: A joined file has another digest than the one that was packed.
@@ -141,6 +137,10 @@ def unpack(carried: Path, keep: Path) -> None:
         shutil.copytree(carried, keep, dirs_exist_ok=True)
     for written in keep.glob("*.sha256"):
         _join(keep / written.stem, *written.read_text().split())
+    for archive in keep.glob("*.tar.xz"):
+        with tarfile.open(archive) as packed:
+            packed.extractall(keep / "site", filter="tar")
+        archive.unlink()
     wheels = [wheel for wheel in keep.glob("*.whl") if not _installed(wheel).exists()]
     if wheels:
         how = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade")

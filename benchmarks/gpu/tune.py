@@ -41,9 +41,10 @@ def _attention_cuts(machine: Machine, kind: str) -> Iterable[AttentionConfig]:
         return
     tiles = (16,) if kind == "decode" else (64, 128)
     # a split is part of the order of summation: one size for every kind of work
-    splits = (128, 256, 512) if kind == "decode" else (0,)
-    # Triton halves the stages of loads through a block table: 1, 2 and 3 tiles are in flight
-    for m, n, split, warps, stages in product(tiles, (32, 64, 128), splits, (4, 8), (3, 5, 7)):
+    splits = (512, 1024) if kind == "decode" else (0,)
+    warps_tried = (2, 4) if kind == "decode" else (4, 8)
+    # Triton halves the stages of loads through a block table: from 5 on, tiles are in flight
+    for m, n, split, warps, stages in product(tiles, (32, 64, 128), splits, warps_tried, (2, 3, 5)):
         yield AttentionConfig(m, n, split, num_warps=warps, num_stages=stages)
 
 

@@ -36,7 +36,7 @@ def test_halves_are_joined_and_wheels_installed_once(tmp_path: Path) -> None:
     model.write_bytes(bytes(range(251)) * 5)
     first = tmp_path / "1"
     second = tmp_path / "2"
-    prepare_lease.halve(model, [first, second])
+    prepare_lease.halve(model, first, second)
     write_wheel(first)
     keep = tmp_path / "keep"
     lease.unpack(first, keep)
@@ -48,11 +48,25 @@ def test_halves_are_joined_and_wheels_installed_once(tmp_path: Path) -> None:
     assert not (keep / "site" / "carried.py").exists(), "it was installed before"
 
 
+def test_packages_are_packed_for_the_machine_without_what_is_not_used(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    write_wheel(wheels)
+    unused = tmp_path / "site" / "ray" / "jars"
+    unused.mkdir(parents=True)
+    (unused / "dist.jar").touch()
+    (unused.parent / "used.py").touch()
+    prepare_lease.pack(wheels, tmp_path / "site", tmp_path / "3" / "site.tar.xz")
+    lease.unpack(tmp_path / "3", tmp_path / "keep")
+    assert (tmp_path / "keep" / "site" / "carried.py").read_text() == "VALUE = 7\n"
+    assert [path.name for path in (tmp_path / "keep" / "site" / "ray").iterdir()] == ["used.py"]
+
+
 def test_a_damaged_half_is_an_error(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     model.write_bytes(bytes(100))
-    prepare_lease.halve(model, [tmp_path / "1", tmp_path / "2"])
-    (tmp_path / "1" / "model.gguf.part0").write_bytes(b"\x01" * 50)
+    prepare_lease.halve(model, tmp_path / "1", tmp_path / "2")
+    (tmp_path / "1" / "model.gguf.part0").write_bytes(b"\x01" * 46)
     lease.unpack(tmp_path / "1", tmp_path / "keep")
     with pytest.raises(lease.LeaseError, match=r"model\.gguf: .* another digest"):
         lease.unpack(tmp_path / "2", tmp_path / "keep")
@@ -106,7 +120,7 @@ def test_what_the_image_lacks_is_carried() -> None:
 
 
 def test_programs_find_their_version_in_what_is_carried(tmp_path: Path) -> None:
-    prepare_lease.describe(tmp_path / "3")
+    prepare_lease.describe(tmp_path / "3" / "site")
     lease.unpack(tmp_path / "3", tmp_path / "keep")
     (found,) = metadata.distributions(path=[str(tmp_path / "keep" / "site")])
     assert found.version == metadata.version("baton-serve")

@@ -21,15 +21,22 @@ def divided(
         token_ns: Usual time of a prompt token; 0: unknown.
         decode_ns: Usual time of a step of decodes alone; 0: unknown.
     """
-    decodes = sum(row.decodes for row in rows)
-    prompt_tokens = sum(row.cost_tokens for row in rows if not row.decodes)
+    decoding = [row.decodes for row in rows]
+    decodes = sum(decoding)
+    prompt_tokens = 0
+    if decodes < len(rows):
+        prompts = zip(rows, decoding, strict=True)
+        prompt_tokens = sum(row.cost_tokens for row, decodes_now in prompts if not decodes_now)
     per_token = 1.0
     per_decode = 1.0
     if decodes and prompt_tokens and token_ns and decode_ns:
         per_token = token_ns
         per_decode = decode_ns / decodes
     whole = decodes * per_decode + prompt_tokens * per_token
-    weights = [per_decode if row.decodes else row.cost_tokens * per_token for row in rows]
+    weights = [
+        per_decode if decodes_now else row.cost_tokens * per_token
+        for row, decodes_now in zip(rows, decoding, strict=True)
+    ]
     return list(_parts(weights, whole, duration_ns))
 
 

@@ -278,10 +278,11 @@ class EngineCore:
         return min(limit, decodes + prompt_tokens)
 
     def _fit_times(self, plan: StepPlan, duration_ns: int) -> None:
-        if any(row.cost_tokens > len(row.tokens) for row in plan.rows):
+        if any(row.prompt_outputs and row.cost_tokens > len(row.tokens) for row in plan.rows):
             return  # prompt scores take extra time
-        decodes = sum(row.decodes for row in plan.rows)
-        prompt_tokens = sum(len(row.tokens) for row in plan.rows if not row.decodes)
+        prompts = [row for row in plan.rows if not row.decodes]
+        decodes = len(plan.rows) - len(prompts)
+        prompt_tokens = sum(len(row.tokens) for row in prompts)
         if not prompt_tokens:
             self._decode_ns.add(duration_ns)
         elif prompt_tokens >= _MIN_CHUNK_TOKENS:

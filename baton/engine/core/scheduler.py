@@ -213,7 +213,7 @@ class Scheduler:
             if not sequence.running or not sequence.decodes:
                 continue
             if batch.make_writable(sequence, copies):
-                rows.append(self._row(sequence, 1))
+                rows.append(self._decode_row(sequence))
         budget = max(self.max_step_tokens - len(rows), batch.pool.block_tokens)
         for sequence in batch.running:
             if budget > 0 and not sequence.decodes:
@@ -255,13 +255,29 @@ class Scheduler:
                 self._hold(sequence, sampled)
                 continue
             branches = [sequence]
-            for sample, token in zip(row.samples[1:], sampled[1:], strict=True):
-                branches.append(self.batch.fork(sequence, sample.choice, token.token))
+            if len(sampled) > 1:
+                rest = zip(row.samples[1:], sampled[1:], strict=True)
+                branches += [self.batch.fork(sequence, s.choice, token.token) for s, token in rest]
             sequence.tokens.append(sampled[0].token)
             for branch, token in zip(branches, sampled, strict=True):
                 self._emit(branch, [token])
             self._end_if_done(request)
         self.batch.spare.take_back()
+
+    def _decode_row(self, sequence: TokenSequence) -> PlanRow:
+        """Return the row that computes the newest token."""
+        if not sequence.samples:  # they hold the list of tokens, not its length
+            sequence.samples = self._samples(sequence)
+        start = sequence.computed
+        adapter = sequence.request.spec.adapter
+        return PlanRow(
+            sequence_id=sequence.sequence_id,
+            tokens=sequence.tokens[start:],
+            start=start,
+            block_ids=sequence.blocks[: start // self.batch.pool.block_tokens + 1],
+            samples=sequence.samples,
+            adapter=adapter.digest if adapter else "",
+        )
 
     def _row(self, sequence: TokenSequence, budget: int) -> PlanRow:
         """Return the next chunk of a sequence; it ends at a block boundary or at the end."""

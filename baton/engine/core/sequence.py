@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton.engine.core.block_owners import CacheOwner
+from baton.engine.core.plan import SampleSpec
 from baton.types import events as ev
 from baton.types.block_hashes import block_hash
 from baton.types.errors import InvalidRequestError
@@ -156,6 +157,7 @@ class TokenSequence:
     registered_blocks: int = 0  # leading blocks whose hashes are in the pool
     running: bool = False
     asked_tiers: bool = False  # blocks were requested from a tier since it was queued
+    samples: tuple[SampleSpec, ...] = ()  # of its decodes, once it decodes
     # Set if outputs of every prompt row are needed: then no cached prefix is used.
     prompt_outputs: PromptOutputs | None = None
 
@@ -167,7 +169,8 @@ class TokenSequence:
     @property
     def decodes(self) -> bool:
         """Return whether only the newest sampled token is left to compute."""
-        return self.computed == len(self.tokens) - 1 and self.generated > 0
+        length = len(self.tokens)
+        return self.computed == length - 1 and length > len(self.request.prompt)
 
     def full_hashes(self, upto_tokens: int, block_tokens: int = BLOCK_TOKENS) -> list[bytes]:
         """Return hashes of the full blocks within the first ``upto_tokens`` tokens."""

@@ -11,6 +11,7 @@ splits to merge follows from the position.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from baton.engine.cuda.decoder import Batch, CudaDecoder
@@ -70,30 +71,34 @@ class _State:
         self.tables: list[list[int]] = [[] for _ in range(rows)]  # contents of tables_RB
 
     def fill(self, rows: Sequence[DecodeRow]) -> None:
-        pad = self.rows - len(rows)
-        used = [1] * len(rows) + [0] * pad
-        index = [i if is_used else -1 for i, is_used in enumerate(used)]
-        positions = [row.position for row in rows] + [0] * pad
-        tiles = [list(range(self.rows)), used, positions, index, [0] * self.rows]
-        temperatures = [row.temperature for row in rows] + [0.0] * pad
-        values: dict[str, Sequence[object]] = {
-            "tokens": [row.token for row in rows] + [0] * pad,
-            "seeds": [signed(row.seed) for row in rows] + [0] * pad,
-            "choices": [signed(row.choice) for row in rows] + [0] * pad,
-            "temperatures": temperatures,
-            "positions": positions,
-            "sequences": index,
-            "used": used,
-            "tiles": tiles,
+        count = len(rows)
+        tiles_5R = np.zeros((5, self.rows), dtype=np.int32)  # row, used, position, sequence, item
+        tiles_5R[0] = np.arange(self.rows)
+        tiles_5R[1, :count] = 1
+        tiles_5R[2, :count] = [row.position for row in rows]
+        tiles_5R[3] = -1
+        tiles_5R[3, :count] = np.arange(count)
+        numbers_3R = np.zeros((3, self.rows), dtype=np.int64)
+        numbers_3R[0, :count] = [row.token for row in rows]
+        numbers_3R[1, :count] = [signed(row.seed) for row in rows]
+        numbers_3R[2, :count] = [signed(row.choice) for row in rows]
+        temperatures_R = np.zeros(self.rows)
+        temperatures_R[:count] = [row.temperature for row in rows]
+        values = {
+            "tokens": numbers_3R[0],
+            "seeds": numbers_3R[1],
+            "choices": numbers_3R[2],
+            "temperatures": temperatures_R,
+            "positions": tiles_5R[2],
+            "sequences": tiles_5R[3],
+            "used": tiles_5R[1],
+            "tiles": tiles_5R,
         }
-        parts = {
-            name: torch.tensor(numbers, dtype=torch.float64 if numbers is temperatures else None)
-            for name, numbers in values.items()
-        }
+        parts = {name: torch.from_numpy(array) for name, array in values.items()}
         self._packing.send(parts, self.inputs)
-        self._fill_tables([list(row.blocks) for row in rows])
+        self.fill_tables([row.blocks for row in rows])
 
-    def _fill_tables(self, tables: Sequence[list[int]]) -> None:
+    def fill_tables(self, tables: Sequence[Sequence[int]]) -> None:
         """Copy the tables that changed: after a step, those of sequences with a new block."""
         changed = [i for i, table in enumerate(tables) if table != self.tables[i]]
         if not changed:
@@ -107,7 +112,7 @@ class _State:
         on_device = upload(self.tables_RB.device, parts)
         self.tables_RB[:, :width].index_copy_(0, on_device["places"], on_device["tables"])
         for i in changed:
-            self.tables[i] = tables[i]
+            self.tables[i] = list(tables[i])
 
 
 def rows_bucket(rows: int) -> int:
@@ -199,17 +204,32 @@ class DecodeSteps:
     @torch.inference_mode()
     def start(self, rows: Sequence[DecodeRow]) -> None:
         """Begin a batch, without waiting for the device."""
-        widest = max(len(row.blocks) for row in rows)
-        if widest > self._max_blocks:
-            raise ValueError(f"a block table has {widest} blocks, limit {self._max_blocks}")
         self._state = self._state_of(rows_bucket(len(rows)))
         self._rows = len(rows)
         self._positions = [row.position for row in rows]
         self._longest = max(self._positions) + 1
-        size = self._decoder.block_tokens
-        spare = min(len(row.blocks) * size - row.position for row in rows)
-        self._room = self._longest + spare - 1  # ``_longest`` when the first sequence is full
+        self._measure_room([row.blocks for row in rows])
         self._state.fill(rows)
+
+    @torch.inference_mode()
+    def resume(self, tables: Sequence[Sequence[int]]) -> None:
+        """Continue the batch of the last step, each row behind its sampled token.
+
+        Args:
+            tables: Block tables of the rows. Those that changed are copied to the device; all else
+                is there.
+        """
+        self._measure_room(tables)
+        self._state.fill_tables(tables)
+
+    def _measure_room(self, tables: Sequence[Sequence[int]]) -> None:
+        """Note the longest length that the batch may have when its first table is full."""
+        widest = max(map(len, tables))
+        if widest > self._max_blocks:
+            raise ValueError(f"a block table has {widest} blocks, limit {self._max_blocks}")
+        size = self._decoder.block_tokens
+        pairs = zip(tables, self._positions, strict=True)
+        self._room = self._longest - 1 + min(len(t) * size - p for t, p in pairs)
 
     def _state_of(self, bucket: int) -> _State:
         state = self._states.get(bucket)

@@ -61,12 +61,30 @@ class _Computed:
         ends: End of each plan row's flat rows.
         broken: Plan rows with NaN or Inf; then nothing is sampled.
         sampled: Tokens that the device sampled, and the logits of the other rows.
+        tokens: All tokens, if the captured step itself sampled one for each row.
     """
 
     hidden_TE: torch.Tensor
     ends: Sequence[int]
     broken: set[int]
     sampled: SampledRows
+    tokens: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Rows of the plan that continues the last captured step: its inputs are on the device."""
+
+    sequences: Sequence[int]
+    starts: Sequence[int]
+    tokens: Sequence[int]
+
+    def matches(self, rows: Sequence[PlanRow]) -> bool:
+        return (
+            [row.sequence_id for row in rows] == self.sequences
+            and [row.start for row in rows] == self.starts
+            and [row.tokens[0] for row in rows] == self.tokens
+        )
 
 
 class CudaRunner:
@@ -97,6 +115,7 @@ class CudaRunner:
         longest = -(-decoder.shape.max_context_tokens // geometry.block_tokens)
         capture = cuda_graphs() if decoder.device.type == "cuda" else None
         self.steps = DecodeSteps(decoder, longest, capture=capture)
+        self._expected: _Expected | None = None
         self.adapters = adapters
         self.grammars = grammars
         self.capabilities = RunnerCapabilities(
@@ -159,6 +178,8 @@ class CudaRunner:
                 on_layers_done(layers)
         for part in collected:
             part.hand_over()
+        if computed.tokens:
+            return [[SampledToken(token)] for token in computed.tokens]
         return self._sampler.sample(computed.sampled, rows)
 
     @torch.inference_mode()
@@ -177,15 +198,26 @@ class CudaRunner:
 
         With ``ends``, blocks that are not full go to the host too.
         """
-        plain = [_is_sampled_in_step(row.samples) for row in rows]
-        self.steps.start(
-            [_decode_row(row, is_plain) for row, is_plain in zip(rows, plain, strict=True)]
-        )
+        expected = self._expected
+        self._expected = None
+        plain = [True] * len(rows)
+        if expected is not None and expected.matches(rows):
+            self.steps.resume([row.block_ids for row in rows])
+        else:
+            plain = [_is_sampled_in_step(row.samples) for row in rows]
+            pairs = zip(rows, plain, strict=True)
+            self.steps.start([_decode_row(row, is_plain) for row, is_plain in pairs])
         self.steps.step()
         self.host_pool.after(rows, ends=ends)
         tokens: list[int] = self.steps.sampled_R.tolist()
         hidden_RE = self.steps.hidden_RE
         broken = {index for index, token in enumerate(tokens) if token < 0}
+        if all(plain) and not broken:
+            self._expected = _Expected(
+                [row.sequence_id for row in rows], [row.start + 1 for row in rows], tokens
+            )
+            row_ends = range(1, len(rows) + 1)
+            return _Computed(hidden_RE, row_ends, broken, _NOTHING_SAMPLED, tokens)
         on_device = {index: [tokens[index]] for index, is_plain in enumerate(plain) if is_plain}
         host_logits: Mapping[int, torch.Tensor] = {}
         others = [index for index, is_plain in enumerate(plain) if not is_plain]

@@ -82,7 +82,7 @@ def verify_steps(decoder: CudaDecoder, steps: DecodeSteps) -> None:
         NumericsSetupError: They do not.
         ModelError: The pool is too small.
     """
-    for length in (_STEP_TOKENS, SPLIT_TOKENS + _STEP_TOKENS):  # keys of one split, and of two
+    for length in (_STEP_TOKENS, decoder.decode_config.split + _STEP_TOKENS):  # one split, and two
         _verify_step(decoder, steps, min(length, decoder.shape.max_context_tokens))
 
 

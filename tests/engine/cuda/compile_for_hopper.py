@@ -147,6 +147,8 @@ def main(which: str) -> None:
         compiler.title += ", fp8 weight"
         products.fixed_linear(x, products.to_fp8(weight), cut, BF16)
     if everything:
+        compiler.title = "fast product of few rows, fp8 weight"
+        products.fixed_linear(x, products.to_fp8(weight), configs.FP8_FEW_ROWS, BF16)
         compiler.title = "fast prefill 128, window"
         cut = configs.attention_config("prefill", 128, exact=False)
         attention(cut, 128, spread=False, window=99)

@@ -125,7 +125,7 @@ def test_a_device_that_sums_otherwise_in_a_batch_is_found_out(
 @pytest.mark.slow
 def test_the_numerics_id_names_mode_dtype_and_cut() -> None:
     exact = numerics_id(tiny.decoder(SHALLOW), "fp32")
-    assert exact.startswith("exact/fp32/adjacent/cuda-m64k32s256/")
+    assert exact.startswith("exact/fp32/adjacent/cuda-m64k64s512/")
     assert numerics_id(tiny.decoder(SHALLOW, exact=False), "fp32").startswith("fast/fp32/")
 
 

@@ -176,3 +176,55 @@ def test_draws_without_penalties_grammars_and_scores_stay_on_the_device(
 ) -> None:
     params = SamplingParams(**{"max_tokens": 8, "temperature": 1.0, **change})  # type: ignore[arg-type]
     assert is_on_device(SampleSpec(0, params, [1, 2], 2)) is here
+
+
+def test_a_batch_that_continues_uploads_only_new_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads: list[int] = []
+
+    def copy(host: torch.Tensor, target: torch.Tensor) -> None:
+        uploads.append(host.numel())
+        target.copy_(host)
+
+    c = tiny.config(heads=4, kv_heads=2)
+    ours, theirs = pools(c, "fp32")
+    runner = tiny.cuda_runner(c, "fp32", ours)
+    peer = tiny.torch_runner(c, "fp32", theirs)
+    answers = {1: list(tiny.tokens(13)), 2: list(tiny.tokens(6, seed=1))}
+    tables = {1: [3, 7], 2: [5, 9]}
+    sampled = {1: GREEDY, 2: SamplingParams(max_tokens=20, temperature=1.2, seed=77)}
+
+    def step(*sequences: int, start: int | None = None) -> int:
+        """Compute the newest tokens; return the uploads."""
+        rows = []
+        for sequence in sequences:
+            tokens = answers[sequence]
+            begin = len(tokens) - 1 if start is None else start
+            end = len(tokens)
+            prompt = 13 if sequence == 1 else 6
+            rows.append(
+                tiny.row(sequence, tokens, begin, end, tables[sequence], sampled[sequence], prompt)
+            )
+        uploads.clear()
+        got = tiny.step(runner, *rows)
+        count = len(uploads)
+        assert got == tiny.step(peer, *rows)
+        for sequence, (token,) in zip(sequences, got, strict=True):
+            answers[sequence].append(token.token)
+        return count
+
+    step(1, 2, start=0)
+    monkeypatch.setattr("baton.engine.cuda.upload.copy", copy)
+    assert step(1, 2) == 2, "inputs and tables"
+    assert step(1, 2) == 0
+    assert step(1, 2) == 1, "the block that the first sequence has filled goes to the host"
+    assert step(1, 2) == 1, "the first sequence has a new block"
+    assert step(1, 2) == 0
+    assert step(2) == 2, "another batch"
+    assert step(2) == 0
+    assert step(1, 2) == 1, "all inputs, but the tables are still there"
+    answers[2][-1] = (answers[2][-1] + 1) % 97
+    assert step(1, 2) == 1, "all inputs: a token was not sampled"
+    sampled[2] = SamplingParams(max_tokens=20, temperature=0.0, presence_penalty=0.5)
+    answers[2][-1] = (answers[2][-1] + 1) % 97
+    step(1, 2)
+    assert step(1, 2) >= 1, "the host samples one of them"

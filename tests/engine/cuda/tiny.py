@@ -25,7 +25,12 @@ CPU = torch.device("cpu")
 
 
 def config(
-    heads: int = 3, kv_heads: int = 1, *, layers: int = 2, tied: bool = False
+    heads: int = 3,
+    kv_heads: int = 1,
+    *,
+    layers: int = 2,
+    tied: bool = False,
+    max_context_tokens: int = 36,
 ) -> ModelConfig:
     return ModelConfig(
         hidden_size=24,
@@ -38,7 +43,7 @@ def config(
         rope_theta=10000.0,
         rope_scaling=None,
         rms_norm_eps=1e-5,
-        max_context_tokens=36,
+        max_context_tokens=max_context_tokens,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_ids=(2,),

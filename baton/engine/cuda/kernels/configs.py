@@ -19,7 +19,8 @@ class AttentionConfig:
         kv_tile: Keys per inner step; a multiple of 16 (the matrix units' smallest side).
         split: Tokens per split, a multiple of ``kv_tile``; 0 = one split (prefill in ``fast``).
         num_stages: Loads of block ids and then of pages are two pipelined steps, so Triton keeps
-            ``(num_stages - 1) // 2`` tiles of pages in flight: none overlaps below 5.
+            ``(num_stages - 1) // 2`` tiles of pages in flight: none overlaps below 5. With few
+            warps, other programs of the same multiprocessor compute meanwhile.
     """
 
     block_m: int
@@ -35,20 +36,20 @@ class AttentionConfig:
         return self.block_m // group
 
 
-SPLIT_TOKENS = 256
-"""Independent of batch and context: it determines the order of summation."""
+SPLIT_TOKENS = 512
+"""Of ``exact``: independent of batch and context, since it determines the order of summation."""
 
-EXACT = AttentionConfig(block_m=64, kv_tile=32, split=SPLIT_TOKENS, num_warps=4, num_stages=5)
+EXACT = AttentionConfig(block_m=64, kv_tile=64, split=SPLIT_TOKENS, num_warps=4, num_stages=2)
 """64 rows: the smallest tile of Hopper's wide matrix instructions, which prefill needs."""
 
-# (kind, largest head dim) -> sizes; not tuned on any machine yet, see docs/design/gpu.md
+# (kind, largest head dim) -> sizes; the fastest of those tried on an H200 (docs/design/gpu.md)
 FAST: dict[tuple[Kind, int], AttentionConfig] = {
-    ("decode", 64): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=5),
-    ("decode", 128): AttentionConfig(16, 64, SPLIT_TOKENS, num_warps=4, num_stages=5),
-    ("decode", 256): AttentionConfig(16, 32, SPLIT_TOKENS, num_warps=4, num_stages=5),
-    ("prefill", 64): AttentionConfig(128, 64, 0, num_warps=4, num_stages=5),
-    ("prefill", 128): AttentionConfig(128, 64, 0, num_warps=8, num_stages=5),
-    ("prefill", 256): AttentionConfig(64, 32, 0, num_warps=8, num_stages=5),
+    ("decode", 64): AttentionConfig(16, 128, 512, num_warps=4, num_stages=3),
+    ("decode", 128): AttentionConfig(16, 128, 1024, num_warps=4, num_stages=4),
+    ("decode", 256): AttentionConfig(16, 128, 512, num_warps=4, num_stages=3),
+    ("prefill", 64): AttentionConfig(128, 64, 0, num_warps=8, num_stages=3),
+    ("prefill", 128): AttentionConfig(128, 32, 0, num_warps=4, num_stages=5),
+    ("prefill", 256): AttentionConfig(128, 64, 0, num_warps=8, num_stages=3),
 }
 
 
@@ -81,7 +82,10 @@ EXACT_ROWS = LinearConfig(64, 32, 128, num_warps=4, num_stages=4)
 
 EXACT_MANY_ROWS = LinearConfig(128, 128, 64, num_warps=8, num_stages=3)
 
-# (outputs, inputs) -> [(most rows, sizes)]: where ours was measured to beat cuBLAS; none was yet
+FP8_FEW_ROWS = LinearConfig(16, 32, 256, num_warps=4, num_stages=3)
+"""Weights in fp8 and at most 16 rows, in ``fast``."""
+
+# (outputs, inputs) -> [(most rows, sizes)]: where ours was measured to beat cuBLAS; none was
 FAST_LINEAR: dict[tuple[int, int], list[tuple[int, LinearConfig]]] = {}
 
 

@@ -5,8 +5,8 @@ therefore uses ``linear_kernel`` with fixed sizes. Second, faster sizes for many
 if they were found to give the same bits for this weight on this device.
 
 Weights in fp8 (e4m3, a scale per output) are widened inside that kernel, so a row's bits still
-depend on the row alone. In ``fast``, many rows are rounded to fp8 themselves, with a scale per row,
-and multiplied by ``torch._scaled_mm``. Few rows are not: they wait for weights, not for arithmetic.
+depend on the row alone. In ``fast``, more than 16 rows are rounded to fp8 themselves, with a scale
+per row, and multiplied by ``torch._scaled_mm``, which was faster from there on.
 """
 
 # ruff: noqa: N803, N806, N815 - suffixes such as x_TE give shapes
@@ -20,18 +20,17 @@ import triton
 from baton.engine.cuda.kernels.configs import (
     EXACT_MANY_ROWS,
     EXACT_ROWS,
+    FP8_FEW_ROWS,
     LinearConfig,
     tuned_linear,
 )
-from baton.engine.cuda.kernels.device import matmul
+from baton.engine.cuda.kernels.device import matmul, rows
 
 FP8 = torch.float8_e4m3fn
 FP8_SIDE = 16
 """``torch._scaled_mm`` needs outputs and inputs to be multiples of this."""
 
 _MANY = 256  # rows from which the second sizes pay
-_MANY_FP8 = 128  # rows from which rounding them to fp8 pays; an estimate
-
 _FP8_MAX = 448.0
 _TINY = 1e-30
 
@@ -89,13 +88,36 @@ def fixed_linear(
     return out_TN
 
 
+def rows_to_fp8(x_TE: torch.Tensor) -> Fp8Weight:
+    """Return what ``to_fp8`` does, by one kernel. Triton's interpreter rounds to fp8 wrongly."""
+    if not x_TE.is_cuda:
+        return to_fp8(x_TE)
+    count, width = x_TE.shape
+    values_TE = torch.empty(count, width, dtype=FP8, device=x_TE.device)
+    scale_T = torch.empty(count, dtype=torch.float32, device=x_TE.device)
+    padded = triton.next_power_of_2(width)
+    rows.fp8_rows_kernel[(count,)](
+        x_TE,
+        values_TE,
+        scale_T,
+        width,
+        1 / _FP8_MAX,
+        _FP8_MAX,
+        _TINY,
+        WIDTH_PAD=padded,
+        num_warps=8 if padded >= 4096 else 4,
+        enable_fp_fusion=False,
+    )
+    return Fp8Weight(values_TE, scale_T)
+
+
 def scaled_linear(x_TE: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
     """Return the ``[T, N]`` bf16 product of rows that are rounded to fp8 too."""
-    rows = to_fp8(x_TE)
+    narrow = rows_to_fp8(x_TE)
     y_TN: torch.Tensor = torch._scaled_mm(  # noqa: SLF001 - torch has no public name for it
-        rows.values_NE,
+        narrow.values_NE,
         weight.values_NE.t(),
-        scale_a=rows.scale_N[:, None],
+        scale_a=narrow.scale_N[:, None],
         scale_b=weight.scale_N[None, :],
         out_dtype=torch.bfloat16,
     )
@@ -114,15 +136,16 @@ class Products:
     ) -> torch.Tensor:
         """Return ``[T, N]`` in ``dtype``, by default that of ``x``; ``x`` is contiguous."""
         kind = dtype or x_TE.dtype
-        rows = x_TE.shape[0]
+        count = x_TE.shape[0]
         if self._exact:
-            many = rows >= _MANY and self._allows_many(weight)
+            many = count >= _MANY and self._allows_many(weight)
             return fixed_linear(x_TE, weight, EXACT_MANY_ROWS if many else EXACT_ROWS, kind)
         if isinstance(weight, Fp8Weight):
-            if rows >= _MANY_FP8 and kind == torch.bfloat16:
+            few = count <= FP8_FEW_ROWS.block_m
+            if not few and kind == torch.bfloat16:
                 return scaled_linear(x_TE, weight)
-            return fixed_linear(x_TE, weight, EXACT_ROWS, kind)
-        config = tuned_linear(rows, weight.shape[0], weight.shape[1])
+            return fixed_linear(x_TE, weight, FP8_FEW_ROWS if few else EXACT_ROWS, kind)
+        config = tuned_linear(count, weight.shape[0], weight.shape[1])
         if config is not None:
             return fixed_linear(x_TE, weight, config, kind)
         if kind == x_TE.dtype:
@@ -139,7 +162,9 @@ class Products:
         if self._exact:
             self._allows_many(weight)
         elif isinstance(weight, Fp8Weight):
-            ones = torch.ones(_MANY_FP8, weight.shape[1], dtype=dtype, device=values_NE.device)
+            ones = torch.ones(
+                FP8_FEW_ROWS.block_m + 1, weight.shape[1], dtype=dtype, device=values_NE.device
+            )
             self(ones, weight)
 
     def _allows_many(self, weight: Weight) -> bool:

@@ -46,6 +46,19 @@ def add_norm_kernel(
 
 
 @triton.jit
+def fp8_rows_kernel(x_ptr, out_ptr, scale_ptr, width, share, most, tiny, WIDTH_PAD: tl.constexpr):
+    """Round each row to e4m3: its largest value times ``share`` is the row's scale."""
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, WIDTH_PAD)
+    inside = offsets < width
+    x = tl.load(x_ptr + row * width + offsets, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0) * share, tiny)
+    y = tl.clamp(tl.div_rn(x, scale), -most, most)
+    tl.store(out_ptr + row * width + offsets, y.to(tl.float8e4nv), mask=inside)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
 def rotate_heads(
     source_ptr,
     target_ptr,
