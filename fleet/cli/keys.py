@@ -165,10 +165,16 @@ def revoke(
 ) -> None:
     """Revoke an API key for good. Every router refuses it when this returns.
 
-    Running responses finish. Without Redis this fails, because other routers would not learn of it.
+    Running responses finish. Without Redis, the routers of one host refuse it: repeat the command
+    with the --url of each other host, whose routers otherwise learn of it when Redis answers.
     """
     found = ask_router(reach(fleet, url, api_key), "DELETE", f"{_PATH}/{_checked(key_id)}")
-    time.sleep(_EVERYWHERE_S)
+    if found["everywhere"]:
+        time.sleep(_EVERYWHERE_S)
+    else:
+        where = "this router and the others of its host"
+        note = f"Redis is unavailable: revoked at {where}; elsewhere when Redis answers"
+        Console(stderr=True, highlight=False, soft_wrap=True).print(note)
     typer.echo(json.dumps(found, indent=2) if as_json else f"{key_id}: revoked")
 
 

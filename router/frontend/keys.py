@@ -9,6 +9,7 @@ The caller makes the key and sends its SHA-256, so that no router and no log eve
 secret.
 """
 
+import contextlib
 import logging
 import time
 from datetime import UTC, datetime
@@ -32,6 +33,7 @@ from router.keys.exchange import (
     UnknownKeyError,
 )
 from router.keys.table import DAY_MS, IssuedKey
+from router.routing.group.siblings import OWN_ANSWER
 
 _LOG = logging.getLogger(__name__)
 
@@ -157,20 +159,32 @@ def routes(router: RouterParts, keys: KeyExchange) -> Endpoints:
 
     @api.delete("/fleet/keys/{key_id}", include_in_schema=False)
     async def revoke(request: Request, key_id: str) -> dict[str, Any]:
-        """Revoke a key. Every router refuses it within a second."""
+        """Revoke a key. Every router refuses it within a second.
+
+        Without Redis the routers of this host do, and those of other hosts once it answers.
+        """
         check(request)
         now_ms = _now_ms()
+        is_shared = False
 
         def revoked(old: KeyRecord) -> KeyRecord:
             return msgspec.structs.replace(old, revoked_ms=old.revoked_ms or now_ms)
 
         try:
-            key = await keys.change(key_id, revoked)
-        except (RegistryUnavailableError, KeyChangeError) as error:
+            # a sibling has tried Redis already
+            if not (keys.is_away or OWN_ANSWER in request.headers):
+                with contextlib.suppress(RegistryUnavailableError):
+                    key = await keys.change(key_id, revoked)
+                    is_shared = True
+            if not is_shared:
+                key = await keys.revoke_here(key_id, now_ms)
+        except KeyChangeError as error:
             raise _refusal(error) from error
-        _LOG.info("revoked API key=%s", key_id)
-        await audited(router, request, "keys revoke", key_id, after={"tenant": key.rights.tenant})
-        return _shown(key, now_ms)
+        _LOG.info("revoked API key=%s everywhere=%s", key_id, is_shared)
+        if OWN_ANSWER not in request.headers:
+            after = {"tenant": key.rights.tenant}
+            await audited(router, request, "keys revoke", key_id, after=after)
+        return {**_shown(key, now_ms), "everywhere": is_shared}
 
     return api
 

@@ -61,7 +61,9 @@ class KeyExchange:
         self._file = file
         self._tasks = BackgroundTasks("keys", count_failure)
         self._lock = asyncio.Lock()
+        self._saving = asyncio.Lock()
         self._seen: tuple[bytes, int] | None = None
+        self._unwritten = False  # the table has a revocation that Redis may lack
         self._saved_changes = 0
         self._tried = asyncio.Event()
         self._away = False
@@ -133,6 +135,26 @@ class KeyExchange:
         await self._write(changes)
         return self.table[key_id]
 
+    async def revoke_here(self, key_id: str, revoked_ms: int) -> IssuedKey:
+        """Revoke a key at this router, and in Redis as soon as that answers; return the key.
+
+        Raises:
+            KeyChangeError: There is no such key.
+        """
+        key = self.table.get(key_id)
+        if key is None:
+            raise UnknownKeyError(f"no API key has the id {key_id}")
+        self.table.adopt(msgspec.structs.replace(key.record, revoked_ms=revoked_ms))
+        key.seen = b""  # what Redis has is older
+        self._unwritten = True
+        await self._save()
+        return key
+
+    @property
+    def is_away(self) -> bool:
+        """Return whether Redis did not answer the last comparison."""
+        return self._away
+
     async def used(self) -> dict[str, int]:
         """Return the last day of use of each key; without Redis, of uses at this router."""
         own = {key.record.id: key.used_day for key in self.table if key.used_day}
@@ -202,8 +224,15 @@ class KeyExchange:
     async def _exchange(self) -> int:
         """Compare the table with Redis, and return the time of its clock in ms."""
         summary = await self._shared.summary()
-        if (summary.mark, summary.total) != self._seen:
-            await self._compare(summary)
+        if self._unwritten or (summary.mark, summary.total) != self._seen:
+            unwritten, self._unwritten = self._unwritten, False
+            if unwritten:
+                self._seen = None  # read all: what is newer here is then written
+            try:
+                await self._compare(summary)
+            except (RegistryUnavailableError, asyncio.CancelledError):
+                self._unwritten |= unwritten
+                raise
         await self._report_use()
         self.table.compared_s = time.monotonic()
         return summary.now_ms
@@ -257,11 +286,12 @@ class KeyExchange:
         return newer + self.table.missing(there)
 
     async def _save(self) -> None:
-        changes = self.table.changes
-        if changes != self._saved_changes:
-            records = [key.record for key in self.table]
-            await asyncio.to_thread(keep, self._file, records)
-            self._saved_changes = changes
+        async with self._saving:
+            changes = self.table.changes
+            if changes != self._saved_changes:
+                records = [key.record for key in self.table]
+                await asyncio.to_thread(keep, self._file, records)
+                self._saved_changes = changes
 
     def _load(self, file: Path) -> None:
         try:

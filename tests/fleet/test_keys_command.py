@@ -122,13 +122,18 @@ async def test_a_whole_key_is_not_sent_as_an_id(fleet) -> None:
     assert await status(fleet, key) == 200
 
 
-async def test_without_redis_a_change_fails_and_the_list_is_called_old(
+async def test_without_redis_a_key_ends_here_other_changes_fail_and_the_list_is_called_old(
     fleet, redis_server, monkeypatch
 ) -> None:
     monkeypatch.setattr(command, "_STALE_S", 0.0)
     key = (await run(fleet, "create", "a")).stdout.strip()
+    lost = (await run(fleet, "create", "b")).stdout.strip()
     redis_server.kill()
-    result = await run(fleet, "revoke", key[3:15], code=1)
+    revoked = await run(fleet, "revoke", lost[3:15])
+    assert "Redis is unavailable: revoked at this router and the others of its" in revoked.stderr
+    assert revoked.stdout == f"{lost[3:15]}: revoked\n"
+    assert await status(fleet, lost) == 401
+    result = await run(fleet, "rotate", key[3:15], code=1)
     assert "Redis is unavailable, so nothing has changed and routers keep" in result.output
     listed = await run(fleet, "ls")
     assert "Redis is unavailable: state of" in listed.stderr and key[3:15] in listed.stdout

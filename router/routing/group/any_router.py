@@ -31,7 +31,8 @@ _SEARCHES = re.compile(
 )
 # 503: without Redis a router finds only responses that run on itself.
 _MAY_BE_ELSEWHERE = (400, 404, 503)
-_ANNOUNCEMENTS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_ADAPTERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_ANNOUNCEMENTS = re.compile(rf"(POST ({'|'.join(_ADAPTERS)})|DELETE /fleet/keys/[^/]+)")
 _JSON: Mapping[str, Callable[[list[Any], Mapping[str, str]], Any]] = {
     "/load": load_of,
     "/fleet/series": series_of,
@@ -87,7 +88,7 @@ class AnyRouter:
         method = scope["method"]
         path = scope["path"]
         unshared = path.startswith("/v1/") and not path.startswith("/v1/responses/")
-        if unshared and path not in _ANNOUNCEMENTS:
+        if unshared and path not in _ADAPTERS:
             return None  # nearly all calls
         own = any(name == OWN_ANSWER.encode() for name, _ in scope["headers"])
         if path == "/metrics":
@@ -96,7 +97,7 @@ class AnyRouter:
             return None
         if method == "GET" and path in _JSON:
             return self._sum
-        if path in _ANNOUNCEMENTS:
+        if _ANNOUNCEMENTS.fullmatch(f"{method} {path}"):
             return self._announce
         return self._search if _SEARCHES.fullmatch(f"{method} {path}") else None
 
@@ -172,7 +173,7 @@ class AnyRouter:
         if own.status == 200:
             headers = Headers(scope=scope)
             calls = [
-                self.siblings.ask(index, "POST", scope["path"], headers, bytes(body))
+                self.siblings.ask(index, scope["method"], scope["path"], headers, bytes(body))
                 for index in self.siblings.alive
             ]
             await asyncio.gather(*calls)  # a router that misses it follows within half a second

@@ -265,19 +265,21 @@ async def test_a_fleet_that_checks_no_keys_issues_none(make_fleet, registry):
 
 async def test_without_redis_keys_stay_as_they_are_and_changes_fail(start, redis_server, caplog):
     fleet = await start()
-    key, other = new_key(), new_key()
-    await create(fleet, sent(key))
+    key, other, ended = new_key(), new_key(), new_key()
+    await create(fleet, sent(key), sent(ended))
     redis_server.kill()
-    await until(lambda: "using the last known API keys=1" in caplog.text)
+    await until(lambda: "using the last known API keys=2" in caplog.text)
     assert await refusal(fleet, key) == ""
     for answer in (
         await create(fleet, sent(other), status=503),
-        await revoke(fleet, key, status=503),
         await rotate(fleet, key, other, 0, status=503),
     ):
         assert "Redis is unavailable" in answer["error"]["message"]
     assert await refusal(fleet, key) == ""
     assert await refusal(fleet, other) == UNKNOWN
+    assert (await revoke(fleet, ended))["everywhere"] is False
+    assert "is revoked" in await refusal(fleet, ended)
+    await revoke(fleet, other, status=404)
     await asyncio.sleep(0.3)
     found = (await fleet.http.get("/fleet/keys", headers=OPS)).json()
     assert found["age_s"] > 0.2

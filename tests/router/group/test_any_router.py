@@ -5,11 +5,15 @@ import json
 from types import SimpleNamespace
 
 import httpx
+import msgspec
 import pytest
 
+from baton.registry.keys.record import issue, new_key
+from baton.registry.keys.shared import SharedKeys
 from baton.registry.redis_store import Registry
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from router.routing.group.any_router import AnyRouter
+from router.routing.group.siblings import OWN_ANSWER
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 
@@ -23,7 +27,9 @@ class Other:
         self._client = client_of(app)
 
     async def ask(self, index, method, path, headers, body=b""):
-        return await self._client.request(method, path, content=body)
+        passed = {name: headers[name] for name in ("authorization",) if name in headers}
+        sent = {**passed, OWN_ANSWER: "1"}
+        return await self._client.request(method, path, headers=sent, content=body)
 
     async def ask_all(self, path, headers):
         return {1: await self._client.get(path)}
@@ -89,3 +95,23 @@ async def test_a_limit_may_be_spelled_as_urls_spell(two):
     for query in ("limit=%32", "limit=2", "l%69mit=2&order=newest"):
         listed = await client.get(f"/fleet/requests?{query}")
         assert (listed.status_code, len(listed.json()["requests"])) == (200, 2)
+
+
+async def test_a_revocation_reaches_the_sibling_without_redis(make_fleet, tmp_path):
+    registry = Registry("redis://127.0.0.1:1/0", "test")
+    shared = SharedKeys(registry)
+    secret = new_key()
+    record = issue(secret, {"tenant": "team"})
+    (tmp_path / "keys.json").write_bytes(msgspec.json.encode([record]))  # known from before
+    settings = {"api_keys": {}, "shared_keys": shared, "state_dir": str(tmp_path)}
+    fleets = [await make_fleet({"decode-0": None}, **settings) for _ in range(2)]
+    past = SimpleNamespace(keep=lambda page: None, missing=lambda answered: [])
+    apps = [fleet.server.config.app for fleet in fleets]
+    headers = {"authorization": "Bearer secret"}
+    async with client_of(AnyRouter(apps[0], Other(apps[1]), past, {})) as client:
+        answer = await client.delete(f"/fleet/keys/{record.id}", headers=headers)
+    assert (answer.status_code, answer.json()["everywhere"]) == (200, False)
+    for fleet in fleets:
+        seen = await fleet.http.get("/v1/models", headers={"authorization": f"Bearer {secret}"})
+        assert seen.status_code == 401, "each of them refuses it"
+    await registry.close()

@@ -360,3 +360,48 @@ async def test_the_exchange_continues_after_a_fault(registry, monkeypatch) -> No
     await until(lambda: router.table.compared_s is not None)
     await router.close()
     assert failures == ["keys"]
+
+
+async def test_a_key_revoked_without_redis_is_revoked_everywhere_once_redis_answers(
+    registry, redis_server, tmp_path
+) -> None:
+    one, two = routers(registry, file=tmp_path / "keys.json")
+    record, other = issue(new_key(), TEAM), issue(new_key(), TEAM)
+    await one.add([record, other])
+    await two.exchange()
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    try:
+        await one.revoke_here(record.id, 5)
+        with pytest.raises(UnknownKeyError):
+            await one.revoke_here("aaaaaaaaaaaa", 5)
+        assert time.monotonic() < began_s + 0.5
+        assert sorted(states(one)) == ["revoked", "valid"]
+        with pytest.raises(RegistryUnavailableError):
+            await one.exchange()
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+    await one.exchange()
+    await two.exchange()
+    assert sorted(states(two)) == ["revoked", "valid"]
+    assert two.table[record.id].record.revoked_ms == 5
+
+
+async def test_a_key_revoked_without_redis_stays_so_after_a_restart(
+    registry, redis_server, tmp_path
+) -> None:
+    file = tmp_path / "keys.json"
+    (one,) = routers(registry, 1, file)
+    record = issue(new_key(), TEAM)
+    await one.add([record])
+    redis_server.kill()
+    await one.revoke_here(record.id, 5)
+    (again,) = routers(registry, 1, file)
+    await again.start()
+    assert states(again) == ["revoked"] and again.is_away
+    redis_server.start()
+    await until(lambda: not again.is_away)
+    await again.close()
+    (late,) = routers(registry, 1)
+    await late.exchange()
+    assert states(late) == ["revoked"]
