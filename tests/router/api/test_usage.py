@@ -131,6 +131,8 @@ class Clients:
     async def stream(self, fleet, tenant: str) -> None:
         body = self._chat_body() | {"stream": True, "stream_options": {"include_usage": True}}
         found = await fleet.http.post("/v1/chat/completions", json=body, headers=headers_of(tenant))
+        assert found.status_code == 200, found.text
+        assert len(events_of(found.text)) > 1, found.text
         self.answers.openai(tenant, events_of(found.text)[-2]["usage"])
 
     async def completions(self, fleet, tenant: str) -> None:
