@@ -118,8 +118,9 @@ def _candidates(report: dict[str, Any]) -> RenderableType:
     candidates = report["candidates"]
     if not candidates:
         return Text("no candidates: the request was never placed")
-    names = [name.removesuffix("_s") for name in Terms._fields]
-    table = Table("", "candidate", "cost", *names, "to compute", box=None, padding=(0, 1))
+    table = Table("", "candidate", "cost", "to compute", "terms above zero", box=None)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     for one in candidates[:_SHOWN_CANDIDATES]:
         pair = (one["prefill"], one["decode"])
         chosen = report["chosen"] and pair == (
@@ -130,13 +131,19 @@ def _candidates(report: dict[str, Any]) -> RenderableType:
             "→" if chosen else "",
             escape(" → ".join(filter(None, pair))),
             _s(one["cost_s"]),
-            *(_s(one["terms"].get(name, 0.0)) for name in Terms._fields),
             str(one["uncached_tokens"]),
+            _terms(one["terms"]),
             style="bold" if chosen else "",
         )
     if len(candidates) > _SHOWN_CANDIDATES:
         table.add_row("", f"and {len(candidates) - _SHOWN_CANDIDATES} more: --json")
     return table
+
+
+def _terms(terms: dict[str, float]) -> str:
+    """Return the terms of a cost that are not zero."""
+    named = ((name.removesuffix("_s"), terms.get(name, 0.0)) for name in Terms._fields)
+    return ", ".join(f"{name} {_s(value)}" for name, value in named if value)
 
 
 def _timeline(report: dict[str, Any]) -> Table:

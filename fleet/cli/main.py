@@ -22,8 +22,8 @@ from fleet.cli.loadtest import give_local_fleet, local_fleet
 from fleet.cli.orders import drain, nodes, plan, restart, scale
 from fleet.cli.router import router
 from fleet.cli.tenants.command import tenants_app
-from fleet.cli.top import top
 from fleet.cli.usage.command import usage
+from fleet.cli.watch.top import top
 from loadtest.cli import app as loadtest_app
 from loadtest.lab.cli import lab
 from loadtest.simulator.cli import simulate

@@ -1,5 +1,6 @@
 """The `baton` command: what it says, and its exit codes."""
 
+import json
 import socket
 from dataclasses import replace
 from io import StringIO
@@ -52,6 +53,11 @@ def test_a_good_file_is_checked_with_its_model() -> None:
     code, text = baton("config", "check", str(DEPLOY / "local.yaml"))
     assert code == 0
     assert "ok (llama" in text
+    code, text = baton("config", "check", str(DEPLOY / "local.yaml"), "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["file"].endswith("local.yaml")
+    assert found["model"].startswith("llama")
 
 
 def test_a_bad_file_fails_with_the_line(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ function makePlots() {
   const colour = (name) => style.getPropertyValue(name).trim();
   const font = "11px system-ui, sans-serif";
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 0.5 }, ticks: { show: false }, size: 38, font, gap: 3, space: 24 };
-  const clocks = (_, times) => times.map((time) => clock(time).slice(0, 5));
+  const clocks = (_, times) => times.map((time) => clock(time).slice(0, time % 60 ? 8 : 5));
   const line = (label, name) => ({ label, stroke: colour(name), width: 1.5, points: { show: false } });
   const make = (id, series, values, now, { height = narrow.matches ? 80 : 104, whole = false, hooks = {} } = {}) => {
     const options = {
       width: byId(id).clientWidth || 300, height, legend: { show: false }, cursor: { show: false }, padding: [6, 8, 0, 0],
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
-      axes: [{ ...axis, size: 20, space: 60, values: clocks, incrs: [60, 120, 300, 600] }, whole ? { ...axis, space: 15, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500] } : axis],
+      axes: [{ ...axis, size: 20, space: 60, values: clocks, incrs: [10, 30, 60, 120, 300, 600] }, whole ? { ...axis, space: 15, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500] } : axis],
       series: [{}, ...series], hooks,
     };
     return { uplot: new uPlot(options, [[], ...series.map(() => [])], byId(id)), id, height, values, now };
