@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,6 +55,10 @@ def status(
         for worker in workers:
             if reason := worker.get("reason"):  # absent in older routers' responses
                 console.print(escape(f"{worker['id']}: {reason}"))
+        versions = Counter(version for one in workers if (version := one.get("version")))
+        if len(versions) > 1:
+            shown = ", ".join(f"{version} ({count})" for version, count in sorted(versions.items()))
+            console.print(escape(f"versions of the workers: {shown}"))
         moved = answer["transfers"]
         console.print(
             f"hand-offs: {moved['count']}, {moved['bytes'] / 2**20:.1f} MiB, "

@@ -6,7 +6,6 @@ operator's key. Request reports are available to their tenant and to operators.
 ``/health``, ``/ping``, ``/version`` and ``/load`` are compatible with vLLM.
 """
 
-import importlib.metadata
 from collections import Counter
 from time import monotonic, monotonic_ns, time_ns
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 import orjson
 from fastapi import HTTPException, Query, Request, Response
 
+from baton.telemetry.version import version
 from baton.types.errors import UnavailableError
 from router.frontend.access import access_of, check_operator, is_operator
 from router.frontend.api.parts import Endpoints, RouterParts
@@ -30,7 +30,7 @@ def routes(router: RouterParts) -> Endpoints:
     """Return ``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
     api = Endpoints()
     tenant_gauges = TenantGauges()
-    version = importlib.metadata.version("baton-serve")
+    own_version = version()
 
     @api.head("/health", include_in_schema=False)
     @api.get("/health")
@@ -47,8 +47,8 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/version")
     async def version_() -> dict[str, str]:
-        """Return the version of Baton."""
-        return {"version": version}
+        """Return the version of Baton, without the commit, since anybody may ask."""
+        return {"version": own_version.partition("+")[0]}
 
     @api.get("/load")
     async def load(request: Request) -> dict[str, int]:
@@ -92,7 +92,7 @@ def routes(router: RouterParts) -> Endpoints:
         return _json(
             {
                 "fleet": router.settings.fleet,
-                "version": version,
+                "version": own_version,
                 "emulated": router.settings.emulated or None,
                 "transfers": router.gateway.workers.transfers(),
                 "columns": COLUMNS,

@@ -54,6 +54,8 @@ function problems() {
       bad: true, filter: "slow", workers: slow.map((one) => one.id),
     });
   }
+  const versions = [...new Set(state.workers.map((one) => one.version).filter(Boolean))].sort();
+  if (versions.length > 1) found.push({ text: `workers run different versions: ${versions.join(", ")}`, bad: false });
   for (const [name, what] of [["errors", "failed"], ["refused", "refused with 429"]]) {
     const lately = total(since(LATELY_S), (sample) => sample[name]);
     const many = name === "errors" && lately > FAILED_SHARE * total(since(LATELY_S), (sample) => sample.ended);

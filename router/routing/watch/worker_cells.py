@@ -24,6 +24,7 @@ COLUMNS = (
     "prefill_tokens_per_s",
     "decode_step_s",
     "note",
+    "version",
 )
 
 _NO_STATUS = WorkerStatus()
@@ -79,4 +80,5 @@ class WorkerCells:
             status.prefill_tokens_per_s or None,
             status.decode_step_s or None,
             slot.refusal or ("" if state == "ready" else slot.record.reason),
+            slot.record.version,
         ]

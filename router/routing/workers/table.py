@@ -187,6 +187,7 @@ class Slot:
             "state": state,
             "reason": "" if state == "ready" else record.reason,
             "engine": self._engine(),
+            "version": record.version,
             "refused": self.refusal,
             "incarnation": (incarnation or record.incarnation).hex(),
             "epoch": self.epoch,

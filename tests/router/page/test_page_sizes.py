@@ -147,6 +147,9 @@ async def test_failures_and_a_standing_queue_are_problems(make_fleet, tab):
     told = await tab.js("byId('problems').textContent")
     assert re.search(r"90\d requests failed in the last minute since \d", told)
     assert "900 requests refused with 429 in the last minute" in told
+    await tab.js("state.workers.forEach((one, place) => { one.version = `0.${place}` })")
+    await tab.js("showHealth()")
+    assert "different versions: 0.0, 0.1" in await tab.js("byId('problems').textContent")
     await tab.js("""state.samples = state.samples.slice(-20).map((sample, place) =>
         ({ ...sample, errors: 0, refused: 0, queued: place > 4 ? 3 : 0 })); showHealth()""")
     assert "in the router's queue since" in await tab.js("byId('problems').textContent")

@@ -46,6 +46,19 @@ async def test_rows_agree_with_the_fleet_and_keep_the_time_of_the_last_change(ma
     assert (await cells_of(fleet))["prefill-0"]["since_s"] == cells["prefill-0"]["since_s"]
 
 
+async def test_each_worker_has_the_version_that_it_runs(make_fleet):
+    fleet = await make_fleet({"decode-0": None, "decode-1": None})
+    for number, name in enumerate(("decode-0", "decode-1")):
+        record = fleet.router.gateway.workers.get(name).record
+        fleet.directory.put(msgspec.structs.replace(record, version=f"0.{number}.0+abc"))
+    await until(lambda: fleet.router.gateway.workers.get("decode-1").record.version)
+    cells = await cells_of(fleet)
+    assert [cells[name]["version"] for name in sorted(cells)] == ["0.0.0+abc", "0.1.0+abc"]
+    workers = (await fleet.http.get("/fleet")).json()["workers"]
+    assert {one["version"] for one in workers} == {"0.0.0+abc", "0.1.0+abc"}
+    assert "+" not in (await fleet.http.get("/version")).json()["version"]
+
+
 async def test_answers_are_counted_by_the_second(make_fleet):
     fleet = await make_fleet({})
     assert (await fleet.chat()).status_code == 503
