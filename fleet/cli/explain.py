@@ -1,6 +1,7 @@
 """`baton explain`: the placement of a request, and where its time went."""
 
 import json
+import time
 from typing import Annotated, Any
 
 import typer
@@ -47,22 +48,28 @@ def explain(
         typer.echo(json.dumps(answer, indent=2))
     else:
         console.print(shown)
+        if request_id is not None:
+            console.print(f"page: {state.url}/#request={request_id}", soft_wrap=True, markup=False)
 
 
 def list_of(requests: list[dict[str, Any]]) -> RenderableType:
     """Return the list of requests with one sentence each."""
     if not requests:
         return Text("no request yet")
-    table = Table("took", "first token", "tokens", "request", box=None, padding=(0, 1))
-    for column in table.columns[:3]:
+    table = Table("time", "took", "first token", "tokens", "request", box=None, padding=(0, 1))
+    for column in table.columns[:4]:
         column.no_wrap = True
+    now_s = time.time()
     for one in requests:
         first_s = one["first_token_s"]
         table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(now_s - one["age_s"])),
             _s(one["elapsed_s"]),
             _s(first_s) if first_s is not None else "-",
             f"{one['prompt_tokens']} → {one['completion_tokens']}",
-            Text.assemble((one["id"], "bold"), f"  {_route(one)}\n{one['sentence']}"),
+            Text.assemble(
+                (one["id"], "bold"), f"  {one['tenant']}, {_route(one)}\n{one['sentence']}"
+            ),
         )
     return table
 

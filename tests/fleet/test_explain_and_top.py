@@ -1,6 +1,7 @@
 """What `baton explain` and `baton top` print of what the router says."""
 
 import io
+import time
 
 from rich.console import Console
 from rich.text import Text
@@ -57,6 +58,7 @@ WORKER = {"id": "prefill-0", "state": "ready", "kv_blocks": BLOCKS, "running": 1
 SAMPLE = {"ttft_p99_s": 0.25, "itl_p99_s": None, "generated_tokens": 90, "took_s": 1.0}
 SAMPLE |= {"queued": 3, "handoffs": {"prefill-0>decode-0": 4}}
 LISTED = {"id": "chatcmpl-1", "state": "ended", "elapsed_s": 1.5, "first_token_s": None}
+LISTED |= {"tenant": "search", "age_s": 3600.0}
 LISTED |= {"prompt_tokens": 40, "completion_tokens": 0, "prefill": None, "decode": None}
 
 
@@ -151,7 +153,11 @@ def test_a_refused_request_says_why() -> None:
 
 def test_the_list_and_an_empty_one() -> None:
     assert "no request yet" in printed(list_of([]))
-    assert "40 → 0" in printed(list_of([LISTED | {"sentence": "It failed."}]))
+    text = printed(list_of([LISTED | {"sentence": "It failed."}]))
+    assert "40 → 0" in text
+    assert "search, -" in text
+    hours = {time.strftime("%H:%M", time.localtime(time.time() - 3600 - ago_s)) for ago_s in (0, 9)}
+    assert any(hour in text for hour in hours), "when it came"
 
 
 def test_a_frame_of_a_busy_and_of_an_empty_fleet() -> None:
