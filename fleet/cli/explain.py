@@ -59,6 +59,7 @@ def list_of(requests: list[dict[str, Any]]) -> RenderableType:
     table = Table("time", "took", "first token", "tokens", "request", box=None, padding=(0, 1))
     for column in table.columns[:4]:
         column.no_wrap = True
+    table.columns[4].overflow = "fold"  # so that the id is whole
     now_s = time.time()
     for one in requests:
         first_s = one["first_token_s"]

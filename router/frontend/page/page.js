@@ -4,6 +4,7 @@
 
 const POLL_MS = 1000;
 const KEPT_SAMPLES = 600;
+const LARGE = 120; // workers above which a refresh draws half of the page
 const LISTED = 40;
 const SEARCHED = 500; // requests that a filter looks at
 const SVG = "http://www.w3.org/2000/svg";
@@ -55,10 +56,12 @@ async function get(path) {
 }
 
 async function poll() {
+  // A large fleet is drawn in two halves, one a second: the workers, then the plots.
+  const large = state.workers.length > LARGE, withWorkers = !large || state.polls % 2 === 0;
   try {
     const [requests, fleet, series] = await Promise.allSettled([
       getRequests(),
-      get("fleet/cells"),
+      withWorkers ? get("fleet/cells") : state.fleet,
       get(`fleet/series?workers=false&after=${state.samples.at(-1)?.number ?? 0}`),
     ]);
     const refused = [requests, fleet, series].find((one) => one.status === "rejected")?.reason;
@@ -71,8 +74,8 @@ async function poll() {
         byId("seen").hidden = false;
         makePlots(); // their widths are known now
       }
-      showFleet(fleet.value);
-      showPlots();
+      if (withWorkers) showFleet(fleet.value);
+      if (!large || !withWorkers) showPlots();
       showHealth();
       if (state.polls++ % PLANNER_POLLS === 0 && hasLimits()) showPlanner();
     }
