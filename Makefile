@@ -32,7 +32,7 @@ define pip
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: help serve test test-all soak test-clients test-hosts wheel check bench bench-gpu proto stop clean
+.PHONY: help serve test test-all soak test-clients test-hosts wheel release check bench bench-gpu proto stop clean
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -79,8 +79,13 @@ test-hosts: $(VENV)/.dev ## test a fleet on five hosts (network namespaces) and 
 
 wheel: $(BIN)/python ## build dist/baton_serve-*.whl for the hosts of a cluster
 	@rm -rf dist
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@trap 'rm -f baton/commit.txt' EXIT; git rev-parse HEAD > baton/commit.txt 2>/dev/null || rm -f baton/commit.txt; \
+	  $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
+
+release: $(VENV)/.dev wheel ## build the wheel, its SBOM and SHA256SUMS in dist/
+	@$(BIN)/python -m deploy.release.describe dist
+	@ls dist
 
 check: $(VENV)/.dev ## check format, lint, types, import rules and generated code
 	$(BIN)/ruff format --check .

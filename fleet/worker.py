@@ -500,7 +500,8 @@ def main() -> None:
     """Run ``python -m fleet.worker`` with settings, secrets included, as JSON on standard input."""
     die_with_parent()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
-    set_up_logs(settings.log_format)
+    named = {"fleet": settings.fleet, "worker": settings.worker_id}
+    set_up_logs(settings.log_format, fields=named)
     sys.exit(asyncio.run(serve(settings)))
 
 

@@ -8,6 +8,7 @@ from batonpb import common_pb2
 
 from baton.engine.process.messages import Ready
 from baton.registry.types import WorkerRecord
+from baton.telemetry.version import version
 from baton.wire.compatibility import kv_group, own_wire
 from fleet.worker_settings import WorkerSettings
 from kvtransfer.int8_chunks import ENCODES
@@ -78,4 +79,5 @@ def record_of(
         threads=ready.threads,
         ranks=(*here, *(link.pid for link in links)) if links else ready.ranks,
         rank_hosts=(identity.host, *(link.host for link in links)) if links else (),
+        version=version(),
     )

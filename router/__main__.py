@@ -77,7 +77,9 @@ def main() -> int:
     try:
         config = load_config(arguments.config, overrides, said_by="--host")
         settings = RouterSettings.from_config(config, port=arguments.port)
-        set_up_logs(settings.logs.format)
+        set_up_logs(
+            settings.logs.format, fields={"fleet": settings.fleet, "router": str(arguments.index)}
+        )
         if settings.https is not None:
             LiveCertificate(settings.https)  # reports an unusable certificate before the start
         model = ServedModel.load(settings)

@@ -221,6 +221,7 @@ class Router:
         while True:
             at_s = max(at_s + _SAMPLE_S, loop.time())  # never two at once after a delay
             await asyncio.sleep(at_s - loop.time())
+            self.parts.worker_cells.note()
             queued = gateway.admission.waiting
             running = gateway.in_flight - queued
             self.parts.observer.series.close(

@@ -49,6 +49,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # cause of state dead or draining
     turn: int = 0  # number of the turn that gave it its role, of all turns of the fleet
     intent: Intent = "serve"
+    version: str = ""  # of the code that the worker runs; "" before its first process
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +39,8 @@ class Sample:
     prompt_tokens: int
     ended: int
     failed: int
+    refused: int  # answers with status 429
+    errors: int  # answers with status 500 or above, and streams that ended with an error
     queued: int
     running: int
     handoffs: dict[str, int]  # first tokens per pair of workers: "worker-0>worker-1"
@@ -85,6 +88,8 @@ class _Open:
     prompt_tokens: int = 0
     ended: int = 0
     failed: int = 0
+    refused: int = 0
+    errors: int = 0
     handoffs: Counter[str] = field(default_factory=Counter)
     limited: Counter[str] = field(default_factory=Counter)
 
@@ -124,6 +129,11 @@ class LiveSeries:
         self._open.ended += 1
         self._open.failed += failed
 
+    def answered(self, status: int, *, failed: bool) -> None:
+        """Record an HTTP answer. ``failed``: it is a stream that ended with an error."""
+        self._open.refused += status == HTTPStatus.TOO_MANY_REQUESTS
+        self._open.errors += failed or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+
     def ended_with_limits(self, outcome: str) -> None:
         """Record what became of a request with latency limits."""
         self._open.limited[outcome] += 1
@@ -157,6 +167,8 @@ class LiveSeries:
             prompt_tokens=now.prompt_tokens,
             ended=now.ended,
             failed=now.failed,
+            refused=now.refused,
+            errors=now.errors,
             queued=queued,
             running=running,
             handoffs=dict(now.handoffs),

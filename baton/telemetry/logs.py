@@ -11,10 +11,11 @@ Text lines have the ids in brackets after the message. A JSON line is one object
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TextIO
 
 from pythonjsonlogger.orjson import OrjsonFormatter
@@ -22,6 +23,9 @@ from pythonjsonlogger.orjson import OrjsonFormatter
 LogFormat = Literal["text", "json"]
 
 _ZERO_TRACE = "0" * 32
+
+
+_NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
 
 class _Ids(NamedTuple):
@@ -34,15 +38,25 @@ _ids: ContextVar[_Ids] = ContextVar("baton_log_ids", default=_Ids())  # noqa: B0
 
 
 def set_up_logs(
-    layout: LogFormat, stream: TextIO | None = None, *, before: str = "", level: int = logging.INFO
+    layout: LogFormat,
+    stream: TextIO | None = None,
+    *,
+    before: str = "",
+    level: int = logging.INFO,
+    fields: Mapping[str, str] = _NO_FIELDS,
 ) -> None:
     """Send this process's log to one stream, replacing any earlier configuration.
 
-    In text, ``before`` stands before the level: the pid, where several processes share a file.
+    Args:
+        layout: Text, or one JSON object per line.
+        stream: Standard error by default.
+        before: Text before the level: the pid, where several processes share a file.
+        level: Lowest level that is written.
+        fields: Fields of every JSON object, such as ``fleet`` and ``worker``.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.addFilter(add_ids)
-    handler.setFormatter(_JsonLines() if layout == "json" else _TextLines(before))
+    handler.setFormatter(_JsonLines(fields) if layout == "json" else _TextLines(before))
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
@@ -102,10 +116,11 @@ class _TextLines(logging.Formatter):
 
 
 class _JsonLines(OrjsonFormatter):
-    def __init__(self) -> None:
+    def __init__(self, fields: Mapping[str, str]) -> None:
         super().__init__(
             ["time", "levelname", "name", "process", "message"],
             rename_fields={"levelname": "level", "name": "logger"},
+            static_fields=dict(fields),
         )
 
     def format(self, record: logging.LogRecord) -> str:

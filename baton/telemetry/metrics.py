@@ -9,7 +9,6 @@ Nothing is global: each component has its own registry.
 
 import asyncio
 import contextlib
-import importlib.metadata
 import ssl
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -28,6 +27,7 @@ from prometheus_client.registry import Collector
 
 from baton.telemetry.histograms import Histogram
 from baton.telemetry.metric_names import DEPRECATED_NAMES, METRICS_BY_COMPONENT, MetricSpec
+from baton.telemetry.version import version
 
 MAX_LABEL_SETS = 256  # per metric; further label values are counted as "other"
 _OTHER = "other"
@@ -64,7 +64,7 @@ class Metrics:
             for value in spec.from_start:
                 self._child(name, {spec.labels[0]: value})
         self._process = ProcessCollector(registry=self._registry)
-        self.set("baton_build_info", 1, version=importlib.metadata.version("baton-serve"))
+        self.set("baton_build_info", 1, version=version())
         self.before_page: list[Callable[[], None]] = []  # set the gauges that are read on demand
 
     def inc(self, name: str, value: float = 1, **labels: str) -> None:

@@ -44,6 +44,9 @@ FleetOption = Annotated[
 ]
 
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
 def load_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetConfig]:
     """Read the fleet file like `read_fleet_file`, and exit with its error if it is invalid."""
     try:

@@ -1,6 +1,7 @@
 """`baton explain`: the placement of a request, and where its time went."""
 
 import json
+import time
 from typing import Annotated, Any
 
 import typer
@@ -47,22 +48,29 @@ def explain(
         typer.echo(json.dumps(answer, indent=2))
     else:
         console.print(shown)
+        if request_id is not None:
+            console.print(f"page: {state.url}/#request={request_id}", soft_wrap=True, markup=False)
 
 
 def list_of(requests: list[dict[str, Any]]) -> RenderableType:
     """Return the list of requests with one sentence each."""
     if not requests:
         return Text("no request yet")
-    table = Table("took", "first token", "tokens", "request", box=None, padding=(0, 1))
-    for column in table.columns[:3]:
+    table = Table("time", "took", "first token", "tokens", "request", box=None, padding=(0, 1))
+    for column in table.columns[:4]:
         column.no_wrap = True
+    table.columns[4].overflow = "fold"  # so that the id is whole
+    now_s = time.time()
     for one in requests:
         first_s = one["first_token_s"]
         table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(now_s - one["age_s"])),
             _s(one["elapsed_s"]),
             _s(first_s) if first_s is not None else "-",
             f"{one['prompt_tokens']} → {one['completion_tokens']}",
-            Text.assemble((one["id"], "bold"), f"  {_route(one)}\n{one['sentence']}"),
+            Text.assemble(
+                (one["id"], "bold"), f"  {one['tenant']}, {_route(one)}\n{one['sentence']}"
+            ),
         )
     return table
 
@@ -118,8 +126,9 @@ def _candidates(report: dict[str, Any]) -> RenderableType:
     candidates = report["candidates"]
     if not candidates:
         return Text("no candidates: the request was never placed")
-    names = [name.removesuffix("_s") for name in Terms._fields]
-    table = Table("", "candidate", "cost", *names, "to compute", box=None, padding=(0, 1))
+    table = Table("", "candidate", "cost", "to compute", "terms above zero", box=None)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     for one in candidates[:_SHOWN_CANDIDATES]:
         pair = (one["prefill"], one["decode"])
         chosen = report["chosen"] and pair == (
@@ -130,13 +139,19 @@ def _candidates(report: dict[str, Any]) -> RenderableType:
             "→" if chosen else "",
             escape(" → ".join(filter(None, pair))),
             _s(one["cost_s"]),
-            *(_s(one["terms"].get(name, 0.0)) for name in Terms._fields),
             str(one["uncached_tokens"]),
+            _terms(one["terms"]),
             style="bold" if chosen else "",
         )
     if len(candidates) > _SHOWN_CANDIDATES:
         table.add_row("", f"and {len(candidates) - _SHOWN_CANDIDATES} more: --json")
     return table
+
+
+def _terms(terms: dict[str, float]) -> str:
+    """Return the terms of a cost that are not zero."""
+    named = ((name.removesuffix("_s"), terms.get(name, 0.0)) for name in Terms._fields)
+    return ", ".join(f"{name} {_s(value)}" for name, value in named if value)
 
 
 def _timeline(report: dict[str, Any]) -> Table:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from rich.table import Table
 from fleet.cli.common import (
     FileArgument,
     FleetOption,
+    JsonOption,
     RemoteFleet,
     emulated_note,
     fail,
@@ -53,6 +55,10 @@ def status(
         for worker in workers:
             if reason := worker.get("reason"):  # absent in older routers' responses
                 console.print(escape(f"{worker['id']}: {reason}"))
+        versions = Counter(version for one in workers if (version := one.get("version")))
+        if len(versions) > 1:
+            shown = ", ".join(f"{version} ({count})" for version, count in sorted(versions.items()))
+            console.print(escape(f"versions of the workers: {shown}"))
         moved = answer["transfers"]
         console.print(
             f"hand-offs: {moved['count']}, {moved['bytes'] / 2**20:.1f} MiB, "
@@ -132,18 +138,25 @@ def _remote_logs(place: FleetState | RemoteFleet, worker: str | None, lines: int
             typer.echo(f"==> {node}: {name} <==\n{text}\n")
 
 
-def config_check(file: FileArgument = None) -> None:
+def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None:
     """Check a fleet file and its model. Each error names its line.
 
-    Also shows what `baton up` would miss on this machine: certificates, CPUs, memory, a GPU.
+    Also shows what `baton up` would miss on this machine: certificates, CPUs, memory, a GPU. The
+    exit code is 1 if the file has an error; what this machine lacks is no error of the file.
     """
     config_file, config = load_fleet_file(file, None)
     try:
         model = preflight.describe_model(config)
     except ValueError as error:
         fail(f"{config_file}: model = {config.model}: {error}")
+    notes = preflight.notes(config)
+    missing = [*missing_files(config), *missing_resources(config)]
+    if as_json:
+        found = {"file": str(config_file), "model": model.text, "notes": notes, "missing": missing}
+        typer.echo(json.dumps(found, indent=2))
+        return
     typer.echo(f"{config_file}: ok ({model.text})")
-    for note in preflight.notes(config):
+    for note in notes:
         typer.echo(f"note: {note}")
-    for line in (*missing_files(config), *missing_resources(config)):
+    for line in missing:
         typer.echo(f"not on this machine: {line}")

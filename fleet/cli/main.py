@@ -1,12 +1,12 @@
 """The `baton` command. Each listed function is one command; its docstring is the help text."""
 
-import importlib.metadata
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from baton.telemetry.version import version as installed
 from fleet.cli.audit.command import audit_app
 from fleet.cli.batch import batch
 from fleet.cli.capacity import capacity
@@ -22,8 +22,8 @@ from fleet.cli.loadtest import give_local_fleet, local_fleet
 from fleet.cli.orders import drain, nodes, plan, restart, scale
 from fleet.cli.router import router
 from fleet.cli.tenants.command import tenants_app
-from fleet.cli.top import top
 from fleet.cli.usage.command import usage
+from fleet.cli.watch.top import top
 from loadtest.cli import app as loadtest_app
 from loadtest.lab.cli import lab
 from loadtest.simulator.cli import simulate
@@ -68,7 +68,7 @@ def root(
         os.environ["SSL_CERT_FILE"] = str(cacert.resolve())
     ctx.obj = local_fleet  # for commands that are given no URL
     if version:
-        typer.echo(f"baton {importlib.metadata.version('baton-serve')}")
+        typer.echo(f"baton {installed()}")
         raise typer.Exit
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from fleet.audit.local import audit_here
 from fleet.cli.common import (
     FleetOption,
+    JsonOption,
     RemoteFleet,
     fail,
     get_json,
@@ -224,7 +225,8 @@ def plan(
     url: UrlOption = None,
     api_key: KeyOption = "",
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the response of /fleet/planner.")
+        bool,
+        typer.Option("--json", help="Print JSON: the response of /fleet/planner, or of a replay."),
     ] = False,
     trace: Annotated[
         Path | None,
@@ -258,7 +260,7 @@ def plan(
             prefill_kv_tokens=kv_tokens,
             decode_kv_tokens=kv_tokens,
         )
-        replay(trace, setup, limit)
+        replay(trace, setup, limit, as_json=as_json)
         return
     found = order(reach(fleet, url, api_key), "plan")
     if as_json:
@@ -293,10 +295,20 @@ def _described(decided: dict[str, Any]) -> str:
     return f"{at}  {what}{note}: {decision['reason']}"
 
 
-def nodes(fleet: FleetOption = None, url: UrlOption = None, api_key: KeyOption = "") -> None:
+def nodes(
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+    as_json: JsonOption = False,
+) -> None:
     """Show the nodes of the cluster and their workers."""
     found = order(reach(fleet, url, api_key), "nodes", timeout_s=_MOVE_LIMIT_S)
-    table = Table("node", "address", "state", "CPUs", "free", "workers")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    table = Table("node", "address", "state", "CPUs", "free", "workers", box=SIMPLE_HEAD)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
     for node in found:
         marks = ["head"] * node["head"] + ["closed"] * node["closed"]
         marks += [f"for {role}" for role in node["roles"]]

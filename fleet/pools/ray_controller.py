@@ -76,7 +76,11 @@ class ControllerActor:
     def __init__(self, spec: bytes) -> None:
         self._spec = msgspec.json.decode(unseal(spec.decode()), type=ControllerSpec)
         self._config = FleetConfig.model_validate_json(self._spec.config_json)
-        log_to(Path(self._spec.log_dir) / "controller.log", self._config.logs.format)
+        log_to(
+            Path(self._spec.log_dir) / "controller.log",
+            self._config.logs.format,
+            fleet=self._config.fleet,
+        )
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
         self._orders = Orders(self._registry)
         self._audit = AuditLog(AuditInbox(self._registry))

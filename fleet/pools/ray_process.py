@@ -22,8 +22,14 @@ def on_this_node(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "host": ray.util.get_node_ip_address()}
 
 
-def log_to(file: Path, layout: LogFormat = "text") -> None:
-    """Redirect output and crash dumps of this process and its children to one file."""
+def log_to(file: Path, layout: LogFormat = "text", **fields: str) -> None:
+    """Redirect output and crash dumps of this process and its children to one file.
+
+    Args:
+        file: Log file; it is rotated if it is too large.
+        layout: Text, or one JSON object per line.
+        fields: Fields of every JSON object, such as ``fleet`` and ``worker``.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and file.stat().st_size > _LOG_LIMIT_BYTES:
         file.replace(file.with_suffix(".log.1"))
@@ -33,4 +39,4 @@ def log_to(file: Path, layout: LogFormat = "text") -> None:
         for stream in (1, 2):
             os.dup2(opened.fileno(), stream)
     faulthandler.enable(file=2, all_threads=True)
-    set_up_logs(layout, before=f"{os.getpid()} ")
+    set_up_logs(layout, before=f"{os.getpid()} ", fields=fields)

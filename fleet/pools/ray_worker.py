@@ -64,7 +64,8 @@ class WorkerActor:
 
     def __init__(self, program: str, settings: Mapping[str, Any]) -> None:
         log_file = Path(settings["log_dir"]) / f"{settings['worker_id']}.log"
-        log_to(log_file, settings.get("log_format", "text"))
+        named = {"fleet": settings["fleet"], "worker": settings["worker_id"]}
+        log_to(log_file, settings.get("log_format", "text"), **named)
         module = importlib.import_module(program)
         self._settings_type: type[Any] = module.WorkerSettings
         self._take(settings)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -55,6 +56,7 @@ def compare(
     header_b: Annotated[
         list[str], typer.Option(metavar="NAME: VALUE", help="Header for B only.")
     ] = [],  # noqa: B006 - typer copies it
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare B with A: latencies, rates, goodput, and confidence intervals of the quotients.
 
@@ -68,7 +70,7 @@ def compare(
             a, b = (read_results(file) for file in files)
         except ResultsError as error:
             o.fail(str(error))
-        _show([a], [b], (str(files[0]), str(files[1])))
+        _show([a], [b], (str(files[0]), str(files[1])), as_json=as_json)
         return
     if len(url) != 2 or files:
         o.fail("give two result files, or --url A --url B")
@@ -94,7 +96,7 @@ def compare(
             if not results.complete:
                 raise typer.Exit(INTERRUPTED)
             runs[side].append(results)
-    _show(*runs, _names(url, header_a, header_b))
+    _show(*runs, _names(url, header_a, header_b), as_json=as_json)
 
 
 def _names(url: list[str], header_a: list[str], header_b: list[str]) -> tuple[str, str]:
@@ -104,7 +106,15 @@ def _names(url: list[str], header_a: list[str], header_b: list[str]) -> tuple[st
     return a, b
 
 
-def _show(a: list[Results], b: list[Results], names: tuple[str, str]) -> None:
+def _show(a: list[Results], b: list[Results], names: tuple[str, str], *, as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {"figure": what, "a": of_a, "b": of_b, "b_to_a": ratio}
+            for what, of_a, of_b, ratio in rows_of(a, b)
+        ]
+        found = {"a": names[0], "b": names[1], "figures": rows, "differences": unlike(a[0], b[0])}
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        return
     console = Console()
     console.print(comparison_table(rows_of(a, b), names))
     for difference in unlike(a[0], b[0]):

@@ -12,13 +12,16 @@ from rich.table import Table
 
 from loadtest.client.processes import ClientFailedError
 from loadtest.commands import options as o
+from loadtest.commands.running import INTERRUPTED
 from loadtest.drill.drills import DRILLS
 from loadtest.drill.fleet import DrillError
 from loadtest.drill.runner import DrillOptions, DrillRunner
 from loadtest.drill.verdict import Verdict
 from loadtest.goodput.phases import PhaseFigures
+from loadtest.results.page import write_whole
 
 _ALL = "all"
+_FILE = "drill.json"
 
 
 def drill(
@@ -46,6 +49,7 @@ def drill(
     ] = 120.0,
     api_key: o.ApiKey = "",
     seed: o.Seed = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as in drill.json.")] = False,
 ) -> None:
     """Inject faults into the fleet on this machine, one at a time, and judge the outcome.
 
@@ -57,6 +61,8 @@ def drill(
     names = list(DRILLS) if name == [_ALL] else name
     if unknown := [each for each in names if each not in DRILLS]:
         o.fail(f"unknown drill {unknown[0]!r}: use {', '.join(DRILLS)} or {_ALL}")
+    if out is not None and (out / _FILE).exists():
+        o.fail(f"{out} has the results of drills: give another --out, or remove it")
     local = ctx.obj() if ctx.obj is not None else None
     if local is None:
         o.fail("no single fleet is running here: start one with `baton up`")
@@ -67,21 +73,28 @@ def drill(
     runner = DrillRunner(
         DrillOptions(server=server, local=local, rate=rate, holds=holds, seed=seed)
     )
-    verdicts = _run_all(runner, names)
+    verdicts, interrupted = _run_all(runner, names)
+    written = msgspec.json.format(msgspec.json.encode(verdicts))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "drill.json").write_bytes(msgspec.json.format(msgspec.json.encode(verdicts)))
+        write_whole(out / _FILE, written)
+    passed = all(v.passed for v in verdicts) and len(verdicts) == len(names)
+    code = INTERRUPTED if interrupted else 0 if passed else 1
+    if as_json:
+        typer.echo(written)
+        raise typer.Exit(code)
     Console().print(_table(verdicts))
     for verdict in verdicts:
         if verdict.phases:
             Console().print(_phase_table(verdict.phases))
         for fault in verdict.faults:
             Console(soft_wrap=True).print(f"[red]{verdict.drill}[/]: {escape(fault)}")
-    raise typer.Exit(0 if all(v.passed for v in verdicts) and len(verdicts) == len(names) else 1)
+    raise typer.Exit(code)
 
 
-def _run_all(runner: DrillRunner, names: list[str]) -> list[Verdict]:
+def _run_all(runner: DrillRunner, names: list[str]) -> tuple[list[Verdict], bool]:
+    """Return the verdicts, and whether Ctrl-C ended the drills early."""
     verdicts: list[Verdict] = []
+    interrupted = False
 
     async def run_all() -> None:
         o.echo("golden responses …")
@@ -97,7 +110,10 @@ def _run_all(runner: DrillRunner, names: list[str]) -> list[Verdict]:
         asyncio.run(run_all())
     except (DrillError, ClientFailedError) as error:
         o.echo(f"[bold red]error[/] {escape(str(error))}")
-    return verdicts
+    except KeyboardInterrupt:
+        o.echo(f"interrupted: {len(verdicts)} of {len(names)} drills have ended")
+        interrupted = True
+    return verdicts, interrupted
 
 
 def _table(verdicts: list[Verdict]) -> Table:

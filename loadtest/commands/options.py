@@ -17,6 +17,7 @@ from rich.markup import escape
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import Server, ServerError
 from loadtest.metrics.summary import parse_slo
+from loadtest.results.files import ResultsError, check_unused
 from loadtest.run import RunOptions
 
 _SECRETS = ("--api-key", "--tenant-key", "--header")
@@ -237,6 +238,14 @@ def typed_command(arguments: Sequence[str]) -> str:
 def echo(line: str) -> None:
     """Print a line with rich markup to standard error."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(line)
+
+
+def check_out(folder: Path) -> None:
+    """Exit with an error if a run would overwrite the results in its folder."""
+    try:
+        check_unused(folder)
+    except ResultsError as error:
+        fail(str(error))
 
 
 def fail(message: str) -> NoReturn:

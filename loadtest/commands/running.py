@@ -11,7 +11,7 @@ from loadtest.client.processes import ClientFailedError
 from loadtest.client.records import RequestRecord
 from loadtest.client.server import ServerError
 from loadtest.commands.options import fail
-from loadtest.results.files import Results, ResultsError, write_results
+from loadtest.results.files import Results, ResultsError, check_unused, write_results
 from loadtest.results.report import write_report
 from loadtest.results.tables import show
 from loadtest.run import RunOptions, run_plan
@@ -43,6 +43,8 @@ def run(
             progress.update(bar, advance=1, failed=failed)
 
         try:
+            if folder is not None:
+                check_unused(folder, resume=resume)
             return run_plan(plan, options, folder=folder, resume=resume, on_record=ended)
         except (ClientFailedError, ServerError, ResultsError) as error:
             progress.stop()

@@ -105,6 +105,7 @@ def agents(
     settings = o.run_options(choices, ctx.obj, tools=True)
     compared: list[RequestRecord] = []
     if alone:
+        o.check_out(out)
         before = run(alone_plan(plan), settings, None, label="alone")
         if not before.complete:
             raise typer.Exit(INTERRUPTED)

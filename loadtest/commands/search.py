@@ -46,6 +46,7 @@ def search(
         parse_lengths(arrivals.answer_tokens)
     except ValueError as error:
         o.fail(str(error))
+    o.check_out(out)
     run_options = o.run_options(choices, ctx.obj)
     runs: list[Results] = []
     interrupted = False

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from loadtest.client.server import Server, ServerError
-from loadtest.commands.options import FindFleet, fail, typed_command
+from loadtest.commands.options import FindFleet, check_out, fail, typed_command
 from loadtest.lab.places import LabError, emulated_fleet, fleet_of, machine, run_in_process
 from loadtest.lab.report import show, write_report
 from loadtest.lab.results import LabResults, write_results
@@ -63,6 +63,8 @@ def lab(
     if name not in LABS:
         fail(f"unknown lab {name!r}; use one of {', '.join(LABS)}")
     found = LABS[name]
+    folder = out or Path(f"lab-{name}")
+    check_out(folder)
     context = LabContext(
         quick=quick,
         model=model,
@@ -76,7 +78,6 @@ def lab(
         fail(str(error))
     console = Console()
     show(console, results)
-    folder = out or Path(f"lab-{name}")
     written = (write_results(folder, results), write_report(folder, results))
     for file in written:
         Console(soft_wrap=True, highlight=False).print(escape(str(file)))

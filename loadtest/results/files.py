@@ -55,6 +55,25 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     records: list[RequestRecord]
 
 
+def check_unused(folder: Path, *, resume: bool = False) -> None:
+    """Check that a folder has no results that a run would overwrite.
+
+    Args:
+        folder: Folder of the run.
+        resume: The run continues the interrupted one in this folder.
+
+    Raises:
+        ResultsError: It has the results of a complete run, or an interrupted one and no ``resume``.
+    """
+    if (folder / _PARTIAL).exists():
+        if not resume:
+            raise ResultsError(
+                f"{folder} has an interrupted run: continue it with --resume, or give another --out"
+            )
+    elif (folder / _RESULTS).exists():
+        raise ResultsError(f"{folder} has the results of a run: give another --out, or remove it")
+
+
 def write_results(folder: Path, results: Results) -> Path:
     """Write ``results.json`` to a folder, atomically."""
     return write_whole(folder / _RESULTS, msgspec.json.encode(results))

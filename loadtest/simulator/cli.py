@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -117,7 +118,7 @@ def simulate(
         json.write_bytes(written[0] if len(written) == 1 else b"[" + b",".join(written) + b"]\n")
 
 
-def replay(trace: Path, setup: Setup, limit: int | None = None) -> None:
+def replay(trace: Path, setup: Setup, limit: int | None = None, *, as_json: bool = False) -> None:
     """Print what the planner does with a trace, and the goodput beside that of the fixed split."""
     requests = _requests(trace, limit, "--replay")
     results: dict[str, Figures] = {}
@@ -129,6 +130,10 @@ def replay(trace: Path, setup: Setup, limit: int | None = None) -> None:
         results[name] = figures(simulation, requests, Slo())
         if simulation.planner is not None:
             decisions = simulation.planner.decisions
+    if as_json:
+        found = {"decisions": decisions, "figures": results}
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        return
     Console().print(turns_table(decisions))
     Console().print(goodput_table(results))
 

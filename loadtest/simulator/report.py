@@ -1,11 +1,13 @@
 """Results of a simulation: figures as plain data, and a table."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from statistics import fmean
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from baton.planner.state import Figures as PlannerFigures
@@ -16,6 +18,8 @@ from loadtest.simulator.planning import Decided
 from loadtest.simulator.records import Record
 from loadtest.simulator.simulation import Simulation
 from loadtest.workloads.traces import TraceRequest
+
+_Run = TypeVar("_Run")
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,66 +203,55 @@ def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
 
 
 def table(results: dict[str, Figures]) -> Table:
-    """Return a table with one row per run."""
-    shown = Table(title="simulated: virtual time, no model ran", title_justify="left")
-    for column in ("policy", "hit", "pulled", "bound", "max:mean", "busy"):
-        shown.add_column(column, justify="left" if column == "policy" else "right")
-    for column in ("TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "queue p50", "good", "failed"):
-        shown.add_column(column, justify="right")
-    for name, one in results.items():
-        shown.add_row(
-            name,
-            f"{one.hit_share:.1%}",
-            f"{one.pulled_share:.1%}",
-            f"{one.bound_share:.1%}",
-            f"{one.max_to_mean_work:.3f}",
-            f"{one.busy_share:.0%}",
-            f"{one.ttft.p50:.2f} s",
-            f"{one.ttft.p99:.1f} s",
-            f"{one.tpot.p50 * 1e3:.1f} ms",
-            f"{one.tpot.p99 * 1e3:.1f} ms",
-            f"{one.e2e.p50:.1f} s",
-            f"{one.queue.p50:.2f} s",
-            f"{one.good_share:.1%}",
-            str(one.requests - one.answered),
-        )
-    return shown
+    """Return a table with one column per run, which reads at 80 columns."""
+    rows: dict[str, Callable[[Figures], str]] = {
+        "hit": lambda one: f"{one.hit_share:.1%}",
+        "pulled": lambda one: f"{one.pulled_share:.1%}",
+        "bound": lambda one: f"{one.bound_share:.1%}",
+        "max:mean": lambda one: f"{one.max_to_mean_work:.3f}",
+        "busy": lambda one: f"{one.busy_share:.0%}",
+        "TTFT p50, s": lambda one: f"{one.ttft.p50:.2f}",
+        "TTFT p99, s": lambda one: f"{one.ttft.p99:.1f}",
+        "TPOT p50, ms": lambda one: f"{one.tpot.p50 * 1e3:.1f}",
+        "TPOT p99, ms": lambda one: f"{one.tpot.p99 * 1e3:.1f}",
+        "E2E p50, s": lambda one: f"{one.e2e.p50:.1f}",
+        "queue p50, s": lambda one: f"{one.queue.p50:.2f}",
+        "good": lambda one: f"{one.good_share:.1%}",
+        "failed": lambda one: str(one.requests - one.answered),
+    }
+    return _by_run("simulated: virtual time, no model ran", results, rows)
 
 
 def goodput_table(results: dict[str, Figures]) -> Table:
-    """Return a table with one row per run of a fleet that has limits of latency."""
-    shown = Table(title="goodput, simulated", title_justify="left")
-    for column in (
-        "policy",
-        "good/s",
-        "good",
-        "refused",
-        "good of admitted",
-        "long",
-        "wasted",
-        "turns",
-        "good/worker h",
-        "2nd try",
-        "tries",
-    ):
-        shown.add_column(column, justify="left" if column == "policy" else "right")
-    for name, one in results.items():
-        found = one.goodput
-        if found is not None:
-            long = found.long_admitted_ratio
-            shown.add_row(
-                name,
-                f"{found.good_per_s:.2f}",
-                f"{found.good_share:.1%}",
-                f"{found.refused_share:.1%}",
-                f"{found.good_of_admitted_share:.1%}",
-                "" if long is None else f"{long:.2f}",
-                f"{found.wasted_share:.1%}",
-                str(found.turns),
-                f"{found.good_per_worker_hour:.0f}",
-                "" if found.second_try_share is None else f"{found.second_try_share:.1%}",
-                f"{found.mean_tries:.2f}",
-            )
+    """Return a table with one column per run of a fleet that has limits of latency."""
+    found = {name: one.goodput for name, one in results.items() if one.goodput is not None}
+    rows: dict[str, Callable[[Goodput], str]] = {
+        "good/s": lambda one: f"{one.good_per_s:.2f}",
+        "good": lambda one: f"{one.good_share:.1%}",
+        "refused": lambda one: f"{one.refused_share:.1%}",
+        "good of admitted": lambda one: f"{one.good_of_admitted_share:.1%}",
+        "long": lambda one: (
+            "" if one.long_admitted_ratio is None else f"{one.long_admitted_ratio:.2f}"
+        ),
+        "wasted": lambda one: f"{one.wasted_share:.1%}",
+        "turns": lambda one: str(one.turns),
+        "good/worker h": lambda one: f"{one.good_per_worker_hour:.0f}",
+        "2nd try": lambda one: (
+            "" if one.second_try_share is None else f"{one.second_try_share:.1%}"
+        ),
+        "tries": lambda one: f"{one.mean_tries:.2f}",
+    }
+    return _by_run("goodput, simulated", found, rows)
+
+
+def _by_run(
+    title: str, runs: Mapping[str, _Run], rows: Mapping[str, Callable[[_Run], str]]
+) -> Table:
+    shown = Table("", title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in runs:
+        shown.add_column(name, justify="right")
+    for name, cell in rows.items():
+        shown.add_row(name, *(cell(one) for one in runs.values()))
     return shown
 
 

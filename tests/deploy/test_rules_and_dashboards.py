@@ -55,6 +55,16 @@ def test_every_alert_is_tried() -> None:
     assert [name for name in alerts if f"alertname: {name}" not in tried] == []
 
 
+def test_every_alert_leads_to_its_section_of_the_runbook() -> None:
+    rules = (DEPLOY / "prometheus" / "rules.yml").read_text()
+    page = DEPLOY.parent / "docs" / "guide" / "troubleshooting.md"
+    sections = re.findall(r"^### (\w+)$", page.read_text(), flags=re.MULTILINE)
+    assert sections == re.findall(r"alert: (\w+)", rules)
+    path = page.relative_to(DEPLOY.parent)
+    links = re.findall(r'runbook_url: "(.+)"', rules)
+    assert links == [f"{path}#{name.lower()}" for name in sections]
+
+
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_the_files_are_written_from_the_table(name: str) -> None:
     written = (FOLDER / f"{name}.json").read_text()

@@ -1,6 +1,8 @@
 """The `baton` command: what it says, and its exit codes."""
 
+import json
 import socket
+import subprocess
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -44,14 +46,21 @@ def test_each_command_explains_itself(command: str) -> None:
     assert code == 0 and len(text) > 200
 
 
-def test_the_version_is_the_packages() -> None:
-    assert baton("--version") == (0, "baton 0.1.0\n")
+def test_the_version_is_the_packages_with_the_commit() -> None:
+    head = ["git", "-C", str(DEPLOY), "rev-parse", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout
+    assert baton("--version") == (0, f"baton 0.1.0+{commit[:10]}\n")
 
 
 def test_a_good_file_is_checked_with_its_model() -> None:
     code, text = baton("config", "check", str(DEPLOY / "local.yaml"))
     assert code == 0
     assert "ok (llama" in text
+    code, text = baton("config", "check", str(DEPLOY / "local.yaml"), "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["file"].endswith("local.yaml")
+    assert found["model"].startswith("llama")
 
 
 def test_a_bad_file_fails_with_the_line(tmp_path: Path) -> None:

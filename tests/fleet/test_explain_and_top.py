@@ -1,9 +1,14 @@
 """What `baton explain` and `baton top` print of what the router says."""
 
+import io
+import time
+
 from rich.console import Console
+from rich.text import Text
 
 from fleet.cli.explain import list_of, report_of
-from fleet.cli.top import frame
+from fleet.cli.watch.screen import Scrolled
+from fleet.cli.watch.top import frame
 from router.routing.watch.refusals import RefusedRequest
 
 TERMS = dict.fromkeys(
@@ -53,6 +58,7 @@ WORKER = {"id": "prefill-0", "state": "ready", "kv_blocks": BLOCKS, "running": 1
 SAMPLE = {"ttft_p99_s": 0.25, "itl_p99_s": None, "generated_tokens": 90, "took_s": 1.0}
 SAMPLE |= {"queued": 3, "handoffs": {"prefill-0>decode-0": 4}}
 LISTED = {"id": "chatcmpl-1", "state": "ended", "elapsed_s": 1.5, "first_token_s": None}
+LISTED |= {"tenant": "search", "age_s": 3600.0}
 LISTED |= {"prompt_tokens": 40, "completion_tokens": 0, "prefill": None, "decode": None}
 
 
@@ -75,6 +81,46 @@ def test_a_story_says_the_sentence_the_phases_and_the_prices() -> None:
     [first, second] = [line.split() for line in text.splitlines() if " 800.0 ms" in line][:2]
     assert first[:4] == ["→", "prefill-0", "→", "decode-0"]
     assert second[0] == "decode-0"
+
+
+def test_a_story_reads_at_80_columns() -> None:
+    """Every line is whole: no word is cut or broken."""
+    text = printed(report_of(STORY), 80)
+    assert "…" not in text
+    heads = [line for line in text.splitlines() if "  800.0 ms  40  " in line]
+    assert len(heads) == 8, "a placement, its cost and its tokens stand on one line"
+    assert "queue 100.0 ms" in text
+    idle = TERMS | {"queue_s": 0.0}
+    assert "queue" not in printed(report_of(STORY | {"candidates": [CANDIDATE | {"terms": idle}]}))
+
+
+def test_a_frame_that_is_longer_than_the_terminal_scrolls() -> None:
+    view = Scrolled()
+    view.content = Text("\n".join(f"line {number}" for number in range(1, 51)))
+    console = Console(width=80, height=10, file=io.StringIO())
+
+    def shown() -> list[str]:
+        with console.capture() as captured:
+            console.print(view)
+        return captured.get().splitlines()
+
+    assert shown() == [*(f"line {n}" for n in range(1, 10)), shown()[-1]]
+    assert shown()[-1].startswith("lines 1 to 9 of 50")
+    for key, first in ((b"j", 2), (b"\x1b[6~", 11), (b"G", 42), (b"j", 42), (b"b", 33), (b"g", 1)):
+        assert view.press(key)
+        assert shown()[0] == f"line {first}", key
+    assert not view.press(b"q")
+    view.content = Text("short")
+    assert shown() == ["short"]
+
+
+def test_workers_that_are_not_ready_come_first_then_in_natural_order() -> None:
+    names = [("decode-10", "ready"), ("decode-9", "dead"), ("decode-2", "ready")]
+    workers = [WORKER | {"id": name, "state": state} for name, state in names]
+    moved = {"count": 0, "bytes": 0, "failures": 0}
+    fleet = {"workers": workers, "transfers": moved}
+    text = printed(frame("f", fleet, {"samples": [], "workers": {}}, []))
+    assert text.index("decode-9") < text.index("decode-2") < text.index("decode-10")
 
 
 def test_a_report_of_what_never_ran() -> None:
@@ -107,7 +153,11 @@ def test_a_refused_request_says_why() -> None:
 
 def test_the_list_and_an_empty_one() -> None:
     assert "no request yet" in printed(list_of([]))
-    assert "40 → 0" in printed(list_of([LISTED | {"sentence": "It failed."}]))
+    text = printed(list_of([LISTED | {"sentence": "It failed."}]))
+    assert "40 → 0" in text
+    assert "search, -" in text
+    hours = {time.strftime("%H:%M", time.localtime(time.time() - 3600 - ago_s)) for ago_s in (0, 9)}
+    assert any(hour in text for hour in hours), "when it came"
 
 
 def test_a_frame_of_a_busy_and_of_an_empty_fleet() -> None:

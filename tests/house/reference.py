@@ -52,6 +52,19 @@ CLI_HEAD = """\
 # Command line
 
 `baton COMMAND --help` prints the same text as this page.
+
+| exit code | meaning |
+|---|---|
+| 0 | done; `status`: every worker is ready |
+| 1 | failed, with an error on standard error; `status`: a worker is not ready |
+| 2 | wrong arguments |
+| 3 | no fleet is running |
+| 130 | Ctrl-C ended a load test or a drill early; what was measured is kept |
+
+Commands that print data take `--json`; load tests and labs write `results.json`. Errors and
+progress go to standard error. A check or drill that was not passed, and a `--wait` that was not
+done in time, exit with 1.
+`--out` never overwrites the results of an earlier run.
 """
 
 FLEET_FILE_HEAD = """\

@@ -127,6 +127,33 @@ def test_compare_two_servers_then_their_files(tmp_path):
     said = run("compare", tmp_path / "a-seed-0", tmp_path / "b-seed-0" / "results.json")
     assert "ttft_s p99" in said.output
     assert "the loads differ" not in said.output
+    files = (tmp_path / "a-seed-0", tmp_path / "b-seed-0")
+    told = json.loads(run("compare", *files, "--json").output)
+    assert told["a"] == str(files[0])
+    assert any(one["figure"] == "ttft_s p50" and one["b_to_a"] for one in told["figures"])
+
+
+def test_a_run_never_overwrites_another(tmp_path):
+    load = ("--requests", 3, "--rate", 50, "--prompt-tokens", 5, "--answer-tokens", 2)
+    with tiny_server() as server:
+        run("poisson", "--url", server.url, "--out", tmp_path, *load)
+        before = (tmp_path / "results.json").read_bytes()
+        calls = len(server.bodies)
+        for command in ("poisson", "search"):
+            again = (command, "--url", server.url, "--out", tmp_path, *load)
+            said = run(*again[:-4], "--requests", 20, code=1)
+            told = re.sub(r"\s+", " ", said.stderr)
+            assert "has the results of a run: give another --out" in told
+        assert len(server.bodies) <= calls + 2, "only the probes of the server"
+        assert (tmp_path / "results.json").read_bytes() == before
+        (tmp_path / "partial.jsonl").write_text("{}")
+        said = run("poisson", "--url", server.url, "--out", tmp_path, *load, code=1)
+    assert "continue it with --resume" in re.sub(r"\s+", " ", said.stderr)
+    folder = tmp_path / "drills"
+    folder.mkdir()
+    (folder / "drill.json").write_text("[]")
+    said = run("drill", "all", "--out", folder, code=1)
+    assert "has the results of drills" in re.sub(r"\s+", " ", said.stderr)
 
 
 @pytest.mark.parametrize(

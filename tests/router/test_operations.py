@@ -19,6 +19,7 @@ FIELDS = {
     *("id", "role", "state", "incarnation", "epoch", "pid", "ranks", "host", "address"),
     *("rank_hosts", "reason"),
     *("kv_blocks", "kv_tiers", "running", "waiting", "threads", "age_s", "engine", "refused"),
+    "version",
 }
 
 

@@ -14,11 +14,14 @@ def test_a_sample_holds_what_happened_since_the_last() -> None:
     series.prompt(20)
     series.ended(failed=False)
     series.ended(failed=True)
+    for status, failed in ((200, False), (200, True), (400, False), (429, False), (503, False)):
+        series.answered(status, failed=failed)
     sample = series.close(50.0, queued=2, running=3, sizes={"prefill": 1, "decode": 2})
     assert (sample.number, sample.at_s, sample.took_s) == (50, 50.0, 1.0)
     assert (sample.ttft_p50_s, sample.ttft_p99_s) == (0.2, 0.3)
     assert (sample.itl_p50_s, sample.generated_tokens) == (0.02, 3)
     assert (sample.prompt_tokens, sample.ended, sample.failed) == (120, 2, 1)
+    assert (sample.refused, sample.errors) == (1, 2)
     assert (sample.queued, sample.running) == (2, 3)
     assert sample.handoffs == {"prefill-0>decode-0": 1}
     assert sample.as_dict()["sizes"] == {"prefill": 1, "decode": 2}

@@ -26,9 +26,9 @@ def root_logger() -> Iterator[None]:
     root.setLevel(level)
 
 
-def written(layout: LogFormat, before: str = "") -> io.StringIO:
+def written(layout: LogFormat, before: str = "", **fields: str) -> io.StringIO:
     stream = io.StringIO()
-    set_up_logs(layout, stream, before=before)
+    set_up_logs(layout, stream, before=before, fields=fields)
     return stream
 
 
@@ -43,7 +43,7 @@ def test_a_line_of_text_ends_with_the_ids() -> None:
 
 
 def test_a_line_of_json_is_one_object_whatever_happened() -> None:
-    stream = written("json")
+    stream = written("json", fleet="f", worker="worker-3")
     with request_context("req-1", TRACEPARENT):
         try:
             raise ValueError("two\nlines")
@@ -54,6 +54,7 @@ def test_a_line_of_json_is_one_object_whatever_happened() -> None:
     assert (found["level"], found["logger"]) == ("ERROR", "baton.test")
     assert (found["message"], found["tenant"]) == ("it\nfailed", "search")
     assert (found["request_id"], found["trace_id"]) == ("req-1", TRACE)
+    assert (found["fleet"], found["worker"]) == ("f", "worker-3")
     assert found["exc_info"].endswith("ValueError: two\nlines")
     assert found["time"].endswith("+00:00")
 

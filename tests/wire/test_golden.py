@@ -74,7 +74,7 @@ BYTES = {
         lambda: manifest_digest([SLICE]).to_bytes(8, "little"),
         "b21ea951305be554eaf71395",
     ),
-    "worker": (lambda: msgspec.msgpack.encode(WORKER), "0d2b306ab0db3b0e094d11a0"),
+    "worker": (lambda: msgspec.msgpack.encode(WORKER), "25c4a90f32b6aa51927f2c8d"),
     "batch": (
         lambda: msgspec.msgpack.encode(EventBatch(incarnation=LIFE, sequence=4, stored=(LIFE,))),
         "b1454d6adcf8c508cdf43384",

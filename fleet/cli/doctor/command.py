@@ -1,10 +1,13 @@
 """`baton doctor`: check this machine, the edges of a running fleet, or all nodes of a cluster."""
 
 import asyncio
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +15,14 @@ from rich.table import Table
 
 from baton.config.fleet_file import FleetConfig
 from baton.wire.tls import FleetTls
-from fleet.cli.common import FileArgument, FleetOption, fail, load_fleet_file, running_fleet
+from fleet.cli.common import (
+    FileArgument,
+    FleetOption,
+    JsonOption,
+    fail,
+    load_fleet_file,
+    running_fleet,
+)
 from fleet.cli.doctor.edges import measure_edges
 from fleet.local import preflight
 from fleet.local import state as fleet_state
@@ -39,6 +49,7 @@ def doctor(
         typer.Option(help="Ray cluster (`auto` or HOST:PORT) whose nodes are checked instead."),
     ] = None,
     fleet: FleetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this machine: packages, model, Redis, port, memory, limits, speed. Starts nothing.
 
@@ -47,15 +58,20 @@ def doctor(
     the bandwidth between them. Exit code 1 if a check fails.
     """
     if edges:
-        _show_edges(running_fleet(fleet))
+        _show_edges(running_fleet(fleet), as_json=as_json)
         return
     _, config = load_fleet_file(file, None)
     if address is not None:
-        _show_cluster(config, address)
+        _show_cluster(config, address, as_json=as_json)
         return
-    findings = preflight.doctor(config)
+    with Console(stderr=True).status("checking this machine …"):
+        findings = preflight.doctor(config)
     if speed:
-        findings.append(preflight.engine_speed(config))
+        with Console(stderr=True).status("measuring the engine beside plain torch, about 10 s …"):
+            findings.append(preflight.engine_speed(config))
+    if as_json:
+        typer.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
+        raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
     table = Table(show_header=False, box=None)
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]!![/]"
@@ -67,12 +83,15 @@ def doctor(
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 
 
-def _show_edges(state: FleetState) -> None:
+def _show_edges(state: FleetState, *, as_json: bool) -> None:
     try:
         tls = FleetTls(state.tls) if state.tls is not None else None
         figures = asyncio.run(measure_edges(state.redis_url, state.fleet, state.fleet_token, tls))
     except (ConnectionError, ValueError) as error:
         fail(str(error))
+    if as_json:
+        typer.echo(json.dumps([asdict(figure) for figure in figures], indent=2))
+        raise typer.Exit(0 if all(figure.bytes_per_s for figure in figures) else 1)
     names = list(dict.fromkeys(figure.transport for figure in figures))
     table = Table("from", "to", *(f"{name}, GB/s" for name in names))
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -86,7 +105,7 @@ def _show_edges(state: FleetState) -> None:
     raise typer.Exit(0 if all(figure.bytes_per_s for figure in figures) else 1)
 
 
-def _show_cluster(config: FleetConfig, address: str) -> None:
+def _show_cluster(config: FleetConfig, address: str, *, as_json: bool) -> None:
     call = ClusterCall(verb="examine", address=address, config_json=config.to_json())
     try:
         found = call_cluster(call, Path(os.devnull), _LIMIT_S).checkup
@@ -94,6 +113,9 @@ def _show_cluster(config: FleetConfig, address: str) -> None:
         fail(str(error))
     if found is None:
         fail("the cluster did not respond")
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        raise typer.Exit(1 if found.problems else 0)
     console = Console(soft_wrap=True)
     wrong = {node for cells in found.rows.values() for node, cell in cells.items() if cell.problem}
     shown = found.nodes

@@ -266,7 +266,13 @@ class Exchange(Response):
 
     def _report(self, status: int) -> None:
         context = self._context
-        self._router.observer.answered(context.endpoint, status, self._requests[0].tenant)
+        errors = any(active.record.error is not None for active in self._active)
+        self._router.observer.answered(
+            context.endpoint,
+            status,
+            self._requests[0].tenant,
+            failed_stream=status == 200 and errors,
+        )
         if context.span.is_recording():
             self._describe(context.span, status)
         context.span.end()

@@ -6,19 +6,21 @@ operator's key. Request reports are available to their tenant and to operators.
 ``/health``, ``/ping``, ``/version`` and ``/load`` are compatible with vLLM.
 """
 
-import importlib.metadata
 from collections import Counter
 from time import monotonic, monotonic_ns, time_ns
 from typing import Annotated, Any
 
+import orjson
 from fastapi import HTTPException, Query, Request, Response
 
+from baton.telemetry.version import version
 from baton.types.errors import UnavailableError
 from router.frontend.access import access_of, check_operator, is_operator
 from router.frontend.api.parts import Endpoints, RouterParts
 from router.frontend.tenant_gauges import TenantGauges
 from router.routing.watch.rates import rates
 from router.routing.watch.request_reports import Order, latest, report_of
+from router.routing.watch.worker_cells import COLUMNS
 
 _ROLES = ("prefill", "decode")
 _WORKER_STATES = ("starting", "ready", "draining", "dead", "parked")
@@ -28,7 +30,7 @@ def routes(router: RouterParts) -> Endpoints:
     """Return ``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
     api = Endpoints()
     tenant_gauges = TenantGauges()
-    version = importlib.metadata.version("baton-serve")
+    own_version = version()
 
     @api.head("/health", include_in_schema=False)
     @api.get("/health")
@@ -45,8 +47,8 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/version")
     async def version_() -> dict[str, str]:
-        """Return the version of Baton."""
-        return {"version": version}
+        """Return the version of Baton, without the commit, since anybody may ask."""
+        return {"version": own_version.partition("+")[0]}
 
     @api.get("/load")
     async def load(request: Request) -> dict[str, int]:
@@ -83,6 +85,21 @@ def routes(router: RouterParts) -> Endpoints:
         check_operator(request.headers, router.settings)
         return router.gateway.workers.describe()
 
+    @api.get("/fleet/cells", include_in_schema=False)
+    async def cells(request: Request) -> Response:
+        """List the workers in short rows, for the live page."""
+        check_operator(request.headers, router.settings)
+        return _json(
+            {
+                "fleet": router.settings.fleet,
+                "version": own_version,
+                "emulated": router.settings.emulated or None,
+                "transfers": router.gateway.workers.transfers(),
+                "columns": COLUMNS,
+                "workers": router.worker_cells.rows(),
+            }
+        )
+
     @api.get("/fleet/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:
         """List scrape targets for Prometheus' HTTP service discovery."""
@@ -90,15 +107,20 @@ def routes(router: RouterParts) -> Endpoints:
         return _targets(router, request.url.netloc)
 
     @api.get("/fleet/series")
-    async def series(request: Request, after: int = 0) -> dict[str, Any]:
-        """Return samples of the last 600 seconds whose number is greater than ``after``."""
+    async def series(request: Request, after: int = 0, workers: bool = True) -> Response:
+        """Return samples of the last 600 seconds whose number is greater than ``after``.
+
+        ``workers`` adds the measured rates of each worker.
+        """
         check_operator(request.headers, router.settings)
         samples = router.observer.series
-        return {
-            "last": samples.last,
-            "samples": [sample.as_dict() for sample in samples.after(after)],
-            "workers": rates(router.gateway.workers),
-        }
+        return _json(
+            {
+                "last": samples.last,
+                "samples": [sample.as_dict() for sample in samples.after(after)],
+                "workers": rates(router.gateway.workers) if workers else {},
+            }
+        )
 
     @api.get("/fleet/requests")
     async def requests(
@@ -140,6 +162,11 @@ def routes(router: RouterParts) -> Endpoints:
         return explanation
 
     return api
+
+
+def _json(content: dict[str, Any]) -> Response:
+    """Return a large answer, which FastAPI would check field by field."""
+    return Response(orjson.dumps(content), media_type="application/json")
 
 
 def _healthy(router: RouterParts) -> Response:

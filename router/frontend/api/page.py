@@ -13,11 +13,13 @@ from fastapi import HTTPException, Request, Response
 
 from router.frontend.api.parts import Endpoints, RouterParts
 
+_SCRIPTS = (
+    *("page", "fleet", "health", "plots", "planner", "tenants", "requests", "stories", "chat"),
+    "start",
+)
 _FILES = {
     "page.css": ("page.css", "text/css"),
-    "page.js": ("page.js", "text/javascript"),
-    "planner.js": ("planner.js", "text/javascript"),
-    "tenants.js": ("tenants.js", "text/javascript"),
+    **{f"{name}.js": (f"{name}.js", "text/javascript") for name in _SCRIPTS},
     "docs.js": ("docs.js", "text/javascript"),
     "swagger.css": ("vendor/swagger-ui.css", "text/css"),
     "swagger.js": ("vendor/swagger-ui-bundle.js", "text/javascript"),

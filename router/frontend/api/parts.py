@@ -42,6 +42,7 @@ from router.routing.shares.quota_feed import QuotaFeed, QuotaSource
 from router.routing.watch.past_reports import PastReports
 from router.routing.watch.refusals import RefusedRequests
 from router.routing.watch.request_log import RequestLog
+from router.routing.watch.worker_cells import WorkerCells
 from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
@@ -69,6 +70,7 @@ class RouterParts:
     request_log: RequestLog
     refused: RefusedRequests
     past_reports: PastReports
+    worker_cells: WorkerCells
     prefix_index: PrefixIndex
     gateway: Gateway
     preparer: Preparer
@@ -115,6 +117,7 @@ class RouterParts:
             request_log=RequestLog(settings, model.tokenizer),
             refused=RefusedRequests(settings.kept_records),
             past_reports=PastReports(),
+            worker_cells=WorkerCells(gateway.workers),
             prefix_index=prefix_index,
             gateway=gateway,
             preparer=Preparer(model, settings),

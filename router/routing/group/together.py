@@ -4,7 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-_COUNTED = ("generated_tokens", "prompt_tokens", "ended", "failed", "queued", "running")
+_COUNTED = (
+    *("generated_tokens", "prompt_tokens", "ended", "failed", "refused", "errors"),
+    *("queued", "running"),
+)
 _DEFAULT_LIMIT = 50
 
 
@@ -58,7 +61,7 @@ def _second(samples: list[dict[str, Any]]) -> dict[str, Any]:
         limited.update(sample.get("limited", {}))  # missing in the version before
     return {
         **samples[0],
-        **{name: sum(sample[name] for sample in samples) for name in _COUNTED},
+        **{name: sum(sample.get(name, 0) for sample in samples) for name in _COUNTED},
         **{name: _weighted_mean(samples, name) for name in ("ttft_p50_s", "itl_p50_s")},
         **{name: _maximum(samples, name) for name in ("ttft_p99_s", "itl_p99_s")},
         "handoffs": dict(handoffs),

@@ -41,8 +41,11 @@ class Observer:
         self.metrics.set("baton_planner_wanted", plan.decode, role="decode")
         self.metrics.set("baton_planner_load_ratio", plan.load)
 
-    def answered(self, endpoint: str, status: int, tenant: str) -> None:
-        """Count an HTTP request that ended."""
+    def answered(
+        self, endpoint: str, status: int, tenant: str, *, failed_stream: bool = False
+    ) -> None:
+        """Count an HTTP request that ended. ``failed_stream``: with an error after its start."""
+        self.series.answered(status, failed=failed_stream)
         self.metrics.inc("baton_requests", endpoint=endpoint, status=str(status), tenant=tenant)
 
     def charged(self, active: ActiveRequest, times: RequestTimes) -> None:

@@ -187,6 +187,7 @@ class Slot:
             "state": state,
             "reason": "" if state == "ready" else record.reason,
             "engine": self._engine(),
+            "version": record.version,
             "refused": self.refusal,
             "incarnation": (incarnation or record.incarnation).hex(),
             "epoch": self.epoch,
@@ -448,19 +449,27 @@ class WorkerTable:
         for unseen in self._readers:
             unseen.add(worker_id)
 
+    def shown(self) -> list[Slot]:
+        """Return the slots that operators see, in any order: not those that are long gone."""
+        limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
+        return [
+            slot
+            for slot in self._slots.values()
+            if slot.is_begun or slot.is_kept or not _long_dead(slot, limit_ns)
+        ]
+
+    def transfers(self) -> dict[str, int]:
+        """Return the sums of KV transfers: ``count``, ``bytes``, ``failures``."""
+        count, payload, failures = self._transfers.total()
+        return {"count": count, "bytes": payload, "failures": failures}
+
     def describe(self) -> dict[str, Any]:
         """Return the answer to ``GET /fleet``."""
-        count, payload, failures = self._transfers.total()
-        limit_ns = monotonic_ns() - int(self._settings.dead_shown_s * 1e9)
-        shown = sorted(
-            name
-            for name, slot in self._slots.items()
-            if slot.is_begun or slot.is_kept or not _long_dead(slot, limit_ns)
-        )
+        shown = sorted(self.shown(), key=lambda slot: slot.worker_id)
         return {
             "emulated": self._settings.emulated or None,
-            "workers": [self._slots[name].describe() for name in shown],
-            "transfers": {"count": count, "bytes": payload, "failures": failures},
+            "workers": [slot.describe() for slot in shown],
+            "transfers": self.transfers(),
         }
 
 

@@ -44,6 +44,7 @@ EVERYBODY = {
 }
 OPERATORS = {
     *("/load", "/metrics", "/fleet", "/fleet/targets", "/fleet/series", "/fleet/orders"),
+    "/fleet/cells",
     *("/fleet/planner", "/fleet/keys", "/fleet/keys/{key_id}", "/fleet/keys/{key_id}/rotate"),
     "/fleet/tenants/{tenant}",
 }

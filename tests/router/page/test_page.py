@@ -111,12 +111,13 @@ async def test_a_fleet_with_latency_limits_shows_its_goodput_and_the_changes_of_
     await tab.until("document.querySelectorAll('#decode .worker').length === 3")
     shown = await tab.js("[...document.querySelectorAll('.worker')].map(w => w.dataset.worker)")
     assert shown == list(names), "10 comes after 2"
-    assert await tab.js("byId('goodput-figure').hidden"), "no request had limits yet"
+    await tab.until("byId('goodput-now').textContent === 'no latency limits'")
+    assert await tab.js("byId('planner-section').hidden"), "no request had limits yet"
     await fleet.chat()
     record = fleet.router.gateway.workers.get("decode-0").record
     fleet.directory.put(msgspec.structs.replace(record, role="prefill", turn=1))
-    await tab.until("!byId('goodput-figure').hidden")
-    await tab.until("byId('goodput-now').textContent === 'good: 100 % of the last minute'")
+    await tab.until("!byId('planner-section').hidden")
+    await tab.until("byId('goodput-now').textContent === '100 % good'")
     await tab.until("state.samples.at(-1).last_turn === 1")
     await tab.until("document.querySelectorAll('#prefill .worker').length === 1")
     assert await tab.js("state.plots[3].uplot.data[2].some(value => value > 0)")
@@ -151,7 +152,7 @@ async def test_decisions_of_the_planner_are_marks_with_their_reasons_beside_the_
     await tab.show_as(1280, 900, "light")
     await tab.go(fleet.url)
     await fleet.chat()
-    await tab.until("!byId('goodput-figure').hidden")
+    await tab.until("!byId('planner-section').hidden")
     await tab.until("byId('sizes-now').textContent === '1 + 2 now'")
     turn = Turn(worker_id="decode-1", role="prefill", reason="1 + 2 misses", figures=figures)
     wish = Resize(prefill=3, decode=2, reason="prompts wait 4.0 s")
@@ -173,7 +174,7 @@ async def test_decisions_of_the_planner_are_marks_with_their_reasons_beside_the_
         "now 3 + 2 workers: prompts wait 4.0 s",
     ], "what was not done has no mark, and a turn of the planner has one"
     assert (await tab.js("byId('planner').textContent")).endswith("2 + 1 holds the load")
-    sizes = "state.plots[4].uplot.data.slice(1).map(line => [line[0], line.at(-1)])"
+    sizes = "state.plots[6].uplot.data.slice(1).map(line => [line[0], line.at(-1)])"
     assert await tab.js(sizes) == [[1, 2], [2, 1]]
     # A hovered mark stays the same element, at its time, while new samples move it.
     kept = await tab.js("(window.kept = document.querySelector('.mark')).style.left")

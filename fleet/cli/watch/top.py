@@ -1,5 +1,8 @@
 """`baton top`: live view of the fleet in a terminal, with the figures of the live page."""
 
+import contextlib
+import json
+import re
 import time
 from typing import Annotated, Any
 
@@ -12,6 +15,7 @@ from rich.text import Text
 
 from fleet.cli.common import FleetOption, emulated_note, get_json, running_fleet
 from fleet.cli.explain import list_of
+from fleet.cli.watch.screen import Scrolled, keys, next_key
 from fleet.local.state import FleetState
 
 _COLOURS = {"ready": "green", "dead": "red", "parked": "dim"}
@@ -31,8 +35,14 @@ def top(
     newest: Annotated[
         bool, typer.Option("--newest", help="List the latest requests, not the slowest.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures of one frame as JSON and exit.")
+    ] = False,
 ) -> None:
-    """Watch workers, KV blocks, hand-offs, latency and the slowest requests. Ctrl-C exits.
+    """Watch workers, KV blocks, hand-offs, latency and the slowest requests. q or Ctrl-C exits.
+
+    Arrow and page keys scroll, g and G lead to the first and last line. Workers that are not ready
+    come first.
 
     Columns: tok/s is prompt tokens computed per second, step the duration of a decode step, moved
     the hand-offs of the last ten seconds.
@@ -40,27 +50,39 @@ def top(
     state = running_fleet(fleet)
     console = Console()
     order = "newest" if newest else "slowest"
+    if as_json:
+        names = ("fleet", "series", "requests")
+        typer.echo(json.dumps(dict(zip(names, _figures(state, order), strict=True)), indent=2))
+        return
     if once:
         console.print(_now(state, order))
         return
-    try:
-        with Live(_now(state, order), console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(every_s)
-                live.update(_now(state, order), refresh=True)
-    except KeyboardInterrupt:
-        return
+    view = Scrolled()
+    view.content = _now(state, order)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        keys() as terminal,
+        Live(view, console=console, screen=True, auto_refresh=False) as live,
+    ):
+        drawn_s = time.monotonic()
+        live.refresh()
+        while True:
+            key = next_key(terminal, drawn_s + every_s - time.monotonic())
+            if key and not view.press(key):
+                return
+            if time.monotonic() >= drawn_s + every_s:
+                view.content = _now(state, order)
+                drawn_s = time.monotonic()
+            live.refresh()
+
+
+def _figures(state: FleetState, order: str) -> tuple[Any, Any, Any]:
+    requests = get_json(state, "/fleet/requests", limit=_SHOWN_REQUESTS, order=order)
+    return get_json(state, "/fleet"), get_json(state, "/fleet/series"), requests["requests"]
 
 
 def _now(state: FleetState, order: str) -> RenderableType:
-    requests = get_json(state, "/fleet/requests", limit=_SHOWN_REQUESTS, order=order)
-    return frame(
-        state.name,
-        get_json(state, "/fleet"),
-        get_json(state, "/fleet/series"),
-        requests["requests"],
-        order,
-    )
+    return frame(state.name, *_figures(state, order), order)
 
 
 def frame(
@@ -95,7 +117,7 @@ def _workers(
     table = Table(*headers, "moved", box=None, padding=(0, 1))
     for column in table.columns:
         column.no_wrap = True
-    for worker in workers:
+    for worker in sorted(workers, key=_not_ready_first):
         rate = rates.get(worker["id"], {})
         prefill = rate.get("prefill_tokens_per_s")
         step_s = rate.get("decode_step_s")
@@ -116,6 +138,12 @@ def _workers(
             str(handed),
         )
     return table
+
+
+def _not_ready_first(worker: dict[str, Any]) -> tuple[bool, list[str | int]]:
+    """Sort by state, then by name, with prefill-2 before prefill-10."""
+    parts = re.split(r"(\d+)", worker["id"])
+    return worker["state"] == "ready", [int(part) if part.isdigit() else part for part in parts]
 
 
 def _block_bar(blocks: dict[str, int]) -> Text:

@@ -1,0 +1,1 @@
+"""`baton top` and the terminal that it draws on."""

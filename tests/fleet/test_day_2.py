@@ -1,0 +1,60 @@
+"""`docs/guide/day-2.md`: back-up, restore and uninstall, with the files that it names."""
+
+import re
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.registry.audit import file as audit_file
+from fleet.cli.main import app
+from fleet.local.fleet_token import fleet_token
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "day-2.md"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "300")
+    for name in ("BATON_FLEET_TOKEN", "BATON_FLEET_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "home"
+
+
+def test_a_restored_folder_has_the_token_and_the_whole_audit_log(home: Path, tmp_path: Path):
+    token = fleet_token("one").token
+    log = home / "one" / "audit.jsonl"
+    for verb in ("up", "scale"):
+        audit_file.append(log, [audit_file.entry(verb, "f", who="operator ann", source="a")])
+    (home / "one" / "logs").mkdir()
+    backup = tmp_path / "backup"
+    shutil.copytree(home / "one", backup, ignore=shutil.ignore_patterns("lock", "logs"))
+    shutil.rmtree(home)
+    assert fleet_token("one").token != token, "a new folder has a new token"
+    shutil.rmtree(home / "one")
+    shutil.copytree(backup, home / "one")
+    restored = fleet_token("one")
+    assert restored.token == token
+    assert stat.S_IMODE(Path(restored.file).stat().st_mode) == 0o600
+    verified = CliRunner().invoke(app, ["audit", "verify", "--fleet", "one"])
+    assert verified.exit_code == 0, verified.output
+    listed = CliRunner().invoke(app, ["audit", "ls", "--fleet", "one"])
+    assert "scale" in listed.output
+
+
+def test_commands_of_the_page_exist_with_their_options():
+    commands = set(re.findall(r"`baton ([a-z][^`]*)`", PAGE.read_text()))
+    assert len(commands) > 12
+    for command in commands:
+        words = command.split()
+        names = [word for word in words[:2] if word.isalpha() and word.islower()]
+        options = [word for word in words if word.startswith("--")]
+        shown = CliRunner().invoke(app, [*names[:2], "--help"])
+        if shown.exit_code:  # the second word is an argument
+            names = names[:1]
+            shown = CliRunner().invoke(app, [*names, "--help"])
+        assert shown.exit_code == 0, command
+        assert [option for option in options if option not in shown.output] == [], command
