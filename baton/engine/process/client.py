@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -25,6 +26,14 @@ _LOG = logging.getLogger(__name__)
 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11 does not name it
 _DRAIN_S = 2.0  # to read the last reports after the process ended
+
+ENGINE_MODULES = {
+    "": "baton.engine.process.step_loop",
+    "vllm": "baton.engine.vllm.process",
+}
+"""Modules of engine processes by ``ExternalEngine.kind``, "" for Baton's own engine.
+
+All have the arguments of the first one and speak ``baton.engine.process.messages``."""
 
 EngineProcess = asyncio.subprocess.Process | EngineThread
 OnReport = Callable[[messages.Report], None]
@@ -188,6 +197,7 @@ class EngineClient:
             except TimeoutError:
                 await _kill(self._process)
         code = await self._process.wait()
+        _kill_group(self._process)
         await self._tasks.close()
         if not self.exited.done():
             self.exited.set_result(code)
@@ -199,6 +209,7 @@ class EngineClient:
 
     async def _watch(self, listening: asyncio.Task[None]) -> None:
         code = await self._process.wait()
+        _kill_group(self._process)
         await asyncio.wait([listening], timeout=_DRAIN_S)
         if not self.exited.done():
             self.exited.set_result(code)
@@ -235,19 +246,22 @@ async def _spawn(
     settings = settings.on(len(os.sched_getaffinity(0)))
     if settings.emulated is not None:
         return EngineThread(settings, theirs, pool_fds[0]), ours
+    external = settings.external
+    module = ENGINE_MODULES[external.kind if external is not None else ""]
     with theirs:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",
                 "-m",
-                "baton.engine.process.step_loop",
+                module,
                 str(theirs.fileno()),
                 ",".join(map(str, pool_fds)),
                 msgspec.json.encode(settings).decode(),
                 pass_fds=(theirs.fileno(), *pool_fds),
                 env=_environment(settings),
                 stderr=stderr,
+                start_new_session=external is not None,
             )
         except BaseException:
             ours.close()
@@ -269,6 +283,14 @@ async def _kill(process: EngineProcess) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
+    _kill_group(process)
+
+
+def _kill_group(process: EngineProcess) -> None:
+    """Kill what an external engine has left behind in the group of its engine process."""
+    if isinstance(process, asyncio.subprocess.Process):
+        with suppress(ProcessLookupError):  # the group is empty, or the process led none
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _listen(reader: asyncio.StreamReader, inbox: ReportInbox, process: EngineProcess) -> None:
