@@ -36,6 +36,7 @@ class LiveRequest:
         self.open_choices: set[int] = set()
         self.submitted_ns = time.monotonic_ns()
         self.admitted = False
+        self.failed = False  # vLLM reported an error, which ``VllmEngine`` handles
         self.cached_tokens = 0
         self.first_ns = 0
         self.input_ns = 0
@@ -182,8 +183,8 @@ class VllmEngine:
         except OSError as error:
             self._break(f"vLLM takes no requests: {error}")
             return
-        if choice not in request.open_choices or request.submit.request_id not in self._requests:
-            return
+        if request.failed or choice not in request.open_choices:
+            return  # its end is handled elsewhere
         if exchange.status not in (0, 200):
             refused = protocol.read_chunk(b"".join(errors)).error or protocol.ErrorBody()
             await self._fail(request, protocol.error_of(refused, exchange.status))
@@ -200,6 +201,7 @@ class VllmEngine:
         try:
             reports = stream.feed(body)
         except BatonError as error:
+            request.failed = True
             self._tasks.spawn(self._fail(request, error), "fail")
             return
         request_id = request.submit.request_id
