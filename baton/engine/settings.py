@@ -7,6 +7,15 @@ import msgspec
 
 from baton.engine.core.speculative.proposers import SpeculationSettings
 
+ENGINE_MODULES = {
+    "": "baton.engine.process.step_loop",
+    "vllm": "baton.engine.vllm.process",
+}
+"""Modules of engine processes by ``ExternalEngine.kind``, "" for Baton's own engine.
+
+All have the arguments of the first one, speak ``baton.engine.process.messages``, and begin their
+numerics id with the kind."""
+
 
 def default_device() -> str:
     """Return the device of engines: ``BATON_DEVICE``, or the CPU."""
@@ -31,7 +40,7 @@ class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
     """Engine program that is installed by itself, such as vLLM.
 
     Attributes:
-        kind: Name in ``baton.engine.process.client.ENGINE_MODULES``.
+        kind: Name in ``ENGINE_MODULES``.
         python: Interpreter in whose environment it is installed.
         args: Further arguments of its server.
     """

@@ -18,7 +18,7 @@ from baton.engine.core.split import rank_geometries
 from baton.engine.ipc import map_pool
 from baton.engine.process import messages
 from baton.engine.process.thread import EngineThread
-from baton.engine.settings import EngineSettings
+from baton.engine.settings import ENGINE_MODULES, EngineSettings
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import InternalError
 
@@ -26,14 +26,6 @@ _LOG = logging.getLogger(__name__)
 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11 does not name it
 _DRAIN_S = 2.0  # to read the last reports after the process ended
-
-ENGINE_MODULES = {
-    "": "baton.engine.process.step_loop",
-    "vllm": "baton.engine.vllm.process",
-}
-"""Modules of engine processes by ``ExternalEngine.kind``, "" for Baton's own engine.
-
-All have the arguments of the first one and speak ``baton.engine.process.messages``."""
 
 EngineProcess = asyncio.subprocess.Process | EngineThread
 OnReport = Callable[[messages.Report], None]

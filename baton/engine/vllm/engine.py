@@ -4,7 +4,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -23,7 +22,7 @@ from baton.types.errors import BatonError, CancelledError_, InternalError, Unava
 _ALIVE_S = 0.5
 _HEALTH_S = 2.0  # for vLLM's API server to respond
 _SETTLE_S = 0.02
-_DEATH_S = 3.0  # for vLLM to exit after its engine has failed
+_DEATH_CHECKS = 3  # of vLLM's health after an internal error
 
 
 class LiveRequest:
@@ -226,16 +225,26 @@ class VllmEngine:
 
     async def _fail(self, request: LiveRequest, error: BatonError) -> None:
         """End a request with vLLM's error, unless vLLM itself is dying."""
-        if isinstance(error, InternalError):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_DEATH_S):
-                    await self._vllm.wait()
-                return
+        if isinstance(error, InternalError) and await self._is_dying():
+            self._break(error.message)
+            return
         if request.submit.request_id not in self._requests:
             return
         for exchange in request.exchanges.values():
             exchange.close()
         self._end(request, error)
+
+    async def _is_dying(self) -> bool:
+        """Return whether vLLM exits, or reports a dead engine, soon after an internal error."""
+        for _ in range(_DEATH_CHECKS):
+            if self._vllm.returncode is not None:
+                return True
+            try:
+                await http.fetch(self._socket, "GET", "/health", _HEALTH_S)
+            except UnavailableError:
+                return True
+            await asyncio.sleep(_ALIVE_S)
+        return False
 
     def _end_choice(self, request: LiveRequest, choice: int) -> None:
         request.open_choices.discard(choice)
@@ -274,6 +283,8 @@ class VllmEngine:
             await asyncio.sleep(_ALIVE_S)
             try:
                 await http.fetch(self._socket, "GET", "/health", _HEALTH_S)
+            except http.StatusError as error:  # 503: its engine core is dead
+                self._break(error.message)
             except UnavailableError as error:
                 _log(error.message)
             else:

@@ -66,6 +66,10 @@ class Exchange(asyncio.Protocol):
             self.done.set_result(complete)
 
 
+class StatusError(UnavailableError):
+    """vLLM answered with another status than 200."""
+
+
 def request_bytes(method: str, target: str, body: bytes = b"") -> bytes:
     """Return an HTTP/1.1 request with a JSON body."""
     head = (
@@ -90,7 +94,8 @@ async def fetch(socket_path: str, method: str, target: str, timeout_s: float) ->
     """Return the body of a response with status 200.
 
     Raises:
-        UnavailableError: The server does not respond in time, or with another status.
+        UnavailableError: The server does not respond in time.
+        StatusError: It responds with another status.
     """
     parts: list[bytes] = []
     try:
@@ -104,5 +109,5 @@ async def fetch(socket_path: str, method: str, target: str, timeout_s: float) ->
         raise UnavailableError(f"vLLM does not respond to {target}: {error!r}") from None
     if not complete or exchange.status != 200:
         text = b"".join(parts)[:200].decode(errors="replace")
-        raise UnavailableError(f"vLLM answered {target} with status {exchange.status}: {text}")
+        raise StatusError(f"vLLM answered {target} with status {exchange.status}: {text}")
     return b"".join(parts)

@@ -42,6 +42,7 @@ class Replay:
         self.hung_up = asyncio.Event()
         self.live = (RECORDED / "events.zmtp").read_bytes()
         self.reset = b'{"success":true}'
+        self.health = b"200 OK"
 
     async def http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
@@ -49,7 +50,7 @@ class Replay:
             target = head.split(b" ", 2)[1]
             if target != b"/inference/v1/generate":
                 body = self.reset if target.startswith(b"/reset") else b""
-                writer.write(HEAD + chunk(body) + END)
+                writer.write(HEAD.replace(b"200 OK", self.health) + chunk(body) + END)
                 return
             length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
             self.bodies.append(msgspec.json.decode(await reader.readexactly(length)))
@@ -101,19 +102,15 @@ class Running:
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
         self.reports: list[messages.Report] = []
-        self.vllm_exited = asyncio.Event()
+        self.returncode: int | None = None
         self.engine = VllmEngine(
             lambda *reports: self.reports.extend(reports),
-            self,  # type: ignore[arg-type] - only ``wait`` is used
+            self,  # type: ignore[arg-type] - only ``returncode`` is read
             str(replay.folder),
             facts(),
             EOS,
             BLOCKS,
         )
-
-    async def wait(self) -> int:
-        await self.vllm_exited.wait()
-        return -9
 
     def submit(self, prompt: list[int], **params: Any) -> None:
         sampling = msgspec.convert({"max_tokens": 8, **params}, SamplingParams)
@@ -186,13 +183,26 @@ async def test_an_error_of_vllm_ends_only_its_request(running: Running) -> None:
 
 async def test_a_failure_of_a_dying_vllm_is_not_the_end_of_its_requests(running: Running) -> None:
     """Their routers resume them elsewhere when the worker is gone."""
-    running.vllm_exited.set()
+    running.replay.health = b"503 Service Unavailable"
     running.replay.reply = sending(b'data: {"error":{"message":"EngineDeadError","code":500}}\n\n')
     running.submit(FRANCE)
     async with asyncio.timeout(10):
         await running.replay.hung_up.wait()
-    await asyncio.sleep(0.1)
+        assert "EngineDeadError" in await running.engine.broken
     assert running.of(ev.Ended) == []
+
+
+async def test_a_failure_of_a_healthy_vllm_is_the_end_of_its_request(running: Running) -> None:
+    running.replay.reply = sending(b'data: {"error":{"message":"a bug","code":500}}\n\n')
+    running.submit(FRANCE)
+    assert (await running.end()).error_message == "vLLM failed: a bug"
+    assert not running.engine.broken.done()
+
+
+async def test_a_dead_engine_core_is_noticed_without_requests(running: Running) -> None:
+    running.replay.health = b"503 Service Unavailable"
+    async with asyncio.timeout(10):
+        assert "/health with status 503" in await running.engine.broken
 
 
 async def test_a_stream_that_breaks_off_is_the_end_of_the_worker(running: Running) -> None:

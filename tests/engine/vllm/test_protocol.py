@@ -41,6 +41,16 @@ def test_tokens_have_the_alternatives_that_were_requested() -> None:
     assert stream.generated == 4
 
 
+def test_an_unlikely_token_is_not_among_its_alternatives() -> None:
+    ranks = [(7, 40), (1, 1), (2, 2), (3, 3)]  # the sampled token first, as vLLM sends them
+    top = [{"token_id": token, "logprob": -float(rank), "rank": rank} for token, rank in ranks]
+    logprobs = {"content": [{"token_id": 7, "logprob": -40.0, "top_logprobs": top}]}
+    chunk = {"choices": [{"token_ids": [7], "logprobs": logprobs}]}
+    stream = ChoiceStream("r", 0, spec(logprobs=2), EOS)
+    (run,) = stream.feed(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+    assert run.tokens == (SampledToken(7, -40.0, ((1, -1.0), (2, -2.0))),)
+
+
 @pytest.mark.parametrize("pieces", [1, 3, 200])
 def test_the_response_may_arrive_in_any_pieces(pieces: int) -> None:
     of = spec(max_tokens=4, logprobs=2)
