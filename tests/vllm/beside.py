@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,46 +20,37 @@ import httpx
 import psutil
 
 from baton.engine.core.sequence import Kind, RequestSpec
-from baton.engine.vllm import http, protocol
+from baton.engine.vllm import protocol
 from baton.types.params import SamplingParams
 
 PROMPT_TOKENS = 64
 TOKENS = 32
+JSON = {"content-type": "application/json"}
 Arrivals = list[float]
 
 
-async def through_baton(client: httpx.AsyncClient, model: str, prompt: list[int]) -> Arrivals:
+async def arrivals(client: httpx.AsyncClient, path: str, body: bytes) -> Arrivals:
     """Return the seconds from the request to each event with tokens."""
-    body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "stream": True}
-    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     began_s = time.perf_counter()
-    arrivals: Arrivals = []
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
+    found: Arrivals = []
+    async with client.stream("POST", path, content=body, headers=JSON) as answer:
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             choices = json.loads(line.removeprefix("data: "))["choices"]
             if any(choice.get("token_ids") for choice in choices):
-                arrivals.append(time.perf_counter() - began_s)
-    return arrivals
+                found.append(time.perf_counter() - began_s)
+    return found
 
 
-async def alone(socket: str, prompt: list[int]) -> Arrivals:
-    """Return the same of vLLM without Baton."""
+def bodies(model: str, prompt: list[int]) -> tuple[bytes, bytes]:
+    """Return the request to vLLM's token endpoint, and the same to the router."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=os.urandom(16))
-    stream = protocol.ChoiceStream("alone", 0, spec, ())
-    arrivals: Arrivals = []
-    began_s = time.perf_counter()
-
-    def take(data: bytes) -> None:
-        if any(run.tokens for run in stream.feed(data)):
-            arrivals.append(time.perf_counter() - began_s)
-
-    body = protocol.generate_body("alone", prompt, spec, 0, ())
-    exchange = await http.begin(socket, http.request_bytes("POST", protocol.GENERATE, body), take)
-    await exchange.done
-    return arrivals
+    own = protocol.generate_body("alone", prompt, spec, 0, ())
+    body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return own, json.dumps(body).encode()
 
 
 def line(name: str, runs: Sequence[Arrivals]) -> str:
@@ -78,15 +70,18 @@ async def compare(url: str, requests: int) -> None:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         arguments = psutil.Process(worker["pid"]).cmdline()
         socket = arguments[arguments.index("--uds") + 1]
+        unix = httpx.AsyncHTTPTransport(uds=socket)
+        vllm = httpx.AsyncClient(transport=unix, base_url="http://vllm", timeout=300)
         rows: dict[str, list[Arrivals]] = {"vLLM alone": [], "through Baton": []}
         for number in range(-4, requests):
-            first = 1000 + 97 * (number % 400)
-            prompt = list(range(first, first + PROMPT_TOKENS))
-            own = await alone(socket, prompt)
-            ours = await through_baton(client, model, prompt)
+            prompt = random.choices(range(1000, 40_000), k=PROMPT_TOKENS)  # in no cache
+            to_vllm, to_baton = bodies(model, prompt)
+            own = await arrivals(vllm, protocol.GENERATE, to_vllm)
+            ours = await arrivals(client, "/v1/completions", to_baton)
             if number >= 0:  # the first ones warm up
                 rows["vLLM alone"].append(own)
                 rows["through Baton"].append(ours)
+        await vllm.aclose()
     print("| | first token ms, median | lower quartile | gap ms, median | lower quartile |")
     print("|---|---|---|---|---|")
     for name, runs in rows.items():

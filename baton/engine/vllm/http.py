@@ -58,8 +58,9 @@ class Exchange(asyncio.Protocol):
             self._on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note the complete response."""
+        """Note the complete response, and close the connection."""
         self._end(complete=True)
+        self.close()
 
     def _end(self, *, complete: bool) -> None:
         if not self.done.done():
