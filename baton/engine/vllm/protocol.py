@@ -223,9 +223,11 @@ class ChoiceStream:
         if self._alternatives is None or content is None:
             return SampledToken(token)
         scored = content[position]
-        ranked = sorted(scored.top_logprobs, key=lambda one: one.rank or 0)
-        best = [one for one in ranked if one.rank is not None and one.rank <= self._alternatives]
-        top = tuple((one.token_id, one.logprob) for one in best[: self._alternatives])
+        ranked = sorted(
+            (one for one in scored.top_logprobs if one.rank is not None),
+            key=lambda one: one.rank or 0,
+        )
+        top = tuple((one.token_id, one.logprob) for one in ranked[: self._alternatives])
         return SampledToken(token, scored.logprob, top)
 
 

@@ -130,8 +130,10 @@ class Running:
 
 
 @pytest.fixture
-async def running(tmp_path: Path) -> AsyncIterator[Running]:
+async def running(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Running]:
     replay = Replay(tmp_path)
+    if "late_subscription" in request.node.name:
+        replay.live = replay.live[: handshake_bytes(replay.live)]
     servers = [
         await asyncio.start_unix_server(handler, tmp_path / name)
         for name, handler in (
@@ -266,6 +268,13 @@ async def test_the_cache_is_followed_from_its_first_block(running: Running) -> N
             held = set()
             for change in running.of(ev.CacheChanged):
                 held = (held | set(change.stored)) - set(change.removed)
+
+
+async def test_a_late_subscription_requests_what_it_missed(running: Running) -> None:
+    own = set(block_hashes(SEEDS[0], LONG[:192]))
+    async with asyncio.timeout(10):
+        while not any(own <= set(change.stored) for change in running.of(ev.CacheChanged)):
+            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(("answer", "blocks"), [(True, 0), (False, -1)])

@@ -102,6 +102,15 @@ def test_a_block_that_vllm_has_twice_is_held_until_both_are_gone() -> None:
     assert mirror.held_blocks == 0
 
 
+def test_blocks_with_other_names_in_vllm_may_be_one_in_the_index() -> None:
+    mirror = CacheMirror()
+    salt = SEEDS[0].hex()
+    assert len(mirror.apply(stored_event([1], None, LONG[:32], salt)).stored) == 2
+    assert mirror.apply(stored_event([2], None, LONG[:32], salt)).stored == ()
+    assert mirror.apply(removed_event(1)).removed == ()
+    assert len(mirror.apply(removed_event(2)).removed) == 2
+
+
 def test_blocks_of_other_origins_are_not_in_the_index() -> None:
     mirror = CacheMirror()
     assert mirror.apply(stored_event([1], None, LONG[:32], "a salt of a stranger")).stored == ()
