@@ -32,7 +32,7 @@ define pip
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: help serve test test-all soak test-clients test-hosts wheel release check bench bench-gpu proto stop clean
+.PHONY: help serve test test-all soak test-clients test-hosts test-vllm wheel release check bench bench-gpu proto stop clean
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -73,6 +73,10 @@ soak: $(VENV)/.dev ## run the state machine tests with SOAK=50 times as many fau
 
 test-clients: $(VENV)/.dev ## test common API clients, each in its own environment
 	$(PYTEST) -q tests/clients
+
+test-vllm: $(VENV)/.dev ## test a fleet of real vLLM workers; its environment takes 3.5 GB in ~/.cache/baton
+	@$(BIN)/python -m tests.vllm.environment
+	$(PYTEST) -q tests/vllm
 
 test-hosts: $(VENV)/.dev ## test a fleet on five hosts (network namespaces) and its faults; needs root
 	$(PYTEST) -q tests/hosts

@@ -438,10 +438,12 @@ def _failure_counter(metrics: Metrics) -> Callable[[str], None]:
 
 
 def _report_engine_kind(settings: WorkerSettings, metrics: Metrics) -> None:
-    """Show in metrics and log whether the engine is real or emulated."""
+    """Show the kind of the engine in metrics, and in the log if it is emulated."""
     model = settings.engine.emulated
     timing = model.timing if model is not None else ""
-    metrics.set("baton_engine_info", 1, engine="emulated" if timing else "real", timing=timing)
+    external = settings.engine.external
+    kind = external.kind if external is not None else "emulated" if timing else "real"
+    metrics.set("baton_engine_info", 1, engine=kind, timing=timing)
     if timing:
         _LOG.warning(
             "worker=%s is EMULATED: no model runs, responses are synthetic; step times: %s (%s)",

@@ -70,7 +70,7 @@ class ServedModel:
     def load(cls, settings: RouterSettings) -> "ServedModel":
         """Load the model of the settings from files. Blocks."""
         template = settings.chat_template
-        artifact = resolve_model(settings.model)
+        artifact = resolve_model(settings.model, allow_unsupported=bool(settings.external))
         adapters = AdapterTable(
             artifact.config,
             settings.model_names,

@@ -29,6 +29,7 @@ class RouterSettings:
 
     Attributes:
         emulated: Timing model of emulated workers; empty for real ones. Other workers are rejected.
+        external: Name of the program that runs the model at workers; empty for Baton's engine.
         model_names: Served name, then its aliases.
         max_context_tokens: Limit of the context; None: the model's own.
         api_keys: API keys of the fleet file to their rights; None: requests need no key.
@@ -55,6 +56,7 @@ class RouterSettings:
     model: str
     model_names: tuple[str, ...]
     emulated: str = ""
+    external: str = ""
     chat_template: str | None = None
     max_context_tokens: int | None = None
     host: str = "127.0.0.1"
@@ -119,6 +121,7 @@ class RouterSettings:
             model=config.model,
             model_names=config.model_names,
             emulated=config.pools.engine.emulated or "",
+            external=config.pools.engine.external or "",
             chat_template=config.chat_template,
             max_context_tokens=config.max_context_tokens,
             host=config.host,
@@ -137,7 +140,7 @@ class RouterSettings:
             starts_from_zero=(bounds := config.pools.bounds) is not None and bounds.min == 0,
             default_timeout_s=config.default_timeout_s,
             slo=config.slo,
-            pull_prefixes=config.pools.pull_prefixes,
+            pull_prefixes=config.pools.pull_prefixes and config.pools.engine.external is None,
             price_per_hour=config.pools.auto.price_per_hour if config.pools.auto else 0.0,
             redis_url=environ.get("BATON_REDIS_URL", ""),
             fleet_token=_fleet_token(config),

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, Clients, SloConfig
+from baton.config.external_engine import VllmConfig, refuse_unsupported
 from baton.config.logs import LogsConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
@@ -266,6 +267,26 @@ class FleetConfig(Section):
         )
         return self
 
+    @model_validator(mode="after")
+    def _check_external_engine(self) -> Self:
+        if (kind := self.pools.engine.external) is None:
+            return self
+        arguments = f"use pools.{kind}.args"
+        refuse_unsupported(
+            kind,
+            {
+                "numerics: exact: not kept by this engine; set `numerics: fast`": (
+                    self.numerics.mode == "exact"
+                ),
+                f"dtype: {arguments}": "dtype" in self.model_fields_set,
+                f"quantisation: {arguments}": self.quantisation != QuantisationConfig(),
+                f"speculation: {arguments}": self.speculation != SpeculationConfig(),
+                f"kv_blocks_per_worker: {arguments}": self.kv_blocks_per_worker != "auto",
+                "adapters.load: not served by this engine": bool(self.adapters.load),
+            },
+        )
+        return self
+
     @field_validator("pools")
     @classmethod
     def _require_workers(cls, value: PoolsConfig) -> PoolsConfig:
@@ -424,6 +445,7 @@ def _suggestion(path: KeyPath) -> str:
         "speculation": SpeculationConfig,
         "quantisation": QuantisationConfig,
         "engine": EngineConfig,
+        "vllm": VllmConfig,
         "kv_tiers": KvTiersConfig,
         "tls": FleetTlsConfig if path[0] == "pools" else HttpsConfig,
         "clients": ClientLimitsConfig,

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from baton.config.external_engine import ExternalKind, VllmConfig
 from baton.config.network import AbsoluteFile, FleetTlsConfig
 from baton.config.section import Section
 
@@ -12,24 +13,32 @@ CORES_OF_A_ROUTER = 4
 
 
 class EngineConfig(Section):
-    """Engine of all workers: `real`, `emulated`, or a mapping with `emulated: TIMING_MODEL`.
+    """Engine of all workers: `real`, `vllm`, `emulated`, or a mapping with `emulated: TIMING`.
 
     It applies to the whole fleet: emulated and real workers cannot exchange KV.
 
     Attributes:
         emulated: Timing model of emulated engines; none for real ones.
+        external: Program that runs the model instead of Baton's engine.
     """
 
     # names in baton.engine.emulated_timing.TIMINGS
     emulated: Literal["epyc-135m", "h100-70b"] | None = None
+    external: ExternalKind | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _word_to_mapping(cls, value: object) -> object:
-        words: dict[str, dict[str, object]] = {"real": {}, "emulated": {"emulated": "epyc-135m"}}
+        words: dict[str, dict[str, object]] = {
+            "real": {},
+            "emulated": {"emulated": "epyc-135m"},
+            "vllm": {"external": "vllm"},
+        }
         if isinstance(value, str):
             if value not in words:
-                raise ValueError("must be `real`, `emulated`, or a mapping with `emulated: TIMING`")
+                raise ValueError(
+                    "must be `real`, `vllm`, `emulated`, or a mapping with `emulated: TIMING`"
+                )
             return words[value]
         return value
 
@@ -148,6 +157,7 @@ class PoolsConfig(Section):
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     auto: AutoPoolsConfig | None = None
     engine: EngineConfig = EngineConfig()
+    vllm: VllmConfig | None = None  # needed with `engine: vllm`
     kv_tiers: KvTiersConfig = KvTiersConfig()
     ports: Annotated[str, StringConstraints(pattern=r"^\d{4,5}-\d{4,5}$")] | None = None
     tls: FleetTlsConfig | None = None
@@ -177,6 +187,27 @@ class PoolsConfig(Section):
         tiers = self.kv_tiers.memory_mb or self.kv_tiers.disk_mb
         if self.tensor_parallel.memory == "own" and tiers:
             raise ValueError("kv_tiers need `tensor_parallel: {memory: shared}`")
+        return self
+
+    @model_validator(mode="after")
+    def _external_engines_serve_whole_requests(self) -> Self:
+        kind = self.engine.external
+        if (kind == "vllm") != (self.vllm is not None):
+            raise ValueError("`engine: vllm` and `vllm: {python: FILE}` need each other")
+        if kind is None:
+            return self
+        if self.roles == "auto" or self.prefill:
+            raise ValueError(
+                f"{kind} workers do not hand over KV yet: set `prefill: 0` and the number of "
+                "workers in `decode`"
+            )
+        if self.kv_tiers.memory_mb or self.kv_tiers.disk_mb:
+            raise ValueError(f"kv_tiers: not for {kind} workers")
+        if self.widest > 1:
+            raise ValueError(
+                f"tensor_parallel: not for {kind} workers; use `--tensor-parallel-size` in "
+                f"pools.{kind}.args"
+            )
         return self
 
     @model_validator(mode="after")

@@ -54,7 +54,7 @@ class PacedRunner(EmulatedRunner):
     ) -> None:
         super().__init__(geometry, pool_bytes, model.vocab_size, model.eos_token_ids)
         self.capabilities = RunnerCapabilities(
-            engine="an emulated engine", logprobs=False, logit_bias=False
+            engine="an emulated engine", logprobs=False, logit_bias=False, bad_words=False
         )
         self._timing = TIMINGS[model.timing]
         self._clock_s = clock_s

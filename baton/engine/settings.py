@@ -7,6 +7,15 @@ import msgspec
 
 from baton.engine.core.speculative.proposers import SpeculationSettings
 
+ENGINE_MODULES = {
+    "": "baton.engine.process.step_loop",
+    "vllm": "baton.engine.vllm.process",
+}
+"""Modules of engine processes by ``ExternalEngine.kind``, "" for Baton's own engine.
+
+All have the arguments of the first one, speak ``baton.engine.process.messages``, and begin their
+numerics id with the kind."""
+
 
 def default_device() -> str:
     """Return the device of engines: ``BATON_DEVICE``, or the CPU."""
@@ -25,6 +34,20 @@ class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_context_tokens: int
+
+
+class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """Engine program that is installed by itself, such as vLLM.
+
+    Attributes:
+        kind: Name in ``ENGINE_MODULES``.
+        python: Interpreter in whose environment it is installed.
+        args: Further arguments of its server.
+    """
+
+    kind: str
+    python: str
+    args: tuple[str, ...] = ()
 
 
 class KvTierSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +95,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     rank_memory: str = "shared"  # or "own": one pool per rank, of its KV heads only
     rank_orders: tuple[str, ...] = ()  # HOST:PORT/SECRET of ranks 1 and up; empty: child processes
     rank_meeting_port: int = 0  # rendezvous port on the leader's host; 0: any
+    external: ExternalEngine | None = None  # runs the model instead of Baton's own engine
     emulated: EmulatedModel | None = None  # replaces ``model``; runs in a thread of the shell
     emulated_token_s: float = 0.0
     emulated_nan_after_steps: int = 0
@@ -85,7 +109,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def steps_on_cpu(self) -> bool:
         """Return whether steps compete with other work for this host's cores."""
-        return self.device == "cpu" and self.emulated is None and self.model != "emulated"
+        own = self.emulated is None and self.external is None and self.model != "emulated"
+        return own and self.device == "cpu"
 
     def on(self, cores: int) -> Self:
         """Return the settings with the number of threads for a host with so many cores."""

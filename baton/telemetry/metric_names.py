@@ -382,7 +382,7 @@ WORKER_METRICS: dict[str, MetricSpec] = {
 COMMON_METRICS: dict[str, MetricSpec] = {
     "baton_build_info": _gauge("Always 1; the label is Baton's version.", "version"),
     "baton_engine_info": _gauge(
-        "Always 1; the labels name the engine (real or emulated) and the timing model.",
+        "Always 1; the labels name the engine (real, emulated or vllm) and the timing model.",
         "engine",
         "timing",
     ),

@@ -4,7 +4,7 @@ import msgspec
 
 BLOCK_TOKENS = 16
 
-DTYPE_BYTES = {"bf16": 2, "fp32": 4, "int8": 1, "fp8": 1}
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int8": 1, "fp8": 1}
 SCALED = ("int8", "fp8")
 SCALE_BYTES = 4  # fp32, after the values of each vector
 

@@ -3,6 +3,7 @@
 from batonpb import common_pb2 as pb
 
 from baton.engine.emulated_timing import timing_in
+from baton.engine.settings import ENGINE_MODULES
 from baton.types.geometry import SCALED, KvGeometry
 
 WIRE_MIN = 1
@@ -63,6 +64,12 @@ def _format_name(capabilities: pb.Capabilities) -> str:
 def emulation(capabilities: pb.Capabilities) -> str:
     """Return the timing model of an emulated worker; "" for a real one."""
     return timing_in(capabilities.numerics_id)
+
+
+def external_engine(capabilities: pb.Capabilities) -> str:
+    """Return name and version of an external engine, such as ``vllm 0.32.0``; "" for others."""
+    name, _, rest = capabilities.numerics_id.partition("/")
+    return f"{name} {rest.partition('/')[0]}" if name and name in ENGINE_MODULES else ""
 
 
 def own_wire() -> pb.WireRange:

@@ -44,7 +44,7 @@ def _missing(config: FleetConfig) -> Iterator[str]:
     if config.cpus_per_rank > cores:
         yield f"cpus_per_rank: {config.cpus_per_rank:g}, but this machine has {cores} CPUs"
     settings = engine_settings(config, "decode")
-    if settings.emulated is not None:
+    if settings.emulated is not None or settings.external is not None:
         return
     if settings.device == "cuda":
         import torch

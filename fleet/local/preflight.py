@@ -13,6 +13,7 @@ import psutil
 
 from baton.config.fleet_file import FleetConfig
 from baton.config.network import is_loopback
+from baton.engine.vllm.interpreter import vllm_version
 from fleet.host_limits import available_memory, open_files
 from fleet.local.redis_server import server_binary
 from fleet.pools.resources import engine_settings
@@ -116,11 +117,13 @@ def notes(config: FleetConfig) -> list[str]:
 
 def doctor(config: FleetConfig) -> list[Finding]:
     """Run all checks; none starts a process of the fleet."""
+    vllm = config.pools.vllm
     return [
         _finding("python", lambda: f"{sys.version.split()[0]} at {sys.executable}"),
         _finding("packages", _packages),
         _finding("redis-server", lambda: str(server_binary())),
         _finding("model", lambda: describe_model(config).text),
+        *([_finding("vllm", lambda: vllm_version(vllm.python))] if vllm is not None else []),
         _finding("port", lambda: f"{claim_port(config.host, config.port)} is free"),
         _finding("memory", lambda: available_memory(_LEAST_MEMORY_GIB)),
         _finding("open files", open_files),
@@ -145,7 +148,10 @@ def describe_model(config: FleetConfig) -> ModelFinding:
     from baton.model.lora_artifact import read_adapter
     from baton.text.same_vocabulary import check_same_vocabulary
 
-    artifact = resolve_model(config.model)
+    external = config.pools.engine.external is not None
+    artifact = resolve_model(config.model, allow_unsupported=external)
+    if external and artifact.format != "safetensors":
+        raise ValueError(f"model: vLLM workers load a Hugging Face directory, not {config.model}")
     if config.speculation.draft:
         check_same_vocabulary(artifact, resolve_model(config.speculation.draft))
     for width in sorted(set(config.pools.ranks) - {1}):  # a single rank is never split
@@ -179,6 +185,8 @@ def _packages() -> str:
 def _speed(config: FleetConfig) -> str:
     if config.pools.engine.emulated is not None:
         return "not measured: the engine is emulated"
+    if config.pools.engine.external is not None:
+        return f"not measured: the engine is {config.pools.engine.external}"
     from baton.engine.cpu.native.library import choose_native, description
     from baton.engine.selfcheck.quick import NoPeerError, measure
 

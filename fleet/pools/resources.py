@@ -13,7 +13,13 @@ import msgspec
 
 from baton.config.fleet_file import FleetConfig
 from baton.engine.core.speculative.proposers import SpeculationSettings
-from baton.engine.settings import EmulatedModel, EngineSettings, KvTierSettings, default_device
+from baton.engine.settings import (
+    EmulatedModel,
+    EngineSettings,
+    ExternalEngine,
+    KvTierSettings,
+    default_device,
+)
 from baton.model.artifact import resolve_model
 from baton.model.model_config import ModelConfig
 from baton.planner.sizes import SCALE_IN_AFTER_NS
@@ -136,6 +142,7 @@ def engine_settings(config: FleetConfig, role: Role, worker_id: str = "") -> Eng
         speculation=msgspec.convert(config.speculation.settings(), SpeculationSettings),
         tensor_parallel=config.pools.width(role),
         rank_memory=config.pools.tensor_parallel.memory,
+        external=_external(config),
         emulated=_emulated(config),
     )
 
@@ -149,6 +156,11 @@ def _kv_tiers(config: FleetConfig, worker_id: str) -> KvTierSettings:
         disk_folder=str(folder) if tiers.disk_mb else "",
         int8_chunks=config.pools.int8_chunks,
     )
+
+
+def _external(config: FleetConfig) -> ExternalEngine | None:
+    vllm = config.pools.vllm
+    return None if vllm is None else ExternalEngine(kind="vllm", python=vllm.python, args=vllm.args)
 
 
 def _emulated(config: FleetConfig) -> EmulatedModel | None:

@@ -36,6 +36,7 @@ class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = "this engine"
     logprobs: bool = True
     logit_bias: bool = True
+    bad_words: bool = True
     prompt_logprobs: bool = False
     poolings: tuple[str, ...] = ()
     grammars: bool = False
@@ -55,7 +56,7 @@ class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):
             return InvalidRequestError(f"logprobs are not served by {name}")
         if params.logit_bias and not self.logit_bias:
             return InvalidRequestError(f"logit_bias is not served by {name}")
-        if params.bad_words and not self.logit_bias:
+        if params.bad_words and not self.bad_words:
             return InvalidRequestError(f"bad_words are not served by {name}")
         if request.adapter and not self.adapters:
             return InvalidRequestError(f"LoRA adapters are not served by {name}")

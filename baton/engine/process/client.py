@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ from baton.engine.core.split import rank_geometries
 from baton.engine.ipc import map_pool
 from baton.engine.process import messages
 from baton.engine.process.thread import EngineThread
-from baton.engine.settings import EngineSettings
+from baton.engine.settings import ENGINE_MODULES, EngineSettings
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import InternalError
 
@@ -188,6 +189,7 @@ class EngineClient:
             except TimeoutError:
                 await _kill(self._process)
         code = await self._process.wait()
+        _kill_group(self._process)
         await self._tasks.close()
         if not self.exited.done():
             self.exited.set_result(code)
@@ -199,6 +201,7 @@ class EngineClient:
 
     async def _watch(self, listening: asyncio.Task[None]) -> None:
         code = await self._process.wait()
+        _kill_group(self._process)
         await asyncio.wait([listening], timeout=_DRAIN_S)
         if not self.exited.done():
             self.exited.set_result(code)
@@ -235,19 +238,22 @@ async def _spawn(
     settings = settings.on(len(os.sched_getaffinity(0)))
     if settings.emulated is not None:
         return EngineThread(settings, theirs, pool_fds[0]), ours
+    external = settings.external
+    module = ENGINE_MODULES[external.kind if external is not None else ""]
     with theirs:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",
                 "-m",
-                "baton.engine.process.step_loop",
+                module,
                 str(theirs.fileno()),
                 ",".join(map(str, pool_fds)),
                 msgspec.json.encode(settings).decode(),
                 pass_fds=(theirs.fileno(), *pool_fds),
                 env=_environment(settings),
                 stderr=stderr,
+                start_new_session=external is not None,
             )
         except BaseException:
             ours.close()
@@ -269,6 +275,14 @@ async def _kill(process: EngineProcess) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
+    _kill_group(process)
+
+
+def _kill_group(process: EngineProcess) -> None:
+    """Kill what an external engine has left behind in the group of its engine process."""
+    if isinstance(process, asyncio.subprocess.Process):
+        with suppress(ProcessLookupError):  # the group is empty, or the process led none
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _listen(reader: asyncio.StreamReader, inbox: ReportInbox, process: EngineProcess) -> None:

@@ -54,7 +54,10 @@ class NodeProbe:
             "disk": _in_thread(_disk),
             "memory": _in_thread(lambda: available_memory(_LEAST_MEMORY_GIB)),
         }
-        if self._config.pools.engine.emulated is None:
+        engine = self._config.pools.engine
+        if self._config.pools.vllm is not None:
+            checks["vllm"] = _in_thread(self._vllm)
+        if engine.emulated is None and engine.external is None:
             checks["sums"] = _in_thread(self._sums)
         cells = {name: await _cell(check) for name, check in checks.items()}
         return msgspec.msgpack.encode(NodeReport(cells=cells))
@@ -96,8 +99,15 @@ class NodeProbe:
     def _model(self) -> str:
         from baton.model.artifact import resolve_model
 
-        artifact = resolve_model(self._config.model)
+        external = self._config.pools.engine.external is not None
+        artifact = resolve_model(self._config.model, allow_unsupported=external)
         return artifact.weights_digest.hex()[:12]
+
+    def _vllm(self) -> str:
+        from baton.engine.vllm.interpreter import vllm_version
+
+        vllm = self._config.pools.vllm
+        return "" if vllm is None else vllm_version(vllm.python)
 
     def _sums(self) -> str:
         from baton.engine.cpu.native import library

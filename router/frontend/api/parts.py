@@ -98,7 +98,8 @@ class RouterParts:
         metrics = Metrics("router", model=model.names[0])
         prefix_index = PrefixIndex()
         timing = settings.emulated
-        metrics.set("baton_engine_info", 1, engine="emulated" if timing else "real", timing=timing)
+        kind = settings.external or ("emulated" if timing else "real")
+        metrics.set("baton_engine_info", 1, engine=kind, timing=timing)
         metrics.set("baton_worker_price_per_hour", settings.price_per_hour)
         observer = Observer(metrics)
         tasks = BackgroundTasks(

@@ -14,7 +14,7 @@ from batonpb.decode_pb2 import Hello
 from baton.registry.types import Role, WorkerRecord
 from baton.registry.workers import WorkerChange
 from baton.telemetry.tasks import BackgroundTasks
-from baton.wire.compatibility import EMITTED_WIRE, emulation, wire_overlaps
+from baton.wire.compatibility import EMITTED_WIRE, emulation, external_engine, wire_overlaps
 from router.routing.workers.link import LinkListener, WorkerLink
 from router.routing.workers.resting import RestingWorkers
 from router.routing.workers.transfer_totals import TransferLedger
@@ -210,8 +210,9 @@ class Slot:
     def _engine(self) -> str:
         if self.link is None or not self.link.capabilities.numerics_id:
             return ""
-        timing = emulation(self.link.capabilities)
-        return f"emulated: {timing}" if timing else "real"
+        if timing := emulation(self.link.capabilities):
+            return f"emulated: {timing}"
+        return external_engine(self.link.capabilities) or "real"
 
 
 class WorkerTable:

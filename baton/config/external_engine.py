@@ -1,0 +1,71 @@
+"""Fleet file section on engines that are installed by themselves: vLLM."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from baton.config.network import AbsoluteFile
+from baton.config.section import Section
+
+ExternalKind = Literal["vllm"]
+"""Engines of which the fleet file has a section in ``pools``, with this name."""
+
+# arguments of `vllm serve` that a worker sets itself, and where the fleet file has them
+_TAKEN = {
+    "--host": "workers reach vLLM by a socket of their own: remove it",
+    "--port": "workers reach vLLM by a socket of their own: remove it",
+    "--uds": "workers reach vLLM by a socket of their own: remove it",
+    "--api-key": "workers reach vLLM by a socket of their own: use `api_keys` of the fleet file",
+    "--served-model-name": "use `served_model_name` of the fleet file",
+    "--model": "use `model` of the fleet file",
+    "--max-model-len": "use `max_context_tokens` of the fleet file",
+    "--max-num-seqs": "use `max_batch_requests` of the fleet file",
+    "--chat-template": "use `chat_template` of the fleet file",
+    "--tokens-only": "it disables structured output: remove it",
+    "--kv-events-config": "workers set it: remove it",
+    "--kv-transfer-config": "vLLM workers do not hand over KV: remove it",
+    "--scheduling-policy": "workers set it to `priority`: remove it",
+    "--structured-outputs-config": "workers set its backend to `guidance`: remove it",
+    "--no-enable-prefix-caching": "routers place requests by cached prefixes: remove it",
+    "--max-logprobs": "workers set it: remove it",
+    "--enable-lora": "vLLM workers serve no LoRA adapters: remove it",
+}
+
+
+class VllmConfig(Section):
+    """vLLM of all workers, see ``docs/guide/vllm.md``.
+
+    Attributes:
+        python: Absolute path, on every host, of an interpreter with vLLM.
+        args: Further arguments of ``vllm serve``, one word each.
+    """
+
+    python: AbsoluteFile
+    args: Annotated[tuple[str, ...], Field(max_length=200)] = ()
+
+    @field_validator("args", mode="before")
+    @classmethod
+    def _words_to_tuple(cls, value: object) -> object:
+        """Accept the numbers that YAML reads from a list of words."""
+        if not isinstance(value, list):
+            raise ValueError("must be a list of words")
+        return tuple(str(one) if isinstance(one, int | float) else one for one in value)
+
+    @model_validator(mode="after")
+    def _refuse_taken_arguments(self) -> Self:
+        for argument in self.args:
+            name = argument.partition("=")[0].partition(".")[0].replace("_", "-")
+            if name in _TAKEN:
+                raise ValueError(f"args: {name}: {_TAKEN[name]}")
+        return self
+
+
+def refuse_unsupported(kind: str, requested: dict[str, bool]) -> None:
+    """Raise ``ValueError`` for the first feature that a fleet with an external engine requests.
+
+    Args:
+        kind: Name of the engine.
+        requested: Fleet file keys, with the fix behind them, and whether the file sets them.
+    """
+    for key in (key for key, is_set in requested.items() if is_set):
+        raise ValueError(f"{key} (pools.engine is {kind})")

@@ -1,0 +1,34 @@
+"""Check of an interpreter's vLLM, without importing it."""
+
+import subprocess
+
+_TIMEOUT_S = 30.0
+_PROGRAM = """
+import importlib.metadata, importlib.util, pathlib, sys
+found = importlib.util.find_spec("vllm")
+if found is None:
+    sys.exit("vLLM is not installed there")
+folder = pathlib.Path(found.submodule_search_locations[0])
+version = importlib.metadata.version("vllm")
+if not (folder / "entrypoints/scale_out/token_in_token_out").is_dir():
+    sys.exit(f"its vLLM {version} has no /inference/v1/generate; 0.32 has")
+print(version)
+"""
+
+
+def vllm_version(python: str) -> str:
+    """Return the version of vLLM in an interpreter's environment.
+
+    Raises:
+        RuntimeError: The interpreter cannot run, or has no vLLM with the endpoints that are used.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROGRAM], capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"pools.vllm.python: {python} cannot run: {error}") from None
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2]
+        raise RuntimeError(f"pools.vllm.python: {python}: {reason}")
+    return f"{done.stdout.strip()} at {python}"

@@ -1,0 +1,214 @@
+"""vLLM's KV events as changes of Baton's index, without I/O.
+
+vLLM numbers its batches from 0 and repeats them on request. ``EventOrder`` puts them in order and
+notices gaps; ``CacheMirror`` follows the cache and translates names:
+
+    vLLM   [ block of 32 tokens, hash A ][ block of 32 tokens, hash B, parent A ]
+    Baton  [ 16 tokens ][ 16 tokens     ][ 16 tokens ][ 16 tokens               ]
+
+Baton's hashes are computed from the token ids. The first block of a prompt names its seed, which is
+the cache salt of the request (``protocol.py``); the following ones name their parent.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from baton.types.block_hashes import HASH_BYTES, block_hashes
+from baton.types.events import CacheChanged
+from baton.types.geometry import BLOCK_TOKENS
+
+REPLAY_END = -1
+
+Name = int | bytes
+"""Hash of a block in vLLM."""
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """Event: blocks of one sequence were computed, in order."""
+
+    block_hashes: tuple[Name, ...]
+    parent_block_hash: Name | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    medium: str | None = None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Event: blocks were evicted."""
+
+    block_hashes: tuple[Name, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """Event: the cache was reset."""
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """Events of one engine step."""
+
+    ts: float
+    events: tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
+
+
+_decoder = msgspec.msgpack.Decoder(Batch)
+
+
+class EventOrder:
+    """Order of numbered batches from the live stream and from replays.
+
+    Attributes:
+        missing_from: First number to request from the replay; None if nothing is missing.
+    """
+
+    def __init__(self) -> None:
+        self.missing_from: int | None = 0  # the stream may begin before the subscription
+        self._next = 0
+        self._held: dict[int, bytes] = {}  # live batches behind a gap
+
+    def live(self, number: int, payload: bytes) -> list[bytes]:
+        """Take a batch of the live stream, and return those that can be applied."""
+        if number >= self._next:
+            self._held[number] = payload
+            if number > self._next and self.missing_from is None:
+                self.missing_from = self._next
+        return self._ready()
+
+    def replayed(self, number: int, payload: bytes) -> list[bytes]:
+        """Take a repeated batch, and return those that can be applied."""
+        if number >= self._next:
+            self._held[number] = payload
+        return self._ready()
+
+    def replay_ended(self) -> bool:
+        """Note the end of a replay; return whether batches are lost, so the cache is unknown."""
+        self.missing_from = None
+        lost = bool(self._held) and self._next not in self._held
+        if lost:
+            self._next = min(self._held)
+        return lost
+
+    def take_ready(self) -> list[bytes]:
+        """Return the batches that can be applied, in order."""
+        return self._ready()
+
+    def _ready(self) -> list[bytes]:
+        ready = []
+        while (payload := self._held.pop(self._next, None)) is not None:
+            ready.append(payload)
+            self._next += 1
+        return ready
+
+
+class CacheMirror:
+    """Blocks that vLLM holds, by its names and by Baton's."""
+
+    def __init__(self) -> None:
+        self._copies: Counter[Name] = Counter()  # vLLM may hold a block more than once
+        self._hashes: dict[Name, tuple[bytes, ...]] = {}  # Baton's hashes of one vLLM block
+        self._held: Counter[bytes] = Counter()
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of Baton's blocks that vLLM holds."""
+        return len(self._held)
+
+    def cached_tokens(self, hashes: Sequence[bytes], block_tokens: int) -> int:
+        """Return the cached tokens of a prompt with these block hashes, in whole vLLM blocks."""
+        found = 0
+        for one in hashes:
+            if one not in self._held:
+                break
+            found += BLOCK_TOKENS
+        return found - found % block_tokens
+
+    def apply(self, payload: bytes) -> CacheChanged:
+        """Apply one batch, and return what Baton's index gains and loses.
+
+        Raises:
+            msgspec.DecodeError: The batch is of an unknown format.
+        """
+        stored: list[bytes] = []
+        removed: list[bytes] = []
+        for event in _decoder.decode(payload).events:
+            match event:
+                case BlockStored() if _in_pool(event.medium, event.group_idx):
+                    self._store(event, stored, removed)
+                case BlockRemoved() if _in_pool(event.medium, event.group_idx):
+                    for name in event.block_hashes:
+                        self._remove(name, stored, removed)
+                case AllBlocksCleared():
+                    published = set(self._held).difference(stored)
+                    removed += published
+                    stored.clear()
+                    self.clear()
+        return CacheChanged(tuple(stored), tuple(removed))
+
+    def clear(self) -> CacheChanged:
+        """Forget all blocks, and return what Baton's index loses."""
+        removed = tuple(self._held)
+        self._copies.clear()
+        self._hashes.clear()
+        self._held.clear()
+        return CacheChanged((), removed)
+
+    def _store(self, event: BlockStored, stored: list[bytes], removed: list[bytes]) -> None:
+        parent = self._parent(event)
+        size = event.block_size
+        for place, name in enumerate(event.block_hashes):
+            self._copies[name] += 1
+            if name in self._hashes or parent is None:
+                parent = self._hashes[name][-1] if name in self._hashes else None
+                continue
+            tokens = event.token_ids[place * size : (place + 1) * size]
+            hashes = tuple(block_hashes(parent, tokens))
+            self._hashes[name] = hashes
+            for one in hashes:
+                self._held[one] += 1
+                if self._held[one] == 1:
+                    _note(one, stored, removed)
+            parent = hashes[-1]
+
+    def _parent(self, event: BlockStored) -> bytes | None:
+        """Return the hash before the first block; None if it is not of a request of Baton."""
+        if event.parent_block_hash is not None:
+            known = self._hashes.get(event.parent_block_hash)
+            return known[-1] if known is not None else None
+        keys = event.extra_keys[0] if event.extra_keys else None
+        for key in keys or ():
+            if isinstance(key, str) and len(key) == 2 * HASH_BYTES:
+                try:
+                    return bytes.fromhex(key)
+                except ValueError:
+                    continue
+        return None
+
+    def _remove(self, name: Name, stored: list[bytes], removed: list[bytes]) -> None:
+        if self._copies[name] > 1:
+            self._copies[name] -= 1
+            return
+        del self._copies[name]
+        for one in self._hashes.pop(name, ()):
+            self._held[one] -= 1
+            if not self._held[one]:
+                del self._held[one]
+                _note(one, removed, stored)
+
+
+def _in_pool(medium: str | None, group: int | None) -> bool:
+    """Return whether an event is of the pool of the first KV group, by which models are indexed."""
+    return medium in (None, "GPU") and not group
+
+
+def _note(one: bytes, gained: list[bytes], lost: list[bytes]) -> None:
+    """Add a hash to ``gained``, or take back its entry in ``lost`` of the same batch."""
+    if one in lost:
+        lost.remove(one)
+    else:
+        gained.append(one)

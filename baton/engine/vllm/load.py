@@ -1,0 +1,157 @@
+"""Load and speed of a vLLM worker, from the arrival of its tokens, without I/O.
+
+vLLM does not report its steps, but all sequences of a step stream their tokens together. A step
+ends when a sequence has a second token, or when nothing arrives for ``SETTLED_NS``:
+
+    arrivals   a b c     a b c     a b c D       D is the first token of a new prompt
+    steps      [step 1]  [step 2]  [step 3: with D's prompt]
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.types.events import StepDone
+from baton.types.geometry import BLOCK_TOKENS, context_tokens
+from baton.types.pool_counts import BlockCounts
+
+SETTLED_NS = 20_000_000
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """Progress of a sequence.
+
+    Attributes:
+        cached_tokens: Prompt tokens that vLLM has cached, as far as known.
+        input_ns: Its part of the steps, for the prompt; ``output_ns`` the same for its tokens.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    submitted_ns: int
+    first_ns: int = 0
+    generated: int = 0
+    input_ns: int = 0
+    output_ns: int = 0
+
+    @property
+    def context(self) -> int:
+        """Tokens of the sequence."""
+        return self.prompt_tokens + self.generated
+
+    @property
+    def uncached(self) -> int:
+        """Prompt tokens to compute."""
+        return max(self.prompt_tokens - self.cached_tokens, 1)
+
+
+class LoadMeter:
+    """Steps and load of one vLLM; ``total_blocks`` are Baton's blocks in its pool."""
+
+    def __init__(self, total_blocks: int) -> None:
+        self._total_blocks = total_blocks
+        self._rows: dict[tuple[str, int], Row] = {}
+        self._step = 0
+        self._batch: dict[tuple[str, int], Row] = {}  # rows with a token in this step
+        self._batch_ns = 0  # first arrival of this step
+        self._last_ns = 0  # first arrival of the step before
+        self._new: list[Row] = []  # rows of the batch whose first token this is
+
+    def submitted(self, request_id: str, choice: int, row: Row) -> None:
+        """Add a sequence that waits."""
+        self._rows[request_id, choice] = row
+
+    def row(self, request_id: str, choice: int) -> Row:
+        """Return a live sequence."""
+        return self._rows[request_id, choice]
+
+    def ended(self, request_id: str, choice: int) -> Row | None:
+        """Remove a sequence, and return it."""
+        return self._rows.pop((request_id, choice), None)
+
+    def tokens(
+        self, request_id: str, choice: int, count: int, now_ns: int, cached_blocks: int
+    ) -> StepDone | None:
+        """Note tokens of a sequence; return the step that has ended by this, if any."""
+        key = request_id, choice
+        step = self.end_step(cached_blocks) if key in self._batch else None
+        row = self._rows[key]
+        if not self._batch:
+            self._batch_ns = now_ns
+        if not row.first_ns:
+            row.first_ns = now_ns
+            self._new.append(row)
+        row.generated += count
+        self._batch[key] = row
+        return step
+
+    def settled(self, now_ns: int, cached_blocks: int) -> StepDone | None:
+        """Return the step that has ended because no more tokens arrived, if any."""
+        if not self._batch or now_ns - self._batch_ns < SETTLED_NS:
+            return None
+        return self.end_step(cached_blocks)
+
+    def end_step(self, cached_blocks: int) -> StepDone:
+        """Return the current step, and begin the next one."""
+        began_ns = self._began_ns()
+        duration_ns = max(self._batch_ns - began_ns, 1)
+        prompt_tokens = sum(row.uncached for row in self._new)
+        decoding = [row for row in self._batch.values() if row not in self._new]
+        self._charge(duration_ns, prompt_tokens, decoding)
+        self._step += 1
+        step = msgspec.structs.replace(
+            self.status(cached_blocks),
+            duration_ns=duration_ns,
+            prompt_tokens=prompt_tokens,
+            prompt_context=sum(
+                context_tokens(row.prompt_tokens - row.uncached, row.prompt_tokens)
+                for row in self._new
+            ),
+            decode_rows=len(decoding),
+            decode_context=sum(row.context for row in decoding),
+        )
+        self._last_ns = self._batch_ns
+        self._batch = {}
+        self._new = []
+        return step
+
+    def status(self, cached_blocks: int) -> StepDone:
+        """Return the load, without figures of a step."""
+        answering = [row for row in self._rows.values() if row.first_ns]
+        waiting = [row for row in self._rows.values() if not row.first_ns]
+        return StepDone(
+            step=self._step,
+            running=len(answering) + bool(waiting),
+            waiting=max(len(waiting) - 1, 0),
+            answering=len(answering),
+            answering_context=sum(row.context for row in answering),
+            coming_context=sum(row.prompt_tokens for row in waiting),
+            queued_prompt_tokens=sum(row.uncached for row in waiting),
+            queued_prompt_context=sum(
+                context_tokens(row.prompt_tokens - row.uncached, row.prompt_tokens)
+                for row in waiting
+            ),
+            blocks=self._blocks(cached_blocks),
+        )
+
+    def _began_ns(self) -> int:
+        """Return when the step began: after the one before, or when its oldest work arrived."""
+        if self._new:
+            return max(self._last_ns, min(row.submitted_ns for row in self._new))
+        oldest = min((row.first_ns for row in self._batch.values()), default=self._batch_ns)
+        return max(self._last_ns, oldest)
+
+    def _charge(self, duration_ns: int, prompt_tokens: int, decoding: list[Row]) -> None:
+        share_ns = duration_ns // (prompt_tokens + len(decoding) or 1)
+        for row in self._new:
+            row.input_ns += share_ns * row.uncached
+        for row in decoding:
+            row.output_ns += share_ns
+
+    def _blocks(self, cached_blocks: int) -> BlockCounts:
+        used = sum(-(-row.context // BLOCK_TOKENS) for row in self._rows.values())
+        in_use = min(used, self._total_blocks)
+        cached = min(max(cached_blocks - in_use, 0), self._total_blocks - in_use)
+        free = self._total_blocks - in_use - cached
+        return BlockCounts(total=self._total_blocks, free=free, cached=cached, in_use=in_use)

@@ -1,0 +1,181 @@
+"""Engine process of a vLLM worker: it starts ``vllm serve`` and translates for it.
+
+    python -m baton.engine.vllm.process CONTROL_FD POOL_FDS SETTINGS_JSON
+
+    worker's shell == commands, reports ==> this process -- HTTP, KV events --> vllm serve
+                   (baton.engine.process.messages)          (Unix sockets)      (and its children)
+
+The arguments are those of ``baton.engine.process.step_loop``; the pools are not used. This process
+leads a process group, to which vLLM belongs. It ends after ``Stop``, when the shell is gone, or
+with a ``Fatal`` report when vLLM is gone. If this process is killed, the shell kills the group.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from baton.engine.process import messages
+from baton.engine.settings import EngineSettings, ExternalEngine
+from baton.engine.vllm import server
+from baton.engine.vllm.engine import VllmEngine
+from baton.model.artifact import resolve_model
+from baton.model.locate import locate
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.errors import InternalError
+
+_EXIT_S = 2.0  # for vLLM to end after SIGTERM; the shell waits little longer
+
+
+class VllmProcess:
+    """Life of one vLLM, from its start to its end.
+
+    Attributes:
+        ended: Set to "" after ``Stop`` or without a shell, else to the failure.
+        orphaned: Whether the shell is gone.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        external: ExternalEngine,
+        writer: asyncio.StreamWriter,
+        folder: str,
+    ) -> None:
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.orphaned = False
+        self._settings = settings
+        self._external = external
+        self._writer = writer
+        self._folder = folder
+        self._engine: VllmEngine | None = None
+
+    async def listen(self, reader: asyncio.StreamReader) -> None:
+        """Execute the shell's commands until ``Stop``, or until the shell is gone."""
+        commands = messages.command_reader()
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 20):
+                for command in commands.feed(data):
+                    if isinstance(command, messages.Stop):
+                        self.end("")
+                        return
+                    if self._engine is not None:
+                        self._engine.handle(command)
+        self.orphaned = True
+        self.end("")
+
+    async def drive(self) -> None:
+        """Start vLLM, report ``Ready``, and raise when vLLM ends.
+
+        Raises:
+            InternalError: vLLM did not start, or has ended.
+            ModelError: The model cannot be found or described.
+        """
+        began_s = time.monotonic()
+        settings = self._settings
+        path, _ = locate(settings.model)
+        if not path.is_dir():
+            raise InternalError(
+                f"vLLM workers load a Hugging Face directory, and `model` is {settings.model}"
+            )
+        loop = asyncio.get_running_loop()
+        describing = loop.run_in_executor(
+            None, partial(resolve_model, settings.model, allow_unsupported=True)
+        )
+        arguments = server.command(self._external, settings, path, Path(self._folder))
+        vllm = await server.start(arguments, settings.threads)
+        try:
+            await server.until_healthy(vllm, f"{self._folder}/http", self._progress)
+            facts = await server.read_facts(f"{self._folder}/http")
+            artifact = await describing
+            geometry = facts.geometry(artifact)
+            eos = artifact.config.eos_token_ids
+            blocks = geometry.num_blocks
+            self._engine = VllmEngine(self._send, vllm, self._folder, facts, eos, blocks)
+            self._send(
+                messages.Ready(
+                    pid=vllm.pid,
+                    geometry=geometry,
+                    numerics_id=facts.numerics_id,
+                    weights_digest=artifact.weights_digest,
+                    eos_token_ids=eos,
+                    max_context_tokens=facts.max_context_tokens,
+                    threads=settings.threads,
+                    load_s=time.monotonic() - began_s,
+                )
+            )
+            self._engine.broken.add_done_callback(lambda broken: self.end(broken.result()))
+            code = await vllm.wait()
+            raise InternalError(f"`vllm serve` exited with code {code}; see the engine log")
+        finally:
+            if self._engine is not None:
+                await self._engine.close()
+            await _terminate(vllm)
+
+    def end(self, why: str) -> None:
+        """End this process, because of ``why`` if that is not empty."""
+        if not self.ended.done():
+            self.ended.set_result(why)
+
+    def fail(self, error: Exception) -> None:
+        """End this process because of an error."""
+        self.end(f"{type(error).__name__}: {error}")
+
+    def _progress(self, what: str) -> None:
+        self._send(messages.Progress(what))
+
+    def _send(self, *reports: messages.Report) -> None:
+        if reports and not self._writer.is_closing():
+            self._writer.write(messages.frame(reports))
+
+
+async def _terminate(vllm: asyncio.subprocess.Process) -> None:
+    """End the group of vLLM's processes; this process ignores the signal."""
+    os.killpg(os.getpgrp(), signal.SIGTERM)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_EXIT_S):
+            await vllm.wait()
+
+
+async def serve(control: socket.socket, settings: EngineSettings) -> None:
+    """Run one vLLM until ``Stop``. After a failure, or without a shell, kill the whole group."""
+    external = settings.external
+    if external is None:
+        raise InternalError("the settings have no external engine")
+    reader, writer = await asyncio.open_connection(sock=control)
+    tasks = BackgroundTasks("vllm process")
+    with tempfile.TemporaryDirectory(prefix="baton-vllm-") as folder:
+        process = VllmProcess(settings, external, writer, folder)
+        tasks.vital(process.listen(reader), "listen", process.fail)
+        tasks.vital(process.drive(), "drive", process.fail)
+        why = await process.ended
+        if why:
+            writer.write(messages.frame([messages.Fatal(why)]))
+            with suppress(ConnectionError):
+                await writer.drain()
+        elif not process.orphaned:
+            await tasks.close()
+    if why or process.orphaned:
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    writer.close()
+
+
+def main() -> None:
+    """Run ``python -m baton.engine.vllm.process``."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # sent to the group that this process leads
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
+    control = socket.socket(fileno=int(sys.argv[1]))
+    settings = msgspec.json.decode(sys.argv[3], type=EngineSettings)
+    asyncio.run(serve(control, settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Requests to vLLM's token endpoint and its streamed responses, without I/O.
+
+Each choice of a request is one vLLM request with one sequence, so that a choice can be ended or
+resumed by itself. The cache salt is the seed of the request's block hashes: two tenants never share
+a block, and vLLM's KV events name the seed (``kv_events.py``).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from baton.engine.core.model_runner import RunnerCapabilities
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.types import events as ev
+from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
+from baton.types.params import SampledToken, SamplingParams
+
+GENERATE = "/inference/v1/generate"
+NO_LOGPROB = -9999.0
+"""Log-probability that vLLM sends for minus infinity and NaN."""
+
+CAPABILITIES = RunnerCapabilities(engine="vLLM workers", grammars=True, bad_words=False)
+
+_SEED_MASK = (1 << 63) - 1  # vLLM takes signed 64-bit seeds
+
+
+class LogProb(msgspec.Struct, frozen=True):
+    """Log-probability of one candidate."""
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
+class TokenLogProb(msgspec.Struct, frozen=True):
+    """Log-probability of a sampled token and its alternatives, the sampled token first."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[LogProb, ...] = ()
+
+
+class LogProbs(msgspec.Struct, frozen=True):
+    """Log-probabilities of a chunk's tokens."""
+
+    content: tuple[TokenLogProb, ...] | None = None
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    """New tokens of a sequence."""
+
+    token_ids: tuple[int, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: LogProbs | None = None
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """Details of a prompt's tokens."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of a request."""
+
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Error in a stream or in a response."""
+
+    message: str = ""
+    code: int | str | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Server-sent event of a stream, or the body of an error response."""
+
+    choices: tuple[ChunkChoice, ...] = ()
+    usage: Usage | None = None
+    error: ErrorBody | None = None
+
+
+_decoder = msgspec.json.Decoder(Chunk)
+
+
+def refusal(spec: RequestSpec) -> BatonError | None:
+    """Return the error of a request that vLLM workers do not serve, or None."""
+    if spec.kind is not Kind.FULL:
+        return UnavailableError("vLLM workers do not hand over KV: they serve whole requests only")
+    if any(spec.emitted) and spec.params.grammar:
+        return UnavailableError(
+            "a response with a format cannot be resumed by vLLM workers, which would begin the "
+            "format again"
+        )
+    return CAPABILITIES.refusal(spec)
+
+
+def generate_body(
+    request_id: str, prompt: Sequence[int], spec: RequestSpec, choice: int, eos: Sequence[int]
+) -> bytes:
+    """Return the JSON body that requests one choice.
+
+    Emitted tokens of a resumed response follow the prompt. vLLM does not count them in presence
+    and frequency penalties.
+    """
+    emitted = (spec.emitted[choice] if spec.emitted else None) or ()
+    body: dict[str, Any] = {
+        "request_id": f"{request_id}/{choice}",
+        "token_ids": [*prompt, *emitted],
+        "sampling_params": sampling_params(spec.params, choice, len(emitted), eos),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "cache_salt": spec.hash_seed.hex(),
+        "priority": spec.priority,
+    }
+    return msgspec.json.encode(body)
+
+
+def sampling_params(
+    params: SamplingParams, choice: int, emitted: int, eos: Sequence[int]
+) -> dict[str, Any]:
+    """Return vLLM's sampling parameters for one choice that has ``emitted`` tokens already."""
+    stops = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        stops.update(eos)
+    result: dict[str, Any] = {
+        "max_tokens": params.max_tokens - emitted,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "stop_token_ids": sorted(stops),
+        "ignore_eos": params.ignore_eos,
+        "min_tokens": max(0, params.min_tokens - emitted),
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "detokenize": False,
+    }
+    if params.temperature:  # a resumed choice must not draw its first noise again
+        result["seed"] = (params.seed + choice + emitted * 0x9E3779B97F4A7C15) & _SEED_MASK
+    if params.logprobs is not None:  # vLLM counts the sampled token; see ``_alternatives``
+        result["logprobs"] = params.logprobs + 1 if params.logprobs else 0
+    if params.logit_bias:
+        result["logit_bias"] = {str(token): bias for token, bias in params.logit_bias}
+    if params.grammar:
+        result["structured_outputs"] = {"grammar": params.grammar}
+    return result
+
+
+class ChoiceStream:
+    """Parser of the response to one ``generate_body``.
+
+    Attributes:
+        generated: Tokens of the choice so far, those before a resumption included.
+        finished: Whether the choice has its finish reason.
+        cached_tokens: Prompt tokens that vLLM had cached; None until it reports them.
+    """
+
+    def __init__(self, request_id: str, choice: int, spec: RequestSpec, eos: Sequence[int]) -> None:
+        emitted = spec.emitted[choice] if spec.emitted else None
+        self.generated = len(emitted or ())
+        self.finished = False
+        self.cached_tokens: int | None = None
+        self._request_id = request_id
+        self._choice = choice
+        self._alternatives = spec.params.logprobs
+        self._ends = set(spec.params.stop_token_ids)
+        if not spec.params.ignore_eos or spec.params.grammar:
+            self._ends.update(eos)
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[ev.Tokens]:
+        """Return the tokens in received bytes.
+
+        Raises:
+            BatonError: vLLM ended the request with an error.
+        """
+        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        tokens: list[ev.Tokens] = []
+        for event in events:
+            payload = event.removeprefix(b"data: ")
+            if payload != b"[DONE]":
+                tokens += self._take(read_chunk(payload))
+        return tokens
+
+    def _take(self, chunk: Chunk) -> list[ev.Tokens]:
+        if chunk.error is not None:
+            raise error_of(chunk.error, None)
+        details = chunk.usage.prompt_tokens_details if chunk.usage is not None else None
+        if details is not None and details.cached_tokens is not None:
+            self.cached_tokens = details.cached_tokens
+        return [self._tokens(choice) for choice in chunk.choices]
+
+    def _tokens(self, choice: ChunkChoice) -> ev.Tokens:
+        ids = choice.token_ids or ()
+        reason = choice.finish_reason or ""
+        if reason not in ("", "stop", "length"):
+            raise InternalError(f"vLLM ended the request with finish_reason {reason!r}")
+        stop = None
+        if reason == "stop" and ids and ids[-1] in self._ends:
+            stop = ids[-1]
+            ids = ids[:-1]
+        index = self.generated
+        self.generated += len(ids)
+        self.finished = bool(reason)
+        content = choice.logprobs.content if choice.logprobs is not None else None
+        return ev.Tokens(
+            request_id=self._request_id,
+            choice=self._choice,
+            index=index,
+            tokens=tuple(self._sampled(n, token, content) for n, token in enumerate(ids)),
+            finish_reason=reason,
+            stop_token=stop,
+        )
+
+    def _sampled(
+        self, position: int, token: int, content: Sequence[TokenLogProb] | None
+    ) -> SampledToken:
+        if self._alternatives is None or content is None:
+            return SampledToken(token)
+        scored = content[position]
+        ranked = sorted(
+            (one for one in scored.top_logprobs if one.rank is not None),
+            key=lambda one: one.rank or 0,
+        )
+        top = tuple((one.token_id, one.logprob) for one in ranked[: self._alternatives])
+        return SampledToken(token, scored.logprob, top)
+
+
+def read_chunk(payload: bytes) -> Chunk:
+    """Decode one JSON object of a stream or an error response."""
+    try:
+        return _decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise InternalError(f"vLLM sent {payload[:200]!r}, which is not a chunk: {error}") from None
+
+
+def error_of(error: ErrorBody, status: int | None) -> BatonError:
+    """Return the error that vLLM reports, as invalid request or as internal error."""
+    code = error.code if isinstance(error.code, int) else status
+    if code is not None and 400 <= code < 500:
+        return InvalidRequestError(f"vLLM refused the request: {error.message}")
+    return InternalError(f"vLLM failed: {error.message}")

@@ -1,0 +1,206 @@
+"""The process ``vllm serve`` of one worker: its command, its start, and what it says of itself."""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.engine.parent import die_with_parent
+from baton.engine.settings import EngineSettings, ExternalEngine
+from baton.engine.vllm.http import fetch
+from baton.model.artifact import ModelArtifact
+from baton.types.errors import InternalError, UnavailableError
+from baton.types.geometry import BLOCK_TOKENS, KvGeometry
+
+_POLL_S = 0.2
+_PROGRESS_S = 5.0
+_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "fp8": "fp8", "int8": "int8"}
+_LOGPROBS = 21  # the 20 alternatives of a client, and the sampled token
+
+
+class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a running vLLM.
+
+    Attributes:
+        block_tokens: Tokens of one of its blocks.
+        width: Ranks of its tensor parallelism times those of its pipeline.
+    """
+
+    version: str
+    block_tokens: int
+    blocks: int
+    max_context_tokens: int
+    dtype: str
+    kv_dtype: str
+    attention: str
+    width: int
+
+    @property
+    def numerics_id(self) -> str:
+        """Id that is equal for workers whose KV and tokens are comparable."""
+        return f"vllm/{self.version}/{self.dtype}/{self.kv_dtype}/{self.attention}/tp{self.width}"
+
+    def geometry(self, artifact: ModelArtifact) -> KvGeometry:
+        """Return the shape of the KV pool in Baton's blocks.
+
+        Raises:
+            InternalError: Its blocks cannot be divided into Baton's.
+        """
+        if self.block_tokens % BLOCK_TOKENS:
+            raise InternalError(
+                f"vLLM's block size is {self.block_tokens}, which is not a multiple of "
+                f"{BLOCK_TOKENS}: set `--block-size` in pools.vllm.args"
+            )
+        return KvGeometry(
+            num_layers=artifact.config.num_layers,
+            num_kv_heads=artifact.config.num_kv_heads,
+            head_dim=artifact.config.head_dim,
+            num_blocks=self.blocks * self.block_tokens // BLOCK_TOKENS,
+            dtype=self.kv_dtype,
+        )
+
+
+def command(
+    engine: ExternalEngine, settings: EngineSettings, model: Path, folder: Path
+) -> list[str]:
+    """Return the command line; the arguments of the fleet file come last and win."""
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{folder}/events",
+        "replay_endpoint": f"ipc://{folder}/replay",
+    }
+    limits: list[str] = []
+    if settings.max_context_tokens:
+        limits = ["--max-model-len", str(settings.max_context_tokens)]
+    return [
+        engine.python,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(model),
+        *("--uds", f"{folder}/http"),
+        "--enable-scale-out",
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+        *("--kv-events-config", msgspec.json.encode(events).decode()),
+        *("--scheduling-policy", "priority"),
+        *("--structured-outputs-config.backend", "guidance"),
+        *("--max-logprobs", str(_LOGPROBS)),
+        *("--max-num-seqs", str(settings.max_batch_requests)),
+        *limits,
+        *engine.args,
+    ]
+
+
+def environment(outer: Mapping[str, str], threads: int) -> dict[str, str]:
+    """Return the environment; variables of the outer one win."""
+    return {
+        "HF_HUB_OFFLINE": "1",  # the model is a folder
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two workers would bind the same cores
+        "OMP_NUM_THREADS": str(threads),
+        **outer,
+        "VLLM_SERVER_DEV_MODE": "1",  # serves /server_info and /reset_prefix_cache
+    }
+
+
+async def start(arguments: Sequence[str], threads: int) -> asyncio.subprocess.Process:
+    """Start the server in this process's group; it ends with this process.
+
+    Raises:
+        InternalError: The interpreter cannot be executed.
+    """
+    try:
+        return await asyncio.create_subprocess_exec(
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=2,
+            env=environment(_own_environment(), threads),
+            preexec_fn=die_with_parent,
+        )
+    except OSError as error:
+        raise InternalError(
+            f"cannot execute {arguments[0]}: {error.strerror}; set pools.vllm.python to an "
+            "interpreter with vLLM"
+        ) from None
+
+
+def _own_environment() -> dict[str, str]:
+    """Return this process's environment without what only its own interpreter may read."""
+    own = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
+async def until_healthy(
+    process: asyncio.subprocess.Process, socket_path: str, progress: Callable[[str], None]
+) -> None:
+    """Wait until the server takes requests; ``progress`` receives a line now and then.
+
+    Raises:
+        InternalError: The server exited.
+    """
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    due_s = 0.0
+    while True:
+        if process.returncode is not None:
+            raise InternalError(
+                f"`vllm serve` exited with code {process.returncode}; see the worker's engine log"
+            )
+        try:
+            await fetch(socket_path, "GET", "/health", 2.0)
+        except UnavailableError:
+            waited_s = loop.time() - began_s
+            if waited_s >= due_s:
+                progress(f"vLLM is starting, {waited_s:.0f} s")
+                due_s = waited_s + _PROGRESS_S
+            await asyncio.sleep(_POLL_S)
+        else:
+            return
+
+
+async def read_facts(socket_path: str) -> VllmFacts:
+    """Return the properties of the running server.
+
+    Raises:
+        InternalError: This version of vLLM does not report them as expected.
+    """
+    version = msgspec.json.decode(await fetch(socket_path, "GET", "/version", 10.0))["version"]
+    raw = await fetch(socket_path, "GET", "/server_info?config_format=json", 60.0)
+    try:
+        return facts_of(version, msgspec.json.decode(raw)["vllm_config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InternalError(
+            f"vLLM {version} does not report its configuration as 0.32 does: {error!r}"
+        ) from None
+
+
+def facts_of(version: str, config: Mapping[str, Any]) -> VllmFacts:
+    """Return the properties in the configuration that ``/server_info`` reports."""
+    cache = config["cache_config"]
+    model = config["model_config"]
+    parallel = config["parallel_config"]
+    device = config["device_config"]["device"]
+    backend = config["attention_config"]["backend"] or "auto"
+    dtype = _dtype(model["dtype"])
+    kv = cache["cache_dtype"]
+    return VllmFacts(
+        version=version,
+        block_tokens=cache["block_size"],
+        blocks=cache["num_gpu_blocks"],
+        max_context_tokens=model["max_model_len"],
+        dtype=dtype,
+        kv_dtype=dtype if kv == "auto" else _dtype(kv),
+        attention=f"{device}-{backend}",
+        width=parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"],
+    )
+
+
+def _dtype(name: str) -> str:
+    """Return Baton's name of a dtype such as ``torch.bfloat16`` or ``fp8_e4m3``."""
+    plain = name.removeprefix("torch.").partition("_")[0]
+    return _DTYPES[plain]

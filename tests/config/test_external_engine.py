@@ -1,0 +1,75 @@
+"""A fleet of vLLM workers is refused what vLLM does not do, by name and with the fix."""
+
+import pytest
+from pydantic import ValidationError
+
+from baton.config.fleet_file import FleetConfig
+from fleet.pools.resources import engine_settings
+from router.settings import RouterSettings
+
+PYTHON = "/opt/vllm/bin/python"
+
+
+def config(pools: dict[str, object] | None = None, **more: object) -> FleetConfig:
+    vllm = {"python": PYTHON, "args": ["--block-size", 32]}
+    own = {"prefill": 0, "decode": 2, "engine": "vllm", "vllm": vllm, **(pools or {})}
+    return FleetConfig.model_validate({"numerics": "fast", "pools": own, **more})
+
+
+def test_the_section_becomes_the_engine_of_every_worker() -> None:
+    external = engine_settings(config(), "decode").external
+    assert external is not None
+    assert (external.kind, external.python) == ("vllm", PYTHON)
+    assert external.args == ("--block-size", "32")
+    assert engine_settings(FleetConfig(), "decode").external is None
+
+
+def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_REDIS_URL", "redis://localhost")
+    assert not RouterSettings.from_config(config()).pull_prefixes
+    assert RouterSettings.from_config(FleetConfig()).pull_prefixes
+
+
+@pytest.mark.parametrize(
+    ("pools", "more", "text"),
+    [
+        ({}, {"numerics": "exact"}, "numerics: exact: not kept by this engine"),
+        ({}, {"dtype": "bf16"}, "dtype: use pools.vllm.args"),
+        ({}, {"kv_blocks_per_worker": 100}, "kv_blocks_per_worker: use pools.vllm.args"),
+        ({}, {"quantisation": {"weights": "int8"}}, "quantisation: use pools.vllm.args"),
+        ({}, {"speculation": "ngram"}, "speculation: use pools.vllm.args"),
+        ({}, {"adapters": {"load": {"a": "/a"}}}, "adapters.load: not served by this engine"),
+        ({"prefill": 1}, {}, "vllm workers do not hand over KV yet: set `prefill: 0`"),
+        ({"kv_tiers": {"memory_mb": 64}}, {}, "kv_tiers: not for vllm workers"),
+        ({"tensor_parallel": 2}, {}, "use `--tensor-parallel-size` in pools.vllm.args"),
+        ({"vllm": None}, {}, "need each other"),
+        ({"engine": "real"}, {}, "need each other"),
+        ({"vllm": {"python": "bin/python"}}, {}, "absolute"),
+        ({"vllm": {"python": PYTHON, "args": "--x"}}, {}, "must be a list of words"),
+    ],
+)
+def test_what_vllm_workers_do_not_do_is_refused(
+    pools: dict[str, object], more: dict[str, object], text: str
+) -> None:
+    with pytest.raises(ValidationError, match="vllm") as caught:
+        config(pools, **more)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "fix"),
+    [
+        ("--port", "remove it"),
+        ("--port=8000", "remove it"),
+        ("--max-model-len", "use `max_context_tokens` of the fleet file"),
+        ("--max_model_len", "use `max_context_tokens` of the fleet file"),
+        ("--structured-outputs-config.backend", "workers set its backend to `guidance`"),
+        ("--kv-transfer-config", "vLLM workers do not hand over KV"),
+    ],
+)
+def test_arguments_that_workers_set_are_refused_with_the_key_to_use(
+    argument: str, fix: str
+) -> None:
+    with pytest.raises(ValidationError, match="args: --") as caught:
+        config({"vllm": {"python": PYTHON, "args": [argument]}})
+    assert fix in str(caught.value)

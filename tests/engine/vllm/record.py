@@ -1,0 +1,115 @@
+"""Records exchanges of a real vLLM, for the tests in this folder.
+
+    .venv/bin/python -m tests.engine.vllm.record
+
+It needs the environment and the model of `make test-vllm`, and writes `recorded/`.
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.settings import EngineSettings, ExternalEngine
+from baton.engine.vllm import http, protocol, server
+from baton.engine.vllm.zmtp import SUBSCRIBE_ALL, ZmtpPeer, message
+from baton.types.params import SamplingParams
+from tests.vllm.places import ARGS, MODEL, PYTHON
+
+RECORDED = Path(__file__).parent / "recorded"
+FRANCE = [504, 3575, 282, 4649, 314]  # "The capital of France is"
+LONG = list(range(1000, 1200))
+EOS = (2,)
+SEEDS = (b"\x01" * 16, b"\x02" * 16)
+PARAMS = {
+    "logprobs": SamplingParams(max_tokens=4, temperature=0.0, logprobs=2),
+    "stop_token": SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=(30,)),
+    "grammar": SamplingParams(max_tokens=20, temperature=0.0, grammar='start: "Paris"'),
+    "length": SamplingParams(max_tokens=3, temperature=0.0),
+}
+KEPT = {
+    "cache_config": ("block_size", "num_gpu_blocks", "cache_dtype"),
+    "model_config": ("max_model_len", "dtype"),
+    "parallel_config": ("tensor_parallel_size", "pipeline_parallel_size"),
+    "device_config": ("device",),
+    "attention_config": ("backend",),
+}
+
+
+def spec(params: SamplingParams, seed: bytes = SEEDS[0]) -> RequestSpec:
+    return RequestSpec(kind=Kind.FULL, params=params, hash_seed=seed)
+
+
+async def generate(folder: str, prompt: list[int], of: RequestSpec) -> bytes:
+    parts: list[bytes] = []
+    body = protocol.generate_body("r", prompt, of, 0, EOS)
+    request = http.request_bytes("POST", protocol.GENERATE, body)
+    exchange = await http.begin(f"{folder}/http", request, parts.append)
+    await exchange.done
+    return b"".join(parts)
+
+
+async def listen(path: str, kind: str, first: bytes, seconds: float) -> bytes:
+    """Return all bytes that a ZeroMQ socket of vLLM sends after ``first``."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    peer = ZmtpPeer(kind)
+    writer.write(peer.hello)
+    received = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            while data := await reader.read(1 << 16):
+                received += data
+                was_ready = peer.ready
+                peer.feed(data)
+                if peer.ready and not was_ready:
+                    writer.write(first)
+    except TimeoutError:
+        pass
+    writer.close()
+    return bytes(received)
+
+
+async def record(folder: str) -> None:
+    socket = f"{folder}/http"
+    info = json.loads(await http.fetch(socket, "GET", "/server_info?config_format=json", 60.0))
+    config = info["vllm_config"]
+    kept = {part: {name: config[part][name] for name in names} for part, names in KEPT.items()}
+    (RECORDED / "server_info.json").write_text(json.dumps(kept, indent=1) + "\n")
+    for name, params in PARAMS.items():
+        (RECORDED / f"{name}.sse").write_bytes(await generate(folder, FRANCE, spec(params)))
+    too_long = await generate(folder, [504] * 5000, spec(PARAMS["length"]))
+    (RECORDED / "too_long.json").write_bytes(too_long)
+    reading = asyncio.ensure_future(listen(f"{folder}/events", "SUB", SUBSCRIBE_ALL, 12.0))
+    await asyncio.sleep(2.0)
+    for seed in SEEDS:  # two tenants, the same prompt
+        cached = await generate(folder, LONG, spec(PARAMS["length"], seed))
+    cached = await generate(folder, LONG, spec(PARAMS["length"], seed))
+    (RECORDED / "cached.sse").write_bytes(cached)
+    await http.fetch(socket, "POST", "/reset_prefix_cache?reset_running_requests=true", 30.0)
+    await generate(folder, LONG, spec(PARAMS["length"]))
+    (RECORDED / "events.zmtp").write_bytes(await reading)
+    first = message(b"", (0).to_bytes(8, "big"))
+    (RECORDED / "replay.zmtp").write_bytes(await listen(f"{folder}/replay", "DEALER", first, 3.0))
+
+
+async def main() -> None:
+    RECORDED.mkdir(exist_ok=True)
+    settings = EngineSettings(model=str(MODEL), max_context_tokens=4096)
+    external = ExternalEngine(kind="vllm", python=str(PYTHON), args=ARGS)
+    with tempfile.TemporaryDirectory() as folder:
+        vllm = await server.start(
+            server.command(external, settings, MODEL, Path(folder)), threads=1
+        )
+        try:
+            await server.until_healthy(vllm, f"{folder}/http", print)
+            await record(folder)
+        finally:
+            vllm.terminate()
+            await vllm.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+    sys.stdout.write(f"wrote {RECORDED}\n")

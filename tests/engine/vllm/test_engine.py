@@ -1,0 +1,289 @@
+"""The translator beside sockets that repeat what a real vLLM sent."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.process import messages
+from baton.engine.vllm.engine import VllmEngine
+from baton.engine.vllm.server import VllmFacts, facts_of
+from baton.engine.vllm.zmtp import ZmtpPeer
+from baton.types import events as ev
+from baton.types.block_hashes import block_hashes
+from baton.types.params import SamplingParams
+from baton.wire.tokens import pack_tokens
+from tests.engine.vllm.record import FRANCE, LONG, SEEDS
+
+RECORDED = Path(__file__).parent / "recorded"
+EOS = (2,)
+BLOCKS = 1456
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+END = b"0\r\n\r\n"
+Reply = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+def facts() -> VllmFacts:
+    return facts_of("0.32.0", msgspec.json.decode((RECORDED / "server_info.json").read_bytes()))
+
+
+class Replay:
+    """Sockets of a vLLM whose every response to a prompt is ``reply``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.reply: Reply = sending(b"")
+        self.bodies: list[dict[str, Any]] = []
+        self.hung_up = asyncio.Event()
+        self.live = (RECORDED / "events.zmtp").read_bytes()
+        self.reset = b'{"success":true}'
+        self.health = b"200 OK"
+
+    async def http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            target = head.split(b" ", 2)[1]
+            if target != b"/inference/v1/generate":
+                body = self.reset if target.startswith(b"/reset") else b""
+                writer.write(HEAD.replace(b"200 OK", self.health) + chunk(body) + END)
+                return
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
+            self.bodies.append(msgspec.json.decode(await reader.readexactly(length)))
+            await self.reply(writer)
+            await reader.read(1)
+            self.hung_up.set()
+
+    async def events(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            writer.write(self.live)
+            while await reader.read(1 << 16):
+                pass
+
+    async def replay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            peer = ZmtpPeer("ROUTER")
+            recorded = (RECORDED / "replay.zmtp").read_bytes()
+            writer.write(recorded[: handshake_bytes(recorded)])
+            while not peer.feed(await reader.read(1 << 16)):
+                pass
+            writer.write(recorded[handshake_bytes(recorded) :])
+            await reader.read()
+
+
+def handshake_bytes(data: bytes) -> int:
+    peer = ZmtpPeer("DEALER")
+    for at in range(len(data)):
+        peer.feed(data[at : at + 1])
+        if peer.ready:
+            return at + 1
+    raise AssertionError("no handshake was recorded")
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+def sending(data: bytes, end: bytes = END) -> Reply:
+    async def reply(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + chunk(data) + end)
+        writer.close()
+
+    return reply
+
+
+class Running:
+    """A translator, and what it has reported."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+        self.reports: list[messages.Report] = []
+        self.returncode: int | None = None
+        self.engine = VllmEngine(
+            lambda *reports: self.reports.extend(reports),
+            self,  # type: ignore[arg-type] - only ``returncode`` is read
+            str(replay.folder),
+            facts(),
+            EOS,
+            BLOCKS,
+        )
+
+    def submit(self, prompt: list[int], **params: Any) -> None:
+        sampling = msgspec.convert({"max_tokens": 8, **params}, SamplingParams)
+        spec = RequestSpec(kind=Kind.FULL, params=sampling, hash_seed=SEEDS[0])
+        self.engine.handle(
+            messages.Submit(request_id="r", prompt_token_ids=pack_tokens(prompt), spec=spec)
+        )
+
+    def of(self, kind: type) -> list[Any]:
+        return [report for report in self.reports if isinstance(report, kind)]
+
+    async def end(self) -> ev.Ended:
+        async with asyncio.timeout(10):
+            while not self.of(ev.Ended):
+                await asyncio.sleep(0.005)
+        return self.of(ev.Ended)[0]
+
+
+@pytest.fixture
+async def running(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Running]:
+    replay = Replay(tmp_path)
+    if "late_subscription" in request.node.name:
+        replay.live = replay.live[: handshake_bytes(replay.live)]
+    servers = [
+        await asyncio.start_unix_server(handler, tmp_path / name)
+        for name, handler in (
+            ("http", replay.http),
+            ("events", replay.events),
+            ("replay", replay.replay),
+        )
+    ]
+    running = Running(replay)
+    yield running
+    await running.engine.close()
+    for server in servers:
+        server.close()
+
+
+def test_the_numerics_id_names_what_makes_tokens_differ() -> None:
+    assert facts().numerics_id == "vllm/0.32.0/bf16/bf16/cpu-auto/tp1"
+    wide = msgspec.json.decode((RECORDED / "server_info.json").read_bytes())
+    wide["parallel_config"]["tensor_parallel_size"] = 2
+    assert facts_of("0.32.0", wide).numerics_id == "vllm/0.32.0/bf16/bf16/cpu-auto/tp2"
+
+
+async def test_a_response_is_reported_from_admission_to_end(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "cached.sse").read_bytes())
+    running.submit(LONG, max_tokens=3, temperature=0.0)
+    ended = await running.end()
+    assert ended.error_code == ""
+    assert (ended.cached_tokens, ended.computed_tokens) == (192, 8)
+    runs = running.of(ev.Tokens)
+    assert [run.index for run in runs] == [0, 1, 2]
+    assert runs[-1].finish_reason == "length"
+    order = [type(one) for one in running.reports if isinstance(one, ev.Admitted | ev.Tokens)]
+    assert order[0] is ev.Admitted
+    assert running.of(ev.StepDone)[-1].running == 0
+    (body,) = running.replay.bodies
+    assert body["token_ids"] == LONG
+    assert body["cache_salt"] == SEEDS[0].hex()
+
+
+async def test_an_error_of_vllm_ends_only_its_request(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "too_long.json").read_bytes())
+    running.submit([504] * 5000)
+    ended = await running.end()
+    assert ended.error_code == "invalid_request"
+    assert "maximum model length of 4096" in ended.error_message
+    assert ended.computed_tokens == 0
+    assert not running.engine.broken.done()
+
+
+async def test_a_failure_of_a_dying_vllm_is_not_the_end_of_its_requests(running: Running) -> None:
+    """Their routers resume them elsewhere when the worker is gone."""
+    running.replay.health = b"503 Service Unavailable"
+    running.replay.reply = sending(b'data: {"error":{"message":"EngineDeadError","code":500}}\n\n')
+    running.submit(FRANCE)
+    async with asyncio.timeout(10):
+        await running.replay.hung_up.wait()
+        assert "EngineDeadError" in await running.engine.broken
+    assert running.of(ev.Ended) == []
+
+
+async def test_a_failure_of_a_healthy_vllm_is_the_end_of_its_request(running: Running) -> None:
+    running.replay.reply = sending(b'data: {"error":{"message":"a bug","code":500}}\n\n')
+    running.submit(FRANCE)
+    assert (await running.end()).error_message == "vLLM failed: a bug"
+    assert not running.engine.broken.done()
+
+
+async def test_a_dead_engine_core_is_noticed_without_requests(running: Running) -> None:
+    running.replay.health = b"503 Service Unavailable"
+    async with asyncio.timeout(10):
+        assert "/health with status 503" in await running.engine.broken
+
+
+async def test_a_stream_that_breaks_off_is_the_end_of_the_worker(running: Running) -> None:
+    recorded = (RECORDED / "logprobs.sse").read_bytes()
+    running.replay.reply = sending(recorded[: len(recorded) // 2], end=b"")
+    running.submit(FRANCE, logprobs=2)
+    async with asyncio.timeout(10):
+        assert "closed a stream" in await running.engine.broken
+    assert running.of(ev.Ended) == []
+
+
+async def test_a_cancelled_request_hangs_up_on_vllm(running: Running) -> None:
+    async def first_half(writer: asyncio.StreamWriter) -> None:
+        recorded = (RECORDED / "length.sse").read_bytes()
+        writer.write(HEAD + chunk(recorded[: recorded.index(b"\n\n") + 2]))
+
+    running.replay.reply = first_half
+    running.submit(FRANCE)
+    async with asyncio.timeout(10):
+        while not running.of(ev.Tokens):
+            await asyncio.sleep(0.005)
+        running.engine.handle(messages.Cancel("r", reason="gone"))
+        assert (await running.end()).error_code == "cancelled"
+        await running.replay.hung_up.wait()
+    assert not running.engine.broken.done()
+
+
+async def test_each_choice_is_a_request_that_ends_by_itself(running: Running) -> None:
+    async def wait(writer: asyncio.StreamWriter) -> None:
+        recorded = (RECORDED / "length.sse").read_bytes()
+        if len(running.replay.bodies) == 1:
+            writer.write(HEAD + chunk(recorded) + END)
+            writer.close()
+
+    running.replay.reply = wait
+    running.submit(FRANCE, n=2, temperature=1.0, seed=5)
+    async with asyncio.timeout(10):
+        while not any(run.finish_reason for run in running.of(ev.Tokens)):
+            await asyncio.sleep(0.005)
+        while len(running.replay.bodies) < 2:
+            await asyncio.sleep(0.005)
+    assert {body["sampling_params"]["seed"] for body in running.replay.bodies} == {5, 6}
+    assert running.of(ev.Ended) == []
+    left = {0, 1} - {run.choice for run in running.of(ev.Tokens)}
+    running.engine.handle(messages.Cancel("r", tuple(left)))
+    assert (await running.end()).error_code == ""
+
+
+async def test_what_vllm_lacks_is_refused_without_a_try(running: Running) -> None:
+    running.submit(FRANCE, bad_words=((5,),))
+    assert (await running.end()).error_message == "bad_words are not served by vLLM workers"
+    assert running.replay.bodies == []
+
+
+async def test_the_cache_is_followed_from_its_first_block(running: Running) -> None:
+    own = set(block_hashes(SEEDS[0], LONG[:192]))
+    async with asyncio.timeout(10):
+        held: set[bytes] = set()
+        while held != own or len(running.of(ev.CacheChanged)) < 3:
+            await asyncio.sleep(0.005)
+            held = set()
+            for change in running.of(ev.CacheChanged):
+                held = (held | set(change.stored)) - set(change.removed)
+
+
+async def test_a_late_subscription_requests_what_it_missed(running: Running) -> None:
+    own = set(block_hashes(SEEDS[0], LONG[:192]))
+    async with asyncio.timeout(10):
+        while not any(own <= set(change.stored) for change in running.of(ev.CacheChanged)):
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(("answer", "blocks"), [(True, 0), (False, -1)])
+async def test_a_deletion_that_fails_says_so(running: Running, answer: bool, blocks: int) -> None:
+    running.replay.live = b""
+    running.replay.reset = msgspec.json.encode({"success": answer})
+    running.engine.handle(messages.Forget(frozenset({b"abcd"})))
+    async with asyncio.timeout(10):
+        while not running.of(messages.Forgotten):
+            await asyncio.sleep(0.005)
+    (report,) = running.of(messages.Forgotten)
+    assert min(report.blocks["pool"], 0) == blocks

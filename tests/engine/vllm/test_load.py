@@ -1,0 +1,75 @@
+"""Steps and load of vLLM, from the arrival of tokens."""
+
+from baton.engine.process.step_rates import StepRates
+from baton.engine.vllm.load import SETTLED_NS, LoadMeter, Row
+
+MS = 1_000_000
+
+
+def test_tokens_of_one_step_arrive_together_and_a_second_one_ends_it() -> None:
+    meter = LoadMeter(total_blocks=100)
+    for choice in (0, 1):
+        meter.submitted("r", choice, Row(160, 0, 0))
+    assert meter.tokens("r", 0, 1, 100 * MS, 0) is None
+    assert meter.tokens("r", 1, 1, 101 * MS, 0) is None
+    first = meter.tokens("r", 0, 1, 120 * MS, 0)
+    assert first is not None
+    assert (first.prompt_tokens, first.decode_rows) == (320, 0)
+    assert first.duration_ns == 100 * MS
+    meter.tokens("r", 1, 1, 121 * MS, 0)
+    second = meter.tokens("r", 0, 1, 140 * MS, 0)
+    assert second is not None
+    assert (second.prompt_tokens, second.decode_rows) == (0, 2)
+    assert second.duration_ns == 20 * MS
+    assert second.decode_context == 324
+    assert second.step == 2
+
+
+def test_a_step_without_a_successor_ends_by_itself() -> None:
+    meter = LoadMeter(total_blocks=100)
+    meter.submitted("r", 0, Row(32, 0, 0))
+    meter.tokens("r", 0, 1, 50 * MS, 0)
+    assert meter.settled(50 * MS + SETTLED_NS - 1, 0) is None
+    assert meter.settled(50 * MS + SETTLED_NS, 0) is not None
+    assert meter.settled(50 * MS + 2 * SETTLED_NS, 0) is None
+
+
+def test_a_prompt_counts_without_its_cached_tokens() -> None:
+    meter = LoadMeter(total_blocks=100)
+    meter.submitted("r", 0, Row(160, 128, 10 * MS))
+    waiting = meter.status(0)
+    assert (waiting.queued_prompt_tokens, waiting.answering) == (32, 0)
+    assert waiting.queued_prompt_context == sum(range(128, 160))
+    meter.tokens("r", 0, 1, 42 * MS, 0)
+    step = meter.settled(42 * MS + SETTLED_NS, 0)
+    assert step is not None
+    assert (step.prompt_tokens, step.duration_ns) == (32, 32 * MS)
+    row = meter.ended("r", 0)
+    assert row is not None
+    assert row.input_ns == 32 * MS
+
+
+def test_the_rates_that_routers_use_come_out() -> None:
+    meter = LoadMeter(total_blocks=1000)
+    rates = StepRates()
+    now_ns = 0
+    for request in map(str, range(5)):
+        meter.submitted(request, 0, Row(500, 0, now_ns))
+        now_ns += 500 * MS  # a token of a prompt takes 1 ms
+        for _ in range(20):
+            if (step := meter.tokens(request, 0, 1, now_ns, 0)) is not None:
+                rates.add(step)
+            now_ns += 25 * MS  # a step of a response takes 25 ms
+        rates.add(meter.end_step(0))
+        meter.ended(request, 0)
+    assert abs(rates.prefill_tokens_per_s - 1000) < 1
+    assert abs(rates.decode_step_s - 0.025) < 1e-6
+
+
+def test_the_blocks_add_up() -> None:
+    meter = LoadMeter(total_blocks=20)
+    meter.submitted("r", 0, Row(160, 0, 0))
+    for cached_blocks in (0, 5, 15, 30):
+        blocks = meter.status(cached_blocks).blocks
+        assert blocks.free + blocks.cached + blocks.in_use == blocks.total == 20
+        assert blocks.in_use == 10

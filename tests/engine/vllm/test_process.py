@@ -1,0 +1,94 @@
+"""Processes of a vLLM worker: none outlives the shell, and a start that fails says why."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.engine.process.client import EngineClient
+from baton.engine.settings import EngineSettings, ExternalEngine
+from baton.engine.vllm.interpreter import vllm_version
+from baton.types.errors import InternalError
+
+SHELL = """
+import asyncio, sys
+from baton.engine.process.client import EngineClient
+from baton.engine.settings import EngineSettings, ExternalEngine
+external = ExternalEngine(kind="vllm", python=sys.argv[2])
+asyncio.run(EngineClient.start(EngineSettings(model=sys.argv[1], external=external)))
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    return str(folder)
+
+
+def program(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "python"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def start(model: str, python: str) -> EngineSettings:
+    return EngineSettings(model=model, external=ExternalEngine(kind="vllm", python=python))
+
+
+async def test_a_missing_interpreter_is_named(model: str) -> None:
+    with pytest.raises(InternalError, match=r"cannot execute /nowhere/python.*pools.vllm.python"):
+        await EngineClient.start(start(model, "/nowhere/python"))
+
+
+async def test_a_server_that_does_not_start_is_reported(tmp_path: Path, model: str) -> None:
+    with pytest.raises(InternalError, match="`vllm serve` exited with code 3"):
+        await EngineClient.start(start(model, program(tmp_path, "exit 3")))
+
+
+async def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(InternalError, match="load a Hugging Face directory"):
+        await EngineClient.start(start(str(file), "/nowhere/python"))
+
+
+@pytest.mark.parametrize("victim", ["shell", "translator"])
+def test_nothing_of_the_group_outlives_a_killed_process(
+    tmp_path: Path, model: str, victim: str
+) -> None:
+    python = program(tmp_path, "sleep 600 &\nexec sleep 601")
+    shell = subprocess.Popen([sys.executable, "-c", SHELL, model, python], stderr=subprocess.PIPE)
+    try:
+        own = psutil.Process(shell.pid)
+        until(lambda: len(own.children(recursive=True)) >= 3)
+        (translator,) = own.children()
+        group = own.children(recursive=True)
+        assert {os.getpgid(one.pid) for one in group} == {translator.pid}
+        (own if victim == "shell" else translator).send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(group, timeout=20)
+        assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    finally:
+        shell.kill()
+        shell.communicate()
+
+
+def test_an_interpreter_without_vllm_is_named() -> None:
+    with pytest.raises(RuntimeError, match="vLLM is not installed there"):
+        vllm_version(sys.executable)
+    with pytest.raises(RuntimeError, match=r"/nowhere/python cannot run"):
+        vllm_version("/nowhere/python")

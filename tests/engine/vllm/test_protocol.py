@@ -1,0 +1,151 @@
+"""Requests to vLLM and its responses, by exchanges that were recorded from a real one."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.vllm import protocol
+from baton.engine.vllm.protocol import ChoiceStream, generate_body, refusal
+from baton.types.errors import InternalError, InvalidRequestError
+from baton.types.params import AdapterRef, SampledToken, SamplingParams
+
+RECORDED = Path(__file__).parent / "recorded"
+EOS = (2,)
+
+
+def spec(**params: object) -> RequestSpec:
+    sampling = msgspec.convert({"max_tokens": 8, **params}, SamplingParams)
+    return RequestSpec(kind=Kind.FULL, params=sampling, hash_seed=b"\x01" * 16)
+
+
+def read(name: str, of: RequestSpec, pieces: int = 1) -> tuple[ChoiceStream, list[object]]:
+    stream = ChoiceStream("r", 0, of, EOS)
+    data = (RECORDED / name).read_bytes()
+    size = -(-len(data) // pieces)
+    tokens = [run for at in range(0, len(data), size) for run in stream.feed(data[at : at + size])]
+    return stream, tokens
+
+
+def test_tokens_have_the_alternatives_that_were_requested() -> None:
+    stream, runs = read("logprobs.sse", spec(max_tokens=4, logprobs=2))
+    assert [run.index for run in runs] == [0, 1, 2, 3]
+    assert [run.finish_reason for run in runs] == ["", "", "", "length"]
+    first = runs[0].tokens[0]
+    assert first.token == 7042
+    assert [token for token, _ in first.top] == [7042, 260]
+    assert all(len(run.tokens[0].top) == 2 for run in runs)
+    assert stream.finished
+    assert stream.generated == 4
+
+
+def test_an_unlikely_token_is_not_among_its_alternatives() -> None:
+    ranks = [(7, 40), (1, 1), (2, 2), (3, 3)]  # the sampled token first, as vLLM sends them
+    top = [{"token_id": token, "logprob": -float(rank), "rank": rank} for token, rank in ranks]
+    logprobs = {"content": [{"token_id": 7, "logprob": -40.0, "top_logprobs": top}]}
+    chunk = {"choices": [{"token_ids": [7], "logprobs": logprobs}]}
+    stream = ChoiceStream("r", 0, spec(logprobs=2), EOS)
+    (run,) = stream.feed(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+    assert run.tokens == (SampledToken(7, -40.0, ((1, -1.0), (2, -2.0))),)
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 200])
+def test_the_response_may_arrive_in_any_pieces(pieces: int) -> None:
+    of = spec(max_tokens=4, logprobs=2)
+    assert read("logprobs.sse", of, pieces)[1] == read("logprobs.sse", of)[1]
+
+
+def test_a_stop_token_ends_the_response_without_being_part_of_it() -> None:
+    stream, runs = read("stop_token.sse", spec(max_tokens=9, stop_token_ids=(30,)))
+    assert [run.tokens for run in runs] == [(SampledToken(7042),), ()]
+    assert (runs[-1].finish_reason, runs[-1].stop_token) == ("stop", 30)
+    assert stream.generated == 1
+
+
+def test_an_end_token_behind_a_grammar_is_not_part_of_the_response() -> None:
+    _, runs = read("grammar.sse", spec(grammar='start: "Paris"', ignore_eos=True))
+    assert [run.tokens for run in runs] == [(SampledToken(38634),), ()]
+    assert runs[-1].stop_token == 2
+
+
+def test_cached_tokens_are_those_that_vllm_reports() -> None:
+    assert read("length.sse", spec())[0].cached_tokens == 0
+    assert read("cached.sse", spec())[0].cached_tokens == 192
+
+
+def test_an_error_in_the_stream_is_the_error_of_the_request() -> None:
+    with pytest.raises(InvalidRequestError, match="longer than the maximum model length of 4096"):
+        read("too_long.json", spec())
+
+
+def test_an_unknown_answer_is_an_internal_error() -> None:
+    stream = ChoiceStream("r", 0, spec(), EOS)
+    with pytest.raises(InternalError, match="not a chunk"):
+        stream.feed(b"data: <html>\n\n")
+    with pytest.raises(InternalError, match="finish_reason 'abort'"):
+        stream.feed(b'data: {"choices":[{"token_ids":[],"finish_reason":"abort"}]}\n\n')
+
+
+def test_a_resumed_choice_goes_on_behind_its_tokens() -> None:
+    of = msgspec.structs.replace(
+        spec(max_tokens=8, min_tokens=5, temperature=1.0, n=2, seed=7), emitted=(None, (11, 12))
+    )
+    body = json.loads(generate_body("r", [1, 2], of, 1, EOS))
+    assert body["token_ids"] == [1, 2, 11, 12]
+    assert body["sampling_params"]["max_tokens"] == 6
+    assert body["sampling_params"]["min_tokens"] == 3
+    fresh = json.loads(generate_body("r", [1, 2], spec(temperature=1.0, n=2, seed=7), 1, EOS))
+    assert fresh["sampling_params"]["seed"] == 8
+    assert body["sampling_params"]["seed"] != 8  # or its first token would draw old noise
+    stream = ChoiceStream("r", 1, of, EOS)
+    (run,) = stream.feed(b'data: {"choices":[{"token_ids":[13]}]}\n\n')
+    assert run.index == 2
+
+
+def test_the_salt_of_the_cache_is_the_seed_of_the_block_hashes() -> None:
+    body = json.loads(generate_body("r", [1], spec(), 0, EOS))
+    assert body["cache_salt"] == "01" * 16
+
+
+def test_end_tokens_are_sent_unless_they_are_ignored() -> None:
+    sent = protocol.sampling_params(spec(stop_token_ids=(9,)).params, 0, 0, EOS)
+    assert sent["stop_token_ids"] == [2, 9]
+    ignored = protocol.sampling_params(spec(ignore_eos=True).params, 0, 0, EOS)
+    assert ignored["stop_token_ids"] == []
+    assert ignored["ignore_eos"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"bad_words": ((5,),)}, "bad_words are not served by vLLM workers"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs and embeddings are not served by vLLM workers"),
+    ],
+)
+def test_parameters_that_vllm_lacks_are_refused_by_name(
+    changes: dict[str, object], text: str
+) -> None:
+    error = refusal(spec(**changes))
+    assert isinstance(error, InvalidRequestError)
+    assert error.message == text
+
+
+def test_requests_that_vllm_workers_do_not_serve_are_refused_by_name() -> None:
+    replace = msgspec.structs.replace
+    assert refusal(spec()) is None
+    handed = refusal(replace(spec(), kind=Kind.PREFILL))
+    assert handed is not None
+    assert "do not hand over KV" in handed.message
+    pooled = refusal(replace(spec(), pooling="mean"))
+    assert pooled is not None
+    assert "embeddings" in pooled.message
+    adapter = refusal(replace(spec(), adapter=AdapterRef("a", "00", "/a")))
+    assert adapter is not None
+    assert "LoRA" in adapter.message
+    formatted = spec(grammar='start: "a"')
+    assert refusal(formatted) is None
+    resumed = refusal(replace(formatted, emitted=((1,),)))
+    assert resumed is not None
+    assert "cannot be resumed" in resumed.message

@@ -1,0 +1,274 @@
+"""A fleet of two real vLLM workers (`make test-vllm`), on this machine's CPU."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.vllm import http, protocol
+from baton.types.params import SamplingParams
+from tests.fleet.test_up import Served, wait_for
+from tests.vllm.places import ARGS, MODEL, PYTHON
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.fleet,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` makes the environment"),
+]
+READY_S = 400.0
+STORY = "The history of the lighthouse at the end of the world begins with a storm. " * 12
+CONFIG = f"""
+fleet: vllm
+model: {MODEL}
+served_model_name: smol
+numerics: fast
+max_context_tokens: 2048
+port: 0
+api_keys:
+  key-of-tenant-a: a
+  key-of-tenant-b: b
+  key-of-tenant-operator: {{tenant: operator, role: operator}}
+pools:
+  prefill: 0
+  decode: 2
+  engine: vllm
+  vllm: {{python: {PYTHON}, args: {json.dumps(ARGS)}}}
+"""
+
+
+class Fleet:
+    """A running fleet, its processes and its clients."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def client(self, tenant: str = "a") -> httpx.Client:
+        headers = {"authorization": f"Bearer key-of-tenant-{tenant}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=300, trust_env=False)
+
+    def ask(self, text: str, tenant: str = "a", **more: Any) -> httpx.Response:
+        body = {"model": "smol", "messages": [{"role": "user", "content": text}], **more}
+        with self.client(tenant) as client:
+            return client.post("/v1/chat/completions", json={"temperature": 0, **body})
+
+    def workers(self) -> list[dict[str, Any]]:
+        with self.client("operator") as client:
+            return client.get("/fleet").json()["workers"]
+
+    def ready(self) -> list[dict[str, Any]]:
+        return [one for one in self.workers() if one["state"] == "ready"]
+
+    def wait_until_all_are_ready(self) -> None:
+        wait_for(lambda: len(self.ready()) == 2, READY_S)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("vllm")
+    served = Served([sys.executable, "-m", "fleet.cli.main", "up"], folder, CONFIG)
+    try:
+        yield Fleet(served.wait_ready(READY_S))
+    finally:
+        served.process.terminate()
+        served.process.wait(60)
+    wait_for(lambda: not vllm_processes(), 20)
+
+
+def vllm_processes() -> list[psutil.Process]:
+    """Return the servers of vLLM that workers have started."""
+    return [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if "/baton-vllm-" in " ".join(one.info["cmdline"] or ())
+    ]
+
+
+def test_a_question_is_answered(fleet: Fleet) -> None:
+    answer = fleet.ask("What is the capital of France?", max_tokens=30).json()
+    assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    for worker in fleet.workers():
+        assert worker["engine"] == "vllm 0.32.0"
+
+
+def test_the_tokens_are_those_of_vllm_alone(fleet: Fleet) -> None:
+    """But for near ties in bf16: vLLM's sums depend on the batch, which a canary joins at times."""
+    different: list[int] = []
+    sockets = {w["id"]: psutil.Process(w["pid"]).cmdline() for w in fleet.workers()}
+    for number in range(32):
+        prompt = list(range(300 + 40 * number, 300 + 40 * number + 20 + 3 * number))
+        with fleet.client() as client:
+            answer = client.post(
+                "/v1/completions",
+                json={
+                    "model": "smol",
+                    "prompt": prompt,
+                    "max_tokens": 12,
+                    "temperature": 0,
+                    "return_token_ids": True,
+                },
+            )
+        worker = answer.headers["x-baton-route"].partition("decode=")[2].partition(";")[0]
+        line = sockets[worker]
+        own = asyncio.run(alone(line[line.index("--uds") + 1], prompt))
+        if answer.json()["choices"][0]["token_ids"] != own:
+            different.append(number)
+    assert len(different) <= 2, different
+
+
+async def alone(socket: str, prompt: list[int]) -> list[int]:
+    """Return the tokens that vLLM gives without Baton."""
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=os.urandom(16))
+    stream = protocol.ChoiceStream("alone", 0, spec, (2,))
+    tokens: list[int] = []
+
+    def take(data: bytes) -> None:
+        tokens.extend(token.token for run in stream.feed(data) for token in run.tokens)
+
+    body = protocol.generate_body("alone", prompt, spec, 0, (2,))
+    request = http.request_bytes("POST", protocol.GENERATE, body)
+    assert await (await http.begin(socket, request, take)).done
+    return tokens
+
+
+def test_a_format_is_kept(fleet: Fleet) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    answer = fleet.ask("Give me a person.", max_tokens=80, response_format=form).json()
+    assert "choices" in answer, answer
+    person = json.loads(answer["choices"][0]["message"]["content"])
+    assert set(person) == {"name", "age"}
+    assert isinstance(person["age"], int)
+
+
+def test_choices_logprobs_and_penalties_arrive(fleet: Fleet) -> None:
+    more = {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5, "logit_bias": {"30": -100}}
+    answer = fleet.ask("Hello", n=2, max_tokens=8, logprobs=True, top_logprobs=3, **more).json()
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert texts[0] != texts[1]
+    for choice in answer["choices"]:
+        assert all(len(one["top_logprobs"]) == 3 for one in choice["logprobs"]["content"])
+    again = fleet.ask("Hello", n=2, max_tokens=8, logprobs=True, top_logprobs=3, **more).json()
+    assert [choice["message"]["content"] for choice in again["choices"]] == texts
+
+
+def test_what_vllm_lacks_is_refused_by_name(fleet: Fleet) -> None:
+    refused = fleet.ask("Hi", bad_words=["Paris"])
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "bad_words are not served by vLLM workers"
+    with fleet.client() as client:
+        refused = client.post("/v1/embeddings", json={"model": "smol", "input": "Hi"})
+    assert refused.status_code == 400
+    assert "not served by vLLM workers" in refused.json()["error"]["message"]
+
+
+def test_a_prefix_goes_to_the_worker_that_has_it_but_not_to_another_tenant(fleet: Fleet) -> None:
+    first = fleet.ask(f"{STORY} 1", max_tokens=2)
+    place = first.headers["x-baton-route"].partition("; cached")[0]
+    assert first.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    for number in (2, 3):
+        again = fleet.ask(f"{STORY} {number}", max_tokens=2)
+        assert again.headers["x-baton-route"].partition("; cached")[0] == place
+        cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 100
+        assert cached % 32 == 0
+    stranger = fleet.ask(f"{STORY} 1", "b", max_tokens=2)
+    assert stranger.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_nothing_is_left_after_many_requests_of_which_half_are_aborted(fleet: Fleet) -> None:
+    asyncio.run(load(fleet, 1000))
+
+    def at_rest() -> bool:
+        return all(
+            worker["kv_blocks"]["leased"] == 0 and worker["running"] == 0
+            for worker in fleet.workers()
+        )
+
+    wait_for(at_rest, 30)
+    for worker in fleet.workers():
+        line = psutil.Process(worker["pid"]).cmdline()
+        socket = line[line.index("--uds") + 1]
+        page = asyncio.run(http.fetch(socket, "GET", "/metrics", 30.0)).decode()
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            (value,) = [row for row in page.splitlines() if row.startswith(f"vllm:{name}{{")]
+            assert float(value.rpartition(" ")[2]) == 0.0, value
+
+
+async def load(fleet: Fleet, count: int) -> None:
+    headers = {"authorization": "Bearer key-of-tenant-a"}
+    queue = list(range(count))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        while queue:
+            number = queue.pop()
+            body = {"model": "smol", "prompt": f"Number {number} is", "stream": True}
+            body |= {"max_tokens": 100 if number % 2 else 4, "ignore_eos": True}
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                assert answer.status_code == 200
+                async for line in answer.aiter_lines():
+                    if number % 2 and line:
+                        break  # the client disconnects
+
+    async with httpx.AsyncClient(
+        base_url=fleet.url, headers=headers, timeout=300, trust_env=False
+    ) as client:
+        await asyncio.gather(*(work(client) for _ in range(16)))
+
+
+@pytest.mark.parametrize("victim", ["server", "core", "translator", "shell"])
+def test_a_stream_goes_on_elsewhere_when_a_process_is_killed(fleet: Fleet, victim: str) -> None:
+    fleet.wait_until_all_are_ready()
+    body = {"model": "smol", "prompt": f"A story of the {victim}:", "max_tokens": 120}
+    body |= {"stream": True, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    tokens: list[int] = []
+    group: list[psutil.Process] = []
+    with fleet.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        worker_id = answer.headers["x-baton-route"].partition("decode=")[2].partition(";")[0]
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = msgspec.json.decode(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            for choice in chunk["choices"]:
+                tokens += choice.get("token_ids") or []
+            if len(tokens) >= 30 and not group:
+                group = kill(fleet, worker_id, victim)
+    assert len(tokens) == 120
+    wait_for(lambda: not any(alive(one) for one in group), 20)
+
+
+def kill(fleet: Fleet, worker_id: str, victim: str) -> list[psutil.Process]:
+    """Kill one process of a worker; return the processes of its vLLM."""
+    (worker,) = [one for one in fleet.workers() if one["id"] == worker_id]
+    server = psutil.Process(worker["pid"])
+    translator = server.parent()
+    assert translator is not None
+    (core,) = [one for one in server.children() if "EngineCore" in " ".join(one.cmdline())]
+    victims = {"server": server, "core": core, "translator": translator}
+    group = [translator, server, *server.children(recursive=True)]
+    (victims.get(victim) or translator.parent()).send_signal(signal.SIGKILL)
+    return group
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
