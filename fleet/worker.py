@@ -129,7 +129,7 @@ class Worker:
         self._vital(parts.prefill.watch_leases(), "prefill leases")
         self._vital(self._watch_engine(), "engine")
         self._vital(self._watch_quarantine(), "quarantine")
-        erasures = Erasures(parts.registry)
+        erasures = Erasures(parts.registry.of_whole_fleet())
         self._vital(erase_forever(parts.engine, erasures, settings.worker_id), "erasure")
         for link in parts.links:
             self._vital(self._watch_rank(link), "rank")
@@ -300,7 +300,7 @@ def _start_base(settings: WorkerSettings, stack: AsyncExitStack) -> _Base:
         Tracing("worker"),
         metrics,
         registry,
-        WorkerTime(settings.role, registry, metrics, _failure_counter(metrics)),
+        WorkerTime(settings.role, registry.of_whole_fleet(), metrics, _failure_counter(metrics)),
     )
     stack.callback(base.tracing.shutdown)
     stack.push_async_callback(base.registry.close)

@@ -138,11 +138,13 @@ def config_check(file: FileArgument = None) -> None:
     Also shows what `baton up` would miss on this machine: certificates, CPUs, memory, a GPU.
     """
     config_file, config = load_fleet_file(file, None)
-    try:
-        model = preflight.describe_model(config)
-    except ValueError as error:
-        fail(f"{config_file}: model = {config.model}: {error}")
-    typer.echo(f"{config_file}: ok ({model.text})")
+    for lane in config.lanes:
+        try:
+            model = preflight.describe_model(lane)
+        except ValueError as error:
+            fail(f"{config_file}: model = {lane.model}: {error}")
+        of_lane = f"{lane.model_names[0]}: " if config.models else ""
+        typer.echo(f"{config_file}: ok ({of_lane}{model.text})")
     for note in preflight.notes(config):
         typer.echo(f"note: {note}")
     for line in (*missing_files(config), *missing_resources(config)):

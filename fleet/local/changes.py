@@ -86,6 +86,35 @@ def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None
 
     ``same_keys`` tells whether the API keys are equal, if ``old`` lacks them.
     """
+    if old.models or new.models:
+        return _lane_changes(old, new, same_keys=same_keys)
+    return _changes(old, new, same_keys=same_keys)
+
+
+def _lane_changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None) -> Changes:
+    """Return the changes of all lanes together; which models there are is fixed."""
+    if list(old.models) != list(new.models):
+        why = "the models of a running fleet are fixed (stop and start the fleet)"
+        return Changes(keys=("models",), refused=(f"models: {why}",))
+    of_lanes = {
+        name: _changes(old.lane(name), new.lane(name), same_keys=same_keys) for name in new.models
+    }
+    found = list(of_lanes.values())
+    named = {
+        part: tuple(
+            f"{name}: {text}" for name, one in of_lanes.items() for text in getattr(one, part)
+        )
+        for part in ("turned", "added", "removed", "renewed")
+    }
+    return Changes(
+        keys=tuple(dict.fromkeys(key for one in found for key in one.keys)),
+        refused=tuple(dict.fromkeys(line for one in found for line in one.refused)),
+        router=any(one.router for one in found),
+        **named,
+    )
+
+
+def _changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None) -> Changes:
     names = [name for name in type(new).model_fields if getattr(old, name) != getattr(new, name)]
     if same_keys is not None:
         names = [name for name in names if name != "api_keys"] + ["api_keys"] * (not same_keys)
@@ -139,8 +168,16 @@ def _counted(workers: Mapping[Role, int]) -> tuple[str, ...]:
 
 def _started(config: FleetConfig, role: Role) -> str:
     """Return a digest of everything that a worker of a role is started with."""
-    nothing = dict.fromkeys(("worker_id", "redis_url", "fleet_token", "host", "log_dir"), "")
-    settings = worker_settings(config, role=role, epoch=0, fleet_token_file="", turn=0, **nothing)
+    settings = worker_settings(
+        config,
+        worker_id="",
+        role=role,
+        epoch=0,
+        redis_url="",
+        fleet_token="",
+        host="",
+        log_dir="",
+    )
     return f"{settings_digest(settings)} {bundles(config, role)} {worker_environment(config)}"
 
 

@@ -151,9 +151,11 @@ class Supervisor:
             missing += missing_resources(self._config)
         if missing:
             raise FleetError("; ".join(missing))
-        model = describe_model(self._config)
-        self.chats = model.chats
-        self._say(f"model {self._config.model}: {model.text}")
+        self.chats = True
+        for lane in self._config.lanes:
+            model = describe_model(lane)
+            self.chats = self.chats and model.chats
+            self._say(f"model {lane.model}: {model.text}")
         for note in notes(self._config):
             self._say(f"note: {note}")
         self._run_folder = fleet_state.new_run_folder()
@@ -378,8 +380,8 @@ class Supervisor:
 
     def _all_in_place(self) -> bool:
         slots = self._slots()  # parked ones were drained by an operator
-        bounds = self._config.pools.bounds
-        may_be_empty = bounds is not None and bounds.min == 0
+        bounds = [lane.pools.bounds for lane in self._config.lanes]
+        may_be_empty = all(bound is not None and bound.min == 0 for bound in bounds)
         return bool(slots or may_be_empty) and all(
             slot["phase"] in ("ready", "parked") for slot in slots
         )
@@ -391,7 +393,8 @@ class Supervisor:
         plan = changes(self._config, new)
         if plan.refused:
             raise ValueError("; ".join(plan.refused))
-        describe_model(new)
+        for lane in new.lanes:
+            describe_model(lane)
         for line in plan.lines:
             self._say(line)
         if plan.keys:

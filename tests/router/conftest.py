@@ -143,6 +143,7 @@ async def make_fleet(model):
         shared_usage=None,
         erasures=None,
         audit=None,
+        others=(),
         **settings,
     ) -> Fleet:
         token = FleetToken("secret")
@@ -162,6 +163,7 @@ async def make_fleet(model):
             shared_usage=shared_usage,
             erasures=erasures,
             audit=audit,
+            others=others,
         )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from copy import copy
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 from fastapi import Request, Response
 from opentelemetry.trace import Span
@@ -39,6 +41,7 @@ from router.frontend.http.departure import ended_by_departure
 from router.frontend.http.intake import arrived_ns_of
 from router.request import GenerationRequest
 from router.routing.watch.refusals import RefusedRequest
+from router.served_model import ServedModel
 
 _Body = TypeVar("_Body", bound=ModelBody)
 
@@ -51,17 +54,17 @@ def routes(router: RouterParts) -> Endpoints:
     @api.post_body("/v1/chat/completions", ChatBody)
     async def chat_completions(request: Request) -> Response:
         """Generate answers to a conversation."""
-        return await calls.answer(request, "chat", ChatBody, calls.chat)
+        return await calls.answer(request, "chat", ChatBody, Calls.chat)
 
     @api.post_body("/v1/completions", CompletionBody)
     async def completions(request: Request) -> Response:
         """Generate continuations of prompts."""
-        return await calls.answer(request, "completions", CompletionBody, calls.completions)
+        return await calls.answer(request, "completions", CompletionBody, Calls.completions)
 
     @api.post_body("/v1/embeddings", EmbeddingBody)
     async def embeddings(request: Request) -> Response:
         """Compute a vector for each input."""
-        return await calls.answer(request, "embeddings", EmbeddingBody, calls.embeddings)
+        return await calls.answer(request, "embeddings", EmbeddingBody, Calls.embeddings)
 
     return api
 
@@ -70,18 +73,21 @@ class Calls:
     """Handlers that validate a request and return the response that runs it."""
 
     def __init__(self, router: RouterParts, errors: ErrorShape = OPENAI_ERRORS) -> None:
-        self._router = router
+        self.serve(router)
         self._errors = errors
-        self._relaxations = Relaxations(router.grammars)
+        self._of_lanes: WeakKeyDictionary[ServedModel, Self] = WeakKeyDictionary()
 
     async def answer(
         self,
         request: Request,
         endpoint: str,
         kind: type[_Body],
-        respond: Callable[[_Body, int, Caller, int], Awaitable[Response]],
+        respond: Callable[[Self, _Body, int, Caller, int], Awaitable[Response]],
     ) -> Response:
-        """Check caller and body, then ``respond(body, size_bytes, caller, now_ns)``."""
+        """Check caller and body, then ``respond(calls, body, size_bytes, caller, now_ns)``.
+
+        ``calls`` are those of the lane that serves the model.
+        """
         now_ns = arrived_ns_of(request.scope)
         router = self._router
         ignored = ignored_of(request)
@@ -92,9 +98,24 @@ class Calls:
             body = await off_loop(
                 len(raw), lambda: parse(kind, raw, ignored, model=router.model.names[0])
             )
-            router.model.check_name(body.model, caller.tenant, caller.models)
+            lane = router.lanes.of(body.model, caller.tenant, caller.models)
             async with ended_by_departure(request.scope):
-                return await respond(body, len(raw), caller, now_ns)
+                return await respond(self._of(lane), body, len(raw), caller, now_ns)
+
+    def _of(self, lane: RouterParts) -> Self:
+        """Return the handlers of another lane."""
+        if lane is self._router:
+            return self
+        found = self._of_lanes.get(lane.model)
+        if found is None:
+            found = self._of_lanes[lane.model] = copy(self)
+            found.serve(lane)
+        return found
+
+    def serve(self, lane: RouterParts) -> None:
+        """Handle the calls of a lane."""
+        self._router = lane
+        self._relaxations = Relaxations(lane.grammars)
 
     @contextlib.contextmanager
     def _counted(

@@ -7,7 +7,7 @@ lists these files.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, get_type_hints
 
 from fastapi import APIRouter, Request, Response
@@ -32,6 +32,7 @@ from baton.types.errors import (
 from router.frontend.api.prepare import Preparer
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
+from router.frontend.lanes import LaneTable
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import fitted_rates
 from router.routing.requests.gateway import Gateway
@@ -51,9 +52,10 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterParts:
-    """Parts of one router process.
+    """Parts of one lane of a router process. Lanes share all parts that have nothing of a model.
 
     Attributes:
+        lanes: All lanes of the router.
         created: Start of the router in Unix seconds.
         audit: Audit log; None: there is none.
         stored_responses: Storage of responses for later turns; None: responses are not stored.
@@ -79,6 +81,7 @@ class RouterParts:
     quotas: QuotaFeed
     usage: UsageFeed
     refused_logins: RefusedLogins
+    lanes: "LaneTable[RouterParts]"
     audit: AuditLog | None = None
 
     @classmethod
@@ -95,8 +98,7 @@ class RouterParts:
         """Build the parts for one model and the workers in ``directory``."""
         metrics = Metrics("router", model=model.names[0])
         prefix_index = PrefixIndex()
-        timing = settings.emulated
-        metrics.set("baton_engine_info", 1, engine="emulated" if timing else "real", timing=timing)
+        _show_engine(metrics, settings)
         metrics.set("baton_worker_price_per_hour", settings.price_per_hour)
         observer = Observer(metrics)
         tasks = BackgroundTasks(
@@ -104,7 +106,8 @@ class RouterParts:
         )
         gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer)
         observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
-        return cls(
+        made = cls(
+            lanes=LaneTable(),
             settings=settings,
             model=model,
             metrics=metrics,
@@ -140,6 +143,39 @@ class RouterParts:
                 price_per_hour=settings.price_per_hour,
             ),
         )
+        made.lanes.add(made)
+        return made
+
+    def beside(
+        self, settings: RouterSettings, model: ServedModel, directory: WorkerDirectory
+    ) -> Self:
+        """Build the parts of another model with its own workers, and serve it, too."""
+        _show_engine(self.metrics, settings)
+        prefix_index = PrefixIndex()
+        observer = Observer(self.metrics, self.observer)
+        ledger = self.gateway.usage.ledger
+        gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer, ledger)
+        observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
+        made = replace(
+            self,
+            settings=settings,
+            model=model,
+            observer=observer,
+            request_log=RequestLog(settings, model.tokenizer),
+            prefix_index=prefix_index,
+            gateway=gateway,
+            preparer=Preparer(model, settings),
+            grammars=GrammarChecker(model.vocabulary, self.metrics),
+            prober=Prober(gateway, settings, self.tasks),
+            created=int(time.time()),
+        )
+        self.lanes.add(made)
+        return made
+
+
+def _show_engine(metrics: Metrics, settings: RouterSettings) -> None:
+    timing = settings.emulated
+    metrics.set("baton_engine_info", 1, engine="emulated" if timing else "real", timing=timing)
 
 
 class Endpoints(APIRouter):

@@ -37,12 +37,14 @@ def routes(router: RouterParts) -> Endpoints:
     @api.post_body("/v1/responses", ResponsesBody)
     async def responses(request: Request) -> Response:
         """Answer a conversation with a list of items."""
-        return await calls.answer(request, "responses", ResponsesBody, calls.responses)
+        return await calls.answer(request, "responses", ResponsesBody, _ResponsesCalls.responses)
 
     @api.post_body("/v1/responses/input_tokens", InputTokensBody)
     async def input_tokens(request: Request) -> Response:
         """Count the prompt tokens of a response."""
-        return await calls.answer(request, "input_tokens", InputTokensBody, calls.input_tokens)
+        return await calls.answer(
+            request, "input_tokens", InputTokensBody, _ResponsesCalls.input_tokens
+        )
 
     @api.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> dict[str, Any]:
@@ -134,9 +136,10 @@ class _ResponsesCalls(Calls):
     async def cancel(self, request: Request, response_id: str) -> dict[str, Any]:
         tenant = tenant_of(request.headers, self._router.settings)
         running = self._running(tenant, response_id)
-        active = self._router.gateway.kept.get(response_id)
-        if running is not None and active is not None:
-            self._router.gateway.cancel(active, "the response was cancelled")
+        found = self._router.lanes.find(response_id)
+        if running is not None and found is not None:
+            gateway, active = found
+            gateway.cancel(active, "the response was cancelled")
             return running.snapshot("cancelled")
         kept = await self.store.get(tenant, response_id)
         raise InvalidRequestError.at(
@@ -146,8 +149,8 @@ class _ResponsesCalls(Calls):
         )
 
     def _running(self, tenant: str, response_id: str) -> ResponsesFormat | None:
-        active = self._router.gateway.kept.get(response_id)
-        if active is None or active.record.ended:
+        found = self._router.lanes.find(response_id)
+        if found is None or found[1].record.ended:
             return None
         return self._open.get((tenant, response_id))
 
