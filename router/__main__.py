@@ -27,6 +27,7 @@ from baton.config.fleet_file import ConfigError, load_config
 from baton.registry.audit.inbox import AuditInbox
 from baton.registry.audit.log import AuditLog
 from baton.registry.keys.shared import SharedKeys
+from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.redis_store import Registry
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.registry.tenants.erasures import Erasures
@@ -145,6 +146,7 @@ async def serve(
         erasures=Erasures(registry),
         audit=audit,
         others=others,
+        shared_routes=SharedRoutes(registry),
     )
     metrics = router.parts.metrics
     audit.on_failure = lambda: metrics.inc("baton_audit_failures")

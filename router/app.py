@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from baton.registry.audit.log import AuditLog
 from baton.registry.keys.shared import SharedKeys
+from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.orders import Orders
 from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
@@ -24,7 +25,7 @@ from baton.registry.usage.copies import UsageCopies
 from baton.registry.usage.shared import SharedUsage
 from baton.telemetry.alive_clock import ALIVE
 from baton.types.limits import Limits
-from router.frontend import keys, tenants, usage
+from router.frontend import keys, model_routes, tenants, usage
 from router.frontend.api import errors, generation, models, operations, orders, page
 from router.frontend.api.call_headers import CallHeaders
 from router.frontend.api.messages import endpoints as messages
@@ -82,6 +83,7 @@ class Router:
         audit: Audit log.
         erasures: Reports about deletions of tenants; None: tenants cannot be deleted.
         others: Models beside the first one.
+        shared_routes: Aliases and canaries; None: names lead to the models of these names.
     """
 
     def __init__(
@@ -102,11 +104,19 @@ class Router:
         erasures: Erasures | None = None,
         audit: AuditLog | None = None,
         others: Sequence[LaneSources] = (),
+        shared_routes: SharedRoutes | None = None,
     ) -> None:
         self._shared_usage = shared_usage
         self._usage_copies: UsageCopies | None = None
         self.parts = RouterParts.build(
-            settings, model, directory, stored_responses, shared_quotas, shared_usage, audit
+            settings,
+            model,
+            directory,
+            stored_responses,
+            shared_quotas,
+            shared_usage,
+            audit,
+            shared_routes,
         )
         if shared_usage is not None and settings.state_dir:
             folder = Path(settings.state_dir) / "usage"
@@ -170,6 +180,7 @@ class Router:
             await self.keys.start()
         if self.limits is not None:
             await self.limits.start()
+        await parts.routes.start()
         parts.quotas.start()
         parts.usage.start()
         if self._usage_copies is not None:
@@ -188,6 +199,7 @@ class Router:
                 await self.keys.close()
             if self.limits is not None:
                 await self.limits.close()
+            await parts.routes.close()
             await parts.quotas.close()
             await parts.tasks.close()
             if parts.audit is not None:
@@ -257,6 +269,7 @@ class Router:
             made.append(orders.routes(self.parts, desks))
         if self.keys is not None:
             made.append(keys.routes(self.parts, self.keys))
+        made.append(model_routes.routes(self.parts))
         made.append(tenants.routes(self.parts, self.limits, self._erasures))
         if self._shared_usage is not None:
             made.append(usage.routes(self.parts, self._shared_usage))

@@ -133,6 +133,11 @@ class ServedModel:
         return None if entry is None else entry.ref()
 
     @property
+    def version(self) -> str:
+        """Digest of the weights, shortened."""
+        return self.artifact.weights_digest.hex()[:12]
+
+    @property
     def hidden_size(self) -> int:
         """Length of a hidden state and of an embedding."""
         return self.artifact.config.hidden_size

@@ -5,6 +5,8 @@ from heapq import merge
 from typing import Any, Generic, Protocol, TypeVar
 
 from baton.types.errors import InvalidRequestError, ModelNotFoundError
+from baton.types.routes import RouteTable
+from router.routing.lanes.routes import Route, route
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
 from router.routing.watch.request_reports import report_of
@@ -64,10 +66,48 @@ class LaneTable(Generic[LaneT]):
         for lane in self._lanes:
             if lane.model.serves(name, tenant, allowed):
                 return lane
+        raise self._unknown(name, tenant, allowed)
+
+    def _unknown(
+        self, name: str, tenant: str | None, allowed: Sequence[str] | None
+    ) -> ModelNotFoundError:
         usable = [one for one in self.served_names(tenant, allowed) if one != name]
         shown = usable[:1] if len(self._lanes) == 1 else usable[:16]
         hint = f"; this fleet serves {', '.join(map(repr, shown))}" if shown else ""
-        raise ModelNotFoundError.at("model", f"{name[:200]!r} is not served{hint}")
+        return ModelNotFoundError.at("model", f"{name[:200]!r} is not served{hint}")
+
+    def route(
+        self,
+        table: RouteTable,
+        name: str,
+        tenant: str,
+        allowed: Sequence[str] | None,
+        conversation: str,
+        *,
+        may_fall_back: bool = False,
+    ) -> Route:
+        """Return the model that answers a request; see `router.routing.lanes.routes.route`.
+
+        Raises:
+            ModelNotFoundError: The name is not served, or not allowed.
+        """
+        found = route(
+            table, name, tenant, lambda: conversation, self.is_ready, may_fall_back=may_fall_back
+        )
+        if name in table.names:
+            if allowed is not None and name not in allowed:
+                raise self._unknown(name, tenant, allowed)
+        else:
+            self.of(name, tenant, allowed)
+        return found
+
+    def is_ready(self, name: str) -> bool:
+        """Return whether a model or adapter is served and has a worker that takes requests."""
+        return any(
+            bool(lane.gateway.workers.usable) or lane.gateway.settings.starts_from_zero
+            for lane in self._lanes
+            if lane.model.serves(name)
+        )
 
     def served_names(
         self, tenant: str | None = None, allowed: Sequence[str] | None = None

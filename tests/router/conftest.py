@@ -144,6 +144,7 @@ async def make_fleet(model):
         erasures=None,
         audit=None,
         others=(),
+        shared_routes=None,
         **settings,
     ) -> Fleet:
         token = FleetToken("secret")
@@ -164,6 +165,7 @@ async def make_fleet(model):
             erasures=erasures,
             audit=audit,
             others=others,
+            shared_routes=shared_routes,
         )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(

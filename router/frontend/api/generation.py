@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -37,9 +38,10 @@ from router.frontend.api.prepare import (
 from router.frontend.api.relaxation import Relaxations
 from router.frontend.api.structured_output import requested_grammar
 from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
+from router.frontend.conversation import opening_of
 from router.frontend.http.departure import ended_by_departure
 from router.frontend.http.intake import arrived_ns_of
-from router.request import GenerationRequest
+from router.request import GenerationRequest, Routed
 from router.routing.watch.refusals import RefusedRequest
 from router.served_model import ServedModel
 
@@ -98,9 +100,38 @@ class Calls:
             body = await off_loop(
                 len(raw), lambda: parse(kind, raw, ignored, model=router.model.names[0])
             )
-            lane = router.lanes.of(body.model, caller.tenant, caller.models)
             async with ended_by_departure(request.scope):
+                lane, caller, name = await self._routed(body, caller)
+                if body.model != name:
+                    body = body.model_copy(update={"model": name})
                 return await respond(self._of(lane), body, len(raw), caller, now_ns)
+
+    async def _routed(self, body: ModelBody, caller: Caller) -> tuple[RouterParts, Caller, str]:
+        """Return the lane that answers a call, the caller with the reason, and the model.
+
+        A caller whose models are limited may use the models of an alias that it may name.
+        """
+        router = self._router
+        name = body.model
+        text = ""
+        if router.routes.needs_conversation(name):
+            text = await self.conversation(body, caller)
+        found = router.lanes.route(
+            router.routes.table,
+            name,
+            caller.tenant,
+            caller.models,
+            text,
+            may_fall_back=caller.may_fall_back,
+        )
+        lane = router.lanes.of(found.model, caller.tenant)
+        routed = Routed(found.model, lane.model.version, found.why, found.rollback_to, name)
+        models = caller.models if found.model == name else None
+        return lane, replace(caller, routed=routed, models=models), found.model
+
+    async def conversation(self, body: ModelBody, caller: Caller) -> str:
+        """Return the text that the requests of a conversation have in common."""
+        return opening_of(body)
 
     def _of(self, lane: RouterParts) -> Self:
         """Return the handlers of another lane."""

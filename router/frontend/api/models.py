@@ -37,12 +37,21 @@ def routes(router: RouterParts) -> Endpoints:
             for lane in lanes
             for name in lane.model.served_names(access.sees, access.models)
         ]
-        return {"object": "list", "data": records}
+        known = {record["id"] for record in records}
+        aliases = [
+            _alias_record(router, name, access)
+            for name in router.routes.table.names
+            if name not in known and (access.models is None or name in access.models)
+        ]
+        return {"object": "list", "data": [*records, *filter(None, aliases)]}
 
     @api.get("/v1/models/{model_id:path}")
     async def model(request: Request, model_id: str) -> dict[str, Any]:
         """Return the artifact record of a model or an adapter."""
         access = access_of(request.headers, settings)
+        allowed = access.models is None or model_id in access.models
+        if allowed and (record := _alias_record(router, model_id, access)):
+            return record
         return _record(lanes.of(model_id, access.sees, access.models), model_id)
 
     @api.post_body("/v1/load_lora_adapter", LoadAdapterBody)
@@ -81,6 +90,19 @@ def routes(router: RouterParts) -> Endpoints:
         return await _answer_off_loop(router, request, _detokenized)
 
     return api
+
+
+def _alias_record(router: RouterParts, name: str, access: Access) -> dict[str, Any] | None:
+    """Return the record of a name that leads to another model; None if it does not."""
+    entry = router.routes.table.names.get(name)
+    if entry is None:
+        return None
+    lane = next((one for one in router.lanes if one.model.serves(entry.target, access.sees)), None)
+    if lane is None:
+        return None
+    routed = {"canary": entry.canary, "share": entry.share} if entry.canary else {}
+    record = _record(lane, entry.target)
+    return {**record, "id": name, "root": entry.target, "rollback_to": entry.previous, **routed}
 
 
 def _record(router: RouterParts, name: str) -> dict[str, Any]:
@@ -125,9 +147,13 @@ def _tokenized(
 
 
 def _model_of(lanes: LaneTable[RouterParts], name: str | None, access: Access) -> ServedModel:
-    """Return the model of a name, or the first one without a name."""
+    """Return the model of a name, or the first one without a name; of an alias, its target."""
+    first = next(iter(lanes))
     if name is None:
-        return next(iter(lanes)).model
+        return first.model
+    entry = first.routes.table.names.get(name)
+    if entry is not None and (access.models is None or name in access.models):
+        return lanes.of(entry.target, access.sees).model
     return lanes.of(name, access.sees, access.models).model
 
 

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self, TypeVar, get_type_hints
 
 from fastapi import APIRouter, Request, Response
@@ -17,6 +18,7 @@ from starlette.routing import Route
 
 from baton.registry.audit.log import AuditLog
 from baton.registry.audit.refused_logins import RefusedLogins
+from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.stored_responses import StoredResponses
 from baton.registry.usage.feed import UsageFeed, UsageSink
 from baton.telemetry.metrics import Metrics
@@ -33,6 +35,7 @@ from router.frontend.api.prepare import Preparer
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
 from router.frontend.lanes import LaneTable
+from router.routing.lanes.mirror import RouteMirror
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import fitted_rates
 from router.routing.requests.gateway import Gateway
@@ -56,6 +59,7 @@ class RouterParts:
 
     Attributes:
         lanes: All lanes of the router.
+        routes: Table that leads names to lanes.
         created: Start of the router in Unix seconds.
         audit: Audit log; None: there is none.
         stored_responses: Storage of responses for later turns; None: responses are not stored.
@@ -82,6 +86,7 @@ class RouterParts:
     usage: UsageFeed
     refused_logins: RefusedLogins
     lanes: "LaneTable[RouterParts]"
+    routes: RouteMirror
     audit: AuditLog | None = None
 
     @classmethod
@@ -94,6 +99,7 @@ class RouterParts:
         shared_quotas: QuotaSource | None = None,
         shared_usage: UsageSink | None = None,
         audit: AuditLog | None = None,
+        shared_routes: SharedRoutes | None = None,
     ) -> Self:
         """Build the parts for one model and the workers in ``directory``."""
         metrics = Metrics("router", model=model.names[0])
@@ -106,8 +112,10 @@ class RouterParts:
         )
         gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer)
         observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
+        routes_file = Path(settings.state_dir) / "routes.json" if settings.state_dir else None
         made = cls(
             lanes=LaneTable(),
+            routes=RouteMirror(shared_routes, routes_file, observer.task_failed),
             settings=settings,
             model=model,
             metrics=metrics,

@@ -34,7 +34,12 @@ class TwoLanes:
 @pytest.fixture
 async def two_lanes(make_fleet, model, artifact):
     async def make(
-        script: Script | None = None, orders=None, first_orders=None, **settings
+        script: Script | None = None,
+        orders=None,
+        first_orders=None,
+        shared_routes=None,
+        stored_responses=None,
+        **settings,
     ) -> TwoLanes:
         other = ServedModel(artifact, (OTHER,), max_context_tokens=CONTEXT, chat_template=LETTERS)
         directory = StaticDirectory()
@@ -50,7 +55,14 @@ async def two_lanes(make_fleet, model, artifact):
             directory=directory,
             orders=orders,
         )
-        fleet = await make_fleet({}, others=[sources], fleet_orders=first_orders, **settings)
+        fleet = await make_fleet(
+            {},
+            others=[sources],
+            fleet_orders=first_orders,
+            shared_routes=shared_routes,
+            stored_responses=stored_responses,
+            **settings,
+        )
         first = await fleet.add("decode-0")
         second = await EmulatedWorker("other-decode-0", "decode", script).start()
         fleet.workers["other-decode-0"] = second

@@ -12,6 +12,7 @@ from opentelemetry.trace import Span
 from baton.types.errors import InvalidRequestError, PromptTooLongError
 from router.frontend.access import tenant_of
 from router.frontend.api.answer import Answer
+from router.frontend.api.bodies.common import ModelBody
 from router.frontend.api.generation import Calls
 from router.frontend.api.parts import Endpoints, RouterParts, page_of
 from router.frontend.api.prepare import Caller, off_loop
@@ -23,6 +24,7 @@ from router.frontend.api.responses.tools import offered_tools
 from router.frontend.api.responses.translate import chat_of, input_items
 from router.frontend.api.tracing import ended_on_error
 from router.frontend.api.translation import Translation, as_answer
+from router.frontend.conversation import opening_of_turns
 from router.request import GenerationRequest
 
 _PAGE = 20
@@ -111,6 +113,15 @@ class _ResponsesCalls(Calls):
         self._open[caller.tenant, answer_id] = layout
         context = self.context("responses", answer_id, span)
         return Answer(context, [request], layout, stream=bool(body.stream))
+
+    async def conversation(self, body: ModelBody, caller: Caller) -> str:
+        """Return the opening of the conversation, which may begin in a stored response."""
+        if not isinstance(body, InputTokensBody):
+            return await super().conversation(body, caller)
+        kept = EarlierResponses(self.store, caller.tenant, self._router.settings.max_body_bytes)
+        earlier = await kept.conversation(body.previous_response_id)
+        user = getattr(body, "user", None)
+        return user or opening_of_turns([*earlier, *input_items(body)])
 
     async def input_tokens(
         self, body: InputTokensBody, size: int, caller: Caller, now_ns: int
