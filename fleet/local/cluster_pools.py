@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,6 +89,7 @@ class ClusterPools:
         self._spec: ControllerSpec | None = None
         self.adopted = False  # the fleet existed before this process, or has served
         self._holds_lease = False
+        self._ended: set[str] = set()  # lanes that no file names any more, and that still run
         self.address = ""  # of this node, as other nodes reach it
 
     def start(self, spec: ControllerSpec) -> None:
@@ -120,6 +121,7 @@ class ClusterPools:
             CapacityError: The fleet does not fit, or the cluster is unreachable; nothing changed.
         """
         before = self._config, self._spec
+        earlier = self._specs().keys()
         self._config = config
         self._spec = spec
         try:
@@ -128,6 +130,16 @@ class ClusterPools:
         except (CapacityError, TimeoutError) as error:
             self._config, self._spec = before
             raise CapacityError(str(error)) from error
+        for lane in self._specs().keys() - earlier:
+            self._call(self._watch_lane(lane), 5.0)
+        self._ended |= earlier - self._specs().keys()
+        self._ended -= self._specs().keys()
+
+    def retire(self) -> None:
+        """Stop the workers of models that the configuration has no longer."""
+        with contextlib.suppress(TimeoutError, RegistryUnavailableError):
+            self._call(self._stop_lanes(self._ended), 10.0)
+        self._ended = set()
 
     def slots(self) -> list[dict[str, Any]]:
         """Return worker_id, phase, epoch, reason and node of each slot that is known."""
@@ -170,7 +182,7 @@ class ClusterPools:
         if self._holds_lease and self._taken_by is None:
             if not (leave and self.adopted):
                 with contextlib.suppress(TimeoutError, RegistryUnavailableError):
-                    self._call(self._stop_lanes(), 10.0)
+                    self._call(self._stop_lanes({*self._specs(), *self._ended}), 10.0)
             with contextlib.suppress(TimeoutError, RegistryUnavailableError):
                 self._call(FleetLease(self._connected(), self._me).give_up(), 3.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -203,14 +215,17 @@ class ClusterPools:
     def _orders(self, lane: str) -> Orders:
         return Orders(self._connected().of_lane(lane))
 
-    async def _stop_lanes(self) -> None:
-        asked = [self._orders(lane).ask("stop", timeout_s=_STOP_LIMIT_S) for lane in self._specs()]
+    async def _stop_lanes(self, lanes: Iterable[str]) -> None:
+        asked = [self._orders(lane).ask("stop", timeout_s=_STOP_LIMIT_S) for lane in lanes]
         await asyncio.gather(*asked)
 
     async def _begin_watch(self) -> None:
         self._tasks.keep(self._keep_lease, "lease")
         for lane in self._specs():
-            self._tasks.keep(partial(self._watch_controller, lane), "controller")
+            await self._watch_lane(lane)
+
+    async def _watch_lane(self, lane: str) -> None:
+        self._tasks.keep(partial(self._watch_controller, lane), "controller")
 
     async def _end_watch(self) -> None:
         await self._tasks.close()
@@ -246,8 +261,10 @@ class ClusterPools:
         seen_s = time.monotonic()
         pause_s = _PAUSE_S[0]
         silent = False
-        while self._taken_by is None:
+        while self._taken_by is None and lane in {*self._specs(), *self._ended}:
             await asyncio.sleep(RENEW_EVERY_S)
+            if lane not in self._specs():
+                continue
             try:
                 answer = await self._orders(lane).ask("ping", timeout_s=_PING_LIMIT_S)
             except RegistryUnavailableError:

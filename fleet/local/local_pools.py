@@ -91,6 +91,15 @@ class LocalPools:
                 self._controllers[lane] = found or self._controllers.get(lane)
         self._config = config
 
+    def retire(self) -> None:
+        """Stop the workers of models that the configuration has no longer."""
+        wanted = {one.fleet for one in self._config.lanes}
+        for lane in self._controllers.keys() - wanted:
+            controller = self._controllers.pop(lane)
+            self._specs.pop(lane, None)
+            if controller is not None:
+                _stop(controller)
+
     def slots(self) -> list[dict[str, Any]]:
         """Return worker_id, phase, epoch, reason and node of each slot that is known."""
         from ray.exceptions import RayError

@@ -367,7 +367,7 @@ class Supervisor:
             if not self._rolling:
                 self._rolling = True
                 routers.roll()
-            if not routers.rolled:
+            if not routers.rolled or (plan.models_ended and not routers.settled):
                 return
             self._rolling = False
             self._routers_behind = bool(routers.roll_failed)
@@ -375,6 +375,8 @@ class Supervisor:
                 problem = (
                     f"{failed}; the present routers keep serving:\n{tail(self._logs, 'router')}"
                 )
+            elif plan.models_ended and self._pools is not None:
+                self._pools.retire()  # no router uses their workers any more
         self._changing = None
         self._end_change(problem)
 

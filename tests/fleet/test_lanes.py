@@ -114,8 +114,26 @@ def test_changed_sizes_of_a_model_are_planned_by_name(monkeypatch) -> None:
     assert (found.removed, found.renewed, found.refused) == ((), (), ())
 
 
-def test_models_of_a_running_fleet_are_fixed(monkeypatch) -> None:
+def test_a_model_that_comes_is_started_and_one_that_goes_ends_after_the_routers(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr("fleet.pools.resources._emulated", lambda _: None)
-    one = TWO.model_copy(update={"models": {"small": TWO.models["small"]}})
-    [refused] = changes(TWO, one).refused
-    assert "models: the models of a running fleet are fixed" in refused
+    small = TWO.models["small"]
+    one = TWO.model_copy(update={"models": {"small": small, "tiny": small}})
+    found = changes(TWO, one)
+    assert found.added == ("tiny: 1 decode worker",)
+    assert found.removed == ("large.v1: 1 prefill worker", "large.v1: 2 decode workers")
+    assert found.models_ended == ("large.v1",)
+    assert found.router
+    assert found.refused == ()
+    assert "models" in found.keys
+
+
+def test_other_weights_need_another_name(monkeypatch) -> None:
+    monkeypatch.setattr("fleet.pools.resources._emulated", lambda _: None)
+    other = FleetConfig.model_validate(
+        {**FIELDS, "models": {**FIELDS["models"], "small": {"model": "package:x/other.gguf"}}}  # type: ignore[dict-item]
+    )
+    assert "model cannot change while the fleet runs" in changes(TWO, other).refused[0]
+    plain = FleetConfig.model_validate({"fleet": "f", "pools": {"engine": "emulated"}})
+    assert "workers have other names" in changes(plain, TWO).refused[0]

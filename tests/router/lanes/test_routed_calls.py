@@ -62,8 +62,14 @@ async def test_a_conversation_stays_with_its_version_on_every_endpoint(lanes: Tw
         for path, more in (
             ("/v1/chat/completions", {}),
             ("/v1/messages", {"system": "be brief"}),
-            ("/v1/responses", {}),
+            ("/v1/responses", {"instructions": "be brief"}),
         ):
+            if path == "/v1/chat/completions":
+                system = {"role": "system", "content": f"it is {number} o'clock"}
+                answer = await lanes.post(
+                    path, model="chat", messages=[system, *turns], max_tokens=1
+                )
+                assert answer.json()["model"] == model, answer.text
             key = "input" if path == "/v1/responses" else "messages"
             limit = {"max_output_tokens" if key == "input" else "max_tokens": 1}
             answer = await lanes.post(path, model="chat", **{key: turns}, **limit, **more)
