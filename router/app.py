@@ -269,7 +269,7 @@ class Router:
             made.append(orders.routes(self.parts, desks))
         if self.keys is not None:
             made.append(keys.routes(self.parts, self.keys))
-        made.append(model_routes.routes(self.parts))
+        made.append(model_routes.routes(self.parts, desks))
         made.append(tenants.routes(self.parts, self.limits, self._erasures))
         if self._shared_usage is not None:
             made.append(usage.routes(self.parts, self._shared_usage))

@@ -6,16 +6,19 @@ POST /fleet/models    {"verb": "canary", "name": "chat", "model": "v2", "share":
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from baton.registry.orders import Orders
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.routes import NameRoute, RouteTable
-from router.frontend.access import check_operator
+from router.frontend.access import check_operator, who_of
+from router.frontend.api.orders import ask
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import audited
 from router.routing.lanes.routes import (
@@ -37,7 +40,7 @@ _Name = Annotated[str, Field(min_length=1, max_length=200)]
 class _ChangeBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    verb: Literal["alias", "canary", "fallback", "promote", "rollback", "remove"]
+    verb: Literal["alias", "canary", "fallback", "promote", "rollback", "remove", "load", "unload"]
     name: _Name
     model: _Name | None = None
     share: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -45,8 +48,11 @@ class _ChangeBody(BaseModel):
     fallbacks: Annotated[list[_Name], Field(max_length=16)] = []
 
 
-def routes(router: RouterParts) -> Endpoints:
-    """Return the endpoints of models. Both are for operators."""
+def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
+    """Return the endpoints of models. Both are for operators.
+
+    ``desks`` are the queues of each model's controller.
+    """
     api = Endpoints()
 
     @api.get("/fleet/models", include_in_schema=False)
@@ -68,6 +74,13 @@ def routes(router: RouterParts) -> Endpoints:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "body"
             raise InvalidRequestError.at(where, first["msg"]) from error
+        if body.verb in ("load", "unload"):
+            lane = _lane_to_load(router, body)
+            name = lane.model.names[0]
+            if name not in desks:
+                raise UnavailableError("this router has no connection to the fleet's Redis")
+            await ask(desks[name], body.verb, who_of(request.headers, router.settings))
+            return {"name": name, "route": None}
         try:
             before, after = await router.routes.change(lambda table: _edited(router, table, body))
         except RouteChangeError as error:
@@ -84,6 +97,25 @@ def routes(router: RouterParts) -> Endpoints:
         return {"name": body.name, "route": shown}
 
     return api
+
+
+def _lane_to_load(router: RouterParts, body: _ChangeBody) -> RouterParts:
+    """Return the lane of a model to load or unload."""
+    lane = router.lanes.base(body.name, "name")
+    if body.verb == "load":
+        return lane
+    for name, entry in router.routes.table.names.items():
+        if lane.model.serves(entry.target) or (entry.canary and lane.model.serves(entry.canary)):
+            raise InvalidRequestError.at(
+                "name",
+                f"{name} leads to {body.name}: use `baton models alias`, `rollback` or `remove` "
+                "first",
+            )
+    if not any(other.is_loaded for other in router.lanes if other is not lane):
+        raise InvalidRequestError.at(
+            "name", f"{body.name} is the only model with workers; stop the fleet with `baton down`"
+        )
+    return lane
 
 
 def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody) -> RouteTable:
@@ -120,6 +152,7 @@ def _lane(lane: RouterParts) -> dict[str, Any]:
         "name": lane.model.names[0],
         "names": list(lane.model.names),
         "version": lane.model.version,
+        "loaded": lane.is_loaded,
         "source": artifact.source,
         "revision": artifact.revision,
         "license": artifact.license,

@@ -9,9 +9,10 @@ from importlib import util
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from tests.fleet.test_up import Served
+from tests.fleet.test_up import Served, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.fleet, pytest.mark.timeout(500)]
 
@@ -166,3 +167,37 @@ def test_one_model_grows_and_shrinks_while_both_answer(two: httpx.Client) -> Non
         ready = [one["model"] for one in workers if one["state"] == "ready"]
         assert ready.count("gemma3") == count
         assert ready.count("smollm2") == 2
+
+
+def test_an_unloaded_model_leaves_no_process_and_answers_the_same_afterwards(
+    two: httpx.Client,
+) -> None:
+    def models(command: str) -> None:
+        subprocess.run([*BATON, "models", command, "gemma3"], check=True, timeout=60)
+
+    def loaded() -> bool:
+        listed = two.get("/fleet/models").json()["models"]
+        [gemma] = [one for one in listed if one["name"] == "gemma3"]
+        return bool(gemma["loaded"])
+
+    workers = two.get("/fleet").json()["workers"]
+    pids = [one["pid"] for one in workers if one["model"] == "gemma3" and one["state"] == "ready"]
+    shells = [psutil.Process(pid) for pid in pids]
+    processes = [one for shell in shells for one in (shell, *shell.children(recursive=True))]
+    assert processes
+    models("unload")
+    wait_for(lambda: not loaded(), 60)
+    wait_for(lambda: not any(one.is_running() for one in processes), 60)
+    assert two.get("/health/ready").json()["status"] == "ready"
+    refused = two.post("/v1/completions", json={"model": "gemma3", "prompt": "a"})
+    assert refused.status_code == 503
+    post(two, "/v1/completions", model="smollm2", prompt=STORY, max_tokens=2)
+    models("load")
+    wait_for(
+        lambda: any(
+            w["model"] == "gemma3" and w["state"] == "ready"
+            for w in two.get("/fleet").json()["workers"]
+        ),
+        120,
+    )
+    test_each_model_answers_with_its_own_weights(two, "gemma3")

@@ -49,6 +49,33 @@ def ls(
         console.print(names)
 
 
+@models_app.command("load")
+def load(
+    model: _ModelArgument,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Start the workers of a model that was unloaded, as many as the fleet file has."""
+    ask_router(reach(fleet, url, api_key), "POST", _PATH, {"verb": "load", "name": model})
+    typer.echo(f"{model}: loading (`baton models ls`)")
+
+
+@models_app.command("unload")
+def unload(
+    model: _ModelArgument,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Stop all workers of a model once their requests have ended, which frees their memory.
+
+    No name may lead to the model. Requests for it get 503 until `baton models load`.
+    """
+    ask_router(reach(fleet, url, api_key), "POST", _PATH, {"verb": "unload", "name": model})
+    typer.echo(f"{model}: unloading (`baton models ls`)")
+
+
 @models_app.command("alias")
 def alias(
     name: _NameArgument,

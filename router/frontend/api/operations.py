@@ -69,7 +69,7 @@ def routes(router: RouterParts) -> Endpoints:
         """Check that each pair of workers recently served a short request."""
         first = is_operator(request.headers, router.settings)
         result = _together(
-            await asyncio.gather(*(lane.prober.check(first=first) for lane in router.lanes))
+            await asyncio.gather(*(lane.prober.check(first=first) for lane in _loaded(router)))
         )
         response.status_code = 200 if result["status"] == "ready" else 503
         return result
@@ -154,6 +154,12 @@ def _healthy(router: RouterParts) -> Response:
     if not ready:
         raise UnavailableError("no worker is ready")
     return Response()
+
+
+def _loaded(router: RouterParts) -> list[RouterParts]:
+    """Return the lanes that should have workers; all if none should."""
+    loaded = [lane for lane in router.lanes if lane.is_loaded]
+    return loaded or list(router.lanes)
 
 
 def _together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -116,6 +116,16 @@ def _merged(verb: str, answers: list[Any]) -> Any:
     return list(nodes.values())
 
 
+async def ask(orders: Orders, verb: str, who: str = "", source: str = "") -> Answer:
+    """Send a command without arguments to a controller, and return its answer.
+
+    Raises:
+        InvalidRequestError: The controller refuses it.
+        UnavailableError: The controller or Redis does not answer.
+    """
+    return await _ask(orders, _OrderBody(verb=verb), who, source)
+
+
 async def _ask(orders: Orders, body: _OrderBody, who: str = "", source: str = "") -> Answer:
     try:
         answer = await orders.ask(

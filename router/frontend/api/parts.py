@@ -154,6 +154,11 @@ class RouterParts:
         made.lanes.add(made)
         return made
 
+    @property
+    def is_loaded(self) -> bool:
+        """True if the lane should have workers: an operator has not unloaded its model."""
+        return any(slot.is_kept for slot in self.gateway.workers)
+
     def beside(
         self, settings: RouterSettings, model: ServedModel, directory: WorkerDirectory
     ) -> Self:

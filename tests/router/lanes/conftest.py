@@ -26,6 +26,7 @@ class TwoLanes:
     fleet: Fleet
     first: EmulatedWorker
     second: EmulatedWorker
+    directory: StaticDirectory  # of the second model
 
     async def post(self, path: str, **body: Any) -> Any:
         return await self.fleet.http.post(path, json=body)
@@ -69,6 +70,6 @@ async def two_lanes(make_fleet, model, artifact):
         directory.put(record_of("other-decode-0", second.address))
         [_, lane] = fleet.router.lanes
         await until(lambda: lane.gateway.workers.usable)
-        return TwoLanes(fleet, first, second)
+        return TwoLanes(fleet, first, second, directory)
 
     return make

@@ -2,10 +2,16 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.orders import Answer
+from tests.registry.conftest import redis_server, registry
+from tests.router.conftest import record_of, until
 from tests.router.lanes.conftest import OTHER
+
+__all__ = ["redis_server", "registry"]
 
 TOKEN = {"authorization": "Bearer secret"}
 
@@ -73,3 +79,39 @@ async def test_each_model_has_a_planner(desks) -> None:
     assert (await http.get("/fleet/planner")).json() == {"of": "s"}
     found = await http.get("/fleet/planner", params={"model": OTHER})
     assert found.json() == {"of": OTHER}
+
+
+async def test_a_model_is_unloaded_only_if_no_name_leads_to_it(two_lanes, registry) -> None:
+    second = Desk(OTHER)
+    lanes = await two_lanes(orders=second, shared_routes=SharedRoutes(registry))
+    http = lanes.fleet.http
+
+    async def change(verb: str, name: str, **more: Any) -> tuple[int, str]:
+        answer = await http.post("/fleet/models", json={"verb": verb, "name": name, **more})
+        return answer.status_code, answer.text
+
+    await change("canary", "smollm2", model=OTHER, share=0.1)
+    status, text = await change("unload", OTHER)
+    assert status == 400
+    assert "smollm2 leads to other" in text
+    await change("rollback", "smollm2")
+    assert (await change("unload", OTHER))[0] == 200
+    assert (await change("load", OTHER))[0] == 200
+    assert second.taken == [("unload", ()), ("load", ())]
+    status, text = await change("unload", "nothing")
+    assert "must be one of smollm2, other" in text
+
+
+async def test_a_fleet_is_ready_without_the_models_that_are_unloaded(two_lanes) -> None:
+    lanes = await two_lanes(probe_pause_s=0.0)
+    record = record_of("other-decode-0", "", intent="leave")
+    lanes.directory.put(msgspec.structs.replace(record, state="dead"))
+    await lanes.second.stop()
+    [_, lane] = lanes.fleet.router.lanes
+    await until(lambda: not lane.is_loaded)
+    ready = await lanes.fleet.http.get("/health/ready")
+    assert ready.status_code == 200
+    models = (await lanes.fleet.http.get("/fleet/models")).json()["models"]
+    assert {one["name"]: one["loaded"] for one in models} == {"smollm2": True, OTHER: False}
+    answer = await lanes.post("/v1/completions", model=OTHER, prompt="hi", max_tokens=1)
+    assert answer.status_code == 503
