@@ -38,6 +38,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.telemetry.tracing import Tracing
 from baton.types import events as ev
 from baton.types.errors import UnavailableError
+from baton.types.lanes import lane_of
 from baton.wire.fleet_token import FleetToken, TokenInterceptor
 from baton.wire.grpc_options import WORKER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
@@ -300,7 +301,13 @@ def _start_base(settings: WorkerSettings, stack: AsyncExitStack) -> _Base:
         Tracing("worker"),
         metrics,
         registry,
-        WorkerTime(settings.role, registry.of_whole_fleet(), metrics, _failure_counter(metrics)),
+        WorkerTime(
+            settings.role,
+            registry.of_whole_fleet(),
+            metrics,
+            _failure_counter(metrics),
+            lane_of(settings.fleet),
+        ),
     )
     stack.callback(base.tracing.shutdown)
     stack.push_async_callback(base.registry.close)

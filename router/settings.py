@@ -18,7 +18,7 @@ from baton.config.logs import LogsConfig
 from baton.config.network import HttpsConfig
 from baton.config.secrets import ApiKeysFile
 from baton.config.tenants_file import TenantsFile
-from baton.types.lanes import worker_prefix
+from baton.types.lanes import lane_of
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
 from router.keys.table import KeyTable
@@ -195,7 +195,7 @@ class RouterSettings:
         """Folder of the state of this lane; None without a state folder."""
         if not self.state_dir:
             return None
-        lane = worker_prefix(self.fleet).rstrip("-")
+        lane = lane_of(self.fleet)
         folder = Path(self.state_dir)
         return folder / "lanes" / lane if lane else folder
 

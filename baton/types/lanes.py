@@ -24,7 +24,12 @@ def whole_fleet(fleet: str) -> str:
     return fleet.partition(OF_LANE)[0]
 
 
+def lane_of(fleet: str) -> str:
+    """Return the lane of a name ``FLEET.LANE``; empty for a fleet with one model."""
+    return fleet.partition(OF_LANE)[2]
+
+
 def worker_prefix(fleet: str) -> str:
     """Return the prefix of the ids of a lane's workers; empty for a fleet with one model."""
-    _, is_lane, lane = fleet.partition(OF_LANE)
-    return f"{lane}-" if is_lane else ""
+    lane = lane_of(fleet)
+    return f"{lane}-" if lane else ""

@@ -40,6 +40,8 @@ async def two_lanes(make_fleet, model, artifact):
         first_orders=None,
         shared_routes=None,
         stored_responses=None,
+        shared_usage=None,
+        price=0.0,
         **settings,
     ) -> TwoLanes:
         other = ServedModel(artifact, (OTHER,), max_context_tokens=CONTEXT, chat_template=LETTERS)
@@ -50,6 +52,7 @@ async def two_lanes(make_fleet, model, artifact):
                 model=DEFAULT_MODEL,
                 model_names=(OTHER,),
                 fleet_token=FleetToken("secret"),
+                price_per_hour=price,
                 **settings,
             ),
             model=other,
@@ -62,6 +65,7 @@ async def two_lanes(make_fleet, model, artifact):
             fleet_orders=first_orders,
             shared_routes=shared_routes,
             stored_responses=stored_responses,
+            shared_usage=shared_usage,
             **settings,
         )
         first = await fleet.add("decode-0")

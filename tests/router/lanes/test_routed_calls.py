@@ -1,6 +1,7 @@
 """Aliases, canaries and fallbacks through the router's HTTP. Real Redis."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from baton.config.clients import ApiKeyConfig
 from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.stored_responses import StoredResponses, StoreLimits
+from baton.registry.usage.bill import IDLE
+from baton.registry.usage.ledger import HOUR_S, WORKERS, Ledger, RowName
+from baton.registry.usage.shared import SharedUsage
 from baton.types.routes import RouteTable
 from router.routing.lanes.mirror import RouteMirror
 from tests.registry.conftest import redis_server, registry
@@ -217,3 +221,17 @@ async def test_a_stored_conversation_stays_with_its_version(two_lanes, registry)
         )
         assert again.json()["model"] == first.json()["model"], again.text
     assert models == {"smollm2", OTHER}
+
+
+async def test_usage_costs_what_the_workers_of_each_model_cost(two_lanes, registry) -> None:
+    usage = SharedUsage(registry)
+    lanes = await two_lanes(shared_usage=usage, price=360.0)
+    hour = int(time.time()) // HOUR_S
+    ledger = Ledger("life")
+    for lane, role in (("", "decode"), (OTHER, "decode")):
+        ledger.row(RowName(hour, WORKERS, lane, role)).worker_ns = 10 * 10**9
+    await usage.apply(ledger.report(hour))
+    answer = await lanes.fleet.http.get("/fleet/usage")
+    [idle] = [one for one in answer.json()["lines"] if one["tenant"] == IDLE]
+    assert idle["worker_s"] == pytest.approx(20)
+    assert idle["cost"] == pytest.approx(10 * 360 / 3600)  # workers of the first model are free
