@@ -38,6 +38,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.telemetry.tracing import Tracing
 from baton.types import events as ev
 from baton.types.errors import UnavailableError
+from baton.types.lanes import lane_of
 from baton.wire.fleet_token import FleetToken, TokenInterceptor
 from baton.wire.grpc_options import WORKER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
@@ -129,7 +130,7 @@ class Worker:
         self._vital(parts.prefill.watch_leases(), "prefill leases")
         self._vital(self._watch_engine(), "engine")
         self._vital(self._watch_quarantine(), "quarantine")
-        erasures = Erasures(parts.registry)
+        erasures = Erasures(parts.registry.of_whole_fleet())
         self._vital(erase_forever(parts.engine, erasures, settings.worker_id), "erasure")
         for link in parts.links:
             self._vital(self._watch_rank(link), "rank")
@@ -300,7 +301,13 @@ def _start_base(settings: WorkerSettings, stack: AsyncExitStack) -> _Base:
         Tracing("worker"),
         metrics,
         registry,
-        WorkerTime(settings.role, registry, metrics, _failure_counter(metrics)),
+        WorkerTime(
+            settings.role,
+            registry.of_whole_fleet(),
+            metrics,
+            _failure_counter(metrics),
+            lane_of(settings.fleet),
+        ),
     )
     stack.callback(base.tracing.shutdown)
     stack.push_async_callback(base.registry.close)

@@ -26,31 +26,27 @@ from starlette.types import ASGIApp
 from baton.config.fleet_file import ConfigError, load_config
 from baton.registry.audit.inbox import AuditInbox
 from baton.registry.audit.log import AuditLog
-from baton.registry.event_feed import EventFeed
 from baton.registry.keys.shared import SharedKeys
-from baton.registry.orders import Orders
+from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.redis_store import Registry
-from baton.registry.router_demands import RouterDemands
-from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.registry.tenants.erasures import Erasures
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
 from baton.registry.usage.shared import SharedUsage
-from baton.registry.workers import RegistryWatcher
 from baton.telemetry.log_export import LogExport
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.metrics import Metrics
+from baton.types.lanes import whole_fleet
 from router.app import Router
 from router.frontend.http.certificate import LiveCertificate
 from router.frontend.http.server import RouterServer
 from router.frontend.http_server import server_config
+from router.lane_feeds import LaneSources
 from router.memory import allow_connections, collect_rarely, limit_arenas
 from router.routing.group.group import RouterGroup
 from router.routing.group.member import Member
-from router.routing.placement.index_feed import EventSource
 from router.routing.watch.request_reports import past_reports
-from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 
@@ -76,13 +72,14 @@ def main() -> int:
     overrides = {"host": arguments.host} if arguments.host else {}
     try:
         config = load_config(arguments.config, overrides, said_by="--host")
-        settings = RouterSettings.from_config(config, port=arguments.port)
+        lanes = RouterSettings.of_lanes(config, port=arguments.port)
+        settings = lanes[0]
         set_up_logs(
-            settings.logs.format, fields={"fleet": settings.fleet, "router": str(arguments.index)}
+            settings.logs.format, fields={"fleet": config.fleet, "router": str(arguments.index)}
         )
         if settings.https is not None:
             LiveCertificate(settings.https)  # reports an unusable certificate before the start
-        model = ServedModel.load(settings)
+        models = [ServedModel.load(lane) for lane in lanes]
     except (ConfigError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -99,27 +96,29 @@ def main() -> int:
     limit_arenas()
     collect_rarely()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings, model, sockets, member))
+        runner.run(serve(lanes, models, sockets, member))
     return 0
 
 
 async def serve(
-    settings: RouterSettings,
-    model: ServedModel,
+    lanes: Sequence[RouterSettings],
+    models: Sequence[ServedModel],
     sockets: Sequence[socket.socket] = (),
     member: Member | None = None,
 ) -> None:
     """Serve HTTP until a signal stops the router.
 
-    With a ``member`` of a group, which selects one of ``sockets``, the port is shared.
+    With a ``member`` of a group, which selects one of ``sockets``, the port is shared. The first of
+    the lanes is the default of calls that name no model.
     """
-    if settings.emulated:
-        _LOG.warning("EMULATED fleet (%s): responses are made up, no model runs", settings.emulated)
-    registry = Registry(settings.redis_url, settings.fleet)
-    state_dir = Path(settings.state_dir) if settings.state_dir else None
-    last_known = state_dir / "workers.json" if state_dir is not None else None
-    directory: WorkerDirectory = RegistryWatcher(registry, last_known)
-    events: EventSource = EventFeed(registry)
+    settings = lanes[0]
+    for timing in sorted({lane.emulated for lane in lanes if lane.emulated}):
+        _LOG.warning("EMULATED fleet (%s): responses are made up, no model runs", timing)
+    registry = Registry(settings.redis_url, whole_fleet(settings.fleet))
+    first, *others = (
+        LaneSources.of(lane, model, registry.of_lane(lane.fleet))
+        for lane, model in zip(lanes, models, strict=True)
+    )
     kept = settings.clients.stored_responses
     limits = StoreLimits(
         keep_s=kept.keep_s,
@@ -134,20 +133,22 @@ async def serve(
     )
     router = Router(
         settings,
-        model,
-        directory,
-        events,
-        shared_adapters=SharedAdapters(registry),
-        shared_tickets=registry,
-        shared_demands=RouterDemands(registry),
+        first.model,
+        first.directory,
+        first.events,
+        shared_adapters=first.adapters,
+        shared_tickets=first.tickets,
+        shared_demands=first.demands,
         stored_responses=StoredResponses(registry, limits),
-        fleet_orders=Orders(registry),
+        fleet_orders=first.orders,
         shared_keys=SharedKeys(registry),
         shared_limits=SharedLimits(registry),
         shared_quotas=SharedQuotas(registry),
         shared_usage=SharedUsage(registry),
         erasures=Erasures(registry),
         audit=audit,
+        others=others,
+        shared_routes=SharedRoutes(registry),
     )
     metrics = router.parts.metrics
     audit.on_failure = lambda: metrics.inc("baton_audit_failures")
@@ -180,9 +181,7 @@ async def serve(
     own = [member.own_socket] if member is not None else list(sockets)
     async with router.parts.tasks.beside(_end_requests(server, router), "end requests"):
         await server.serve(own or None)
-    ended = past_reports(
-        router.parts.gateway.kept.newest_first(), router.parts.refused.newest_first()
-    )
+    ended = past_reports(router.parts.lanes.newest_first(), router.parts.refused.newest_first())
     router.parts.past_reports.keep(ended)
     await registry.close()
     export.close()
@@ -196,9 +195,12 @@ def _show_registry(metrics: Metrics, registry: Registry) -> None:
 async def _end_requests(server: RouterServer, router: Router) -> None:
     """After a signal, let responses finish for a short time; then end them with an error."""
     await server.stopping.wait()
-    router.parts.gateway.stopping = True
+    gateways = [lane.gateway for lane in router.parts.lanes]
+    for gateway in gateways:
+        gateway.stopping = True
     await asyncio.sleep(_GRACE_S - 1)
-    router.parts.gateway.end_all()
+    for gateway in gateways:
+        gateway.end_all()
 
 
 if __name__ == "__main__":

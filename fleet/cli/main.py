@@ -19,6 +19,7 @@ from fleet.cli.inspection import config_check, logs, status
 from fleet.cli.keys import keys_app
 from fleet.cli.lifecycle import down, up
 from fleet.cli.loadtest import give_local_fleet, local_fleet
+from fleet.cli.models.command import models_app
 from fleet.cli.orders import drain, nodes, plan, restart, scale
 from fleet.cli.router import router
 from fleet.cli.tenants.command import tenants_app
@@ -48,6 +49,7 @@ config_app.command("check")(config_check)
 app.add_typer(config_app, name="config")
 app.add_typer(keys_app, name="keys")
 app.add_typer(tenants_app, name="tenants")
+app.add_typer(models_app, name="models")
 app.add_typer(audit_app, name="audit")
 app.add_typer(loadtest_app, name="loadtest", callback=give_local_fleet)
 

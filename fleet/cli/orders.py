@@ -23,7 +23,7 @@ from fleet.cli.common import (
     running_fleet,
     show_error,
 )
-from fleet.cli.reach import KeyOption, UrlOption, order, reach
+from fleet.cli.reach import KeyOption, ModelOption, UrlOption, order, reach
 from fleet.local.state import FleetState, audit_file
 from loadtest.simulator.cli import replay
 from loadtest.simulator.simulation import Setup
@@ -130,6 +130,7 @@ def scale(
     ],
     wait: WaitOption = False,
     timeout_s: TimeoutOption = 600.0,
+    model: ModelOption = None,
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
@@ -145,7 +146,7 @@ def scale(
     """
     arguments: dict[str, int | str | bool] = {}
     if sizes in (["auto"], ["hold"]):
-        order(reach(fleet, url, api_key), "scale", arguments={"roles": sizes[0]})
+        order(reach(fleet, url, api_key), "scale", arguments={"roles": sizes[0]}, model=model)
         typer.echo(f"roles: {sizes[0]} (`baton plan`)")
         return
     for size in sizes:
@@ -154,19 +155,21 @@ def scale(
             fail(f"{size}: use prefill=N and decode=N, or auto, or hold")
         arguments[role] = int(count)
     place = reach(fleet, url, api_key)
-    before = _workers(place) if wait else {}
-    answer = order(place, "scale", arguments=arguments, timeout_s=_MOVE_LIMIT_S) or {}
+    before = _workers(place, model) if wait else {}
+    answer = order(place, "scale", [], arguments, _MOVE_LIMIT_S, model) or {}
     for worker_id, role in answer.get("turned", {}).items():
         typer.echo(f"{worker_id}: {role} from now on")
     if behind := answer.get("routers_behind"):
         fail(f"routers that do not follow yet: {', '.join(behind)} (`baton status`)")
     typer.echo(f"{', '.join(sizes)}: scaling (`baton status`)")
     if wait:
-        _wait(place, before, lambda now: _has_sizes(arguments, now), timeout_s)
+        _wait(place, before, lambda now: _has_sizes(arguments, now), timeout_s, model)
 
 
-def _workers(place: FleetState | RemoteFleet) -> Workers:
-    return {worker["id"]: worker for worker in get_json(place, "/fleet")["workers"]}
+def _workers(place: FleetState | RemoteFleet, model: str | None = None) -> Workers:
+    """Return the workers of one model, or of all."""
+    found = get_json(place, "/fleet")["workers"]
+    return {one["id"]: one for one in found if model in (None, one.get("model"))}
 
 
 def _workers_on(place: FleetState | RemoteFleet, node: str) -> list[str]:
@@ -198,12 +201,13 @@ def _wait(
     before: Workers,
     done: Callable[[Workers], bool],
     timeout_s: float,
+    model: str | None = None,
 ) -> None:
     """Show the changes of workers until ``done``; exit with code 1 if the time is over."""
     shown = {name: _shown(one) for name, one in before.items()}
     deadline_s = time.monotonic() + timeout_s
     while True:
-        now = _workers(place)
+        now = _workers(place, model)
         for name, one in now.items():
             if shown.get(name) != _shown(one):
                 shown[name] = _shown(one)
@@ -221,6 +225,7 @@ def _shown(worker: dict[str, Any]) -> str:
 
 
 def plan(
+    model: ModelOption = None,
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
@@ -262,7 +267,7 @@ def plan(
         )
         replay(trace, setup, limit, as_json=as_json)
         return
-    found = order(reach(fleet, url, api_key), "plan")
+    found = order(reach(fleet, url, api_key), "plan", model=model)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from baton.config.fleet_file import FleetConfig
 from baton.registry.orders import Answer, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.audit.local import operator_name
@@ -19,6 +20,9 @@ from fleet.local.state import FleetState
 UrlOption = Annotated[
     str | None,
     typer.Option("--url", envvar="BATON_URL", help="URL of a router elsewhere. Also BATON_URL."),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Model; needed if the fleet serves several.")
 ]
 KeyOption = Annotated[
     str,
@@ -57,14 +61,16 @@ def order(
     workers: Sequence[str] = (),
     arguments: Mapping[str, int | str | bool] | None = None,
     timeout_s: float = 5.0,
+    model: str | None = None,
 ) -> Any:
     """Send an admin command to the fleet's controller; exit with an error if it is rejected.
 
-    ``fleet/pools/orders.py`` lists the verbs and their arguments.
+    ``fleet/pools/orders.py`` lists the verbs and their arguments. Each model of a fleet has a
+    controller, which the router finds by ``model`` or by the workers.
     """
     arguments = dict(arguments or {})
-    if isinstance(place, RemoteFleet):
-        return _by_router(place, verb, list(workers), arguments, timeout_s)
+    if isinstance(place, RemoteFleet) or model is not None or _has_lanes(place):
+        return _by_router(place, verb, list(workers), arguments, timeout_s, model)
 
     async def ask() -> Answer | None:
         registry = Registry(place.redis_url, place.fleet)
@@ -86,10 +92,21 @@ def order(
     return answer.data
 
 
+def _has_lanes(place: FleetState) -> bool:
+    return bool(FleetConfig.model_validate_json(place.config_json or "{}").models)
+
+
 def _by_router(
-    place: RemoteFleet, verb: str, workers: list[str], arguments: dict[str, Any], timeout_s: float
+    place: FleetState | RemoteFleet,
+    verb: str,
+    workers: list[str],
+    arguments: dict[str, Any],
+    timeout_s: float,
+    model: str | None,
 ) -> Any:
     body = {"verb": verb, "workers": workers, "arguments": arguments, "timeout_s": timeout_s}
+    if model is not None:
+        body["model"] = model
     return ask_router(place, "POST", "/fleet/orders", body, timeout_s + 5.0)["data"]
 
 

@@ -49,6 +49,7 @@ class Changes:
         renewed: Workers to restart, one after another.
         router: Whether the router is replaced.
         refused: Reasons for rejecting the file; empty if it can be applied.
+        models_ended: Models whose workers end once no router serves them.
     """
 
     keys: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class Changes:
     renewed: tuple[str, ...] = ()
     router: bool = False
     refused: tuple[str, ...] = ()
+    models_ended: tuple[str, ...] = ()
 
     @property
     def lines(self) -> list[str]:
@@ -84,8 +86,45 @@ class Changes:
 def changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None = None) -> Changes:
     """Return the changes from one configuration to another.
 
-    ``same_keys`` tells whether the API keys are equal, if ``old`` lacks them.
+    ``same_keys`` is whether the API keys are equal, if ``old`` lacks them.
     """
+    if old.models or new.models:
+        return _lane_changes(old, new, same_keys=same_keys)
+    return _changes(old, new, same_keys=same_keys)
+
+
+def _lane_changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None) -> Changes:
+    """Return the changes of all lanes together, with the models that come and go."""
+    if not (old.models and new.models):
+        why = "cannot change while the fleet runs: workers have other names (stop and start it)"
+        return Changes(keys=("models",), refused=(f"model, models: {why}",))
+    begun = [name for name in new.models if name not in old.models]
+    ended = [name for name in old.models if name not in new.models]
+    kept = [name for name in new.models if name in old.models]
+    found = {name: _changes(old.lane(name), new.lane(name), same_keys=same_keys) for name in kept}
+    for name in begun:
+        found[name] = Changes(added=_counted(new.lane(name).pools.start_sizes))
+    for name in ended:
+        found[name] = Changes(removed=_counted(old.lane(name).pools.start_sizes))
+    of_fleet = _changes(old, new, same_keys=same_keys)
+    parts = {
+        part: tuple(f"{name}: {text}" for name, one in found.items() for text in getattr(one, part))
+        for part in ("turned", "added", "removed", "renewed")
+    }
+    keys = ["models"] * bool(begun or ended)
+    keys += [key for one in (of_fleet, *found.values()) for key in one.keys]
+    return Changes(
+        keys=tuple(dict.fromkeys(keys)),
+        refused=tuple(
+            dict.fromkeys(line for one in (of_fleet, *found.values()) for line in one.refused)
+        ),
+        router=bool(begun or ended) or any(one.router for one in found.values()),
+        models_ended=tuple(ended),
+        **parts,
+    )
+
+
+def _changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None) -> Changes:
     names = [name for name in type(new).model_fields if getattr(old, name) != getattr(new, name)]
     if same_keys is not None:
         names = [name for name in names if name != "api_keys"] + ["api_keys"] * (not same_keys)
@@ -129,7 +168,7 @@ def keys_digest(config: FleetConfig, salt: str) -> str:
     return hashlib.blake2b(raw, key=salt.encode()[:64], digest_size=16).hexdigest()
 
 
-def _counted(workers: Mapping[Role, int]) -> tuple[str, ...]:
+def _counted(workers: Mapping[Role, int] | Mapping[str, int]) -> tuple[str, ...]:
     return tuple(
         f"{count} {role} worker{'s' if count > 1 else ''}"
         for role, count in workers.items()
@@ -139,8 +178,16 @@ def _counted(workers: Mapping[Role, int]) -> tuple[str, ...]:
 
 def _started(config: FleetConfig, role: Role) -> str:
     """Return a digest of everything that a worker of a role is started with."""
-    nothing = dict.fromkeys(("worker_id", "redis_url", "fleet_token", "host", "log_dir"), "")
-    settings = worker_settings(config, role=role, epoch=0, fleet_token_file="", turn=0, **nothing)
+    settings = worker_settings(
+        config,
+        worker_id="",
+        role=role,
+        epoch=0,
+        redis_url="",
+        fleet_token="",
+        host="",
+        log_dir="",
+    )
     return f"{settings_digest(settings)} {bundles(config, role)} {worker_environment(config)}"
 
 

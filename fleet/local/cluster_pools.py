@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from fleet.local.subprocesses import die_with_parent
 from fleet.pools.cluster_call import REFUSED, ClusterCall, ClusterReply
 from fleet.pools.nodes import CapacityError
-from fleet.pools.resources import ControllerSpec
+from fleet.pools.resources import ControllerSpec, specs_of
 from fleet.private_logs import open_log
 from fleet.process_key import ProcessKey
 
@@ -88,6 +89,7 @@ class ClusterPools:
         self._spec: ControllerSpec | None = None
         self.adopted = False  # the fleet existed before this process, or has served
         self._holds_lease = False
+        self._ended: set[str] = set()  # lanes that no file names any more, and that still run
         self.address = ""  # of this node, as other nodes reach it
 
     def start(self, spec: ControllerSpec) -> None:
@@ -105,10 +107,10 @@ class ClusterPools:
         self._thread.start()
         ready.wait()
         self._call(self._take_lease(), 3 * LEASE_S)
-        reply = self._call(self._cluster("ensure"), CALL_LIMIT_S + 5)
-        self.address = reply.address
-        self.adopted = reply.was_there
-        if reply.was_there:
+        replies = [self._call(self._ensure(lane), CALL_LIMIT_S + 5) for lane in self._specs()]
+        self.address = replies[0].address
+        self.adopted = any(reply.was_there for reply in replies)
+        if self.adopted:
             self._news.append("the fleet is already running: adopting its workers")
         self._call(self._begin_watch(), 5.0)
 
@@ -119,20 +121,35 @@ class ClusterPools:
             CapacityError: The fleet does not fit, or the cluster is unreachable; nothing changed.
         """
         before = self._config, self._spec
+        earlier = self._specs().keys()
         self._config = config
         self._spec = spec
         try:
-            self._call(self._cluster("ensure"), CALL_LIMIT_S + 5)
+            for lane in self._specs():
+                self._call(self._ensure(lane), CALL_LIMIT_S + 5)
         except (CapacityError, TimeoutError) as error:
             self._config, self._spec = before
             raise CapacityError(str(error)) from error
+        for lane in self._specs().keys() - earlier:
+            self._call(self._watch_lane(lane), 5.0)
+        self._ended |= earlier - self._specs().keys()
+        self._ended -= self._specs().keys()
+
+    def retire(self) -> None:
+        """Stop the workers of models that the configuration has no longer."""
+        with contextlib.suppress(TimeoutError, RegistryUnavailableError):
+            self._call(self._stop_lanes(self._ended), 10.0)
+        self._ended = set()
 
     def slots(self) -> list[dict[str, Any]]:
         """Return worker_id, phase, epoch, reason and node of each slot that is known."""
+        found: list[dict[str, Any]] = []
         with contextlib.suppress(RegistryUnavailableError, TimeoutError):
-            answer = self._call(self._orders().ask("slots", timeout_s=_PING_LIMIT_S), 10.0)
-            return answer.data if answer is not None else []
-        return []
+            for lane in self._specs():
+                asked = self._orders(lane).ask("slots", timeout_s=_PING_LIMIT_S)
+                answer = self._call(asked, 10.0)
+                found += answer.data if answer is not None else []
+        return found
 
     def problem(self) -> str:
         """Return why this process must stop supervising; empty if it need not."""
@@ -165,7 +182,7 @@ class ClusterPools:
         if self._holds_lease and self._taken_by is None:
             if not (leave and self.adopted):
                 with contextlib.suppress(TimeoutError, RegistryUnavailableError):
-                    self._call(self._orders().ask("stop", timeout_s=_STOP_LIMIT_S), 10.0)
+                    self._call(self._stop_lanes({*self._specs(), *self._ended}), 10.0)
             with contextlib.suppress(TimeoutError, RegistryUnavailableError):
                 self._call(FleetLease(self._connected(), self._me).give_up(), 3.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -192,12 +209,23 @@ class ClusterPools:
             raise RuntimeError("the cluster thread is not running")
         return self._registry
 
-    def _orders(self) -> Orders:
-        return Orders(self._connected())
+    def _specs(self) -> dict[str, ControllerSpec]:
+        return specs_of(self._config, self._spec) if self._spec is not None else {}
+
+    def _orders(self, lane: str) -> Orders:
+        return Orders(self._connected().of_lane(lane))
+
+    async def _stop_lanes(self, lanes: Iterable[str]) -> None:
+        asked = [self._orders(lane).ask("stop", timeout_s=_STOP_LIMIT_S) for lane in lanes]
+        await asyncio.gather(*asked)
 
     async def _begin_watch(self) -> None:
         self._tasks.keep(self._keep_lease, "lease")
-        self._tasks.keep(self._watch_controller, "controller")
+        for lane in self._specs():
+            await self._watch_lane(lane)
+
+    async def _watch_lane(self, lane: str) -> None:
+        self._tasks.keep(partial(self._watch_controller, lane), "controller")
 
     async def _end_watch(self) -> None:
         await self._tasks.close()
@@ -228,15 +256,17 @@ class ClusterPools:
             with contextlib.suppress(RegistryUnavailableError):
                 self._taken_by = await lease.renew()
 
-    async def _watch_controller(self) -> None:
-        """Ping the controller; while it is silent, look it up through Ray and restart it."""
+    async def _watch_controller(self, lane: str) -> None:
+        """Ping a controller; while it is silent, look it up through Ray and restart it."""
         seen_s = time.monotonic()
         pause_s = _PAUSE_S[0]
         silent = False
-        while self._taken_by is None:
+        while self._taken_by is None and lane in {*self._specs(), *self._ended}:
             await asyncio.sleep(RENEW_EVERY_S)
+            if lane not in self._specs():
+                continue
             try:
-                answer = await self._orders().ask("ping", timeout_s=_PING_LIMIT_S)
+                answer = await self._orders(lane).ask("ping", timeout_s=_PING_LIMIT_S)
             except RegistryUnavailableError:
                 seen_s = time.monotonic()  # Redis is down; the controller may be well
                 continue
@@ -256,21 +286,22 @@ class ClusterPools:
                     "but dead workers are not restarted; restarting the controller"
                 )
             try:
-                await self._cluster("ensure")
+                await self._ensure(lane)
                 seen_s = time.monotonic()
             except (CapacityError, TimeoutError) as error:
                 self._news.append(f"warning: {error}; retrying")
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S[1])
 
-    async def _cluster(self, verb: Any, limit_s: float = CALL_LIMIT_S) -> ClusterReply:
+    async def _ensure(self, lane: str) -> ClusterReply:
+        spec = self._specs()[lane]
         call = ClusterCall(
-            verb=verb,
+            verb="ensure",
             address=self._ray_address,
-            config_json=self._config.to_json(),
-            spec=self._spec,
+            config_json=spec.config_json,
+            spec=spec,
         )
-        return await asyncio.to_thread(call_cluster, call, self._log, limit_s)
+        return await asyncio.to_thread(call_cluster, call, self._log, CALL_LIMIT_S)
 
 
 def call_cluster(call: ClusterCall, log: Path, limit_s: float = CALL_LIMIT_S) -> ClusterReply:

@@ -1,6 +1,7 @@
 """Worker pools on a private Ray, which ends with this process."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import msgspec
 
 from baton.config.fleet_file import FleetConfig
 from fleet.pools.ray_health import RayHealth
-from fleet.pools.resources import ControllerSpec
+from fleet.pools.resources import ControllerSpec, specs_of
 
 _STOP_LIMIT_S = 5.0
 _ANSWER_LIMIT_S = 2.0
@@ -24,17 +25,17 @@ class LocalPools:
     def __init__(self, config: FleetConfig, folder: Path) -> None:
         self._config = config
         self._folder = folder
-        self._controller: Any = None
+        self._controllers: dict[str, Any] = {}  # by the lane's name in Ray
         self._health: RayHealth | None = None
         self._started = False
-        self._spec: ControllerSpec | None = None
+        self._specs: dict[str, ControllerSpec] = {}
         self._silent_looks = 0  # in a row
         self._news: list[str] = []
         self.adopted = False  # a private Ray always starts empty
         self.address = "127.0.0.1"
 
     def start(self, spec: ControllerSpec) -> None:
-        """Start Ray and the controller.
+        """Start Ray and the controller of each lane.
 
         Raises:
             CapacityError: Ray or the controller failed to start.
@@ -51,9 +52,10 @@ class LocalPools:
         from ray.exceptions import RayError
 
         self._health = ray_runtime.health()
-        self._spec = spec
+        self._specs = specs_of(self._config, spec)
         try:
-            self._controller = ray_runtime.Controller.start(self._config.fleet, spec)
+            for lane, of_lane in self._specs.items():
+                self._controllers[lane] = ray_runtime.Controller.start(lane, of_lane)
         except RayError as error:
             raise _no_start("the controller", error) from error
 
@@ -70,28 +72,40 @@ class LocalPools:
         from fleet.pools.nodes import CapacityError, check_nodes
         from fleet.pools.placement import cluster_nodes
 
-        check_nodes(config, cluster_nodes())
-        spec = msgspec.structs.replace(spec, host=self.address)
-        try:
-            ray_runtime.Controller.ensure(config.fleet, spec)
-        except RayError as error:
-            raise CapacityError(
-                f"the controller did not start with the new settings: {error}; see "
-                "`baton logs controller`, then retry"
-            ) from error
-        else:
-            self._spec = spec
-        finally:
-            found = ray_runtime.Controller.find(config.fleet)
-            self._controller = found or self._controller
+        nodes = cluster_nodes()
+        for one in config.lanes:
+            check_nodes(one, nodes)
+        specs = specs_of(config, msgspec.structs.replace(spec, host=self.address))
+        for lane, of_lane in specs.items():
+            try:
+                ray_runtime.Controller.ensure(lane, of_lane)
+            except RayError as error:
+                raise CapacityError(
+                    f"the controller did not start with the new settings: {error}; see "
+                    "`baton logs controller`, then retry"
+                ) from error
+            else:
+                self._specs[lane] = of_lane
+            finally:
+                found = ray_runtime.Controller.find(lane)
+                self._controllers[lane] = found or self._controllers.get(lane)
+        self._config = config
+
+    def retire(self) -> None:
+        """Stop the workers of models that the configuration has no longer."""
+        wanted = {one.fleet for one in self._config.lanes}
+        for lane in self._controllers.keys() - wanted:
+            controller = self._controllers.pop(lane)
+            self._specs.pop(lane, None)
+            if controller is not None:
+                _stop(controller)
 
     def slots(self) -> list[dict[str, Any]]:
         """Return worker_id, phase, epoch, reason and node of each slot that is known."""
         from ray.exceptions import RayError
 
         with contextlib.suppress(RayError):
-            found: list[dict[str, Any]] = self._controller.status()
-            return found
+            return [slot for one in self._controllers.values() for slot in one.status()]
         return []
 
     def problem(self) -> str:
@@ -112,27 +126,32 @@ class LocalPools:
         """
         from ray.exceptions import RayError
 
-        with contextlib.suppress(RayError):
-            self._controller.keep_running(timeout_s=_ANSWER_LIMIT_S)
+        silent = ""
+        try:
+            for lane, controller in self._controllers.items():
+                silent = lane
+                controller.keep_running(timeout_s=_ANSWER_LIMIT_S)
+        except RayError:
+            self._silent_looks += 1
+        else:
             self._silent_looks = 0
             return True
-        self._silent_looks += 1
         # Without Ray's head the calls below block for a minute, then end this process.
         if self._silent_looks % _LOOKS == 0 and self._health is not None and self._health.answers:
             self._news.append(
                 "the controller does not respond; starting another, which adopts the workers"
             )
             with contextlib.suppress(RayError):
-                self._replace_controller()
+                self._replace_controller(silent)
                 return True
         return False
 
-    def _replace_controller(self) -> None:
+    def _replace_controller(self, lane: str) -> None:
         from fleet.pools import ray_runtime
 
-        if self._spec is not None:
-            ray_runtime.Controller.ensure(self._config.fleet, self._spec)
-            self._controller = ray_runtime.Controller.find(self._config.fleet)
+        if lane in self._specs:
+            ray_runtime.Controller.ensure(lane, self._specs[lane])
+            self._controllers[lane] = ray_runtime.Controller.find(lane)
 
     def stop(self, *, leave: bool) -> None:
         """End the workers, then Ray; ``leave`` is ignored, as nothing can outlive a private Ray."""
@@ -143,10 +162,17 @@ class LocalPools:
             return  # calls to a lost Ray would block; a sweep ends the processes
         import ray
 
-        if self._controller is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                self._controller.stop(_STOP_LIMIT_S)
+        controllers = [one for one in self._controllers.values() if one is not None]
+        with ThreadPoolExecutor(max(len(controllers), 1)) as pool:
+            list(pool.map(_stop, controllers))
         ray.shutdown()
+
+
+def _stop(controller: Any) -> None:
+    from ray.exceptions import RayError
+
+    with contextlib.suppress(RayError):
+        controller.stop(_STOP_LIMIT_S)
 
 
 def _no_start(what: str, error: Exception) -> Exception:

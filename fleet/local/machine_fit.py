@@ -28,7 +28,7 @@ def missing_files(config: FleetConfig) -> list[str]:
 
 def missing_resources(config: FleetConfig) -> list[str]:
     """Return a line for each resource that this machine lacks for all workers of the fleet."""
-    return list(_missing(config))
+    return list(dict.fromkeys(line for lane in config.lanes for line in _missing(lane)))
 
 
 def _unreadable(file: str) -> str:

@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,12 +89,12 @@ def port_owner(port: int) -> str | None:
 def notes(config: FleetConfig) -> list[str]:
     """Return warnings about settings that work, but slowly or with surprises."""
     cores = os.cpu_count() or 1
-    warnings = []
-    if timing := config.pools.engine.emulated:
-        warnings.append(
-            f"pools.engine: emulated ({timing}): no model runs, responses are synthetic"
-        )
-    if config.pools.engine.emulated is None and (config.threads_total or 0) > cores:
+    timings = [lane.pools.engine.emulated for lane in config.lanes]
+    warnings = [
+        f"pools.engine: emulated ({timing}): no model runs, responses are synthetic"
+        for timing in dict.fromkeys(filter(None, timings))
+    ]
+    if not all(timings) and (config.threads_total or 0) > cores:
         warnings.append(
             f"threads_per_rank x ranks = {config.threads_total} threads on {cores} cores: engine "
             "steps will slow each other down; lower threads_per_rank or pools"
@@ -117,13 +118,14 @@ def notes(config: FleetConfig) -> list[str]:
 
 def doctor(config: FleetConfig) -> list[Finding]:
     """Run all checks; none starts a process of the fleet."""
-    vllm = config.pools.vllm
+    of_lanes = (lane.pools.vllm for lane in config.lanes)
+    interpreters = dict.fromkeys(vllm.python for vllm in of_lanes if vllm is not None)
     return [
         _finding("python", lambda: f"{sys.version.split()[0]} at {sys.executable}"),
         _finding("packages", _packages),
         _finding("redis-server", lambda: str(server_binary())),
-        _finding("model", lambda: describe_model(config).text),
-        *([_finding("vllm", lambda: vllm_version(vllm.python))] if vllm is not None else []),
+        *(_finding("model", partial(_described, lane)) for lane in config.lanes),
+        *(_finding("vllm", partial(vllm_version, python)) for python in interpreters),
         _finding("port", lambda: f"{claim_port(config.host, config.port)} is free"),
         _finding("memory", lambda: available_memory(_LEAST_MEMORY_GIB)),
         _finding("open files", open_files),
@@ -168,6 +170,10 @@ def describe_model(config: FleetConfig) -> ModelFinding:
         f"{artifact.architecture}, {artifact.quantisation}, {limit} tokens of context",
         chats=bool(config.chat_template or artifact.chat_template),
     )
+
+
+def _described(config: FleetConfig) -> str:
+    return describe_model(config).text
 
 
 def _finding(name: str, check: Callable[[], str]) -> Finding:

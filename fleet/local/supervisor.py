@@ -151,9 +151,11 @@ class Supervisor:
             missing += missing_resources(self._config)
         if missing:
             raise FleetError("; ".join(missing))
-        model = describe_model(self._config)
-        self.chats = model.chats
-        self._say(f"model {self._config.model}: {model.text}")
+        self.chats = True
+        for lane in self._config.lanes:
+            model = describe_model(lane)
+            self.chats = self.chats and model.chats
+            self._say(f"model {lane.model}: {model.text}")
         for note in notes(self._config):
             self._say(f"note: {note}")
         self._run_folder = fleet_state.new_run_folder()
@@ -365,7 +367,7 @@ class Supervisor:
             if not self._rolling:
                 self._rolling = True
                 routers.roll()
-            if not routers.rolled:
+            if not routers.rolled or (plan.models_ended and not routers.settled):
                 return
             self._rolling = False
             self._routers_behind = bool(routers.roll_failed)
@@ -373,13 +375,15 @@ class Supervisor:
                 problem = (
                     f"{failed}; the present routers keep serving:\n{tail(self._logs, 'router')}"
                 )
+            elif plan.models_ended and self._pools is not None:
+                self._pools.retire()  # no router uses their workers any more
         self._changing = None
         self._end_change(problem)
 
     def _all_in_place(self) -> bool:
         slots = self._slots()  # parked ones were drained by an operator
-        bounds = self._config.pools.bounds
-        may_be_empty = bounds is not None and bounds.min == 0
+        bounds = [lane.pools.bounds for lane in self._config.lanes]
+        may_be_empty = all(bound is not None and bound.min == 0 for bound in bounds)
         return bool(slots or may_be_empty) and all(
             slot["phase"] in ("ready", "parked") for slot in slots
         )
@@ -391,7 +395,8 @@ class Supervisor:
         plan = changes(self._config, new)
         if plan.refused:
             raise ValueError("; ".join(plan.refused))
-        describe_model(new)
+        for lane in new.lanes:
+            describe_model(lane)
         for line in plan.lines:
             self._say(line)
         if plan.keys:

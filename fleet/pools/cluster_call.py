@@ -57,7 +57,7 @@ def carry_out(call: ClusterCall) -> ClusterReply:
     config = FleetConfig.model_validate_json(call.config_json)
     if call.verb == "clean":
         ray_runtime.attach(call.address)
-        return ClusterReply(left=ray_runtime.clean(config.fleet))
+        return ClusterReply(left=sum(ray_runtime.clean(lane.fleet) for lane in config.lanes))
     if call.verb == "examine":
         ray_runtime.attach(call.address)  # before the import of `ray`, which reads its auth mode
         from fleet.pools.checkup.examine import examine
@@ -78,7 +78,7 @@ def carry_out(call: ClusterCall) -> ClusterReply:
     if call.spec is None:
         raise ValueError("`ensure` needs a specification")
     spec = msgspec.structs.replace(call.spec, host=host, sealed=True)
-    was_there = ray_runtime.Controller.ensure(config.fleet, spec)
+    was_there = ray_runtime.Controller.ensure(config.lanes[0].fleet, spec)
     return ClusterReply(was_there=was_there, address=ray.util.get_node_ip_address())
 
 

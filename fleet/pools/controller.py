@@ -177,7 +177,9 @@ class FleetController:
         now_ns: int,
         healthy_after_ns: int = HEALTHY_AFTER_NS,
         place_limit_ns: int = START_LIMIT_NS,
+        prefix: str = "",
     ) -> None:
+        self._prefix = prefix
         self.slots: dict[str, Slot] = {}
         self.stopped = False
         self._healthy_after_ns = healthy_after_ns
@@ -453,7 +455,7 @@ class FleetController:
 
     def _add(self, role: Role, now_ns: int) -> None:
         number = 0
-        while (worker_id := worker_name(number)) in self.slots:
+        while (worker_id := worker_name(number, self._prefix)) in self.slots:
             number += 1
         past = self._past.get(worker_id, _Past(0, role, 0))
         slot = Slot(worker_id, role, epoch=past.epoch, since_ns=now_ns, due_ns=now_ns)

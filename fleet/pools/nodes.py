@@ -20,6 +20,7 @@ from typing import get_args
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role, worker_name
+from baton.types.lanes import worker_prefix
 
 _ROLES: tuple[Role, ...] = get_args(Role)
 _ROUNDING = 1e-9  # fractions such as 0.1 do not add up exactly
@@ -103,22 +104,23 @@ def plan(
     free = {node.address: node.cpus for node in nodes}
     placed: dict[str, tuple[Collection[str], Role]] = {}
     result: dict[str, list[Node]] = {}
-    for role, replicas in _sizes(config).items():
-        for _ in range(replicas):
+    for lane in config.lanes:
+        workers = [role for role, replicas in _sizes(lane).items() for _ in range(replicas)]
+        for number, role in enumerate(workers):
             now = [replace(node, free_cpus=free[node.address]) for node in nodes]
             chosen = choose(
                 role,
-                config.cpus_per_rank,
+                lane.cpus_per_rank,
                 now,
                 placed,
-                ranks=config.pools.width(role),
-                apart=config.pools.ranks_apart(role),
+                ranks=lane.pools.width(role),
+                apart=lane.pools.ranks_apart(role),
                 closed=closed,
             )
-            worker_id = worker_name(len(result))
+            worker_id = worker_name(number, worker_prefix(lane.fleet))
             result[worker_id] = chosen
             for node in chosen:
-                free[node.address] -= config.cpus_per_rank
+                free[node.address] -= lane.cpus_per_rank
             placed[worker_id] = ({node.address for node in chosen}, role)
     return result
 

@@ -10,6 +10,8 @@
     roll      worker_ids, move           restart one after another, each drained first
     scale     prefill, decode            change the pool sizes: turn workers before any starts
     scale     roles                      "auto": the planner changes roles; "hold": it does not
+    load                                 start as many workers as the fleet file has
+    unload                               drain and stop all workers, until `load`
     plan                                 the planner's mode and last decisions
     close     node                       place nothing there and move its workers
     open      node                       undo ``close``
@@ -83,6 +85,8 @@ class OrderDesk:
             return self._set_planning(order.arguments["roles"])
         if order.verb == "scale":
             return await self._scale(order.arguments)
+        if order.verb in ("load", "unload"):
+            return await self._load(load=order.verb == "load")
         if order.verb in ("close", "open"):
             return await self._close(str(order.arguments.get("node", "")), order.verb == "close")
         return self._about_workers(order)
@@ -161,6 +165,18 @@ class OrderDesk:
             return Answer(why)
         turns = self._resize(sizes_in(wanted), nodes)
         return Answer(data=await self._turned(turns) if turns else None)
+
+    async def _load(self, *, load: bool) -> Answer:
+        nodes = await self.placements.nodes()
+        sizes = sizes_in(self.config.pools.start_sizes if load else {})
+        if load and (why := self._why_not_sizes({str(r): n for r, n in sizes.items()}, nodes)):
+            return Answer(why)
+        # The planner must not start workers of an unloaded model.
+        self.planning.auto = (
+            load and self.planning.possible and self.config.pools.bounds is not None
+        )
+        self._resize(sizes, nodes)
+        return Answer()
 
     async def resize(self, sizes: Mapping[Role, int]) -> str:
         """Change the pool sizes; return why that is not possible, or ""."""

@@ -25,6 +25,7 @@ from ray.util.placement_group import (
 from baton.config.fleet_file import FleetConfig
 from baton.registry.types import Role, is_worker_name
 from baton.telemetry.tasks import BackgroundTasks
+from baton.types.lanes import worker_prefix
 from fleet.pools.nodes import Node, choose, usable
 from fleet.pools.resources import bundles
 
@@ -379,7 +380,8 @@ def groups_of(
     )
     for entry in entries:
         worker_id = entry["name"].removeprefix(stem).partition(".")[0]
-        ours = entry["name"].startswith(stem) and is_worker_name(worker_id)
+        of_lane = worker_prefix(fleet)
+        ours = entry["name"].startswith(stem) and is_worker_name(worker_id, of_lane)
         if not ours or entry["state"] == "REMOVED":
             continue
         group = PlacementGroup(ray.PlacementGroupID.from_hex(entry["placement_group_id"]))

@@ -29,6 +29,7 @@ from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
+from baton.types.lanes import worker_prefix
 from fleet.audit.orders import audit_order
 from fleet.pools.controller import (
     START_LIMIT_NS,
@@ -75,15 +76,12 @@ class ControllerActor:
 
     def __init__(self, spec: bytes) -> None:
         self._spec = msgspec.json.decode(unseal(spec.decode()), type=ControllerSpec)
-        self._config = FleetConfig.model_validate_json(self._spec.config_json)
-        log_to(
-            Path(self._spec.log_dir) / "controller.log",
-            self._config.logs.format,
-            fleet=self._config.fleet,
-        )
+        self._config = FleetConfig.model_validate_json(self._spec.config_json).lanes[0]
+        name = f"{worker_prefix(self._config.fleet)}controller.log"
+        log_to(Path(self._spec.log_dir) / name, self._config.logs.format, fleet=self._config.fleet)
         self._registry = Registry(self._spec.redis_url, self._config.fleet)
         self._orders = Orders(self._registry)
-        self._audit = AuditLog(AuditInbox(self._registry))
+        self._audit = AuditLog(AuditInbox(self._registry.of_whole_fleet()))
         self._tasks = BackgroundTasks("controller")
         # Without a host, workers bind their node's own address: they are on a cluster.
         self._placements = Placements(self._config, self._tasks, chooses=not self._spec.host)
@@ -295,6 +293,7 @@ class ControllerActor:
             fleet_token_file=self._spec.fleet_token_file,
             host=self._spec.host,
             log_dir=self._spec.log_dir,
+            other_workers=self._spec.other_workers,
         )
 
     def _start_actor(self, launch: Launch, group: PlacementGroup) -> Any:
@@ -393,6 +392,7 @@ class ControllerActor:
             _now_ns(),
             self._spec.healthy_after_ns,
             START_LIMIT_NS if bounds is None else _PLACE_LIMIT_NS,
+            worker_prefix(self._config.fleet),
         )
         self._placements.role_of = self._role_of
         demands = RouterDemands(self._registry)

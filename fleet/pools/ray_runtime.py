@@ -79,8 +79,9 @@ def connect(address: str, config: FleetConfig) -> str:
     from fleet.pools.placement import cluster_nodes
 
     nodes = cluster_nodes()
-    if config.pools.bounds is None:
-        check_nodes(config, nodes)
+    for lane in config.lanes:
+        if lane.pools.bounds is None:
+            check_nodes(lane, nodes)
     alone = {node.address for node in nodes} == {ray.util.get_node_ip_address()}
     if alone and config.cpus_total <= sum(node.cpus for node in nodes):
         return "127.0.0.1"

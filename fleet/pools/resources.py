@@ -24,6 +24,7 @@ from baton.model.artifact import resolve_model
 from baton.model.model_config import ModelConfig
 from baton.planner.sizes import SCALE_IN_AFTER_NS
 from baton.registry.types import Role, is_worker_name
+from baton.types.lanes import worker_prefix
 from fleet.pools.controller import HEALTHY_AFTER_NS
 
 NAMESPACE = "baton"
@@ -40,6 +41,7 @@ class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
     fleet_token_file: str = ""  # instead of the token: on every node, reread when it changes
     host: str  # address that workers bind; "": each node's own
     log_dir: str
+    other_workers: int = 0  # workers of the other lanes, with which hosts are shared
     sealed: bool = False  # encrypt secrets on their way through Ray: ``fleet.pools.sealing``
     program: str = WORKER_PROGRAM
     healthy_after_ns: int = HEALTHY_AFTER_NS
@@ -49,6 +51,25 @@ class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         """Return a digest, which differs if any field does."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
+
+
+def specs_of(config: FleetConfig, spec: ControllerSpec) -> dict[str, ControllerSpec]:
+    """Return the specification of each lane's controller, by the lane's name in Ray.
+
+    A fleet with one model has one controller, with the specification ``spec``.
+    """
+    if not config.models:
+        return {config.fleet: spec}
+    lanes = {name: config.lane(name) for name in config.models}
+    workers = {name: lane.pools.most_workers for name, lane in lanes.items()}
+    return {
+        lane.fleet: msgspec.structs.replace(
+            spec,
+            config_json=config.only(name).to_json(),
+            other_workers=sum(workers.values()) - workers[name],
+        )
+        for name, lane in lanes.items()
+    }
 
 
 def bundles(config: FleetConfig, role: Role) -> list[dict[str, float]]:
@@ -94,6 +115,7 @@ def worker_settings(
     log_dir: str,
     fleet_token_file: str = "",
     turn: int = 0,
+    other_workers: int = 0,
 ) -> dict[str, Any]:
     """Return the fields of ``fleet.worker.WorkerSettings`` for one incarnation."""
     return {
@@ -103,7 +125,7 @@ def worker_settings(
         "turn": turn,
         "fleet": config.fleet,
         "served_model_name": config.model_names[0],
-        "engine": msgspec.to_builtins(engine_settings(config, role, worker_id)),
+        "engine": msgspec.to_builtins(engine_settings(config, role, worker_id, other_workers)),
         "redis_url": redis_url,
         "fleet_token": fleet_token,
         "fleet_token_file": fleet_token_file,
@@ -120,8 +142,13 @@ def worker_settings(
     }
 
 
-def engine_settings(config: FleetConfig, role: Role, worker_id: str = "") -> EngineSettings:
-    """Return the engine settings of a pool, or of one worker if its id is given."""
+def engine_settings(
+    config: FleetConfig, role: Role, worker_id: str = "", other_workers: int = 0
+) -> EngineSettings:
+    """Return the engine settings of a pool, or of one worker if its id is given.
+
+    ``other_workers`` belong to other lanes, and share the memory and cores of the hosts.
+    """
     return EngineSettings(
         model=config.model,
         dtype=config.dtype,
@@ -131,7 +158,7 @@ def engine_settings(config: FleetConfig, role: Role, worker_id: str = "") -> Eng
         kv_dtype="" if config.quantisation.kv == "none" else config.quantisation.kv,
         kv_blocks=0 if config.kv_blocks_per_worker == "auto" else config.kv_blocks_per_worker,
         kv_tiers=_kv_tiers(config, worker_id),
-        workers_on_host=_workers_on_a_host(config),
+        workers_on_host=_workers_on_a_host(config, other_workers),
         device=default_device(),
         threads=0 if config.threads_per_rank == "auto" else config.threads_per_rank,
         max_context_tokens=config.max_context_tokens or 0,  # 0: the model's own
@@ -182,9 +209,9 @@ def _model_config(reference: str) -> ModelConfig:
     return resolve_model(reference).config
 
 
-def _workers_on_a_host(config: FleetConfig) -> int:
+def _workers_on_a_host(config: FleetConfig, other_workers: int) -> int:
     places = math.floor((os.cpu_count() or 1) / config.cpus_per_rank + 1e-9)
-    return max(1, min(config.pools.most_workers, places))
+    return max(1, min(config.pools.most_workers + other_workers, places))
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
@@ -217,7 +244,7 @@ def lives_among(names: Sequence[Mapping[str, str]], fleet: str) -> dict[str, int
     for entry in names:
         worker_id, _, epoch = entry["name"].removeprefix(stem).rpartition("-")
         ours = entry["namespace"] == NAMESPACE and entry["name"].startswith(stem)
-        if ours and is_worker_name(worker_id) and epoch.isdigit():
+        if ours and is_worker_name(worker_id, worker_prefix(fleet)) and epoch.isdigit():
             epochs[worker_id] = max(int(epoch), epochs.get(worker_id, 0))
     return epochs
 

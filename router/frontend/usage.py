@@ -17,10 +17,11 @@ from fastapi import Request
 from starlette.datastructures import QueryParams
 
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.registry.usage.bill import GROUPS, bill, worker_seconds
+from baton.registry.usage.bill import GROUPS, Prices, bill, worker_seconds
 from baton.registry.usage.ledger import HOUR_S, WORKERS, Counters, RowName, summed
 from baton.registry.usage.shared import KEPT_DAYS, HourUsage, SharedUsage
 from baton.types.errors import InvalidRequestError, UnavailableError
+from baton.types.lanes import lane_of
 from router.frontend.access import access_of
 from router.frontend.api.parts import Endpoints, RouterParts
 
@@ -78,7 +79,7 @@ def routes(router: RouterParts, shared: SharedUsage) -> Endpoints:
             "end_time": -(-end_s // HOUR_S) * HOUR_S,
             "price_per_hour": price,
             "worker_seconds": worker_seconds(found) if only is None else {},
-            "lines": msgspec.to_builtins(bill(found, by, price, only)),
+            "lines": msgspec.to_builtins(bill(found, by, price, only, _prices(router))),
         }
 
     return api
@@ -197,6 +198,20 @@ class _Query(msgspec.Struct):
 def _listed(given: QueryParams, name: str) -> list[str]:
     """Return the values of a list, as OpenAI's clients spell it or with one name."""
     return [*given.getlist(name), *given.getlist(f"{name}[]")]
+
+
+def _prices(router: RouterParts) -> Prices:
+    """Return the prices of all lanes; none in a fleet with one model."""
+    if len(router.lanes) == 1:
+        return Prices()
+    return Prices(
+        lanes={lane_of(lane.settings.fleet): lane.settings.price_per_hour for lane in router.lanes},
+        models={
+            name: lane.settings.price_per_hour
+            for lane in router.lanes
+            for name in lane.model.served_names()
+        },
+    )
 
 
 def _seconds(given: QueryParams, name: str, default: int) -> int:

@@ -18,8 +18,9 @@ def test_without_rays_head_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatc
 
     replaced: list[str] = []
     pools = LocalPools(FleetConfig(), Path())
-    monkeypatch.setattr(pools, "_controller", SimpleNamespace(keep_running=silent))
-    monkeypatch.setattr(pools, "_replace_controller", lambda: replaced.append("replaced"))
+    silent_one = SimpleNamespace(keep_running=silent)
+    monkeypatch.setattr(pools, "_controllers", {"local": silent_one})
+    monkeypatch.setattr(pools, "_replace_controller", lambda _: replaced.append("replaced"))
     for answers, times in ((False, 0), (True, 2)):
         monkeypatch.setattr(pools, "_health", SimpleNamespace(answers=answers))
         for _ in range(8):

@@ -213,9 +213,11 @@ def _model_sections(model: type[BaseModel], place: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         child = _child_model(field.annotation)
         key = f"{place}{name}"
-        meaning = described.get(name) or examples.get(key) or ("See below." if child else "")
+        again = place.startswith("models.") and name in FleetConfig.model_fields
+        below = f"As `{name}`." if again else "See below." if child else ""
+        meaning = described.get(name) or examples.get(key) or below
         rows.append((f"`{key}`", _type_text(model, name), _default_text(field), meaning))
-        if child is not None:
+        if child is not None and not again:
             suffix = ".KEY." if "Mapping" in str(field.annotation) else "."
             nested.append((child, f"{key}{suffix}"))
     title = f"`{place.rstrip('.')}`" if place else "Top level"

@@ -143,6 +143,8 @@ async def make_fleet(model):
         shared_usage=None,
         erasures=None,
         audit=None,
+        others=(),
+        shared_routes=None,
         **settings,
     ) -> Fleet:
         token = FleetToken("secret")
@@ -162,6 +164,8 @@ async def make_fleet(model):
             shared_usage=shared_usage,
             erasures=erasures,
             audit=audit,
+            others=others,
+            shared_routes=shared_routes,
         )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(

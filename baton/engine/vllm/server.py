@@ -1,4 +1,4 @@
-"""The process ``vllm serve`` of one worker: its command, its start, and what it says of itself."""
+"""The process ``vllm serve`` of one worker: its command, its start, and what it reports about itself."""
 
 import asyncio
 import os

@@ -6,7 +6,8 @@ The idle line has the time that no request was charged: waiting, probes, and wor
 worker died. Requests are charged when they end, so the idle time of one hour may be below 0.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -52,6 +53,25 @@ class Line(msgspec.Struct, kw_only=True):
     cost_per_1000_output: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of one worker for one hour, in a fleet with several models.
+
+    Attributes:
+        lanes: Price of the workers of each lane.
+        models: Price of the workers of each model and adapter.
+    """
+
+    lanes: Mapping[str, float] = field(default_factory=dict)
+    models: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, name: RowName, otherwise: float) -> float:
+        """Return the price of a row; ``otherwise`` if its lane has none."""
+        if name.tenant == WORKERS:
+            return self.lanes.get(name.key, otherwise)
+        return self.models.get(name.model, otherwise)
+
+
 class _Sum:
     """Counters of a line, and the costs of its hours, whose prices may differ."""
 
@@ -73,6 +93,7 @@ def bill(
     by: Collection[str],
     price_per_hour: float,
     tenant: str | None = None,
+    prices: Prices = Prices(),
 ) -> list[Line]:
     """Return the sums of usage, sorted by name, with the idle line last.
 
@@ -81,22 +102,26 @@ def bill(
         by: Those of `GROUPS` that name a line.
         price_per_hour: Price in hours without one.
         tenant: Tenant whose usage is wanted; None: all, with the idle line.
+        prices: Present prices of several models, which count for all hours.
     """
     sums: dict[_LineName, _Sum] = {}
     for hour in hours:
         price = price_per_hour if hour.price_per_hour is None else hour.price_per_hour
-        price_per_ns = price / (HOUR_S * 1e9)
-        idle = Counters()
+        idle: dict[float, Counters] = {}  # by price
         for name, counters in hour.rows.items():
+            price_per_ns = prices.of(name, price) / (HOUR_S * 1e9)
+            unused = idle.setdefault(price_per_ns, Counters())
             if name.tenant == WORKERS:
-                idle.worker_ns += counters.worker_ns
+                unused.worker_ns += counters.worker_ns
                 continue
-            idle.worker_ns -= counters.charged_ns
+            unused.worker_ns -= counters.charged_ns
             if tenant in (None, name.tenant):
                 sums.setdefault(_line_name(name, by), _Sum()).add(counters, price_per_ns)
-        if tenant is None and idle.worker_ns:
+        if tenant is None and any(unused.worker_ns for unused in idle.values()):
             name = RowName(hour.hour, IDLE, "", "")
-            sums.setdefault((*_line_name(name, by)[:1], IDLE), _Sum()).add(idle, price_per_ns)
+            line = sums.setdefault((*_line_name(name, by)[:1], IDLE), _Sum())
+            for price_per_ns, unused in idle.items():
+                line.add(unused, price_per_ns)
     return [_line(name, sums[name]) for name in sorted(sums, key=_order)]
 
 
@@ -129,8 +154,8 @@ def _order(name: _LineName) -> tuple[int, bool, str]:
 def _line(name: _LineName, found: _Sum) -> Line:
     counters = found.counters
     line = msgspec.convert(dict(zip(GROUPS, name, strict=False)), Line)
-    for field in ("requests", "refusals", *_TOKENS):
-        setattr(line, field, getattr(counters, field))
+    for counter in ("requests", "refusals", *_TOKENS):
+        setattr(line, counter, getattr(counters, counter))
     line.input_worker_s = counters.input_ns / 1e9
     line.output_worker_s = counters.output_ns / 1e9
     line.worker_s = (counters.charged_ns + counters.worker_ns) / 1e9

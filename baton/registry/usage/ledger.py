@@ -23,7 +23,10 @@ MAX_ROWS_PER_HOUR = 10_000
 
 OTHERS = "(other)"
 WORKERS = "(workers)"
-"""Name in place of a tenant in rows of the time that workers exist; the model is the role."""
+"""Name in place of a tenant in rows of the time that workers exist.
+
+The model is the role, and the key is the lane, or empty in a fleet with one model.
+"""
 
 
 class RowName(NamedTuple):

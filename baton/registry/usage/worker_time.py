@@ -22,6 +22,7 @@ class WorkerTime:
         registry: Receives the time.
         metrics: Shows the time.
         count_failure: Receives the name of a failed task.
+        lane: Lane of the worker; empty in a fleet with one model.
     """
 
     def __init__(
@@ -30,7 +31,9 @@ class WorkerTime:
         registry: Registry,
         metrics: Metrics,
         count_failure: Callable[[str], None],
+        lane: str = "",
     ) -> None:
+        self._lane = lane
         self._role = role
         self._counted_ns = time.monotonic_ns()
         self._metrics = metrics
@@ -60,5 +63,5 @@ class WorkerTime:
         passed_ns = now_ns - self._counted_ns
         self._counted_ns = now_ns
         hour = int(time.time()) // HOUR_S
-        self._feed.ledger.row(RowName(hour, WORKERS, "", self._role)).worker_ns += passed_ns
+        self._feed.ledger.row(RowName(hour, WORKERS, self._lane, self._role)).worker_ns += passed_ns
         self._metrics.inc("baton_worker_seconds", passed_ns / 1e9, role=self._role)

@@ -238,6 +238,7 @@ class Exchange(Response):
         begun = [active for active in self._active if active.record.begun] or self._active
         begun[0].record.sent = True  # its route is in the headers, so it cannot be placed again
         timing = self._router.settings.emulated
+        routed = begun[0].request.routed
         slo = slo_header(begun, monotonic_ns())
         return [
             (b"content-type", kind),
@@ -245,6 +246,7 @@ class Exchange(Response):
             *([(b"x-baton-slo", slo.encode())] if slo else []),
             *self._context.errors.id_headers(self._context.request_id),
             (b"x-baton-route", begun[0].route_header().encode()),
+            *([(b"x-baton-model", routed.header().encode())] if routed is not None else []),
             *self._limit_headers(),
             *more,
         ]

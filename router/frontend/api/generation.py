@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from copy import copy
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 from fastapi import Request, Response
 from opentelemetry.trace import Span
@@ -35,10 +38,12 @@ from router.frontend.api.prepare import (
 from router.frontend.api.relaxation import Relaxations
 from router.frontend.api.structured_output import requested_grammar
 from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
+from router.frontend.conversation import opening_of
 from router.frontend.http.departure import ended_by_departure
 from router.frontend.http.intake import arrived_ns_of
-from router.request import GenerationRequest
+from router.request import GenerationRequest, Routed
 from router.routing.watch.refusals import RefusedRequest
+from router.served_model import ServedModel
 
 _Body = TypeVar("_Body", bound=ModelBody)
 
@@ -51,17 +56,17 @@ def routes(router: RouterParts) -> Endpoints:
     @api.post_body("/v1/chat/completions", ChatBody)
     async def chat_completions(request: Request) -> Response:
         """Generate answers to a conversation."""
-        return await calls.answer(request, "chat", ChatBody, calls.chat)
+        return await calls.answer(request, "chat", ChatBody, Calls.chat)
 
     @api.post_body("/v1/completions", CompletionBody)
     async def completions(request: Request) -> Response:
         """Generate continuations of prompts."""
-        return await calls.answer(request, "completions", CompletionBody, calls.completions)
+        return await calls.answer(request, "completions", CompletionBody, Calls.completions)
 
     @api.post_body("/v1/embeddings", EmbeddingBody)
     async def embeddings(request: Request) -> Response:
         """Compute a vector for each input."""
-        return await calls.answer(request, "embeddings", EmbeddingBody, calls.embeddings)
+        return await calls.answer(request, "embeddings", EmbeddingBody, Calls.embeddings)
 
     return api
 
@@ -70,18 +75,21 @@ class Calls:
     """Handlers that validate a request and return the response that runs it."""
 
     def __init__(self, router: RouterParts, errors: ErrorShape = OPENAI_ERRORS) -> None:
-        self._router = router
+        self.serve(router)
         self._errors = errors
-        self._relaxations = Relaxations(router.grammars)
+        self._of_lanes: WeakKeyDictionary[ServedModel, Self] = WeakKeyDictionary()
 
     async def answer(
         self,
         request: Request,
         endpoint: str,
         kind: type[_Body],
-        respond: Callable[[_Body, int, Caller, int], Awaitable[Response]],
+        respond: Callable[[Self, _Body, int, Caller, int], Awaitable[Response]],
     ) -> Response:
-        """Check caller and body, then ``respond(body, size_bytes, caller, now_ns)``."""
+        """Check caller and body, then ``respond(calls, body, size_bytes, caller, now_ns)``.
+
+        ``calls`` are those of the lane that serves the model.
+        """
         now_ns = arrived_ns_of(request.scope)
         router = self._router
         ignored = ignored_of(request)
@@ -92,9 +100,53 @@ class Calls:
             body = await off_loop(
                 len(raw), lambda: parse(kind, raw, ignored, model=router.model.names[0])
             )
-            router.model.check_name(body.model, caller.tenant, caller.models)
             async with ended_by_departure(request.scope):
-                return await respond(body, len(raw), caller, now_ns)
+                lane, caller, name = await self._routed(body, caller)
+                if body.model != name:
+                    body = body.model_copy(update={"model": name})
+                return await respond(self._of(lane), body, len(raw), caller, now_ns)
+
+    async def _routed(self, body: ModelBody, caller: Caller) -> tuple[RouterParts, Caller, str]:
+        """Return the lane that answers a call, the caller with the reason, and the model.
+
+        A caller whose models are limited may use the models of an alias that it may name.
+        """
+        router = self._router
+        name = body.model
+        text = ""
+        if router.routes.needs_conversation(name):
+            text = await self.conversation(body, caller)
+        found = router.lanes.route(
+            router.routes.table,
+            name,
+            caller.tenant,
+            caller.models,
+            text,
+            may_fall_back=caller.may_fall_back,
+        )
+        lane = router.lanes.of(found.model, caller.tenant)
+        routed = Routed(found.model, lane.model.version, found.why, found.rollback_to, name)
+        models = caller.models if found.model == name else None
+        return lane, replace(caller, routed=routed, models=models), found.model
+
+    async def conversation(self, body: ModelBody, caller: Caller) -> str:
+        """Return the text that the requests of a conversation have in common."""
+        return opening_of(body)
+
+    def _of(self, lane: RouterParts) -> Self:
+        """Return the handlers of another lane."""
+        if lane is self._router:
+            return self
+        found = self._of_lanes.get(lane.model)
+        if found is None:
+            found = self._of_lanes[lane.model] = copy(self)
+            found.serve(lane)
+        return found
+
+    def serve(self, lane: RouterParts) -> None:
+        """Handle the calls of a lane."""
+        self._router = lane
+        self._relaxations = Relaxations(lane.grammars)
 
     @contextlib.contextmanager
     def _counted(

@@ -18,6 +18,7 @@ from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.api.prepare import off_loop
 from router.frontend.api.tool_use.offered import messages_of, offered
 from router.frontend.audited import audited
+from router.frontend.lanes import LaneTable
 from router.served_model import ServedModel
 
 
@@ -25,26 +26,40 @@ def routes(router: RouterParts) -> Endpoints:
     """Return ``/v1/models``, calls for LoRA adapters, ``/tokenize`` and ``/detokenize``."""
     api = Endpoints()
     settings = router.settings
-    served = router.model
+    lanes = router.lanes
 
     @api.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        """List the names of the served model and of its adapters."""
+        """List the names of the served models and of their adapters."""
         access = access_of(request.headers, settings)
-        names = served.served_names(access.sees, access.models)
-        return {"object": "list", "data": [_record(router, name) for name in names]}
+        records = [
+            _record(lane, name)
+            for lane in lanes
+            for name in lane.model.served_names(access.sees, access.models)
+        ]
+        known = {record["id"] for record in records}
+        aliases = [
+            _alias_record(router, name, access)
+            for name in router.routes.table.names
+            if name not in known and (access.models is None or name in access.models)
+        ]
+        return {"object": "list", "data": [*records, *filter(None, aliases)]}
 
     @api.get("/v1/models/{model_id:path}")
     async def model(request: Request, model_id: str) -> dict[str, Any]:
         """Return the artifact record of a model or an adapter."""
         access = access_of(request.headers, settings)
-        return _record(router, served.check_name(model_id, access.sees, access.models))
+        allowed = access.models is None or model_id in access.models
+        if allowed and (record := _alias_record(router, model_id, access)):
+            return record
+        return _record(lanes.of(model_id, access.sees, access.models), model_id)
 
     @api.post_body("/v1/load_lora_adapter", LoadAdapterBody)
     async def load_lora_adapter(request: Request) -> Response:
         """Serve the adapter in the directory ``lora_path`` as the model ``lora_name``."""
         owner = adapter_owner_of(request.headers, settings)
         body = parse(LoadAdapterBody, await read_body(request, router), ignored_of(request))
+        served = lanes.base(body.base_model, "base_model").model
         entry = await served.adapters.load(body.lora_name, body.lora_path, owner)
         after = {"path": body.lora_path, "digest": entry.digest, "owner": owner}
         await audited(router, request, "adapters load", entry.name, after=after)
@@ -56,6 +71,9 @@ def routes(router: RouterParts) -> Endpoints:
         """Stop serving the adapter ``lora_name``. Running requests finish."""
         owner = adapter_owner_of(request.headers, settings)
         body = parse(UnloadAdapterBody, await read_body(request, router), ignored_of(request))
+        served = next(
+            (lane for lane in lanes if lane.model.adapters.find(body.lora_name)), router
+        ).model
         await served.adapters.unload(body.lora_name, owner)
         await audited(router, request, "adapters unload", body.lora_name, after={"owner": owner})
         message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
@@ -74,6 +92,19 @@ def routes(router: RouterParts) -> Endpoints:
     return api
 
 
+def _alias_record(router: RouterParts, name: str, access: Access) -> dict[str, Any] | None:
+    """Return the record of a name that leads to another model; None if it does not."""
+    entry = router.routes.table.names.get(name)
+    if entry is None:
+        return None
+    lane = next((one for one in router.lanes if one.model.serves(entry.target, access.sees)), None)
+    if lane is None:
+        return None
+    routed = {"canary": entry.canary, "share": entry.share} if entry.canary else {}
+    record = _record(lane, entry.target)
+    return {**record, "id": name, "root": entry.target, "rollback_to": entry.previous, **routed}
+
+
 def _record(router: RouterParts, name: str) -> dict[str, Any]:
     dtypes = {
         group.dtype
@@ -88,21 +119,22 @@ def _record(router: RouterParts, name: str) -> dict[str, Any]:
 async def _answer_off_loop(
     router: RouterParts,
     request: Request,
-    answer: Callable[[ServedModel, bytes, Ignored, Access], dict[str, Any]],
+    answer: Callable[[LaneTable[RouterParts], bytes, Ignored, Access], dict[str, Any]],
 ) -> Response:
     access = access_of(request.headers, router.settings)
     raw = await read_body(request, router)
     ignored = ignored_of(request)
     content = await off_loop(
-        len(raw), lambda: orjson.dumps(answer(router.model, raw, ignored, access))
+        len(raw), lambda: orjson.dumps(answer(router.lanes, raw, ignored, access))
     )
     return Response(content, media_type="application/json")
 
 
-def _tokenized(model: ServedModel, raw: bytes, ignored: Ignored, access: Access) -> dict[str, Any]:
+def _tokenized(
+    lanes: LaneTable[RouterParts], raw: bytes, ignored: Ignored, access: Access
+) -> dict[str, Any]:
     body = parse(TokenizeBody, raw, ignored)
-    if body.model is not None:
-        model.check_name(body.model, access.sees, access.models)
+    model = _model_of(lanes, body.model, access)
     tokens = _tokens_of(model, body)
     answer: dict[str, Any] = {
         "count": len(tokens),
@@ -112,6 +144,17 @@ def _tokenized(model: ServedModel, raw: bytes, ignored: Ignored, access: Access)
     if body.return_token_strs:
         answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in tokens]
     return answer
+
+
+def _model_of(lanes: LaneTable[RouterParts], name: str | None, access: Access) -> ServedModel:
+    """Return the model of a name, or the first one without a name; of an alias, its target."""
+    first = next(iter(lanes))
+    if name is None:
+        return first.model
+    entry = first.routes.table.names.get(name)
+    if entry is not None and (access.models is None or name in access.models):
+        return lanes.of(entry.target, access.sees).model
+    return lanes.of(name, access.sees, access.models).model
 
 
 def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
@@ -133,10 +176,9 @@ def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
 
 
 def _detokenized(
-    model: ServedModel, raw: bytes, ignored: Ignored, access: Access
+    lanes: LaneTable[RouterParts], raw: bytes, ignored: Ignored, access: Access
 ) -> dict[str, Any]:
     body = parse(DetokenizeBody, raw, ignored)
-    if body.model is not None:
-        model.check_name(body.model, access.sees, access.models)
+    model = _model_of(lanes, body.model, access)
     model.check_ids(body.tokens, "tokens")
     return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}

@@ -6,7 +6,9 @@ operator's key. Request reports are available to their tenant and to operators.
 ``/health``, ``/ping``, ``/version`` and ``/load`` are compatible with vLLM.
 """
 
+import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from time import monotonic, monotonic_ns, time_ns
 from typing import Annotated, Any
 
@@ -15,11 +17,12 @@ from fastapi import HTTPException, Query, Request, Response
 
 from baton.telemetry.version import version
 from baton.types.errors import UnavailableError
+from baton.types.lanes import whole_fleet
 from router.frontend.access import access_of, check_operator, is_operator
 from router.frontend.api.parts import Endpoints, RouterParts
 from router.frontend.tenant_gauges import TenantGauges
 from router.routing.watch.rates import rates
-from router.routing.watch.request_reports import Order, latest, report_of
+from router.routing.watch.request_reports import Order, latest
 from router.routing.watch.worker_cells import COLUMNS
 
 _ROLES = ("prefill", "decode")
@@ -47,14 +50,14 @@ def routes(router: RouterParts) -> Endpoints:
 
     @api.get("/version")
     async def version_() -> dict[str, str]:
-        """Return the version of Baton, without the commit, since anybody may ask."""
+        """Return the version of Baton without its commit: the endpoint needs no key."""
         return {"version": own_version.partition("+")[0]}
 
     @api.get("/load")
     async def load(request: Request) -> dict[str, int]:
         """Count the running and waiting requests of this router."""
         check_operator(request.headers, router.settings)
-        return {"server_load": router.gateway.in_flight}
+        return {"server_load": router.lanes.in_flight}
 
     @api.head("/health/live", include_in_schema=False)
     @api.get("/health/live")
@@ -67,7 +70,9 @@ def routes(router: RouterParts) -> Endpoints:
     async def ready(request: Request, response: Response) -> dict[str, Any]:
         """Check that each pair of workers recently served a short request."""
         first = is_operator(request.headers, router.settings)
-        result = await router.prober.check(first=first)
+        result = _together(
+            await asyncio.gather(*(lane.prober.check(first=first) for lane in _loaded(router)))
+        )
         response.status_code = 200 if result["status"] == "ready" else 503
         return result
 
@@ -83,7 +88,7 @@ def routes(router: RouterParts) -> Endpoints:
     async def fleet(request: Request) -> dict[str, Any]:
         """List the workers as reported ``age_s`` seconds ago (2 s, rarely 5 s)."""
         check_operator(request.headers, router.settings)
-        return router.gateway.workers.describe()
+        return router.lanes.describe()
 
     @api.get("/fleet/cells", include_in_schema=False)
     async def cells(request: Request) -> Response:
@@ -91,12 +96,12 @@ def routes(router: RouterParts) -> Endpoints:
         check_operator(request.headers, router.settings)
         return _json(
             {
-                "fleet": router.settings.fleet,
+                "fleet": whole_fleet(router.settings.fleet),
                 "version": own_version,
                 "emulated": router.settings.emulated or None,
-                "transfers": router.gateway.workers.transfers(),
+                "transfers": router.lanes.transfers(),
                 "columns": COLUMNS,
-                "workers": router.worker_cells.rows(),
+                "workers": [row for lane in router.lanes for row in lane.worker_cells.rows()],
             }
         )
 
@@ -118,7 +123,7 @@ def routes(router: RouterParts) -> Endpoints:
             {
                 "last": samples.last,
                 "samples": [sample.as_dict() for sample in samples.after(after)],
-                "workers": rates(router.gateway.workers) if workers else {},
+                "workers": rates(router.lanes.slots) if workers else {},
             }
         )
 
@@ -134,7 +139,7 @@ def routes(router: RouterParts) -> Endpoints:
         """
         access = access_of(request.headers, router.settings)
         tenant = None if access.operator else access.tenant
-        kept = router.gateway.kept.newest_first()
+        kept = router.lanes.newest_first()
         now_ns = monotonic_ns()
         others = (
             router.refused.newest_first(tenant),
@@ -148,7 +153,7 @@ def routes(router: RouterParts) -> Endpoints:
         """Return the request report, by Baton's request id or the client's own."""
         access = access_of(request.headers, router.settings)
         tenant = None if access.operator else access.tenant
-        explanation = report_of(router.gateway.kept, request_id, tenant)
+        explanation = router.lanes.report(request_id, tenant)
         if explanation is None and (refused := router.refused.get(request_id, tenant)):
             return refused.report()
         if explanation is None and (past := router.past_reports.get(request_id, tenant)):
@@ -170,9 +175,30 @@ def _json(content: dict[str, Any]) -> Response:
 
 
 def _healthy(router: RouterParts) -> Response:
-    if not router.gateway.workers.usable and not router.settings.starts_from_zero:
+    ready = any(
+        lane.gateway.workers.usable or lane.settings.starts_from_zero for lane in router.lanes
+    )
+    if not ready:
         raise UnavailableError("no worker is ready")
     return Response()
+
+
+def _loaded(router: RouterParts) -> list[RouterParts]:
+    """Return the lanes that should have workers; all if none should."""
+    loaded = [lane for lane in router.lanes if lane.is_loaded]
+    return loaded or list(router.lanes)
+
+
+def _together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the readiness of all lanes; the fleet is ready if each of them is."""
+    if len(results) == 1:
+        return results[0]
+    return {
+        "status": "ready" if all(r["status"] == "ready" for r in results) else "not ready",
+        "pairs": [pair for result in results for pair in result["pairs"]],
+        "starting": [name for result in results for name in result["starting"]],
+        "age_s": max(result["age_s"] for result in results),
+    }
 
 
 def _owner(explanation: dict[str, Any]) -> object:
@@ -183,17 +209,19 @@ def _owner(explanation: dict[str, Any]) -> object:
 def _set_gauges(router: RouterParts) -> None:
     """Set the gauges that are computed only when metrics are requested."""
     _set_key_gauges(router)
-    counts = Counter((str(slot.role), slot.state) for slot in router.gateway.workers)
+    slots = router.lanes.slots
+    counts = Counter((str(slot.role), slot.state) for slot in slots)
     for role in _ROLES:
         for state in _WORKER_STATES:
             router.metrics.set("baton_workers", counts[role, state], role=role, state=state)
-        wanted = sum(slot.is_wanted for slot in router.gateway.workers if slot.role == role)
+        wanted = sum(slot.is_wanted for slot in slots if slot.role == role)
         router.metrics.set("baton_workers_wanted", wanted, role=role)
-    router.metrics.set("baton_role_turns", router.gateway.workers.last_turn())
+    turns = max(lane.gateway.workers.last_turn() for lane in router.lanes)
+    router.metrics.set("baton_role_turns", turns)
     running = 0
-    waiting = router.gateway.admission.waiting
+    waiting = router.lanes.waiting
     total_blocks = leased_blocks = 0
-    for slot in router.gateway.workers.usable:
+    for slot in (slot for lane in router.lanes for slot in lane.gateway.workers.usable):
         if slot.link is not None and slot.link.status is not None:
             status = slot.link.status
             running = running + status.running
@@ -203,8 +231,10 @@ def _set_gauges(router: RouterParts) -> None:
     router.metrics.set("baton_fleet_running_requests", running)
     router.metrics.set("baton_fleet_waiting_requests", waiting)
     router.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
-    router.metrics.set("baton_prefix_index_hashes", router.prefix_index.total_hashes)
-    router.metrics.set("baton_adapters_served", len(router.model.adapters.served()))
+    hashes = sum(lane.prefix_index.total_hashes for lane in router.lanes)
+    router.metrics.set("baton_prefix_index_hashes", hashes)
+    adapters = sum(len(lane.model.adapters.served()) for lane in router.lanes)
+    router.metrics.set("baton_adapters_served", adapters)
 
 
 def _set_key_gauges(router: RouterParts) -> None:
@@ -216,7 +246,7 @@ def _set_key_gauges(router: RouterParts) -> None:
 
 
 def _targets(router: RouterParts, own_address: str) -> list[dict[str, Any]]:
-    fleet = router.settings.fleet
+    fleet = whole_fleet(router.settings.fleet)
     settings = router.settings
     scheme = {"__scheme__": "https"} if settings.https is not None else {}
     own = {"targets": [own_address], "labels": {"component": "router", "fleet": fleet, **scheme}}
@@ -232,7 +262,7 @@ def _targets(router: RouterParts, own_address: str) -> list[dict[str, Any]]:
                 **scheme,
             },
         }
-        for slot in router.gateway.workers
+        for slot in router.lanes.slots
         if slot.record.metrics_address and slot.state not in ("dead", "parked")
     ]
     return [own, *workers]

@@ -6,6 +6,7 @@ The response is ``{"data": …}``. An operator's key or the fleet token is alway
 requests need no key. ``fleet/pools/orders.py`` defines the verbs.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import Request
@@ -19,6 +20,7 @@ from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import source_of
 
 _SUPERVISOR_VERBS = ("stop",)
+_OF_ALL = ("ping", "slots", "nodes", "restart", "roll", "close", "open")
 
 
 class _OrderBody(BaseModel):
@@ -28,10 +30,15 @@ class _OrderBody(BaseModel):
     workers: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=1024)] = []
     arguments: dict[str, int | bool | Annotated[str, Field(max_length=256)]] = {}
     timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
+    model: Annotated[str, Field(max_length=200)] | None = None
 
 
-def routes(router: RouterParts, orders: Orders) -> Endpoints:
-    """Return the endpoint of admin commands."""
+def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
+    """Return the endpoint of admin commands; ``desks`` are the queues of each model's controller.
+
+    A command is for the model in ``model`` or of its workers. Without both, commands about all
+    workers or nodes go to all models, and others need a model if there are several.
+    """
     api = Endpoints()
 
     @api.post("/fleet/orders", include_in_schema=False)
@@ -49,17 +56,74 @@ def routes(router: RouterParts, orders: Orders) -> Endpoints:
         if body.verb in _SUPERVISOR_VERBS:
             raise InvalidRequestError.at("verb", f"{body.verb} is available only to the supervisor")
         who = who_of(request.headers, router.settings)
-        answer = await _ask(orders, body, who, source_of(request))
-        return {"data": answer.data}
+        source = source_of(request)
+        answers = [
+            (await _ask(desks[name], body, who, source)).data
+            for name in _models_of(router, body, list(desks))
+        ]
+        return {"data": answers[0] if len(answers) == 1 else _merged(body.verb, answers)}
 
     @api.get("/fleet/planner")
-    async def planner(request: Request) -> dict[str, Any]:
-        """Return the planner's mode and its last decisions, the newest first, with figures."""
+    async def planner(request: Request, model: str | None = None) -> dict[str, Any]:
+        """Return the planner's mode and its last decisions, the newest first, with figures.
+
+        Each model has its own planner; the default is the first model.
+        """
         check_operator(request.headers, router.settings)
-        answer = await _ask(orders, _OrderBody(verb="plan"))
+        name = next(iter(desks))
+        if model is not None:
+            name = router.lanes.base(model, "model").model.names[0]
+        answer = await _ask(desks[name], _OrderBody(verb="plan"))
         return dict(answer.data)
 
     return api
+
+
+def _models_of(router: RouterParts, body: _OrderBody, names: list[str]) -> list[str]:
+    """Return the models that a command is for."""
+    if len(names) == 1:
+        return names
+    if body.model is not None:
+        return [router.lanes.base(body.model, "model").model.names[0]]
+    named = {
+        lane.model.names[0]
+        for lane in router.lanes
+        for worker_id in body.workers
+        if lane.gateway.workers.get(worker_id) is not None
+    }
+    if len(named) > 1:
+        raise InvalidRequestError.at("workers", f"belong to several models: {', '.join(named)}")
+    if named:
+        return list(named)
+    if body.verb == "logs":  # all models have one folder of logs
+        return names[:1]
+    if body.verb in _OF_ALL and not body.workers:
+        return names
+    raise InvalidRequestError.at("model", f"is required: this fleet serves {', '.join(names)}")
+
+
+def _merged(verb: str, answers: list[Any]) -> Any:
+    """Return the answers of several controllers to one command as one."""
+    found = [item for answer in answers for item in answer or ()]
+    if verb != "nodes":
+        return found
+    nodes: dict[str, dict[str, Any]] = {}
+    for node in found:
+        known = nodes.setdefault(node["address"], node)
+        if known is not node:
+            known["workers"] += node["workers"]
+            known["free_cpus"] = min(known["free_cpus"], node["free_cpus"])
+    return list(nodes.values())
+
+
+async def ask(orders: Orders, verb: str, who: str = "", source: str = "") -> Answer:
+    """Send a command without arguments to a controller, and return its answer.
+
+    Raises:
+        InvalidRequestError: The controller refuses it.
+        UnavailableError: The controller or Redis does not answer.
+    """
+    return await _ask(orders, _OrderBody(verb=verb), who, source)
 
 
 async def _ask(orders: Orders, body: _OrderBody, who: str = "", source: str = "") -> Answer:

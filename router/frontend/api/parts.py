@@ -7,7 +7,8 @@ lists these files.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self, TypeVar, get_type_hints
 
 from fastapi import APIRouter, Request, Response
@@ -17,6 +18,7 @@ from starlette.routing import Route
 
 from baton.registry.audit.log import AuditLog
 from baton.registry.audit.refused_logins import RefusedLogins
+from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.stored_responses import StoredResponses
 from baton.registry.usage.feed import UsageFeed, UsageSink
 from baton.telemetry.metrics import Metrics
@@ -32,6 +34,8 @@ from baton.types.errors import (
 from router.frontend.api.prepare import Preparer
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
+from router.frontend.lanes import LaneTable
+from router.routing.lanes.mirror import RouteMirror
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import fitted_rates
 from router.routing.requests.gateway import Gateway
@@ -52,9 +56,11 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterParts:
-    """Parts of one router process.
+    """Parts of one lane of a router process. Lanes share all parts that have nothing of a model.
 
     Attributes:
+        lanes: All lanes of the router.
+        routes: Table that leads names to lanes.
         created: Start of the router in Unix seconds.
         audit: Audit log; None: there is none.
         stored_responses: Storage of responses for later turns; None: responses are not stored.
@@ -81,6 +87,8 @@ class RouterParts:
     quotas: QuotaFeed
     usage: UsageFeed
     refused_logins: RefusedLogins
+    lanes: "LaneTable[RouterParts]"
+    routes: RouteMirror
     audit: AuditLog | None = None
 
     @classmethod
@@ -93,13 +101,12 @@ class RouterParts:
         shared_quotas: QuotaSource | None = None,
         shared_usage: UsageSink | None = None,
         audit: AuditLog | None = None,
+        shared_routes: SharedRoutes | None = None,
     ) -> Self:
         """Build the parts for one model and the workers in ``directory``."""
         metrics = Metrics("router", model=model.names[0])
         prefix_index = PrefixIndex()
-        timing = settings.emulated
-        kind = settings.external or ("emulated" if timing else "real")
-        metrics.set("baton_engine_info", 1, engine=kind, timing=timing)
+        _show_engine(metrics, settings)
         metrics.set("baton_worker_price_per_hour", settings.price_per_hour)
         observer = Observer(metrics)
         tasks = BackgroundTasks(
@@ -107,7 +114,10 @@ class RouterParts:
         )
         gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer)
         observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
-        return cls(
+        routes_file = Path(settings.state_dir) / "routes.json" if settings.state_dir else None
+        made = cls(
+            lanes=LaneTable(),
+            routes=RouteMirror(shared_routes, routes_file, observer.task_failed),
             settings=settings,
             model=model,
             metrics=metrics,
@@ -144,6 +154,46 @@ class RouterParts:
                 price_per_hour=settings.price_per_hour,
             ),
         )
+        made.lanes.add(made)
+        return made
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if the lane should have workers: an operator has not unloaded its model."""
+        return any(slot.is_kept for slot in self.gateway.workers)
+
+    def beside(
+        self, settings: RouterSettings, model: ServedModel, directory: WorkerDirectory
+    ) -> Self:
+        """Build the parts of another model with its own workers, and serve it, too."""
+        _show_engine(self.metrics, settings)
+        prefix_index = PrefixIndex()
+        observer = Observer(self.metrics, self.observer)
+        ledger = self.gateway.usage.ledger
+        gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer, ledger)
+        observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
+        made = replace(
+            self,
+            settings=settings,
+            model=model,
+            observer=observer,
+            request_log=RequestLog(settings, model.tokenizer),
+            prefix_index=prefix_index,
+            gateway=gateway,
+            worker_cells=WorkerCells(gateway.workers),
+            preparer=Preparer(model, settings),
+            grammars=GrammarChecker(model.vocabulary, self.metrics),
+            prober=Prober(gateway, settings, self.tasks),
+            created=int(time.time()),
+        )
+        self.lanes.add(made)
+        return made
+
+
+def _show_engine(metrics: Metrics, settings: RouterSettings) -> None:
+    timing = settings.emulated
+    kind = settings.external or ("emulated" if timing else "real")
+    metrics.set("baton_engine_info", 1, engine=kind, timing=timing)
 
 
 class Endpoints(APIRouter):

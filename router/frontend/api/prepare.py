@@ -23,7 +23,7 @@ from router.frontend.api.structured_output import checked_schema
 from router.frontend.api.tool_use.offered import messages_of, offered
 from router.frontend.slo import slo_of
 from router.memory import LargeWork, OneByOne
-from router.request import GenerationRequest, Mode, Shown, Slo, part_id
+from router.request import GenerationRequest, Mode, Routed, Shown, Slo, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 
@@ -55,6 +55,8 @@ class Caller:
     slo: Slo | None = None
     models: tuple[str, ...] | None = None
     key_id: str = ""
+    routed: Routed | None = None
+    may_fall_back: bool = False
     ignored: Ignored = field(default_factory=Ignored)
 
 
@@ -81,8 +83,18 @@ def read_headers(
         slo=slo_of(headers, access.slo or settings.slo),
         models=access.models,
         key_id=access.key_id,
+        may_fall_back=_may_fall_back(headers),
         ignored=Ignored() if ignored is None else ignored,
     )
+
+
+def _may_fall_back(headers: Mapping[str, str]) -> bool:
+    value = headers.get("x-baton-fallback", "never")
+    if value not in ("never", "allow"):
+        raise InvalidRequestError.at(
+            "x-baton-fallback", f"must be never or allow (got {value[:40]!r})"
+        )
+    return value == "allow"
 
 
 def _timeout_s(raw: str | None, settings: RouterSettings) -> float:
@@ -386,6 +398,7 @@ class Preparer:
             shown=_shown(body) if isinstance(body, GenerationBody) else Shown(),
             tenant=caller.tenant,
             key_id=caller.key_id,
+            routed=caller.routed,
             cache_scope=self._scope(caller, salt),
             adapter=self._model.adapter_of(body.model, caller.tenant, caller.models),
             priority=priority,

@@ -72,9 +72,24 @@ def _started(
         "baton.tenant": caller.tenant,
         "baton.client_request_id": caller.client_id or None,
         "baton.mode": caller.mode,
+        **_version(caller),
     }
     _set(span, {**common, **attributes})
     return span
+
+
+def _version(caller: Caller) -> dict[str, Any]:
+    """Return the attributes of the model that answers, and why it does."""
+    routed = caller.routed
+    if routed is None:
+        return {}
+    return {
+        "gen_ai.response.model": routed.model,
+        "baton.model.requested": routed.requested,
+        "baton.model.version": routed.version,
+        "baton.model.why": routed.why,
+        "baton.model.rollback_to": routed.rollback_to or None,
+    }
 
 
 def _set(span: Span, attributes: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ async def delete_tenant(
     source = router.settings.tenants_file
     in_file = source is not None and source.is_used and tenant in router.settings.policies.all
     workers = {
-        slot.worker_id for slot in router.gateway.workers if slot.state not in ("dead", "parked")
+        slot.worker_id for slot in router.lanes.slots if slot.state not in ("dead", "parked")
     }
     routers = router.gateway.shares.known_routers
     left = [f"limits: they are in {source.file}"] if source is not None and in_file else []

@@ -9,6 +9,7 @@ from baton.config.clients import ClientLimitsConfig
 _SHOWN = (
     "x-request-id",
     "x-baton-route",
+    "x-baton-model",
     "x-baton-ignored",
     "x-baton-emulated",
     "x-baton-slo",

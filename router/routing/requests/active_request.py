@@ -123,6 +123,7 @@ class ActiveRequest:
             "user": request.user,
             "mode": request.mode,
             "adapter": request.adapter.name if request.adapter is not None else None,
+            "model": request.routed._asdict() if request.routed is not None else None,
             "attempts": record.attempt,
             "moves": record.moves,
             "state": "ended" if record.ended else "running" if self.decode_id else "queued",

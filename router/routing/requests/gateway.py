@@ -65,7 +65,10 @@ _LINGER_S = 10.0  # for which an ended request is kept until its worker confirms
 
 
 class Gateway:
-    """Requests and workers of one router. The prefix index is fed from outside."""
+    """Requests and workers of one lane of a router. The prefix index is fed from outside.
+
+    ``ledger`` counts the usage of all lanes.
+    """
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class Gateway:
         directory: WorkerDirectory,
         prefix_index: PrefixIndex,
         observer: Observer,
+        ledger: Ledger | None = None,
     ) -> None:
         self.settings = settings
         self.prefix_index = prefix_index
@@ -87,7 +91,7 @@ class Gateway:
         self.admission = Admission(settings.max_queued_requests, settings.policies.weight)
         self.shares = Shares(settings.policies.weight)
         self.work = WorkCounter()
-        self.usage = UsageCounter(Ledger(self.router_id), settings.model_names[0])
+        self.usage = UsageCounter(ledger or Ledger(self.router_id), settings.model_names[0])
         self.tickets = Tickets()
         self._tokenizer = tokenizer
         self._observer = observer

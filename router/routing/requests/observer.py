@@ -18,12 +18,26 @@ from router.routing.requests.record import RequestRecord
 from router.routing.requests.slo_outcome import outcome
 
 
-class Observer:
-    """Turns events of requests into metrics."""
+class _Lanes:
+    """What the observers of all lanes of a router share."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
+    def __init__(self) -> None:
         self.series = LiveSeries()
+        self.queues: dict[int, tuple[int, int]] = {}  # waiting requests and their limit
+        self.plans: dict[int, Plan] = {}
+
+
+class Observer:
+    """Turns events of the requests of one lane into metrics.
+
+    Lanes of one router have the same metrics and series. ``beside`` is the observer of another
+    lane, with whose gauges this one's are added up.
+    """
+
+    def __init__(self, metrics: Metrics, beside: "Observer | None" = None) -> None:
+        self.metrics = metrics
+        self.lanes: _Lanes = _Lanes() if beside is None else beside.lanes
+        self.series = self.lanes.series
         self._gaps = metrics.histogram("baton_inter_token_seconds")
         self._frame_gaps: dict[float, int] = {}  # gap in seconds: tokens
         self._regrets = Allowance()
@@ -32,14 +46,20 @@ class Observer:
 
     def queue(self, waiting: int, limit: int) -> None:
         """Record the length of the queue."""
-        self.metrics.set("baton_queue_requests", waiting, tenant="all")
-        self.metrics.set("baton_queue_limit_requests", limit)
+        self.lanes.queues[id(self)] = waiting, limit
+        queues = self.lanes.queues.values()
+        self.metrics.set("baton_queue_requests", sum(n for n, _ in queues), tenant="all")
+        self.metrics.set("baton_queue_limit_requests", sum(most for _, most in queues))
 
     def planned(self, plan: Plan) -> None:
         """Record the planner's last result."""
-        self.metrics.set("baton_planner_wanted", plan.prefill, role="prefill")
-        self.metrics.set("baton_planner_wanted", plan.decode, role="decode")
-        self.metrics.set("baton_planner_load_ratio", plan.load)
+        self.lanes.plans[id(self)] = plan
+        plans = self.lanes.plans.values()
+        prefill = sum(one.prefill for one in plans)
+        decode = sum(one.decode for one in plans)
+        self.metrics.set("baton_planner_wanted", prefill, role="prefill")
+        self.metrics.set("baton_planner_wanted", decode, role="decode")
+        self.metrics.set("baton_planner_load_ratio", max(one.load for one in plans))
 
     def answered(
         self, endpoint: str, status: int, tenant: str, *, failed_stream: bool = False

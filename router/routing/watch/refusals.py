@@ -61,7 +61,17 @@ class RefusedRequest:
 
     def report(self) -> dict[str, Any]:
         """Return its report, with the fields of a request that was placed."""
-        nothing = ("ticket", "priority", "user", "mode", "adapter", "seed", "chosen", "route")
+        nothing = (
+            "ticket",
+            "priority",
+            "user",
+            "mode",
+            "adapter",
+            "model",
+            "seed",
+            "chosen",
+            "route",
+        )
         unknown = ("regret_s", "better", "worker_times_s")
         lists = ("finish_reasons", "candidates", "prefix_from", "longest_gaps")
         return {

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from pathlib import Path
 from time import monotonic_ns
 from typing import Any, Protocol
 
@@ -238,7 +237,7 @@ class WorkerTable:
         self._usable_of: dict[str, Slot] = {}
         self._unseen: set[str] = set()  # slots that changed since `usable` was last read
         self._readers = [self._unseen]
-        folder = Path(settings.state_dir) if settings.state_dir else None
+        folder = settings.lane_dir
         self._transfers = TransferLedger(folder / "transfers.json" if folder else None)
         self._count_failure = count_failure
         self._tasks = BackgroundTasks("workers", count_failure)

@@ -34,7 +34,7 @@ def client(registry: Registry, keys: dict[str, ApiKeyConfig] | None) -> httpx.As
     parts = SimpleNamespace(settings=settings, metrics=Metrics("router", model="m"))
     app = FastAPI()
     errors.install(app, {})
-    app.include_router(orders.routes(parts, Orders(registry)))
+    app.include_router(orders.routes(parts, {"m": Orders(registry)}))
     transport = httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url="http://router")
 

@@ -46,7 +46,7 @@ OPERATORS = {
     *("/load", "/metrics", "/fleet", "/fleet/targets", "/fleet/series", "/fleet/orders"),
     "/fleet/cells",
     *("/fleet/planner", "/fleet/keys", "/fleet/keys/{key_id}", "/fleet/keys/{key_id}/rotate"),
-    "/fleet/tenants/{tenant}",
+    *("/fleet/models", "/fleet/tenants/{tenant}"),
 }
 OWNERS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 

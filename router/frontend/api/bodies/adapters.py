@@ -13,6 +13,8 @@ class LoadAdapterBody(Body):
     """model name of the adapter"""
     lora_path: NonEmpty
     """the adapter's directory"""
+    base_model: str | None = None
+    """name of the model that the adapter changes; required if the fleet serves several models"""
 
     refused: ClassVar[dict[str, Refused]] = {
         "load_inplace": Refused((None, False), "unload it first")

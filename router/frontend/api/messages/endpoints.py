@@ -30,12 +30,14 @@ def routes(router: RouterParts) -> Endpoints:
     @api.post_body("/v1/messages", MessagesBody)
     async def messages(request: Request) -> Response:
         """Answer a conversation in Anthropic's format."""
-        return await calls.answer(request, "messages", MessagesBody, calls.messages)
+        return await calls.answer(request, "messages", MessagesBody, _MessagesCalls.messages)
 
     @api.post_body("/v1/messages/count_tokens", CountTokensBody)
     async def count_tokens(request: Request) -> Response:
         """Count the prompt tokens of a message."""
-        return await calls.answer(request, "count_tokens", CountTokensBody, calls.count_tokens)
+        return await calls.answer(
+            request, "count_tokens", CountTokensBody, _MessagesCalls.count_tokens
+        )
 
     return api
 

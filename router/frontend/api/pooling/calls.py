@@ -24,19 +24,19 @@ def routes(router: RouterParts) -> Endpoints:
     @api.post_body("/score", ScoreBody)
     async def score(request: Request) -> Response:
         """Compute the similarity of texts, which is the cosine of their vectors."""
-        return await calls.answer(request, "score", ScoreBody, calls.score)
+        return await calls.answer(request, "score", ScoreBody, _PooledCalls.score)
 
     @api.post_body("/v2/rerank", RerankBody)
     @api.post_body("/v1/rerank", RerankBody)
     @api.post_body("/rerank", RerankBody)
     async def rerank(request: Request) -> Response:
         """Sort documents by their similarity to a query, most similar first."""
-        return await calls.answer(request, "rerank", RerankBody, calls.rerank)
+        return await calls.answer(request, "rerank", RerankBody, _PooledCalls.rerank)
 
     @api.post_body("/pooling", PoolingBody)
     async def pooling(request: Request) -> Response:
         """Compute the pooled vector of each input."""
-        return await calls.answer(request, "pooling", PoolingBody, calls.pooling)
+        return await calls.answer(request, "pooling", PoolingBody, _PooledCalls.pooling)
 
     return api
 

@@ -12,6 +12,7 @@ from opentelemetry.trace import Span
 from baton.types.errors import InvalidRequestError, PromptTooLongError
 from router.frontend.access import tenant_of
 from router.frontend.api.answer import Answer
+from router.frontend.api.bodies.common import ModelBody
 from router.frontend.api.generation import Calls
 from router.frontend.api.parts import Endpoints, RouterParts, page_of
 from router.frontend.api.prepare import Caller, off_loop
@@ -23,6 +24,7 @@ from router.frontend.api.responses.tools import offered_tools
 from router.frontend.api.responses.translate import chat_of, input_items
 from router.frontend.api.tracing import ended_on_error
 from router.frontend.api.translation import Translation, as_answer
+from router.frontend.conversation import opening_of_turns
 from router.request import GenerationRequest
 
 _PAGE = 20
@@ -37,12 +39,14 @@ def routes(router: RouterParts) -> Endpoints:
     @api.post_body("/v1/responses", ResponsesBody)
     async def responses(request: Request) -> Response:
         """Answer a conversation with a list of items."""
-        return await calls.answer(request, "responses", ResponsesBody, calls.responses)
+        return await calls.answer(request, "responses", ResponsesBody, _ResponsesCalls.responses)
 
     @api.post_body("/v1/responses/input_tokens", InputTokensBody)
     async def input_tokens(request: Request) -> Response:
         """Count the prompt tokens of a response."""
-        return await calls.answer(request, "input_tokens", InputTokensBody, calls.input_tokens)
+        return await calls.answer(
+            request, "input_tokens", InputTokensBody, _ResponsesCalls.input_tokens
+        )
 
     @api.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> dict[str, Any]:
@@ -110,6 +114,15 @@ class _ResponsesCalls(Calls):
         context = self.context("responses", answer_id, span)
         return Answer(context, [request], layout, stream=bool(body.stream))
 
+    async def conversation(self, body: ModelBody, caller: Caller) -> str:
+        """Return the opening of the conversation, which may begin in a stored response."""
+        if not isinstance(body, InputTokensBody):
+            return await super().conversation(body, caller)
+        kept = EarlierResponses(self.store, caller.tenant, self._router.settings.max_body_bytes)
+        earlier = await kept.conversation(body.previous_response_id)
+        user = getattr(body, "user", None)
+        return user or opening_of_turns([*earlier, *input_items(body)])
+
     async def input_tokens(
         self, body: InputTokensBody, size: int, caller: Caller, now_ns: int
     ) -> Response:
@@ -134,9 +147,10 @@ class _ResponsesCalls(Calls):
     async def cancel(self, request: Request, response_id: str) -> dict[str, Any]:
         tenant = tenant_of(request.headers, self._router.settings)
         running = self._running(tenant, response_id)
-        active = self._router.gateway.kept.get(response_id)
-        if running is not None and active is not None:
-            self._router.gateway.cancel(active, "the response was cancelled")
+        found = self._router.lanes.find(response_id)
+        if running is not None and found is not None:
+            gateway, active = found
+            gateway.cancel(active, "the response was cancelled")
             return running.snapshot("cancelled")
         kept = await self.store.get(tenant, response_id)
         raise InvalidRequestError.at(
@@ -146,8 +160,8 @@ class _ResponsesCalls(Calls):
         )
 
     def _running(self, tenant: str, response_id: str) -> ResponsesFormat | None:
-        active = self._router.gateway.kept.get(response_id)
-        if active is None or active.record.ended:
+        found = self._router.lanes.find(response_id)
+        if found is None or found[1].record.ended:
             return None
         return self._open.get((tenant, response_id))
 

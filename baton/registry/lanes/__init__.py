@@ -1,0 +1,1 @@
+"""Tables about the models of a fleet, which its routers share."""

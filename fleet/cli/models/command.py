@@ -1,0 +1,193 @@
+"""Models of a fleet and the names that lead to them: `baton models`."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from fleet.cli.common import FleetOption, fail
+from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+
+_PATH = "/fleet/models"
+
+models_app = typer.Typer(
+    help="Show the models of a fleet, and change which of them answers a name.",
+    no_args_is_help=True,
+)
+
+_NameArgument = Annotated[str, typer.Argument(help="Name that clients send.")]
+_ModelArgument = Annotated[str, typer.Argument(help="Model or adapter, as in `baton models ls`.")]
+
+
+@models_app.command("ls")
+def ls(
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models with their workers, and the names with their models."""
+    found = ask_router(reach(fleet, url, api_key), "GET", _PATH)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    console = Console(highlight=False)
+    models = _table("model", "version", "workers", "running", "waiting")
+    for one in found["models"]:
+        workers = ", ".join(f"{count} {state}" for state, count in one["workers"].items())
+        figures = (str(one["running"]), str(one["waiting"]))
+        models.add_row(escape(one["name"]), one["version"], workers or "–", *figures)
+    console.print(models)
+    if found["routes"]:
+        names = _table("name", "answered by", "previous")
+        for name, entry in found["routes"].items():
+            names.add_row(escape(name), escape(_described(entry)), escape(entry["previous"]) or "–")
+        console.print(names)
+
+
+@models_app.command("load")
+def load(
+    model: _ModelArgument,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Start the workers of a model that was unloaded, as many as the fleet file has."""
+    ask_router(reach(fleet, url, api_key), "POST", _PATH, {"verb": "load", "name": model})
+    typer.echo(f"{model}: loading (`baton models ls`)")
+
+
+@models_app.command("unload")
+def unload(
+    model: _ModelArgument,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Stop all workers of a model once their requests have ended, which frees their memory.
+
+    No name may lead to the model. Requests for it get 503 until `baton models load`.
+    """
+    ask_router(reach(fleet, url, api_key), "POST", _PATH, {"verb": "unload", "name": model})
+    typer.echo(f"{model}: unloading (`baton models ls`)")
+
+
+@models_app.command("alias")
+def alias(
+    name: _NameArgument,
+    model: _ModelArgument,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Let a name lead to a model. The model before it is kept for `baton models rollback`."""
+    _change(fleet, url, api_key, verb="alias", name=name, model=model)
+
+
+@models_app.command("canary")
+def canary(
+    name: _NameArgument,
+    model: _ModelArgument,
+    share: Annotated[
+        str | None,
+        typer.Option(help="Share of the conversations in percent, such as 5%.", metavar="PERCENT"),
+    ] = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="Tenant whose requests all go there; repeatable.")
+    ] = None,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Let another model answer a part of a name's requests.
+
+    All requests of a conversation get the same model. A larger share moves conversations to the
+    canary, and none away from it.
+    """
+    body: dict[str, Any] = {"verb": "canary", "name": name, "model": model}
+    if share is not None:
+        body["share"] = _fraction(share)
+    if tenant:
+        body["tenants"] = tenant
+    _change(fleet, url, api_key, **body)
+
+
+@models_app.command("promote")
+def promote(
+    name: _NameArgument,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Let the canary of a name answer all its requests."""
+    _change(fleet, url, api_key, verb="promote", name=name)
+
+
+@models_app.command("rollback")
+def rollback(
+    name: _NameArgument,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """End the canary of a name, or else return to the model before the last change."""
+    _change(fleet, url, api_key, verb="rollback", name=name)
+
+
+@models_app.command("fallback")
+def fallback(
+    name: _NameArgument,
+    models: Annotated[list[str] | None, typer.Argument(help="Models, in order. None: end.")] = None,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Set the models that answer a name while no worker of its model is ready.
+
+    Only requests with the header `x-baton-fallback: allow` get their answers.
+    """
+    _change(fleet, url, api_key, verb="fallback", name=name, fallbacks=models or [])
+
+
+@models_app.command("remove")
+def remove(
+    name: _NameArgument,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Remove an alias. The name of a model leads to this model again."""
+    _change(fleet, url, api_key, verb="remove", name=name)
+
+
+def _change(fleet: str | None, url: str | None, api_key: str, **body: Any) -> None:
+    found = ask_router(reach(fleet, url, api_key), "POST", _PATH, body)
+    entry = found["route"]
+    name = found["name"]
+    typer.echo(f"{name}: {_described(entry) if entry is not None else 'no alias'}")
+
+
+def _described(entry: dict[str, Any]) -> str:
+    text = str(entry["target"])
+    if entry["canary"]:
+        parts = [f"{entry['share'] * 100:g} %"] * bool(entry["share"])
+        parts += [f"tenant {tenant}" for tenant in entry["tenants"]]
+        text = f"{text}; canary {entry['canary']} ({', '.join(parts)})"
+    if entry["fallbacks"]:
+        text = f"{text}; fallback {', '.join(entry['fallbacks'])}"
+    return text
+
+
+def _fraction(share: str) -> float:
+    try:
+        return float(share.strip().removesuffix("%")) / 100
+    except ValueError:
+        fail(f"--share {share}: use a number of percent, such as 5%")
+
+
+def _table(*columns: str) -> Table:
+    return Table(*(Column(name, overflow="fold") for name in columns), box=SIMPLE_HEAD)

@@ -1,0 +1,197 @@
+"""Which model answers a request, and changes of that. Pure: no I/O, no clock, no random numbers.
+
+The same name, tenant and conversation always lead to the same model, as long as the table is the
+same. A larger share of a canary moves conversations to it, and none away from it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from baton.types.routes import NameRoute, RouteTable
+
+MAX_NAMES = 1024
+
+
+class RouteChangeError(ValueError):
+    """A change of routes is not possible; the message is for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Model that answers a request.
+
+    Attributes:
+        model: Name of the model.
+        why: Reason: ``named``, ``alias``, ``canary 5 %``, ``stable 95 %``, ``tenant``,
+            ``rollback: …`` or ``fallback: …``.
+        rollback_to: Model to which a rollback would lead; empty: none.
+        requested: Name that the client sent.
+    """
+
+    model: str
+    why: str
+    rollback_to: str
+    requested: str
+
+
+def route(
+    table: RouteTable,
+    name: str,
+    tenant: str,
+    conversation: Callable[[], str],
+    ready: Callable[[str], bool],
+    *,
+    may_fall_back: bool = False,
+) -> Route:
+    """Return the model that answers a request.
+
+    Args:
+        table: Routes of all names.
+        name: Name that the client sent.
+        tenant: Sender.
+        conversation: Returns a text that all requests of a conversation have in common. It is read
+            only if the name has a canary.
+        ready: Whether a model has a worker that takes requests.
+        may_fall_back: Whether the client accepts the answer of another model.
+    """
+    entry = table.names.get(name)
+    if entry is None:
+        return Route(name, "named", "", name)
+    chosen = _chosen(entry, name, tenant, conversation)
+    if chosen.model == entry.canary and not ready(entry.canary) and ready(entry.target):
+        why = f"rollback: {entry.canary} has no ready worker"
+        chosen = Route(entry.target, why, entry.previous, name)
+    if may_fall_back and not ready(chosen.model):
+        other = next((model for model in entry.fallbacks if ready(model)), None)
+        if other is not None:
+            why = f"fallback: {chosen.model} has no ready worker"
+            return Route(other, why, chosen.model, name)
+    return chosen
+
+
+def _chosen(entry: NameRoute, name: str, tenant: str, conversation: Callable[[], str]) -> Route:
+    if entry.canary and tenant in entry.tenants:
+        return Route(entry.canary, "tenant", entry.target, name)
+    if entry.canary and entry.share:
+        if position(name, tenant, conversation()) < entry.share:
+            return Route(entry.canary, f"canary {entry.share * 100:g} %", entry.target, name)
+        why = f"stable {(1 - entry.share) * 100:g} %"
+        return Route(entry.target, why, entry.previous, name)
+    why = "named" if entry.target == name else "alias"
+    return Route(entry.target, why, entry.previous, name)
+
+
+def position(name: str, tenant: str, conversation: str) -> float:
+    """Return the place of a conversation among all of a name, from 0 to 1, evenly distributed."""
+    text = "\0".join((name, tenant, conversation))
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def with_alias(table: RouteTable, name: str, target: str) -> RouteTable:
+    """Return the table in which a name leads to a model; the previous target is remembered."""
+    entry = table.names.get(name)
+    if entry is not None and entry.canary:
+        raise RouteChangeError(
+            f"{name} has the canary {entry.canary}: use `baton models promote` or `rollback` first"
+        )
+    before = entry.target if entry is not None else ""
+    fallbacks = entry.fallbacks if entry is not None else ()
+    previous = before if before != target else (entry.previous if entry is not None else "")
+    return _with(table, name, NameRoute(target=target, fallbacks=fallbacks, previous=previous))
+
+
+def with_fallbacks(table: RouteTable, name: str, fallbacks: tuple[str, ...]) -> RouteTable:
+    """Return the table with the fallbacks of a name; a name without an entry is its own target."""
+    entry = table.names.get(name) or NameRoute(target=name)
+    return _with(table, name, msgspec.structs.replace(entry, fallbacks=fallbacks))
+
+
+def with_canary(
+    table: RouteTable,
+    name: str,
+    canary: str,
+    share: float | None = None,
+    tenants: tuple[str, ...] | None = None,
+) -> RouteTable:
+    """Return the table in which a canary gets a share of a name's conversations, or tenants.
+
+    What is not given stays as it was for the same canary.
+
+    Raises:
+        RouteChangeError: Share and tenants are missing, or the canary is the target.
+    """
+    entry = table.names.get(name) or NameRoute(target=name)
+    if entry.canary not in ("", canary):
+        raise RouteChangeError(
+            f"{name} has the canary {entry.canary}: use `baton models promote` or `rollback` first"
+        )
+    if canary == entry.target:
+        raise RouteChangeError(f"{canary} already answers all requests for {name}")
+    if share is not None and not 0 <= share <= 1:
+        raise RouteChangeError(f"a share must be from 0 to 100 % (got {share * 100:g} %)")
+    share = entry.share if share is None else share
+    tenants = entry.tenants if tenants is None else tenants
+    if not share and not tenants:
+        raise RouteChangeError("a canary needs a share or tenants")
+    return _with(
+        table, name, msgspec.structs.replace(entry, canary=canary, share=share, tenants=tenants)
+    )
+
+
+def promoted(table: RouteTable, name: str) -> RouteTable:
+    """Return the table in which a name's canary answers all its requests.
+
+    Raises:
+        RouteChangeError: The name has no canary.
+    """
+    entry = table.names.get(name)
+    if entry is None or not entry.canary:
+        raise RouteChangeError(f"{name} has no canary to promote")
+    done = NameRoute(target=entry.canary, fallbacks=entry.fallbacks, previous=entry.target)
+    return _with(table, name, done)
+
+
+def rolled_back(table: RouteTable, name: str) -> RouteTable:
+    """Return the table without a name's canary, or else with the target before its promotion.
+
+    Raises:
+        RouteChangeError: The name has neither.
+    """
+    entry = table.names.get(name)
+    if entry is None or not (entry.canary or entry.previous):
+        raise RouteChangeError(f"{name} has nothing to roll back")
+    target = entry.target if entry.canary else entry.previous
+    previous = entry.previous if entry.canary else ""
+    return _with(
+        table, name, NameRoute(target=target, fallbacks=entry.fallbacks, previous=previous)
+    )
+
+
+def without(table: RouteTable, name: str) -> RouteTable:
+    """Return the table without an entry.
+
+    Raises:
+        RouteChangeError: There is none.
+    """
+    if name not in table.names:
+        raise RouteChangeError(f"{name} is not an alias")
+    return RouteTable(table.version, {key: one for key, one in table.names.items() if key != name})
+
+
+def models_of(entry: NameRoute) -> frozenset[str]:
+    """Return all models that an entry names."""
+    return frozenset({entry.target, entry.canary, entry.previous, *entry.fallbacks} - {""})
+
+
+def _with(table: RouteTable, name: str, entry: NameRoute) -> RouteTable:
+    plain = NameRoute(target=name)
+    names = {key: one for key, one in table.names.items() if key != name}
+    if entry != plain:
+        names[name] = entry
+    if len(names) > MAX_NAMES:
+        raise RouteChangeError(f"more than {MAX_NAMES} names would have routes")
+    return RouteTable(table.version, names)

@@ -1,0 +1,98 @@
+"""`models:` of the fleet file: what a model takes from the fleet, and what is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from baton.config.fleet_file import ConfigError, FleetConfig, load_config
+
+FILE = """
+fleet: two
+models:
+  small:
+    model: package:x/small.gguf
+    pools: {prefill: 1}
+  large.v1:
+    model: large.gguf
+    max_context_tokens: 64
+    kv_blocks_per_worker: 32
+    slo: {ttft_s: 1, itl_s: 0.2}
+    pools: {auto: {min: 0, max: 8}}
+pools: {prefill: 3, decode: 2, engine: emulated}
+kv_blocks_per_worker: 16
+max_context_tokens: 128
+api_keys: {a-long-key: team}
+"""
+
+
+def read(folder: Path, text: str = FILE) -> FleetConfig:
+    file = folder / "fleet.yaml"
+    file.write_text(text)
+    return load_config(file)
+
+
+def test_keys_that_a_model_leaves_out_are_the_fleets(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    small, large = config.lanes
+    assert (small.fleet, small.model_names) == ("two.small", ("small",))
+    assert (large.fleet, large.model_names) == ("two.large-v1", ("large.v1",))
+    assert small.pools.start_sizes == {"prefill": 1, "decode": 2}
+    assert large.pools.start_sizes == {"prefill": 3, "decode": 2}
+    assert (small.max_context_tokens, large.max_context_tokens) == (128, 64)
+    assert (small.kv_blocks_per_worker, large.kv_blocks_per_worker) == (16, 32)
+    assert small.slo is None
+    assert large.slo is not None
+    assert large.slo.ttft_s == 1
+    assert {lane.pools.engine.emulated for lane in config.lanes} == {"epyc-135m"}
+    assert large.model == str(tmp_path / "large.gguf")
+    assert config.cpus_total == 3 + 8
+
+
+def test_a_process_of_one_lane_reads_the_same_configuration(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    for name, lane in zip(config.models, config.lanes, strict=True):
+        received = FleetConfig.model_validate_json(config.only(name).to_json())
+        assert received.lanes == (lane.model_copy(update={"api_keys": None}),)
+
+
+def test_a_fleet_with_one_model_is_its_only_lane() -> None:
+    config = FleetConfig()
+    assert config.lanes == (config,)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{model: x, models: {a: {model: x}}}", "`model` and `models` exclude each other"),
+        (
+            "{models: {a.b: {model: x}, a-b: {model: x}}}",
+            "names must differ in more than '.', '_' and '-'",
+        ),
+        (
+            "{models: {a: {model: x, pools: {routers: 2}}}}",
+            "models.a: pools.routers holds for all models: set it in `pools` itself",
+        ),
+        (
+            "{models: {a: {model: x, pools: {roles: auto}}}}",
+            "models.a: `roles: auto` needs a fleet with one model",
+        ),
+        ("{models: {a: {modl: x}}}", "models.a.modl: unknown key; did you mean `model`?"),
+        ("{models: {a: {pools: {}}}}", "models.a = {'pools': {}}: field required"),
+        (
+            "{models: {a: {model: x, pools: {prefill: 0, decode: 0}}}}",
+            "models.a.pools: needs at least one worker in prefill or decode",
+        ),
+        (
+            "{models: {a: {model: x, pools: {auto: {min: 1, max: 3}}}}}",
+            "models.a: pools.auto needs `slo:",
+        ),
+        (
+            "{models: {a: {model: x, adapters: {load: {a: /x}}}}}",
+            "adapters.load: 'a' is already a name of the model",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        read(tmp_path, text)

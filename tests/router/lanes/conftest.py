@@ -1,0 +1,79 @@
+"""A router with two models, whose workers have the same ids apart from their lane's name."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from baton.config.fleet_file import DEFAULT_MODEL
+from baton.wire.fleet_token import FleetToken
+from router.lane_feeds import LaneSources
+from router.served_model import ServedModel
+from router.settings import RouterSettings
+from tests.router.conftest import Fleet, record_of, until
+from tests.router.emulated_worker import EmulatedWorker, Script
+from tests.router.static_directory import StaticDirectory
+
+OTHER = "other"
+CONTEXT = 64  # of the other model
+LETTERS = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@dataclass
+class TwoLanes:
+    """Models ``smollm2`` and ``other``, with one worker each."""
+
+    fleet: Fleet
+    first: EmulatedWorker
+    second: EmulatedWorker
+    directory: StaticDirectory  # of the second model
+
+    async def post(self, path: str, **body: Any) -> Any:
+        return await self.fleet.http.post(path, json=body)
+
+
+@pytest.fixture
+async def two_lanes(make_fleet, model, artifact):
+    async def make(
+        script: Script | None = None,
+        orders=None,
+        first_orders=None,
+        shared_routes=None,
+        stored_responses=None,
+        shared_usage=None,
+        price=0.0,
+        **settings,
+    ) -> TwoLanes:
+        other = ServedModel(artifact, (OTHER,), max_context_tokens=CONTEXT, chat_template=LETTERS)
+        directory = StaticDirectory()
+        sources = LaneSources(
+            settings=RouterSettings(
+                fleet=f"local.{OTHER}",
+                model=DEFAULT_MODEL,
+                model_names=(OTHER,),
+                fleet_token=FleetToken("secret"),
+                price_per_hour=price,
+                **settings,
+            ),
+            model=other,
+            directory=directory,
+            orders=orders,
+        )
+        fleet = await make_fleet(
+            {},
+            others=[sources],
+            fleet_orders=first_orders,
+            shared_routes=shared_routes,
+            stored_responses=stored_responses,
+            shared_usage=shared_usage,
+            **settings,
+        )
+        first = await fleet.add("decode-0")
+        second = await EmulatedWorker("other-decode-0", "decode", script).start()
+        fleet.workers["other-decode-0"] = second
+        directory.put(record_of("other-decode-0", second.address))
+        [_, lane] = fleet.router.lanes
+        await until(lambda: lane.gateway.workers.usable)
+        return TwoLanes(fleet, first, second, directory)
+
+    return make
