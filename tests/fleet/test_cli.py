@@ -60,7 +60,7 @@ def test_a_good_file_is_checked_with_its_model() -> None:
     found = json.loads(text)
     assert code == 0
     assert found["file"].endswith("local.yaml")
-    assert found["model"].startswith("llama")
+    assert found["models"][0].startswith("llama")
 
 
 def test_a_bad_file_fails_with_the_line(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_adapters_are_checked_with_the_model(tmp_path: Path) -> None:
 def test_experts_are_served_by_one_rank_and_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = resolve_model(DEFAULT_MODEL)
     mixed = replace(plain, config=replace(plain.config, num_experts=4))
-    monkeypatch.setattr("baton.model.artifact.resolve_model", lambda reference: mixed)
+    monkeypatch.setattr("baton.model.artifact.resolve_model", lambda reference, **_: mixed)
     assert "llama" in describe_model(FleetConfig()).text
     with pytest.raises(
         ValueError, match="tensor_parallel = 2: a mixture of experts cannot be split"
@@ -108,7 +108,7 @@ def test_the_first_request_that_is_shown_is_one_that_the_model_takes(
 ) -> None:
     base = replace(resolve_model(DEFAULT_MODEL), chat_template=None)
     assert describe_model(FleetConfig()).chats
-    monkeypatch.setattr("baton.model.artifact.resolve_model", lambda reference: base)
+    monkeypatch.setattr("baton.model.artifact.resolve_model", lambda reference, **_: base)
     assert not describe_model(FleetConfig()).chats
     assert describe_model(FleetConfig(chat_template="mine.jinja")).chats
     for chats, path, field in (
