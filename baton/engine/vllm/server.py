@@ -1,4 +1,4 @@
-"""The process ``vllm serve`` of one worker: its command, its start, and what it reports about itself."""
+"""Process ``vllm serve`` of one worker: its command, its start, and the properties it reports."""
 
 import asyncio
 import os
