@@ -87,18 +87,16 @@ class LocalPools:
             else:
                 self._specs[lane] = of_lane
             finally:
-                found = ray_runtime.Controller.find(lane)
-                self._controllers[lane] = found or self._controllers.get(lane)
+                if (found := ray_runtime.Controller.find(lane)) is not None:
+                    self._controllers[lane] = found
         self._config = config
 
     def retire(self) -> None:
         """Stop the workers of models that the configuration has no longer."""
         wanted = {one.fleet for one in self._config.lanes}
         for lane in self._controllers.keys() - wanted:
-            controller = self._controllers.pop(lane)
             self._specs.pop(lane, None)
-            if controller is not None:
-                _stop(controller)
+            _stop(self._controllers.pop(lane))
 
     def slots(self) -> list[dict[str, Any]]:
         """Return worker_id, phase, epoch, reason and node of each slot that is known."""
@@ -151,7 +149,8 @@ class LocalPools:
 
         if lane in self._specs:
             ray_runtime.Controller.ensure(lane, self._specs[lane])
-            self._controllers[lane] = ray_runtime.Controller.find(lane)
+            if (found := ray_runtime.Controller.find(lane)) is not None:
+                self._controllers[lane] = found
 
     def stop(self, *, leave: bool) -> None:
         """End the workers, then Ray; ``leave`` is ignored, as nothing can outlive a private Ray."""
@@ -162,9 +161,8 @@ class LocalPools:
             return  # calls to a lost Ray would block; a sweep ends the processes
         import ray
 
-        controllers = [one for one in self._controllers.values() if one is not None]
-        with ThreadPoolExecutor(max(len(controllers), 1)) as pool:
-            list(pool.map(_stop, controllers))
+        with ThreadPoolExecutor(max(len(self._controllers), 1)) as pool:
+            list(pool.map(_stop, self._controllers.values()))
         ray.shutdown()
 
 

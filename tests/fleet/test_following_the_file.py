@@ -102,7 +102,7 @@ def test_a_controller_that_is_late_with_a_change_ends_no_fleet(
     spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
     with pytest.raises(CapacityError, match="did not start with the new settings: 75 s"):
         pools.change(NEW, spec)
-    assert pools._controller is followed, "the one that runs is watched"
+    assert pools._controllers == {OLD.fleet: followed}, "the one that runs is watched"
 
 
 def test_routers_that_could_not_follow_are_replaced_by_the_next_try(

@@ -101,7 +101,7 @@ async def controller(
         host="127.0.0.1",
         log_dir=str(tmp_path),
     )
-    monkeypatch.setattr(ray_controller, "log_to", lambda *_: None)
+    monkeypatch.setattr(ray_controller, "log_to", lambda *_, **__: None)
     monkeypatch.setattr(ray_controller.ray, "kill", lambda _: None)
     monkeypatch.setattr(ray_controller.ray.util, "list_named_actors", lambda **_: [])
     monkeypatch.setattr(placement, "remove_placement_group", lambda _: None)

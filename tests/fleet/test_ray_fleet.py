@@ -303,15 +303,16 @@ def controllers() -> list[ProcessKey]:
 @pytest.mark.timeout(180)
 async def test_a_frozen_controller_is_replaced_before_the_fleet_would_end(fleet: RayFleet) -> None:
     pools = LocalPools(CONFIG, Path())
-    pools._controller = fleet.controller
+    pools._controllers = {CONFIG.fleet: fleet.controller}
     pools._health = SimpleNamespace(answers=True)
-    pools._spec = ControllerSpec(
+    spec = ControllerSpec(
         config_json=CONFIG.to_json(),
         redis_url=fleet.redis_url,
         host="127.0.0.1",
         log_dir=str(fleet.logs),
         **SPEC,
     )
+    pools._specs = {CONFIG.fleet: spec}
     wait_for(lambda: [item["phase"] for item in pools.slots()] == ["ready", "ready"])
     before = {item["worker_id"]: item["epoch"] for item in pools.slots()}
     (frozen,) = controllers()
@@ -320,7 +321,7 @@ async def test_a_frozen_controller_is_replaced_before_the_fleet_would_end(fleet:
     while not pools.answers():
         assert time.monotonic() - began_s < _CONTROLLER_LOST_S
         time.sleep(_CONTROLLER_POLL_S)  # noqa: ASYNC251 - as the supervisor does
-    fleet.controller._actor = pools._controller._actor
+    fleet.controller._actor = pools._controllers[CONFIG.fleet]._actor
     assert len(pools.news()) == 1
     for worker_id, epoch in before.items():
         wait_ready(fleet, worker_id, epoch)  # adopted: none was started anew

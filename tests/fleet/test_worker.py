@@ -52,7 +52,7 @@ async def test_a_signal_while_the_model_loads_ends_the_worker_with_exit_code_0()
 async def test_an_actor_that_is_stopped_while_the_model_loads_leaves_no_process_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ray_worker, "log_to", lambda *_: None)
+    monkeypatch.setattr(ray_worker, "log_to", lambda *_, **__: None)
     before = children()
     actor = WorkerActor("fleet.worker", msgspec.to_builtins(SETTINGS))
     starting = asyncio.create_task(actor.start())
@@ -75,7 +75,7 @@ async def test_an_actor_begins_its_next_life_and_keeps_nothing_of_the_last(
     monkeypatch: pytest.MonkeyPatch, redis_server: EmbeddedRedis
 ) -> None:
     """The engine is killed: another incarnation in the same process, and one KV pool, not two."""
-    monkeypatch.setattr(ray_worker, "log_to", lambda *_: None)
+    monkeypatch.setattr(ray_worker, "log_to", lambda *_, **__: None)
     first = msgspec.structs.replace(SETTINGS, redis_url=redis_server.url)
     files_before = open_files()
     actor = WorkerActor("fleet.worker", msgspec.to_builtins(first))
