@@ -22,7 +22,7 @@ from router.settings import RouterSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSources:
-    """What one lane shares through Redis with other routers. All but the workers is optional.
+    """Sources of one lane, shared with other routers through Redis. Only ``directory`` is required.
 
     Attributes:
         directory: List of the workers.

@@ -19,7 +19,7 @@ from router.routing.requests.slo_outcome import outcome
 
 
 class _Lanes:
-    """What the observers of all lanes of a router share."""
+    """Parts that the observers of all lanes of a router share."""
 
     def __init__(self) -> None:
         self.series = LiveSeries()

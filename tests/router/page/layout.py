@@ -44,7 +44,7 @@ _FAULTS = """
 
 
 async def faults(tab: Any) -> list[str]:
-    """What is wrong with the layout now."""
+    """Return the faults of the present layout."""
     return await tab.js(_FAULTS)
 
 

@@ -32,7 +32,7 @@ async def test_rows_agree_with_the_fleet_and_keep_the_time_of_the_last_change(ma
     assert cells["prefill-0"]["prefill_tokens_per_s"] == 3000
     assert cells["prefill-0"]["note"] == ""
     since_s = cells["decode-0"]["since_s"]
-    # It dies while nobody looks: the time is that of its death, as the router's second saw it.
+    # It dies between two calls of the page: the router notes its states each second.
     await fleet.workers["decode-0"].stop()
     record = fleet.router.gateway.workers.get("decode-0").record
     gone = {"state": "dead", "reason": "killed by SIGKILL (9)"}

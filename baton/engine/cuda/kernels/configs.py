@@ -37,7 +37,7 @@ class AttentionConfig:
 
 
 SPLIT_TOKENS = 512
-"""Of ``exact``: independent of batch and context, since it determines the order of summation."""
+"""Keys of a split in ``exact``. It is fixed for every batch and context: sums follow its order."""
 
 EXACT = AttentionConfig(block_m=64, kv_tile=64, split=SPLIT_TOKENS, num_warps=4, num_stages=2)
 """64 rows: the smallest tile of Hopper's wide matrix instructions, which prefill needs."""
