@@ -9,7 +9,6 @@ The caller makes the key and sends its SHA-256, so that no router and no log eve
 secret.
 """
 
-import contextlib
 import logging
 import time
 from datetime import UTC, datetime
@@ -164,24 +163,14 @@ def routes(router: RouterParts, keys: KeyExchange) -> Endpoints:
         Without Redis the routers of this host do, and those of other hosts once it answers.
         """
         check(request)
+        is_own = OWN_ANSWER in request.headers
         now_ms = _now_ms()
-        is_shared = False
-
-        def revoked(old: KeyRecord) -> KeyRecord:
-            return msgspec.structs.replace(old, revoked_ms=old.revoked_ms or now_ms)
-
         try:
-            # a sibling has tried Redis already
-            if not (keys.is_away or OWN_ANSWER in request.headers):
-                with contextlib.suppress(RegistryUnavailableError):
-                    key = await keys.change(key_id, revoked)
-                    is_shared = True
-            if not is_shared:
-                key = await keys.revoke_here(key_id, now_ms)
+            key, is_shared = await keys.revoke(key_id, now_ms, everywhere=not is_own)
         except KeyChangeError as error:
             raise _refusal(error) from error
         _LOG.info("revoked API key=%s everywhere=%s", key_id, is_shared)
-        if OWN_ANSWER not in request.headers:
+        if not is_own:
             after = {"tenant": key.rights.tenant}
             await audited(router, request, "keys revoke", key_id, after=after)
         return {**_shown(key, now_ms), "everywhere": is_shared}

@@ -5,6 +5,7 @@ changes. Without Redis it uses its last state, also after a restart. The copy ha
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ _LOG = logging.getLogger(__name__)
 POLL_S = 0.5
 _TRIES = 10
 _LIMIT_S = 1.5  # of one change, after which Redis is unavailable and writes nothing
+_REVOKE_S = 0.5  # of a revocation, which this router has made already
 _SEEN_S = 0.3  # of the comparison after a change
 
 
@@ -109,6 +111,7 @@ class KeyExchange:
         key_id: str,
         edit: Callable[[KeyRecord], KeyRecord],
         beside: Callable[[KeyRecord], KeyRecord] | None = None,
+        limit_s: float = _LIMIT_S,
     ) -> IssuedKey:
         """Change a key, and return it.
 
@@ -116,6 +119,7 @@ class KeyExchange:
             key_id: Id of the key.
             edit: Function from the present record to the new one; it may raise KeyChangeError.
             beside: Function from the present record to that of a new key, issued in the same step.
+            limit_s: Time after which Redis is unavailable and writes nothing.
 
         Raises:
             KeyChangeError: There is no such key, or ``edit`` raised it.
@@ -132,28 +136,49 @@ class KeyExchange:
                 made.append(Change(b"", beside(key.record)))
             return made
 
-        await self._write(changes)
+        await self._write(changes, limit_s)
         return self.table[key_id]
 
-    async def revoke_here(self, key_id: str, revoked_ms: int) -> IssuedKey:
-        """Revoke a key at this router, and in Redis as soon as that answers; return the key.
+    async def revoke(
+        self, key_id: str, revoked_ms: int, *, everywhere: bool = True
+    ) -> tuple[IssuedKey, bool]:
+        """Revoke a key at this router at once, then in Redis; return the key and whether Redis did.
+
+        If Redis does not answer within half a second, it is written as soon as it answers.
+
+        Args:
+            key_id: Id of the key.
+            revoked_ms: Unix time of the revocation.
+            everywhere: False: only this router; another one has tried Redis.
 
         Raises:
-            KeyChangeError: There is no such key.
+            UnknownKeyError: There is no such key.
         """
+
+        def revoked(old: KeyRecord) -> KeyRecord:
+            return msgspec.structs.replace(old, revoked_ms=old.revoked_ms or revoked_ms)
+
+        everywhere = everywhere and not self._away
+        if everywhere and self.table.get(key_id) is None:  # another router may have just issued it
+            with contextlib.suppress(TimeoutError, RegistryUnavailableError):
+                async with asyncio.timeout(_REVOKE_S):
+                    await self.exchange()
         key = self.table.get(key_id)
         if key is None:
             raise UnknownKeyError(f"no API key has the id {key_id}")
-        self.table.adopt(msgspec.structs.replace(key.record, revoked_ms=revoked_ms))
-        key.seen = b""  # what Redis has is older
-        self._unwritten = True
+        self.table.adopt(revoked(key.record))
+        is_shared = False
+        try:
+            if everywhere:
+                with contextlib.suppress(RegistryUnavailableError, KeyChangeError):
+                    await self.change(key_id, revoked, limit_s=_REVOKE_S)
+                    is_shared = True
+        finally:
+            if not is_shared:
+                key.seen = b""  # what Redis has is older
+                self._unwritten = True
         await self._save()
-        return key
-
-    @property
-    def is_away(self) -> bool:
-        """Return whether Redis did not answer the last comparison."""
-        return self._away
+        return key, is_shared
 
     async def used(self) -> dict[str, int]:
         """Return the last day of use of each key; without Redis, of uses at this router."""
@@ -164,12 +189,14 @@ class KeyExchange:
             return own
         return {name: max(own.get(name, 0), theirs.get(name, 0)) for name in own | theirs}
 
-    async def _write(self, changes: Callable[[], list[Change]]) -> list[Change]:
+    async def _write(
+        self, changes: Callable[[], list[Change]], limit_s: float = _LIMIT_S
+    ) -> list[Change]:
         """Write what ``changes`` returns for the present table, and return it."""
-        end_s = time.monotonic() + _LIMIT_S
+        end_s = time.monotonic() + limit_s
         sent = False
         try:
-            async with asyncio.timeout(_LIMIT_S), self._lock:
+            async with asyncio.timeout(limit_s), self._lock:
                 for _ in range(_TRIES):
                     now_ms = await self._exchange()
                     made = changes()

@@ -372,10 +372,13 @@ async def test_a_key_revoked_without_redis_is_revoked_everywhere_once_redis_answ
     os.kill(redis_server.pid, signal.SIGSTOP)
     began_s = time.monotonic()
     try:
-        await one.revoke_here(record.id, 5)
+        revoking = asyncio.create_task(one.revoke(record.id, 5))
+        await asyncio.sleep(0)
+        assert sorted(states(one)) == ["revoked", "valid"], "before Redis is tried"
+        assert (await revoking)[1] is False
+        assert time.monotonic() < began_s + 1.0
         with pytest.raises(UnknownKeyError):
-            await one.revoke_here("aaaaaaaaaaaa", 5)
-        assert time.monotonic() < began_s + 0.5
+            await one.revoke("aaaaaaaaaaaa", 5)
         assert sorted(states(one)) == ["revoked", "valid"]
         with pytest.raises(RegistryUnavailableError):
             await one.exchange()
@@ -387,6 +390,25 @@ async def test_a_key_revoked_without_redis_is_revoked_everywhere_once_redis_answ
     assert two.table[record.id].record.revoked_ms == 5
 
 
+async def test_a_revocation_is_in_redis_when_it_returns_also_of_a_key_just_issued_elsewhere(
+    registry,
+) -> None:
+    one, two = routers(registry)
+    records = [issue(new_key(), TEAM) for _ in range(3)]
+    await one.add(records)
+    await two.exchange()
+    assert (await one.revoke(records[0].id, 5, everywhere=False))[1] is False
+    await two.change(records[1].id, replaced(records[2]))  # one has an older state of it
+    for record in records[1:]:
+        key, is_shared = await one.revoke(record.id, 5)
+        assert (key.record.revoked_ms, is_shared) == (5, True)
+    assert (await one.revoke(records[1].id, 9))[0].record.revoked_ms == 5
+    (late,) = routers(registry, 1)
+    assert (await late.revoke(records[2].id, 9))[1], "it asks Redis for keys that it does not know"
+    assert states(late) == ["revoked"] * 3
+    assert late.table[records[1].id].record.replaced_by == records[2].id
+
+
 async def test_a_key_revoked_without_redis_stays_so_after_a_restart(
     registry, redis_server, tmp_path
 ) -> None:
@@ -395,12 +417,13 @@ async def test_a_key_revoked_without_redis_stays_so_after_a_restart(
     record = issue(new_key(), TEAM)
     await one.add([record])
     redis_server.kill()
-    await one.revoke_here(record.id, 5)
+    assert (await one.revoke(record.id, 5))[1] is False
     (again,) = routers(registry, 1, file)
     await again.start()
-    assert states(again) == ["revoked"] and again.is_away
+    assert states(again) == ["revoked"]
+    compared_s = again.table.compared_s
     redis_server.start()
-    await until(lambda: not again.is_away)
+    await until(lambda: again.table.compared_s > compared_s)
     await again.close()
     (late,) = routers(registry, 1)
     await late.exchange()
