@@ -115,6 +115,7 @@ def bench_fleet(
     model: str = DEFAULT_MODEL,
     context: int = 4096,
     python: Path | None = None,
+    start_limit_s: float = START_LIMIT_S,
 ) -> Iterator[str]:
     """Start a fresh fleet, by the interpreter of another checkout if given; yield its URL."""
     folder.mkdir(parents=True)
@@ -127,7 +128,7 @@ def bench_fleet(
     command.append(str(folder / "fleet.yaml"))
     url = f"http://127.0.0.1:{port}"
     home = {"BATON_HOME": str(folder / "home")}
-    with _server_process(command, folder, home, f"{url}/health/ready"):
+    with _server_process(command, folder, home, f"{url}/health/ready", start_limit_s):
         yield url
 
 
@@ -189,14 +190,18 @@ def columns(console: Console, layouts: Sequence[Layout] = LAYOUTS) -> list[Layou
 
 @contextlib.contextmanager
 def _server_process(
-    command: Sequence[str], folder: Path, more: dict[str, str], ready: str
+    command: Sequence[str],
+    folder: Path,
+    more: dict[str, str],
+    ready: str,
+    start_limit_s: float = START_LIMIT_S,
 ) -> Iterator[None]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command, cwd=folder, env={**os.environ, **more}, stdout=log, stderr=subprocess.STDOUT
         )
         try:
-            until_s = time.monotonic() + START_LIMIT_S
+            until_s = time.monotonic() + start_limit_s
             while not _answers(ready):
                 if process.poll() is not None or time.monotonic() > until_s:
                     output = (folder / "log").read_text(errors="replace")[-2000:]

@@ -1,5 +1,7 @@
 """Fleet file section on engines that are installed by themselves: vLLM."""
 
+import itertools
+from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -31,6 +33,9 @@ _TAKEN = {
     "--enable-lora": "vLLM workers serve no LoRA adapters: remove it",
 }
 
+_TENSOR = ("--tensor-parallel-size", "-tp")
+_PIPELINE = ("--pipeline-parallel-size", "-pp")
+
 
 class VllmConfig(Section):
     """vLLM of all workers, see ``docs/guide/vllm.md``.
@@ -38,10 +43,12 @@ class VllmConfig(Section):
     Attributes:
         python: Absolute path, on every host, of an interpreter with vLLM.
         args: Further arguments of ``vllm serve``, one word each.
+        gpus: GPUs of each worker, which Ray reserves; 0: vLLM's build is for CPUs.
     """
 
     python: AbsoluteFile
     args: Annotated[tuple[str, ...], Field(max_length=200)] = ()
+    gpus: Annotated[int, Field(ge=0, le=64)] = 0
 
     @field_validator("args", mode="before")
     @classmethod
@@ -58,6 +65,22 @@ class VllmConfig(Section):
             if name in _TAKEN:
                 raise ValueError(f"args: {name}: {_TAKEN[name]}")
         return self
+
+    @model_validator(mode="after")
+    def _gpus_suffice(self) -> Self:
+        width = self._number(_TENSOR) * self._number(_PIPELINE)
+        if self.gpus and self.gpus < width:
+            raise ValueError(f"gpus: {self.gpus}, but the parallel sizes in args need {width}")
+        return self
+
+    def _number(self, names: Collection[str]) -> int:
+        """Return the last value of an argument, or 1 without a number."""
+        found = "1"
+        for word, following in itertools.pairwise((*self.args, "")):
+            name, has_value, value = word.partition("=")
+            if name.replace("_", "-") in names:
+                found = value if has_value else following
+        return int(found) if found.isdecimal() else 1  # vLLM refuses what is no number
 
 
 def refuse_unsupported(kind: str, requested: dict[str, bool]) -> None:

@@ -249,6 +249,11 @@ class PoolsConfig(Section):
         return self.tensor_parallel.nodes == "several" and self.width(role) > 1
 
     @property
+    def gpus(self) -> int:
+        """Number of GPUs that Ray reserves for each worker."""
+        return 0 if self.vllm is None else self.vllm.gpus
+
+    @property
     def ranks(self) -> list[int]:
         """Number of ranks of every replica."""
         prefill = self.width("prefill")

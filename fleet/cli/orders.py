@@ -311,13 +311,17 @@ def nodes(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
-    table = Table("node", "address", "state", "CPUs", "free", "workers", box=SIMPLE_HEAD)
+    gpus = any(node.get("gpus") for node in found)
+    titles = ["node", "address", "state", "CPUs", "free", *["GPUs", "free"] * gpus, "workers"]
+    table = Table(*titles, box=SIMPLE_HEAD)
     for column in table.columns[:-1]:
         column.no_wrap = True
     for node in found:
         marks = ["head"] * node["head"] + ["closed"] * node["closed"]
         marks += [f"for {role}" for role in node["roles"]]
-        cpus = (f"{node['cpus']:g}", f"{node['free_cpus']:g}")
+        numbers = ("cpus", "free_cpus", *("gpus", "free_gpus") * gpus)
         named = (escape(node["name"]), escape(node["address"]), ", ".join(marks) or "open")
-        table.add_row(*named, *cpus, ", ".join(node["workers"]) or "–")
+        table.add_row(
+            *named, *(f"{node[name]:g}" for name in numbers), ", ".join(node["workers"]) or "–"
+        )
     Console().print(table)

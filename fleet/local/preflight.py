@@ -20,6 +20,7 @@ from fleet.local.redis_server import server_binary
 from fleet.pools.resources import engine_settings
 
 _LEAST_MEMORY_GIB = 4
+_DEVICES = Path("/dev")
 BACKLOG = 2048  # connections that wait while the router restarts
 
 
@@ -110,6 +111,12 @@ def notes(config: FleetConfig) -> list[str]:
         warnings.append(
             "speculation with numerics: fast: responses may differ from those without "
             "speculation; numerics: exact makes them equal"
+        )
+    here = len(list(_DEVICES.glob("nvidia[0-9]*")))
+    if here and config.pools.vllm is not None and not config.pools.gpus:
+        warnings.append(
+            f"pools.vllm.gpus is 0, so that all vLLM workers of a host see all its GPUs (here "
+            f"{here}): set the number of GPUs of one worker"
         )
     if not (is_loopback(config.host) or config.has_keys):
         warnings.append(f"host = {config.host}: the router is open to the network without api_keys")

@@ -49,6 +49,8 @@ class Node:
     head: bool = False
     cpus: float = 0.0
     free_cpus: float = 0.0
+    gpus: float = 0.0
+    free_gpus: float = 0.0
     roles: frozenset[Role] = frozenset()
 
 
@@ -71,14 +73,15 @@ def choose(
     *,
     ranks: int = 1,
     apart: bool = False,
+    gpus: int = 0,
     closed: Collection[str] = (),
     avoid: Collection[str] = (),
 ) -> list[Node]:
     """Return the node of each rank of a replica, the leader's first; empty without room.
 
-    ``placed`` has the other replicas: worker id -> (addresses of its ranks, role). ``cpus`` are
-    those of one rank; ``apart`` allows several nodes. ``closed`` and ``avoid`` are addresses of
-    nodes; those to avoid are used only if the others have no room.
+    ``placed`` has the other replicas: worker id -> (addresses of its ranks, role). ``cpus`` and
+    ``gpus`` are those of one rank; ``apart`` allows several nodes. ``closed`` and ``avoid`` are
+    addresses of nodes; those to avoid are used only if the others have no room.
     """
 
     def order(node: Node) -> tuple[int, int, float, str]:
@@ -88,7 +91,7 @@ def choose(
     able = sorted(usable(role, nodes, closed), key=order)
     wanted = [node for node in able if node.address not in avoid]
     for among in (wanted, wanted + [node for node in able if node.address in avoid]):
-        room = {node.id: math.floor(node.free_cpus / cpus + _ROUNDING) for node in among}
+        room = {node.id: _room(node.free_cpus, node.free_gpus, cpus, gpus) for node in among}
         if whole := next((node for node in among if room[node.id] >= ranks), None):
             return [whole] * ranks
         if apart and sum(room.values()) >= ranks:
@@ -102,12 +105,16 @@ def plan(
 ) -> dict[str, list[Node]]:
     """Place all replicas on an empty cluster: return worker id -> node of each rank."""
     free = {node.address: node.cpus for node in nodes}
+    free_gpus = {node.address: node.gpus for node in nodes}
     placed: dict[str, tuple[Collection[str], Role]] = {}
     result: dict[str, list[Node]] = {}
     for lane in config.lanes:
         workers = [role for role, replicas in _sizes(lane).items() for _ in range(replicas)]
         for number, role in enumerate(workers):
-            now = [replace(node, free_cpus=free[node.address]) for node in nodes]
+            now = [
+                replace(node, free_cpus=free[node.address], free_gpus=free_gpus[node.address])
+                for node in nodes
+            ]
             chosen = choose(
                 role,
                 lane.cpus_per_rank,
@@ -115,12 +122,14 @@ def plan(
                 placed,
                 ranks=lane.pools.width(role),
                 apart=lane.pools.ranks_apart(role),
+                gpus=lane.pools.gpus,
                 closed=closed,
             )
             worker_id = worker_name(number, worker_prefix(lane.fleet))
             result[worker_id] = chosen
             for node in chosen:
                 free[node.address] -= lane.cpus_per_rank
+                free_gpus[node.address] -= lane.pools.gpus
             placed[worker_id] = ({node.address for node in chosen}, role)
     return result
 
@@ -139,11 +148,33 @@ def check_nodes(config: FleetConfig, nodes: Sequence[Node], closed: Collection[s
             )
     anywhere = {n.id: n for role in _ROLES for n in usable(role, nodes, closed)}
     check_capacity(config, [node.cpus for node in anywhere.values()])
+    _check_gpus(config, list(anywhere.values()))
     for role in _ROLES:  # reserved nodes must suffice for their role
         alone = config.pools.model_copy(update={r: 0 for r in _ROLES if r != role})
         if getattr(alone, role):
             part = config.model_copy(update={"pools": alone})
-            check_capacity(part, [node.cpus for node in usable(role, nodes, closed)])
+            theirs = usable(role, nodes, closed)
+            check_capacity(part, [node.cpus for node in theirs])
+            _check_gpus(part, theirs)
+
+
+def _check_gpus(config: FleetConfig, nodes: Sequence[Node]) -> None:
+    """Raise ``CapacityError`` if the GPUs of these nodes do not suffice for all replicas."""
+    asked = config.pools.gpus
+    rooms = [_room(node.cpus, node.gpus, config.cpus_per_rank, asked) for node in nodes]
+    if asked and config.pools.total > sum(rooms):
+        raise CapacityError(
+            f"pools need {config.pools.total} workers of {asked} GPUs (pools.vllm.gpus) and "
+            f"{config.cpus_per_rank:g} CPUs, the cluster has room for {sum(rooms)} ({len(nodes)} "
+            f"nodes, {sum(node.gpus for node in nodes):g} GPUs): lower pools.prefill or "
+            "pools.decode, or add nodes; Ray finds GPUs by itself, see `baton nodes`"
+        )
+
+
+def _room(free_cpus: float, free_gpus: float, cpus: float, gpus: int) -> int:
+    """Return how many ranks fit."""
+    room = math.floor(free_cpus / cpus + _ROUNDING)
+    return min(room, math.floor(free_gpus / gpus + _ROUNDING)) if gpus else room
 
 
 def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:

@@ -310,6 +310,8 @@ class OrderDesk:
                 "roles": sorted(node.roles),
                 "cpus": node.cpus,
                 "free_cpus": node.free_cpus,
+                "gpus": node.gpus,
+                "free_gpus": node.free_gpus,
                 "workers": [
                     worker_id
                     for worker_id in self.machine.slots

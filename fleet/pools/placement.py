@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -39,13 +40,20 @@ _POLL_S = 0.1
 _NODE_SHARE = 0.001  # of the resource that identifies a Ray node
 
 
+class Size(NamedTuple):
+    """Reservation of one rank."""
+
+    cpus: float
+    gpus: float
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Placement of one slot."""
 
     group: PlacementGroup
     nodes: tuple[Node, ...] = ()  # of each rank, the leader's first; empty if Ray chose
-    cpus: tuple[float, ...] = ()  # reserved for each rank; empty: unknown
+    sizes: tuple[Size, ...] = ()  # reserved for each rank; empty: unknown
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -107,8 +115,8 @@ class Placements:
                     settled.set()
                 else:
                     if place is None:
-                        cpus = self._cpus_of_ranks(role)
-                        place = Place(self._reserve(worker_id, role), cpus=cpus)
+                        sizes = self._sizes(role)
+                        place = Place(self._reserve(worker_id, role), sizes=sizes)
                     self._places[worker_id] = place
                     work = _set_when(place.group.ready(), settled)
                     async with self._tasks.beside(work, "placement"):
@@ -116,21 +124,24 @@ class Placements:
         except TimeoutError as error:
             config = self._config
             apart = config.pools.ranks_apart(role)
+            gpus = config.pools.gpus
             raise RuntimeError(
                 f"{'all nodes together have no' if apart else 'no node has'} room for "
                 f"{config.pools.width(role)} ranks of "
-                f"{config.cpus_per_rank:g} CPUs (cpus_per_rank) for {PLACEMENT_LIMIT_S:g} s"
+                f"{config.cpus_per_rank:g} CPUs (cpus_per_rank)"
+                + (f" and {gpus} GPUs (pools.vllm.gpus)" if gpus else "")
+                + f" for {PLACEMENT_LIMIT_S:g} s"
             ) from error
         return place.group
 
     def outgrown(self, worker_id: str) -> bool:
         """Return whether a slot's group was reserved for another size than the present one."""
         place = self._places.get(worker_id)
-        if place is None or not place.cpus:
+        if place is None or not place.sizes:
             return False
         role = self.role_of(worker_id)
         spread = len(place.addresses) > 1 and not self._config.pools.ranks_apart(role)
-        return spread or place.cpus != self._cpus_of_ranks(role)
+        return spread or place.sizes != self._sizes(role)
 
     async def lost(self) -> set[str]:
         """Return the slots with a lost node, on which a start would wait forever."""
@@ -157,25 +168,28 @@ class Placements:
         if left:
             nodes = await self.nodes()
         by_id = {node.id: node for node in nodes}
-        for worker_id, (group, node_ids, cpus) in left.items():
+        for worker_id, (group, node_ids, sizes) in left.items():
             there = tuple(by_id[node_id] for node_id in node_ids if node_id in by_id)
             lost = not there or len(there) < len(node_ids)
             if worker_id not in worker_ids or (self._chooses and lost):
                 _LOG.info("releasing unused placement group of worker=%s", worker_id)
                 remove_placement_group(group)
                 continue
-            self._places[worker_id] = Place(group, there, cpus)
+            self._places[worker_id] = Place(group, there, sizes)
 
     async def nodes(self) -> list[Node]:
-        """Return the cluster's live nodes; their free CPUs exclude this fleet's reservations."""
+        """Return the cluster's live nodes; what is free excludes this fleet's reservations."""
         found = await asyncio.to_thread(cluster_nodes)
-        taken: dict[str, float] = {}
-        for place in self._places.values():
-            for node in place.nodes:
-                taken[node.address] = taken.get(node.address, 0.0) + self._config.cpus_per_rank
+        ranks = Counter(node.address for place in self._places.values() for node in place.nodes)
+        cpus = self._config.cpus_per_rank
+        gpus = self._config.pools.gpus
         return [
-            replace(n, free_cpus=min(n.free_cpus, n.cpus - taken.get(n.address, 0.0)))
-            for n in found
+            replace(
+                node,
+                free_cpus=min(node.free_cpus, node.cpus - cpus * ranks[node.address]),
+                free_gpus=min(node.free_gpus, node.gpus - gpus * ranks[node.address]),
+            )
+            for node in found
         ]
 
     async def _on_chosen_node(
@@ -187,7 +201,7 @@ class Placements:
                 chosen = self._choice(role, await self.nodes(), avoid)
                 if chosen:
                     group = self._reserve(worker_id, role, chosen)
-                    place = Place(group, tuple(chosen), self._cpus_of_ranks(role))
+                    place = Place(group, tuple(chosen), self._sizes(role))
                     self._places[worker_id] = place
                     reserved = False
                     try:
@@ -243,7 +257,7 @@ class Placements:
         ids = [node_id for _, node_id in sorted(by_bundle.items())]
         there = [by_id[node_id] for node_id in ids if node_id in by_id]
         if len(there) == len(ids) and not {node.address for node in there} & set(avoid):
-            return Place(group, tuple(there), self._cpus_of_ranks(role))
+            return Place(group, tuple(there), self._sizes(role))
         _LOG.warning(
             "Ray reserved room for a %s worker on a node that may not have one. If this is Ray's "
             "head, start it with --num-cpus=0, so that the cluster grows instead",
@@ -265,6 +279,7 @@ class Placements:
             {w: (p.addresses, self.role_of(w)) for w, p in self._places.items()},
             ranks=self._config.pools.width(role),
             apart=self._config.pools.ranks_apart(role),
+            gpus=self._config.pools.gpus,
             closed=self.closed,
             avoid={*avoid, *failed},
         )
@@ -301,8 +316,8 @@ class Placements:
             lifetime="detached",
         )
 
-    def _cpus_of_ranks(self, role: Role) -> tuple[float, ...]:
-        return tuple(bundle["CPU"] for bundle in bundles(self._config, role))
+    def _sizes(self, role: Role) -> tuple[Size, ...]:
+        return tuple(_size(bundle) for bundle in bundles(self._config, role))
 
     def _failed_lately(self) -> set[str]:
         since_s = time.monotonic() - AVOID_S
@@ -347,6 +362,7 @@ def cluster_nodes() -> list[Node]:
         if not entry["Alive"]:
             continue
         cpus = offered.get("CPU", 0.0)
+        gpus = offered.get("GPU", 0.0)
         node_id = entry["NodeID"]
         roles: list[Role] = ["prefill", "decode"]
         nodes.append(
@@ -358,6 +374,8 @@ def cluster_nodes() -> list[Node]:
                 head="node:__internal_head__" in offered,
                 cpus=cpus,
                 free_cpus=free.get(node_id, {}).get("CPU", 0.0) if node_id in free else cpus,
+                gpus=gpus,
+                free_gpus=free.get(node_id, {}).get("GPU", 0.0) if node_id in free else gpus,
                 roles=frozenset(role for role in roles if offered.get(f"baton_{role}")),
             )
         )
@@ -371,9 +389,9 @@ def group_stem(fleet: str) -> str:
 
 def groups_of(
     fleet: str,
-) -> dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[float, ...]]]:
-    """Return worker id -> (group, node ids of its ranks, CPUs of its ranks)."""
-    found: dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[float, ...]]] = {}
+) -> dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]]:
+    """Return worker id -> (group, node ids of its ranks, reservations of its ranks)."""
+    found: dict[str, tuple[PlacementGroup, tuple[str, ...], tuple[Size, ...]]] = {}
     stem = group_stem(fleet)
     entries: list[dict[str, Any]] = sorted(
         placement_group_table().values(), key=lambda e: e["name"]
@@ -390,9 +408,12 @@ def groups_of(
         by_bundle: dict[int, str] = entry.get("bundles_to_node_id", {})
         node_ids = tuple(node for _, node in sorted(by_bundle.items()) if node)
         asked: list[dict[str, float]] = list(entry.get("bundles", {}).values())
-        cpus = tuple(bundle.get("CPU", 0.0) for bundle in asked)
-        found[worker_id] = (group, node_ids, cpus)
+        found[worker_id] = (group, node_ids, tuple(_size(bundle) for bundle in asked))
     return found
+
+
+def _size(bundle: Mapping[str, float]) -> Size:
+    return Size(bundle.get("CPU", 0.0), bundle.get("GPU", 0.0))
 
 
 def _named(nodes: Sequence[Node]) -> str:

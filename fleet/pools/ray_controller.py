@@ -303,6 +303,7 @@ class ControllerActor:
             namespace=NAMESPACE,
             lifetime="detached",  # to outlive a restart of this controller
             num_cpus=config.cpus_per_rank,
+            num_gpus=config.pools.gpus or None,  # its CUDA_VISIBLE_DEVICES then has these only
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(

@@ -76,9 +76,13 @@ def bundles(config: FleetConfig, role: Role) -> list[dict[str, float]]:
     """Return the bundles of one replica's placement group: one per rank, the leader's first.
 
     On one node the other ranks are children of the leader's engine process. On several nodes each
-    rank is an actor in its own bundle (``fleet.pools.ray_ranks``).
+    rank is an actor in its own bundle (``fleet.pools.ray_ranks``). A vLLM worker is one rank to
+    Baton, and its bundle has the GPUs of all ranks of vLLM.
     """
-    return [{"CPU": config.cpus_per_rank} for _ in range(config.pools.width(role))]
+    bundle = {"CPU": config.cpus_per_rank}
+    if config.pools.gpus:
+        bundle["GPU"] = float(config.pools.gpus)
+    return [dict(bundle) for _ in range(config.pools.width(role))]
 
 
 def local_cpus(config: FleetConfig, cores: int) -> int:

@@ -73,3 +73,20 @@ def test_arguments_that_workers_set_are_refused_with_the_key_to_use(
     with pytest.raises(ValidationError, match="args: --") as caught:
         config({"vllm": {"python": PYTHON, "args": [argument]}})
     assert fix in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--tensor-parallel-size", 4],
+        ["--tensor_parallel_size=4"],
+        ["-tp", "1", "-tp", "4"],
+        ["-tp", 2, "-pp", 2],
+    ],
+)
+def test_gpus_must_suffice_for_the_parallel_sizes_of_vllm(args: list[object]) -> None:
+    vllm = {"python": PYTHON, "args": args}
+    for enough in (0, 4, 5):
+        assert config({"vllm": {**vllm, "gpus": enough}}).pools.gpus == enough
+    with pytest.raises(ValidationError, match="gpus: 3, but the parallel sizes in args need 4"):
+        config({"vllm": {**vllm, "gpus": 3}})

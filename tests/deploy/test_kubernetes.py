@@ -5,6 +5,7 @@ schemas in the package ``kubernetes-validate``; the pods in the RayCluster likew
 against the names and types that KubeRay documents, as far as the file may ever use them.
 """
 
+import base64
 import copy
 import re
 import shutil
@@ -22,6 +23,7 @@ from baton.config.fleet_file import load_config
 from baton.registry.connection import RedisUrlError, parse_redis_url
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
+VLLM = FOLDER.with_name("kubernetes-vllm")
 FILES = ("raycluster.yaml", "router.yaml", "network-policies.yaml")
 KUBERNETES = "1.33"
 SECRETS = {"baton", "baton-fleet"}
@@ -209,13 +211,22 @@ def test_ports_are_the_same_in_the_fleet_file_the_policies_and_the_service() -> 
         assert selector.items() <= templates["router"]["metadata"]["labels"].items()
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here, which has kustomize")
-def test_kustomize_puts_it_together() -> None:
+def kustomized(folder: Path) -> list[dict[str, Any]]:
     done = subprocess.run(
-        ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, check=False
+        ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    made = list(yaml.safe_load_all(done.stdout))
+    return list(yaml.safe_load_all(done.stdout))
+
+
+needs_kustomize = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="no kubectl here, which has kustomize"
+)
+
+
+@needs_kustomize
+def test_kustomize_puts_it_together() -> None:
+    made = kustomized(FOLDER)
     kinds = sorted(document["kind"] for document in made)
     assert kinds == sorted([*(d["kind"] for d in documents()), "Secret"])
     images = {
@@ -231,3 +242,37 @@ def test_kustomize_puts_it_together() -> None:
         for container in template["spec"]["containers"]
     }
     assert images == {"registry.example/baton:0.1.0"}, "an image that the page does not name"
+
+
+def test_the_fleet_file_of_vllm_workers_fits_its_nodes() -> None:
+    config = load_config(VLLM / "fleet.yaml")
+    plain = load_config(FOLDER / "fleet.yaml")
+    assert config.pools.gpus == 1
+    assert (config.pools.ports, config.port, config.redis) == (
+        plain.pools.ports,
+        plain.port,
+        plain.redis,
+    )
+
+
+@needs_kustomize
+def test_kustomize_makes_a_cluster_of_vllm_workers() -> None:
+    made = {document["kind"]: document for document in kustomized(VLLM)}
+    (cluster, router) = (made["RayCluster"], made["Deployment"])
+    jsonschema.validate(cluster, RAY_CLUSTER)
+    check(router)
+    (group,) = cluster["spec"]["workerGroupSpecs"]
+    assert group["groupName"] == "decode"
+    for template in (
+        cluster["spec"]["headGroupSpec"]["template"],
+        group["template"],
+        router["spec"]["template"],
+    ):
+        check(as_pod(template))
+        mounts = template["spec"]["containers"][0]["volumeMounts"]
+        assert "/models" in [mount["mountPath"] for mount in mounts]
+    config = load_config(VLLM / "fleet.yaml")
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert int(limits["nvidia.com/gpu"]) * group["replicas"] >= config.pools.gpus * 2
+    assert int(limits["cpu"]) >= config.cpus_per_rank
+    assert b"engine: vllm" in base64.b64decode(made["Secret"]["data"]["fleet.yaml"])

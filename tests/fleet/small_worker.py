@@ -54,6 +54,7 @@ class Worker:
             address=f"{settings.host}:{os.getpid()}",
             metrics_address=" ".join(settings.rank_addresses),  # it has no page
             threads=int(os.environ["OMP_NUM_THREADS"]),
+            reason=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         )
         presence = Presence(Registry(settings.redis_url, settings.fleet), record)
         presence.start()

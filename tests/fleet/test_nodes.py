@@ -134,3 +134,30 @@ def test_a_fleet_of_ranks_apart_fits_where_its_ranks_do() -> None:
     }
     with pytest.raises(CapacityError, match=r"need 3 ranks of 1 CPUs, .* room for 2 \(2 nodes"):
         check_nodes(several, nodes[:3])
+
+
+def vllm_fleet(workers: int, gpus: int, cpus: float = 1.0) -> FleetConfig:
+    pools = {"prefill": 0, "decode": workers, "engine": "vllm"}
+    pools["vllm"] = {"python": "/opt/vllm/bin/python", "gpus": gpus}
+    return FleetConfig.model_validate(
+        {"model": "/m", "numerics": "fast", "cpus_per_rank": cpus, "pools": pools}
+    )
+
+
+def test_workers_with_gpus_go_where_gpus_are_free() -> None:
+    nodes = [node("a", cpus=64.0), node("b", gpus=4.0, free_gpus=4.0), node("c", gpus=1.0)]
+    found = plan(vllm_fleet(2, gpus=2), nodes)
+    assert [chosen[0].name for chosen in found.values()] == ["b", "b"]
+    found = plan(vllm_fleet(3, gpus=2), nodes)
+    assert found["worker-2"] == []
+    assert choose("decode", 1, nodes, {}, gpus=1)[0].name == "b", "c has none free"
+
+
+def test_gpus_that_are_not_there_are_refused_by_name() -> None:
+    nodes = [node("a", cpus=64.0), node("b", gpus=4.0), node("c", cpus=1.0, gpus=4.0)]
+    check_nodes(vllm_fleet(3, gpus=2), nodes)  # c has CPUs for one
+    with pytest.raises(CapacityError, match=r"4 workers of 2 GPUs .* room for 3 \(3 nodes, 8 GPUs"):
+        check_nodes(vllm_fleet(4, gpus=2), nodes)
+    reserved = [*nodes, node("d", gpus=2.0, roles=frozenset({"decode"}))]
+    with pytest.raises(CapacityError, match=r"room for 1 \(1 nodes, 2 GPUs"):
+        check_nodes(vllm_fleet(2, gpus=2), reserved)

@@ -20,6 +20,7 @@ from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import source_of
 
 _SUPERVISOR_VERBS = ("stop",)
+_FREE = {"free_cpus", "free_gpus"}
 _OF_ALL = ("ping", "slots", "nodes", "restart", "roll", "close", "open")
 
 
@@ -112,7 +113,8 @@ def _merged(verb: str, answers: list[Any]) -> Any:
         known = nodes.setdefault(node["address"], node)
         if known is not node:
             known["workers"] += node["workers"]
-            known["free_cpus"] = min(known["free_cpus"], node["free_cpus"])
+            for name in known.keys() & _FREE:  # each lane knows its own reservations at once
+                known[name] = min(known[name], node[name])
     return list(nodes.values())
 
 

@@ -27,6 +27,7 @@ class Desk:
         self.taken.append((verb, tuple(worker_ids)))
         if verb == "nodes":
             node = {"address": "a", "free_cpus": 2.0 - len(self.name), "workers": [self.name]}
+            node["free_gpus"] = float(len(self.name))
             return Answer(data=[node])
         return Answer(data={"of": self.name} if verb in ("plan", "scale") else None)
 
@@ -70,7 +71,8 @@ async def test_a_command_about_all_workers_goes_to_all_controllers(desks) -> Non
     await order("roll")
     assert first.taken == second.taken == [("roll", ())]
     nodes, _, _ = await order("nodes")
-    assert nodes == [{"address": "a", "free_cpus": -3.0, "workers": ["s", OTHER]}]
+    workers = ["s", OTHER]
+    assert nodes == [{"address": "a", "free_cpus": -3.0, "free_gpus": 1.0, "workers": workers}]
 
 
 async def test_each_model_has_a_planner(desks) -> None:

@@ -1,0 +1,296 @@
+"""vLLM workers beside plain vLLM, on this machine's CPU; `make test-vllm` makes the environment.
+
+    python -m benchmarks.vllm [--only latency,throughput,sessions] [--own]
+
+- ``latency``: one request at a time, in turn through the router and to vLLM's own socket
+- ``throughput``: 1 and 16 clients that each keep a request running, in turn likewise; ``--own``
+  adds a fleet with Baton's engine
+- ``sessions``: conversations on four vLLMs, through Baton and round robin to the same processes,
+  each time with empty caches; counts the prompt tokens that were cached
+
+All requests have token ids, so that every side computes the same prompts.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import httpx
+import psutil
+import typer
+
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.vllm import protocol
+from baton.types.params import SamplingParams
+from benchmarks.layouts import bench_fleet
+from tests.vllm.places import MODEL, PYTHON
+
+START_LIMIT_S = 600.0
+VOCABULARY = range(1000, 40_000)
+CLIENTS = (1, 16)
+
+_HEADERS = {"content-type": "application/json"}
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one request received.
+
+    Attributes:
+        arrivals_s: Times of the events with tokens, from the request on.
+    """
+
+    arrivals_s: list[float]
+    tokens: list[int]
+    cached_tokens: int = 0
+
+
+class ThroughBaton:
+    """Requests through the router."""
+
+    name = "through Baton"
+
+    def __init__(self, client: httpx.AsyncClient, model: str) -> None:
+        self._client = client
+        self._model = model
+
+    async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
+        """Send a prompt of token ids; greedy, without a stop."""
+        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        body |= {"stream_options": {"include_usage": True}}
+        return await _streamed(self._client, "/v1/completions", json.dumps(body).encode())
+
+
+class ToVllm:
+    """Requests to the socket of a vLLM: its endpoint for token ids, as Baton uses it."""
+
+    name = "vLLM alone"
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
+        """Send a prompt of token ids; greedy, without a stop."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=bytes(16))
+        body = protocol.generate_body(os.urandom(8).hex(), prompt, spec, 0, ())
+        return await _streamed(self._client, protocol.GENERATE, body)
+
+    async def empty_cache(self) -> None:
+        """Forget all cached prefixes."""
+        (await self._client.post("/reset_prefix_cache")).raise_for_status()
+
+
+Side = ThroughBaton | ToVllm
+
+
+async def _streamed(client: httpx.AsyncClient, path: str, body: bytes) -> Answer:
+    began_s = time.perf_counter()
+    arrivals: list[float] = []
+    tokens: list[int] = []
+    cached = 0
+    async with client.stream("POST", path, content=body, headers=_HEADERS) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if usage := event.get("usage"):
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            new = [token for one in event["choices"] for token in one.get("token_ids") or ()]
+            if new:
+                arrivals.append(time.perf_counter() - began_s)
+                tokens += new
+    if not tokens:
+        raise RuntimeError(f"{path} answered without tokens")
+    return Answer(arrivals_s=arrivals, tokens=tokens, cached_tokens=cached)
+
+
+@contextlib.contextmanager
+def vllm_fleet(workers: int, kv_mib: int) -> Iterator[str]:
+    """Start a fleet of vLLM workers with one thread each; yield its URL."""
+    args = ["--dtype", "bfloat16", "--block-size", "32", "--enforce-eager"]
+    args += ["--kv-cache-memory-bytes", str(kv_mib * _MIB)]
+    settings = (
+        f"numerics: fast\npools:\n  prefill: 0\n  decode: {workers}\n  engine: vllm\n"
+        f"  vllm: {{python: {PYTHON}, args: {json.dumps(args)}}}\n"
+    )
+    with (
+        TemporaryDirectory() as folder,
+        bench_fleet(
+            Path(folder) / "vllm",
+            settings,
+            model=str(MODEL),
+            context=2048,
+            start_limit_s=START_LIMIT_S,
+        ) as url,
+    ):
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def sides(url: str) -> AsyncIterator[tuple[ThroughBaton, list[ToVllm]]]:
+    """Connect to the router and to every vLLM behind it."""
+    async with contextlib.AsyncExitStack() as stack:
+        router = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=600, trust_env=False)
+        )
+        model = (await router.get("/v1/models")).json()["data"][0]["id"]
+        own = []
+        for worker in (await router.get("/fleet")).json()["workers"]:
+            line = psutil.Process(worker["pid"]).cmdline()
+            if "--uds" in line:
+                unix = httpx.AsyncHTTPTransport(uds=line[line.index("--uds") + 1])
+                client = httpx.AsyncClient(transport=unix, base_url="http://vllm", timeout=600)
+                own.append(ToVllm(await stack.enter_async_context(client)))
+        yield ThroughBaton(router, model), own
+
+
+def _prompt(random_: random.Random, tokens: int) -> list[int]:
+    return random_.choices(VOCABULARY, k=tokens)
+
+
+async def latency(url: str, requests: int) -> None:
+    """Print first tokens and gaps of single requests of 64 + 32 tokens."""
+    random_ = random.Random(1)
+    async with sides(url) as (baton, own):
+        pair: list[Side] = [own[0], baton]
+        runs: dict[str, list[Answer]] = {side.name: [] for side in pair}
+        for number in range(-4, requests):
+            prompt = _prompt(random_, 64)  # in no cache
+            for side in pair if number % 2 else reversed(pair):
+                prompt[0] += 1  # nor after the other side's request
+                answer = await side.ask(prompt, 32)
+                if number >= 0:  # the first ones warm up
+                    runs[side.name].append(answer)
+    print("| one at a time | first token ms, median | lower quartile | gap ms, median |")
+    print("|---|---|---|---|")
+    for name, answers in runs.items():
+        first_ms = [1e3 * one.arrivals_s[0] for one in answers]
+        gaps_ms = [1e3 * (b - a) for one in answers for a, b in itertools.pairwise(one.arrivals_s)]
+        print(
+            f"| {name} | {statistics.median(first_ms):.1f} | "
+            f"{statistics.quantiles(first_ms)[0]:.1f} | {statistics.median(gaps_ms):.2f} |"
+        )
+
+
+async def _rate(side: Side, clients: int, seconds: float, seed: int) -> tuple[float, float]:
+    """Return requests and tokens per second of clients that each keep a request running."""
+    random_ = random.Random(seed)
+    began_s = time.perf_counter()
+    ended = tokens = 0
+
+    async def client() -> None:
+        nonlocal ended, tokens
+        while time.perf_counter() < began_s + seconds:
+            answer = await side.ask(_prompt(random_, 64), 64)
+            ended += 1
+            tokens += len(answer.tokens)
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    lasted_s = time.perf_counter() - began_s
+    return ended / lasted_s, tokens / lasted_s
+
+
+async def throughput(url: str, seconds: float, rounds: int, *, alone: bool) -> None:
+    """Print requests per second of 64 + 64 tokens; ``alone``: beside vLLM's own socket."""
+    async with sides(url) as (baton, own):
+        compared: list[Side] = [own[0], baton] if alone else [baton]
+        for clients in CLIENTS:
+            rates: dict[str, list[tuple[float, float]]] = {side.name: [] for side in compared}
+            for round_ in range(rounds):
+                for side in compared if round_ % 2 else reversed(compared):
+                    seed = hash((clients, round_, side.name))
+                    rates[side.name].append(await _rate(side, clients, seconds, seed))
+            for name, found in rates.items():
+                what = name if alone else "Baton's own engine"
+                requests, tokens = (statistics.median(one) for one in zip(*found, strict=True))
+                print(f"| {what}, {clients} clients | {requests:.2f} | {tokens:.0f} |")
+
+
+async def _converse(
+    choose: Sequence[Side], sessions: int, turns: int
+) -> tuple[int, int, list[float]]:
+    """Run conversations; return the tokens of all prompts, those cached, and times to first token.
+
+    Request number N of the whole run goes to ``choose[N % len(choose)]``. Sessions share their
+    first 256 tokens. Turns of one session follow each other after one to three seconds.
+    """
+    counter = itertools.count()
+    shared = _prompt(random.Random(2), 256)
+    total = cached = 0
+    first_s: list[float] = []
+
+    async def session(number: int) -> None:
+        nonlocal total, cached
+        random_ = random.Random(number)
+        prompt = shared + _prompt(random_, 200)
+        await asyncio.sleep(random_.uniform(0, 10))
+        for _ in range(turns):
+            answer = await choose[next(counter) % len(choose)].ask(prompt, 16)
+            total += len(prompt)
+            cached += answer.cached_tokens
+            first_s.append(answer.arrivals_s[0])
+            prompt = prompt + answer.tokens + _prompt(random_, 80)
+            await asyncio.sleep(random_.uniform(1, 3))
+
+    await asyncio.gather(*(session(number) for number in range(sessions)))
+    return total, cached, first_s
+
+
+async def sessions(url: str, count: int, turns: int) -> None:
+    """Print the share of cached prompt tokens of conversations on four vLLMs."""
+    async with sides(url) as (baton, own):
+        print("| sessions | cached | first token s, p50 | p90 |")
+        print("|---|---|---|---|")
+        ways: dict[str, Sequence[Side]] = {"round robin": own, "through Baton": [baton]}
+        for name, choose in ways.items():
+            for vllm in own:
+                await vllm.empty_cache()
+            await asyncio.sleep(2)
+            total, cached, first_s = await _converse(choose, count, turns)
+            p50, p90 = statistics.median(first_s), statistics.quantiles(first_s, n=10)[8]
+            print(f"| {name} | {cached / total:.1%} of {total} | {p50:.2f} | {p90:.2f} |")
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Parts to run.")] = "latency,throughput,sessions",
+    own: Annotated[bool, typer.Option("--own", help="Also Baton's own engine.")] = False,
+    requests: Annotated[int, typer.Option(help="Requests of `latency`.")] = 60,
+    seconds: Annotated[float, typer.Option(help="Time of one run of `throughput`.")] = 15.0,
+    rounds: Annotated[int, typer.Option(help="Runs of `throughput` per side.")] = 3,
+    conversations: Annotated[int, typer.Option(help="Conversations of `sessions`.")] = 24,
+    turns: Annotated[int, typer.Option(help="Turns of a conversation.")] = 6,
+) -> None:
+    """Measure vLLM workers beside plain vLLM; needs a quiet machine but for `sessions`."""
+    parts = only.split(",")
+    if "latency" in parts or "throughput" in parts:
+        with vllm_fleet(1, 512) as url:
+            if "latency" in parts:
+                asyncio.run(latency(url, requests))
+            if "throughput" in parts:
+                print("| 64 + 64 tokens | requests/s | tokens/s |\n|---|---|---|")
+                asyncio.run(throughput(url, seconds, rounds, alone=True))
+    if own:
+        settings = "numerics: fast\npools: {prefill: 0, decode: 1}\n"
+        with TemporaryDirectory() as folder, bench_fleet(Path(folder) / "own", settings) as url:
+            asyncio.run(throughput(url, seconds, rounds, alone=False))
+    if "sessions" in parts:
+        with vllm_fleet(4, 96) as url:
+            asyncio.run(sessions(url, conversations, turns))
+
+
+if __name__ == "__main__":
+    typer.run(main)
