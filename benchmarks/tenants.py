@@ -1,10 +1,10 @@
-"""Cost of API keys and limits at a router, and the time until a revoked key is refused.
+"""Cost of keys, limits and `slo` at a router, and the time until a revoked key is refused.
 
     python -m benchmarks.tenants [--rounds 3] [--seconds 8]
 
-Routers with and without keys and limits take turns under the load of ``benchmarks.router``. The
-parts of a call are measured in this process. All costs are CPU time, so other work on the machine
-matters less.
+Routers without, with keys and limits, and with the gate of `slo` take turns under the load of
+``benchmarks.router``. The parts of a call are measured in this process. All costs are CPU time, so
+other work on the machine matters less.
 """
 
 import gc
@@ -31,6 +31,7 @@ _TREE = Path(__file__).parents[1]
 _WORKERS = 4
 _STEP_S = 0.006
 _KEYS = {"clients": {"api_keys_file": "redis"}}
+_SLO = {"slo": {"ttft_s": 10.0, "itl_s": 1.0}}
 _OPERATOR = {"authorization": f"Bearer {TOKEN}"}
 _SHAPE = Shape(20, 16)
 _TIMES = 100_000
@@ -125,10 +126,10 @@ def main(
     seconds: Annotated[float, typer.Option(help="Measured time of each load.")] = 8.0,
     times: Annotated[int, typer.Option(help="Number of revocations.")] = 10,
 ) -> None:
-    """Measure keys and limits, and print the figures."""
+    """Measure keys, limits and `slo`, and print the figures."""
     for name, us in parts().items():
         typer.echo(f"{name}: {us:.2f} us of CPU time")
-    costs: dict[str, list[float]] = {"without": [], "with": []}
+    costs: dict[str, list[float]] = {"neither": [], "keys and limits": [], "slo": []}
     demand = Demand(clients=32)
     with (
         baton(_TREE, _WORKERS, _STEP_S) as plain,
@@ -136,18 +137,23 @@ def main(
         workers(url, _WORKERS, _STEP_S) as workers_pid,
         router(_TREE, url, _WORKERS, _KEYS) as (pid, port),
         router(_TREE, url, _WORKERS, _KEYS) as (_, other),
+        redis() as gated_url,
+        workers(gated_url, _WORKERS, _STEP_S) as gated_workers_pid,
+        router(_TREE, gated_url, _WORKERS, _SLO) as (gated_pid, gated_port),
     ):
         limited = Side(port, pid, workers_pid, give_key(port))
+        gated = Side(gated_port, gated_pid, gated_workers_pid)
+        sides = dict(zip(costs, (plain, limited, gated), strict=True))
         for _ in range(rounds):
-            for name, side in (("without", plain), ("with", limited)):
+            for name, side in sides.items():
                 figures = measure(name, side, _SHAPE, demand, seconds)
                 costs[name].append(1e6 / figures.requests_per_cpu_s)
         took_s = revocations(port, other, times)
     for name, found in costs.items():
         shown = ", ".join(f"{cost:.0f}" for cost in found)
         typer.echo(
-            f"{name} keys and limits: {statistics.median(found):.0f} us of the router's CPU time "
-            f"for a request ({_SHAPE}; rounds: {shown})"
+            f"with {name}: {statistics.median(found):.0f} us of the router's CPU time for a "
+            f"request ({_SHAPE}; rounds: {shown})"
         )
     typer.echo(
         f"revoked key refused by another router: median {statistics.median(took_s):.2f} s, "
