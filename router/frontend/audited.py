@@ -30,8 +30,9 @@ async def audited(
     *,
     before: object = None,
     after: object = None,
+    wait: bool = True,
 ) -> None:
-    """Write an entry about a call that has changed something."""
+    """Write an entry about a call that has changed something; ``wait`` as `AuditLog.record`."""
     if router.audit is not None:
         await router.audit.record(
             verb,
@@ -40,6 +41,7 @@ async def audited(
             source=source_of(request),
             before=before,
             after=after,
+            wait=wait,
         )
 
 

@@ -71,10 +71,17 @@ class AuditLog:
         source: str = "",
         before: object = None,
         after: object = None,
+        wait: bool = True,
     ) -> None:
-        """Write an entry. This raises nothing if it cannot be written."""
+        """Write an entry. This raises nothing if it cannot be written.
+
+        With ``wait`` false it does not wait for Redis, which a log on another host needs.
+        """
         entry = audit_file.entry(verb, what, who=who, source=source, before=before, after=after)
-        await self.write(entry)
+        if wait or self._file is not None:
+            await self.write(entry)
+        else:
+            self._kept.append(entry)
 
     async def write(self, entry: Entry) -> None:
         """Write an entry with a time of its own."""
