@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from baton.engine.process.client import EngineClient
 from baton.engine.settings import EngineSettings, ExternalEngine
+from baton.engine.vllm import server
 from baton.engine.vllm.interpreter import vllm_version
 from baton.types.errors import InternalError
 
@@ -92,3 +94,38 @@ def test_an_interpreter_without_vllm_is_named() -> None:
         vllm_version(sys.executable)
     with pytest.raises(RuntimeError, match=r"/nowhere/python cannot run"):
         vllm_version("/nowhere/python")
+
+
+# ---------------------------------------------------------------- hand-offs
+
+
+def external(**changes: str) -> ExternalEngine:
+    return ExternalEngine(kind="vllm", python="python", **changes)
+
+
+def test_a_hand_off_sets_the_connector_and_the_addresses_of_this_worker() -> None:
+    engine = external(hand_off="nixl", address="10.0.0.7:5600", ports="7000-7100")
+    settings = EngineSettings(model="m", external=engine)
+    line = server.command(engine, settings, Path("/m"), Path("/f"))
+    config = msgspec.json.decode(line[line.index("--kv-transfer-config") + 1])
+    assert config["kv_connector"] == "NixlConnector"
+    assert config["kv_load_failure_policy"] == "fail"
+    variables = server.environment({}, 1, engine)
+    assert variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.7"
+    assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    assert variables["UCX_TCP_PORT_RANGE"] == "7000-7100"
+    assert "UCX_NET_DEVICES" not in variables
+    own = server.environment({"UCX_TCP_PORT_RANGE": "1-2"}, 1, engine)
+    assert own["UCX_TCP_PORT_RANGE"] == "1-2"
+
+
+def test_a_fleet_on_one_host_opens_no_port_to_others() -> None:
+    engine = external(hand_off="nixl", address="127.0.0.1:5600")
+    assert server.environment({}, 1, engine)["UCX_NET_DEVICES"] == "lo"
+
+
+def test_without_a_hand_off_vllm_gets_no_connector() -> None:
+    engine = external()
+    settings = EngineSettings(model="m", external=engine)
+    assert "--kv-transfer-config" not in server.command(engine, settings, Path("/m"), Path("/f"))
+    assert not [name for name in server.environment({}, 1, engine) if "NIXL" in name]
