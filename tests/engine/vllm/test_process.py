@@ -89,6 +89,20 @@ def test_nothing_of_the_group_outlives_a_killed_process(
         shell.communicate()
 
 
+def test_an_interpreter_without_the_package_of_the_hand_off_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm/entrypoints/scale_out/token_in_token_out").mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").touch()
+    own = tmp_path / "vllm-0.32.0.dist-info"
+    own.mkdir()
+    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert vllm_version(sys.executable).startswith("0.32.0 at ")
+    with pytest.raises(RuntimeError, match="hand_off: nixl needs the package nixl there"):
+        vllm_version(sys.executable, "nixl")
+
+
 def test_an_interpreter_without_vllm_is_named() -> None:
     with pytest.raises(RuntimeError, match="vLLM is not installed there"):
         vllm_version(sys.executable)
