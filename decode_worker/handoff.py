@@ -262,7 +262,8 @@ class Handoff:
         skipped_tokens = self._machine.skip_blocks * geometry.block_tokens
         tokens = count_tokens(self._submission.prompt_tokens) - skipped_tokens
         payload_bytes = tokens * geometry.block_bytes // geometry.block_tokens
-        if not self._submission.probe:
+        # small probes measure latency; `baton doctor` names a transport and sends large ones
+        if self._target.transport or not self._submission.probe:
             moving_s = duration_ns / 1e9 - self._parts.engine.decode_step_s
             edge = self._parts.peers.edge(self._target.worker_id)
             edge.note(_ENGINE_WAY, payload_bytes, moving_s)

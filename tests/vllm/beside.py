@@ -1,9 +1,11 @@
 """Added latency of Baton in front of vLLM, request by request on the same vLLM.
 
-    python -m tests.vllm.beside URL [--requests 40]
+    python -m tests.vllm.beside URL [--requests 40] [--hand-off]
 
-URL is a running fleet of vLLM workers on this machine, without API keys. Each prompt is sent once
-through the router and once to vLLM's own socket, in turn, so that both meet the same load.
+URL is a running fleet on this machine, without API keys, of one vLLM worker, or of a prefill and a
+decode worker for ``--hand-off``. Each prompt is sent once through the router and once to vLLM's own
+sockets, in turn, so that both meet the same load. With ``--hand-off`` the second way is that of
+vLLM's own example proxy: one token from the first vLLM, then the stream of the second one.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import psutil
@@ -54,36 +57,66 @@ def bodies(model: str, prompt: list[int]) -> tuple[bytes, bytes]:
 
 
 def line(name: str, runs: Sequence[Arrivals]) -> str:
-    """Return one row of the table."""
+    """Return one row of the table: median and lower quartile of each figure."""
     first_ms = [1e3 * run[0] for run in runs]
-    gaps_ms = [1e3 * (b - a) for run in runs for a, b in itertools.pairwise(run)]
-    return (
-        f"| {name} | {statistics.median(first_ms):.1f} | {statistics.quantiles(first_ms)[0]:.1f} "
-        f"| {statistics.median(gaps_ms):.1f} | {statistics.quantiles(gaps_ms)[0]:.1f} |"
-    )
+    second_ms = [1e3 * run[1] for run in runs]
+    gaps_ms = [1e3 * (b - a) for run in runs for a, b in itertools.pairwise(run[1:])]
+    cells = [
+        f"{statistics.median(of):.1f} | {statistics.quantiles(of)[0]:.1f}"
+        for of in (first_ms, second_ms, gaps_ms)
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
-async def compare(url: str, requests: int) -> None:
+def vllm_of(worker: dict[str, Any]) -> httpx.AsyncClient:
+    """Return a client of a worker's vLLM, which bypasses Baton."""
+    arguments = psutil.Process(worker["pid"]).cmdline()
+    unix = httpx.AsyncHTTPTransport(uds=arguments[arguments.index("--uds") + 1])
+    return httpx.AsyncClient(transport=unix, base_url="http://vllm", timeout=300)
+
+
+async def hand_over(
+    prefill: httpx.AsyncClient, decode: httpx.AsyncClient, prompt: list[int]
+) -> Arrivals:
+    """Return the seconds to each event of a response that two vLLMs give without Baton."""
+    began_s = time.perf_counter()
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    spec = RequestSpec(kind=Kind.PREFILL, params=params, hash_seed=os.urandom(16))
+    first = protocol.prefill_body("alone", prompt, spec, 0, ())
+    answer = await prefill.post(protocol.GENERATE, content=first, headers=JSON)
+    parameters = answer.json()["kv_transfer_params"]
+    body = protocol.generate_body("alone", prompt, spec, 0, (), parameters)
+    prefill_s = time.perf_counter() - began_s
+    found = await arrivals(decode, protocol.GENERATE, body)
+    return [prefill_s + at_s for at_s in found]
+
+
+async def compare(url: str, requests: int, hand_off: bool) -> None:
     """Print the table."""
-    async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as client:
-        (worker,) = (await client.get("/fleet")).json()["workers"]
+    mode = {"x-baton-mode": "disaggregated"} if hand_off else {}
+    async with httpx.AsyncClient(
+        base_url=url, timeout=300, trust_env=False, headers=mode
+    ) as client:
+        workers = {one["role"]: one for one in (await client.get("/fleet")).json()["workers"]}
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
-        arguments = psutil.Process(worker["pid"]).cmdline()
-        socket = arguments[arguments.index("--uds") + 1]
-        unix = httpx.AsyncHTTPTransport(uds=socket)
-        vllm = httpx.AsyncClient(transport=unix, base_url="http://vllm", timeout=300)
+        vllms = {role: vllm_of(worker) for role, worker in workers.items()}
         rows: dict[str, list[Arrivals]] = {"vLLM alone": [], "through Baton": []}
         for number in range(-4, requests):
             prompt = random.choices(range(1000, 40_000), k=PROMPT_TOKENS)  # in no cache
             to_vllm, to_baton = bodies(model, prompt)
-            own = await arrivals(vllm, protocol.GENERATE, to_vllm)
+            if hand_off:
+                own = await hand_over(vllms["prefill"], vllms["decode"], prompt)
+            else:
+                own = await arrivals(vllms["decode"], protocol.GENERATE, to_vllm)
             ours = await arrivals(client, "/v1/completions", to_baton)
             if number >= 0:  # the first ones warm up
                 rows["vLLM alone"].append(own)
                 rows["through Baton"].append(ours)
-        await vllm.aclose()
-    print("| | first token ms, median | lower quartile | gap ms, median | lower quartile |")
-    print("|---|---|---|---|---|")
+        for vllm in vllms.values():
+            await vllm.aclose()
+    figures = ("first token", "second token", "gap behind it")
+    print(f"| | {' | '.join(f'{name} ms, median | lower quartile' for name in figures)} |")
+    print("|---|---|---|---|---|---|---|")
     for name, runs in rows.items():
         print(line(name, runs))
 
@@ -93,8 +126,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--hand-off", action="store_true")
     options = parser.parse_args()
-    asyncio.run(compare(options.url, options.requests))
+    asyncio.run(compare(options.url, options.requests, options.hand_off))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Hand-offs between real vLLM workers (`make test-vllm`), on this machine's CPU.
 
-Two prefill and two decode workers, so that there is another one after each kill.
+Two prefill workers, so that there is another one after each kill. A prefill worker resumes the
+responses of the decode worker. NIXL polls, so each worker keeps a core busy.
 """
 
 import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -41,7 +42,7 @@ api_keys:
   key-of-tenant-operator: {{tenant: operator, role: operator}}
 pools:
   prefill: 2
-  decode: 2
+  decode: 1
   engine: vllm
   vllm: {{python: {PYTHON}, hand_off: nixl, args: {json.dumps(ARGS)}}}
 """
@@ -50,16 +51,17 @@ APART = {"x-baton-mode": "disaggregated"}
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    others = {one.pid for one in vllm_processes()}
     folder = tmp_path_factory.mktemp("vllm")
     served = Served([sys.executable, "-m", "fleet.cli.main", "up"], folder, CONFIG)
     try:
         fleet = Fleet(served.wait_ready(READY_S))
-        wait_for(lambda: len(fleet.ready()) == 4, READY_S)
+        wait_for(lambda: len(fleet.ready()) == 3, READY_S)
         yield fleet
     finally:
         served.process.terminate()
         served.process.wait(60)
-    wait_for(lambda: not vllm_processes(), 20)
+    wait_for(lambda: {one.pid for one in vllm_processes()} <= others, 20)
 
 
 def complete(fleet: Fleet, prompt: list[int] | str, tenant: str = "a", **more: Any) -> Any:
@@ -122,7 +124,6 @@ def test_paris_comes_through_the_hand_off(fleet: Fleet) -> None:
     assert report["worker_times_s"]["transfer"] > 0
     tokens = report["prompt_tokens"]
     assert report["worker_times_s"]["transfer_bytes"] == tokens * 30 * 2 * 3 * 64 * 2
-    assert report["phases_s"]["transfer"] > 0
 
 
 def test_the_tokens_are_those_of_vllm_alone(fleet: Fleet) -> None:
@@ -188,7 +189,6 @@ def test_nothing_is_left_after_many_requests_of_which_half_are_aborted(fleet: Fl
     wait_for(lambda: at_rest(fleet), REST_S)
 
 
-Stage = Callable[[int], bool]
 HAND_OFF = 1  # tokens that the client has: the first one, and decode's vLLM is loading the KV
 ANSWER = 20
 
@@ -202,20 +202,13 @@ ANSWER = 20
         ("decode", "shell", ANSWER),
         ("prefill", "core", HAND_OFF),
         ("decode", "shell", HAND_OFF),
-        ("prefill", "shell", 0),
-        ("decode", "core", ANSWER),
-        ("prefill", "core", ANSWER),
     ],
 )
 def test_a_stream_goes_on_when_a_process_of_its_pair_is_killed(
     fleet: Fleet, role: str, victim: str, after_tokens: int
 ) -> None:
-    def others_are_ready() -> bool:
-        roles = [one["role"] for one in fleet.ready()]
-        return roles.count(role) == 2 and len(roles) >= 3
-
-    wait_for(others_are_ready, READY_S)
-    # its prompt takes a second and more
+    wait_for(lambda: len(fleet.ready()) == 3, READY_S)
+    # takes a second and more
     prompt = [int(time.time()) % 10_000 + 7 * number for number in range(1200)]
     body = {"model": "smol", "prompt": prompt, "max_tokens": 60, "stream": True}
     body |= {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
@@ -262,6 +255,6 @@ def kill_busy(fleet: Fleet, role: str, victim: str) -> list[psutil.Process]:
 
 
 def test_nothing_is_left_after_the_kills(fleet: Fleet) -> None:
-    wait_for(lambda: len(fleet.ready()) == 4, READY_S)
+    wait_for(lambda: len(fleet.ready()) == 3, READY_S)
     wait_for(lambda: at_rest(fleet), REST_S)
     complete(fleet, "The capital of France is", max_tokens=4)

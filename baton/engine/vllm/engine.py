@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
 from baton.engine.vllm import http, protocol, transfer
 from baton.engine.vllm.events_client import KvEventsClient
+from baton.engine.vllm.live_request import LiveRequest
 from baton.engine.vllm.load import LoadMeter, Row
 from baton.engine.vllm.protocol import ChoiceStream
 from baton.engine.vllm.server import VllmFacts
@@ -26,73 +27,12 @@ from baton.types.errors import (
     UnavailableError,
 )
 from baton.types.geometry import BLOCK_TOKENS
-from baton.types.params import SampledToken
 
 _ALIVE_S = 0.5
 _HEALTH_S = 2.0  # for vLLM's API server to respond
 _SETTLE_S = 0.02
 _DEATH_CHECKS = 3  # of vLLM's health after an internal error
 _LOAD_S = 60.0  # for vLLM to load KV from another vLLM, its queue included
-
-
-class LiveRequest:
-    """Exchanges of one request with vLLM, one for each live choice.
-
-    Attributes:
-        spec: The submitted one; after a hand-off with the first tokens as emitted ones.
-        run: Number of the current exchanges; those of earlier runs are ignored.
-        generation: Number of the hand-off to this worker; 0: none.
-        loading: Choices whose KV is not known to be loaded; ``withheld`` are their reports.
-        first: First tokens and parameters of a prompt for another worker, by choice.
-    """
-
-    def __init__(self, submit: messages.Submit, prompt: list[int], generation: int) -> None:
-        self.submit = submit
-        self.spec = submit.spec
-        self.prompt = prompt
-        self.run = 0
-        self.generation = generation
-        self.loading: set[int] = set()
-        self.withheld: list[messages.Report] = []
-        self.late: asyncio.TimerHandle | None = None
-        self.first: dict[int, tuple[SampledToken, transfer.Parameters]] = {}
-        self.exchanges: dict[int, http.Exchange] = {}
-        emitted = submit.spec.emitted
-        choices = range(submit.spec.params.n)
-        self.open_choices = {n for n in choices if not emitted or emitted[n] is not None}
-        self.submitted_ns = time.monotonic_ns()
-        self.admitted = False
-        self.failed = False  # vLLM reported an error, which ``VllmEngine`` handles
-        self.cached_tokens = 0
-        self.first_ns = 0
-        self.input_ns = 0
-        self.output_ns = 0
-
-    @property
-    def computes(self) -> bool:
-        """Whether this vLLM computes the prompt."""
-        return self.spec.kind is not Kind.REMOTE
-
-    def begin_run(self, first: Iterable[int | None] | None, kind: Kind) -> None:
-        """Start over behind first tokens; None for a choice that has ended."""
-        self.end_run()
-        emitted = () if first is None else tuple(None if t is None else (t,) for t in first)
-        self.spec = msgspec.structs.replace(self.spec, kind=kind, emitted=emitted)
-        self.open_choices -= {n for n, tokens in enumerate(emitted) if tokens is None}
-        self.submitted_ns = time.monotonic_ns()
-
-    def end_run(self) -> None:
-        """Close all exchanges and discard what they have brought."""
-        for exchange in self.exchanges.values():
-            exchange.close()
-        if self.late is not None:
-            self.late.cancel()
-        self.exchanges.clear()
-        self.loading.clear()
-        self.withheld.clear()
-        self.run += 1
-        self.admitted = False
-        self.failed = False
 
 
 class VllmEngine:
@@ -379,9 +319,9 @@ class VllmEngine:
         parts: list[bytes] = []
         if not await self._exchange(request, choice, body, parts.append):
             return
-        answer = protocol.read_chunk(b"".join(parts))
         params = request.spec.params
         try:
+            answer = protocol.read_chunk(b"".join(parts))
             token = protocol.first_token(answer, params.logprobs)
             held: transfer.Parameters = {}
             if params.max_tokens > 1:

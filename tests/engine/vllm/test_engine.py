@@ -349,6 +349,13 @@ async def test_a_vllm_without_the_connector_is_named(running: Running) -> None:
     assert "no NixlConnector" in (await running.end()).error_message
 
 
+async def test_a_first_token_that_cannot_be_read_ends_the_request(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    running.submit(LONG, Kind.PREFILL)
+    assert "which is not a chunk" in (await running.end()).error_message
+    assert not running.engine.broken.done()
+
+
 async def test_a_cancelled_prompt_is_aborted_in_vllm(running: Running) -> None:
     async def never(writer: asyncio.StreamWriter) -> None:
         pass
