@@ -1,8 +1,10 @@
 """vLLM workers beside plain vLLM, on this machine's CPU; `make test-vllm` makes the environment.
 
-    python -m benchmarks.vllm [--only latency,throughput,sessions] [--own]
+    python -m benchmarks.vllm [--only latency,throughput,hand-off,sessions] [--own]
 
 - ``latency``: one request at a time, in turn through the router and to vLLM's own socket
+- ``hand-off``: the same with a prefill and a decode worker; without Baton one token comes from the
+  first vLLM and the stream from the second one, as with vLLM's own example proxy
 - ``throughput``: 1 and 16 clients that each keep a request running, in turn likewise; ``--own``
   adds a fleet with Baton's engine
 - ``sessions``: conversations on four vLLMs, through Baton and round robin to the same processes,
@@ -19,7 +21,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,16 +63,19 @@ class ThroughBaton:
 
     name = "through Baton"
 
-    def __init__(self, client: httpx.AsyncClient, model: str) -> None:
+    def __init__(self, client: httpx.AsyncClient, model: str, mode: str = "auto") -> None:
         self._client = client
         self._model = model
+        self._headers = {**_HEADERS, "x-baton-mode": mode}
 
     async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
         """Send a prompt of token ids; greedy, without a stop."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
         body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         body |= {"stream_options": {"include_usage": True}}
-        return await _streamed(self._client, "/v1/completions", json.dumps(body).encode())
+        return await _streamed(
+            self._client, "/v1/completions", json.dumps(body).encode(), self._headers
+        )
 
 
 class ToVllm:
@@ -78,30 +83,60 @@ class ToVllm:
 
     name = "vLLM alone"
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
+    def __init__(self, client: httpx.AsyncClient, role: str) -> None:
+        self.client = client
+        self.role = role
 
     async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
         """Send a prompt of token ids; greedy, without a stop."""
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=bytes(16))
+        spec = _spec(Kind.FULL, max_tokens)
         body = protocol.generate_body(os.urandom(8).hex(), prompt, spec, 0, ())
-        return await _streamed(self._client, protocol.GENERATE, body)
+        return await _streamed(self.client, protocol.GENERATE, body)
 
     async def empty_cache(self) -> None:
         """Forget all cached prefixes."""
-        (await self._client.post("/reset_prefix_cache")).raise_for_status()
+        (await self.client.post("/reset_prefix_cache")).raise_for_status()
 
 
-Side = ThroughBaton | ToVllm
+class TwoVllms:
+    """Requests to two vLLMs that hand KV over without Baton."""
+
+    name = "two vLLMs alone"
+
+    def __init__(self, prefill: ToVllm, decode: ToVllm) -> None:
+        self._prefill = prefill
+        self._decode = decode
+
+    async def ask(self, prompt: list[int], max_tokens: int) -> Answer:
+        """Send a prompt of token ids; greedy, without a stop. No token comes before the load."""
+        began_s = time.perf_counter()
+        name = os.urandom(8).hex()
+        body = protocol.prefill_body(name, prompt, _spec(Kind.PREFILL, max_tokens), 0, ())
+        answer = await self._prefill.client.post(protocol.GENERATE, content=body, headers=_HEADERS)
+        parameters = answer.raise_for_status().json()["kv_transfer_params"]
+        body = protocol.generate_body(name, prompt, _spec(Kind.FULL, max_tokens), 0, (), parameters)
+        prefill_s = time.perf_counter() - began_s
+        rest = await _streamed(self._decode.client, protocol.GENERATE, body)
+        arrivals_s = [prefill_s + at_s for at_s in rest.arrivals_s]
+        return Answer(arrivals_s=arrivals_s, tokens=rest.tokens)
 
 
-async def _streamed(client: httpx.AsyncClient, path: str, body: bytes) -> Answer:
+Side = ThroughBaton | ToVllm | TwoVllms
+
+
+def _spec(kind: Kind, max_tokens: int) -> RequestSpec:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return RequestSpec(kind=kind, params=params, hash_seed=bytes(16))
+
+
+async def _streamed(
+    client: httpx.AsyncClient, path: str, body: bytes, headers: Mapping[str, str] = _HEADERS
+) -> Answer:
     began_s = time.perf_counter()
     arrivals: list[float] = []
     tokens: list[int] = []
     cached = 0
-    async with client.stream("POST", path, content=body, headers=_HEADERS) as answer:
+    async with client.stream("POST", path, content=body, headers=headers) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
@@ -119,13 +154,17 @@ async def _streamed(client: httpx.AsyncClient, path: str, body: bytes) -> Answer
 
 
 @contextlib.contextmanager
-def vllm_fleet(workers: int, kv_mib: int) -> Iterator[str]:
-    """Start a fleet of vLLM workers with one thread each; yield its URL."""
+def vllm_fleet(workers: int, kv_mib: int, *, pair: bool = False) -> Iterator[str]:
+    """Start a fleet of vLLM workers with one thread each; yield its URL.
+
+    ``pair`` is a prefill and a decode worker in place of ``workers``.
+    """
     args = ["--dtype", "bfloat16", "--block-size", "32", "--enforce-eager"]
     args += ["--kv-cache-memory-bytes", str(kv_mib * _MIB)]
     settings = (
-        f"numerics: fast\npools:\n  prefill: 0\n  decode: {workers}\n  engine: vllm\n"
-        f"  vllm: {{python: {PYTHON}, args: {json.dumps(args)}}}\n"
+        f"numerics: fast\npools:\n  prefill: {int(pair)}\n  decode: {1 if pair else workers}\n"
+        f"  engine: vllm\n  vllm: {{python: {PYTHON}, args: {json.dumps(args)}"
+        f"{', hand_off: nixl' if pair else ''}}}\n"
     )
     with (
         TemporaryDirectory() as folder,
@@ -141,8 +180,8 @@ def vllm_fleet(workers: int, kv_mib: int) -> Iterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def sides(url: str) -> AsyncIterator[tuple[ThroughBaton, list[ToVllm]]]:
-    """Connect to the router and to every vLLM behind it."""
+async def sides(url: str, mode: str = "auto") -> AsyncIterator[tuple[ThroughBaton, list[ToVllm]]]:
+    """Connect to the router, with this ``x-baton-mode``, and to every vLLM behind it."""
     async with contextlib.AsyncExitStack() as stack:
         router = await stack.enter_async_context(
             httpx.AsyncClient(base_url=url, timeout=600, trust_env=False)
@@ -154,8 +193,8 @@ async def sides(url: str) -> AsyncIterator[tuple[ThroughBaton, list[ToVllm]]]:
             if "--uds" in line:
                 unix = httpx.AsyncHTTPTransport(uds=line[line.index("--uds") + 1])
                 client = httpx.AsyncClient(transport=unix, base_url="http://vllm", timeout=600)
-                own.append(ToVllm(await stack.enter_async_context(client)))
-        yield ThroughBaton(router, model), own
+                own.append(ToVllm(await stack.enter_async_context(client), worker["role"]))
+        yield ThroughBaton(router, model, mode), own
 
 
 def _prompt(random_: random.Random, tokens: int) -> list[int]:
@@ -163,26 +202,41 @@ def _prompt(random_: random.Random, tokens: int) -> list[int]:
 
 
 async def latency(url: str, requests: int) -> None:
-    """Print first tokens and gaps of single requests of 64 + 32 tokens."""
-    random_ = random.Random(1)
+    """Print latencies of single requests through Baton and to the vLLM behind it."""
     async with sides(url) as (baton, own):
-        pair: list[Side] = [own[0], baton]
-        runs: dict[str, list[Answer]] = {side.name: [] for side in pair}
-        for number in range(-4, requests):
-            prompt = _prompt(random_, 64)  # in no cache
-            for side in pair if number % 2 else reversed(pair):
-                prompt[0] += 1  # nor after the other side's request
-                answer = await side.ask(prompt, 32)
-                if number >= 0:  # the first ones warm up
-                    runs[side.name].append(answer)
-    print("| one at a time | first token ms, median | lower quartile | gap ms, median |")
-    print("|---|---|---|---|")
+        await _in_turn(own[0], baton, requests)
+
+
+async def hand_off(url: str, requests: int) -> None:
+    """Print latencies of single requests that are handed over, with and without Baton."""
+    async with sides(url, "disaggregated") as (baton, own):
+        by_role = {vllm.role: vllm for vllm in own}
+        await _in_turn(TwoVllms(by_role["prefill"], by_role["decode"]), baton, requests)
+
+
+async def _in_turn(alone: Side, baton: ThroughBaton, requests: int) -> None:
+    """Print first tokens, second tokens and gaps of requests of 64 + 32 tokens."""
+    random_ = random.Random(1)
+    runs: dict[str, list[Answer]] = {alone.name: [], baton.name: []}
+    for number in range(-4, requests):
+        prompt = _prompt(random_, 64)  # in no cache
+        for side in (alone, baton) if number % 2 else (baton, alone):
+            prompt[0] += 1  # nor after the other side's request
+            answer = await side.ask(prompt, 32)
+            if number >= 0:  # the first ones warm up
+                runs[side.name].append(answer)
+    titles = ("first token ms, median", "lower quartile", "second token, median", "gap, median")
+    print(f"| one at a time | {' | '.join(titles)} |\n|---|---|---|---|---|")
     for name, answers in runs.items():
         first_ms = [1e3 * one.arrivals_s[0] for one in answers]
-        gaps_ms = [1e3 * (b - a) for one in answers for a, b in itertools.pairwise(one.arrivals_s)]
+        second_ms = [1e3 * one.arrivals_s[1] for one in answers]
+        gaps_ms = [
+            1e3 * (b - a) for one in answers for a, b in itertools.pairwise(one.arrivals_s[1:])
+        ]
         print(
             f"| {name} | {statistics.median(first_ms):.1f} | "
-            f"{statistics.quantiles(first_ms)[0]:.1f} | {statistics.median(gaps_ms):.2f} |"
+            f"{statistics.quantiles(first_ms)[0]:.1f} | {statistics.median(second_ms):.1f} | "
+            f"{statistics.median(gaps_ms):.2f} |"
         )
 
 
@@ -266,9 +320,11 @@ async def sessions(url: str, count: int, turns: int) -> None:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Parts to run.")] = "latency,throughput,sessions",
+    only: Annotated[
+        str, typer.Option(help="Parts to run.")
+    ] = "latency,throughput,hand-off,sessions",
     own: Annotated[bool, typer.Option("--own", help="Also Baton's own engine.")] = False,
-    requests: Annotated[int, typer.Option(help="Requests of `latency`.")] = 60,
+    requests: Annotated[int, typer.Option(help="Requests of `latency` and `hand-off`.")] = 60,
     seconds: Annotated[float, typer.Option(help="Time of one run of `throughput`.")] = 15.0,
     rounds: Annotated[int, typer.Option(help="Runs of `throughput` per side.")] = 3,
     conversations: Annotated[int, typer.Option(help="Conversations of `sessions`.")] = 24,
@@ -283,6 +339,9 @@ def main(
             if "throughput" in parts:
                 print("| 64 + 64 tokens | requests/s | tokens/s |\n|---|---|---|")
                 asyncio.run(throughput(url, seconds, rounds, alone=True))
+    if "hand-off" in parts:
+        with vllm_fleet(2, 512, pair=True) as url:
+            asyncio.run(hand_off(url, requests))
     if own:
         settings = "numerics: fast\npools: {prefill: 0, decode: 1}\n"
         with TemporaryDirectory() as folder, bench_fleet(Path(folder) / "own", settings) as url:

@@ -31,6 +31,8 @@ from kvtransfer import receiver
 from kvtransfer.kv_slice import KvSlice
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 
+_ENGINE_WAY = "engine"  # transport name of what an engine loads by itself, for rates of edges
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokens:
@@ -50,7 +52,11 @@ class FirstTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferFigures:
-    """Figures of a complete hand-off. Decode already had ``skip_blocks``."""
+    """Figures of a complete hand-off. Decode already had ``skip_blocks``.
+
+    If the engine loaded the KV by itself, ``payload_bytes`` are those of all other tokens of the
+    prompt, and the duration includes the first decode step.
+    """
 
     duration_ns: int
     payload_bytes: int
@@ -105,6 +111,8 @@ class Handoff:
             choice for choice, emitted in enumerate(submission.emitted) if emitted.finish_reason
         }
         self._taken_over = False
+        self._engine_transfer = b""  # of the prefill worker's engine
+        self._load_ns = 0  # when our engine began to load
         self._figures: TransferFigures | None = None
         self._cancelled = False
         self._unavailable = False  # the prefill worker is well, but takes no prompts now
@@ -130,6 +138,10 @@ class Handoff:
             case ev.Revoked():
                 self._figures = None  # the engine had not seen the commit
                 self._perform(self._machine.revoked(report.generation))
+            case ev.Loaded():
+                self._perform(self._machine.loaded(report.generation))
+            case ev.LoadFailed():
+                self._perform(self._machine.load_failed(report.generation, report.reason))
 
     @property
     def credit_wait_s(self) -> float:
@@ -168,7 +180,8 @@ class Handoff:
             Whether the engine already decodes and must be notified.
         """
         self._ended_choices.update(choices)
-        decodes = self._figures is not None or self._taken_over
+        loads = self._machine.state is ReceiverState.LOADING
+        decodes = self._figures is not None or self._taken_over or loads
         if not decodes and len(self._ended_choices) == self._submission.sampling.n:
             self.cancel()
         return decodes
@@ -200,6 +213,10 @@ class Handoff:
                 self._pull(action)
             case receiver.Commit():
                 self._commit(action.generation)
+            case receiver.Load():
+                self._load(action.generation)
+            case receiver.Loaded():
+                self._note_loaded()
             case receiver.CloseStream(release=True):
                 self._close_stream(pb.PrefillControl(release=pb.Release()))
             case receiver.CloseStream():
@@ -225,14 +242,39 @@ class Handoff:
 
     def _commit(self, generation: int) -> None:
         began_ns = self._puller.began_ns
-        self._figures = figures = TransferFigures(
-            duration_ns=time.monotonic_ns() - began_ns if began_ns else 0,
-            payload_bytes=self._machine.payload_bytes,
-            repaired_frames=self._machine.repairs,
-            skip_blocks=self._machine.skip_blocks,
-        )
+        duration_ns = time.monotonic_ns() - began_ns if began_ns else 0
         self._parts.engine.client.send(
             messages.Commit(self._engine_id, generation, self._first_ids() or ())
+        )
+        self._note_committed(duration_ns, self._machine.payload_bytes)
+
+    def _load(self, generation: int) -> None:
+        """Let the engine load the KV by itself."""
+        self._load_ns = time.monotonic_ns()
+        first = self._first_ids() or ()
+        self._parts.engine.client.send(
+            messages.Commit(self._engine_id, generation, first, self._engine_transfer)
+        )
+
+    def _note_loaded(self) -> None:
+        duration_ns = time.monotonic_ns() - self._load_ns
+        geometry = self._parts.pool.geometry
+        skipped_tokens = self._machine.skip_blocks * geometry.block_tokens
+        tokens = count_tokens(self._submission.prompt_tokens) - skipped_tokens
+        payload_bytes = tokens * geometry.block_bytes // geometry.block_tokens
+        # small probes measure latency; `baton doctor` names a transport and sends large ones
+        if self._target.transport or not self._submission.probe:
+            moving_s = duration_ns / 1e9 - self._parts.engine.decode_step_s
+            edge = self._parts.peers.edge(self._target.worker_id)
+            edge.note(_ENGINE_WAY, payload_bytes, moving_s)
+        self._note_committed(duration_ns, payload_bytes)
+
+    def _note_committed(self, duration_ns: int, payload_bytes: int) -> None:
+        self._figures = figures = TransferFigures(
+            duration_ns=duration_ns,
+            payload_bytes=payload_bytes,
+            repaired_frames=self._machine.repairs,
+            skip_blocks=self._machine.skip_blocks,
         )
         if not self._submission.probe:
             self._listener.on_committed(figures.payload_bytes)
@@ -330,6 +372,12 @@ class Handoff:
             self._prompt_logprobs.put(part.begin, prompt_logprobs_from_wire(part))
         if not (message.choices or message.embedding):
             return  # slices of the log-probabilities; the first tokens are still to come
+        self._engine_transfer = message.engine_transfer
+        self._pass_first_on(message)
+        if self._engine_transfer and not self._one_token:
+            self._perform(self._machine.handed_over())
+
+    def _pass_first_on(self, message: pb.FirstTokens) -> None:
         if self._first is not None:
             return
         wanted = self._submission.sampling.n

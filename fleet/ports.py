@@ -35,6 +35,17 @@ def free_port(host: str, allowed: str) -> int:
     )
 
 
+def chosen_port(host: str, allowed: str) -> int:
+    """Return a free port, for a program that must be given one, of the range if there is one."""
+    port = free_port(host, allowed)
+    if port:
+        return port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as probe:
+        found: int = probe.getsockname()[1]
+    return found
+
+
 def kv_listener(host: str, allowed: str, workers: int) -> socket.socket | None:
     """Return a listening socket for KV transfers by TCP; None if the range is too small.
 

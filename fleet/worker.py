@@ -24,6 +24,7 @@ from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from baton.engine.emulated_timing import TIMINGS
 from baton.engine.parent import die_with_parent
 from baton.engine.process.handle import EngineHandle
+from baton.engine.settings import EngineSettings
 from baton.planner.state import WorkerState, state_of
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
@@ -52,7 +53,7 @@ from fleet.canary import Canary
 from fleet.draining import drained
 from fleet.engine_metrics import EngineMetrics
 from fleet.erasure.worker import erase_forever
-from fleet.ports import free_port, kv_listener
+from fleet.ports import chosen_port, free_port, kv_listener
 from fleet.private_logs import open_log
 from fleet.quarantine_watch import QuarantineWatch
 from fleet.rank_links import open_links, serve_links
@@ -327,11 +328,23 @@ async def _start_engine(
     links, engine_settings = await open_links(
         base.settings, base.token, partial(_note_sent, metrics), stack
     )
+    engine_settings = _with_address(engine_settings, base.settings)
     engine = await EngineHandle.start(engine_settings, _LOG.info, stderr, _failure_counter(metrics))
     stack.push_async_callback(engine.client.stop)
     metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
     _report_engine_kind(base.settings, metrics)
     return engine, links
+
+
+def _with_address(engine: EngineSettings, settings: WorkerSettings) -> EngineSettings:
+    """Return engine settings with the address at which an external engine hands KV over."""
+    external = engine.external
+    if external is None or not external.hand_off:
+        return engine
+    port = chosen_port(settings.host, settings.ports)
+    address = f"{settings.host}:{port}"
+    own = msgspec.structs.replace(external, address=address, ports=settings.ports)
+    return msgspec.structs.replace(engine, external=own)
 
 
 async def _start_servers(base: _Base, stack: AsyncExitStack) -> tuple[grpc.aio.Server, str, str]:

@@ -53,6 +53,7 @@ def capabilities_of(
             for heads, address in pool.served_elsewhere
         ],
         encodings=[common_pb2.INT8] if int8 else [],
+        hand_off=ready.hand_off,
     )
 
 

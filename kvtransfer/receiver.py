@@ -10,6 +10,11 @@
 Decode pulls: it decides which frame lands where, so nothing arrives that it did not request, and a
 frame counts only if its digest matches the requested slice. Only this machine's frames are written
 into the reserved pages. Ending the machine requires waiting until ``writing`` is zero.
+
+An engine may load the KV by itself, with parameters that the peer's engine returned:
+
+    PULLING ──handed over──▶ LOADING ──loaded──▶ COMMITTED
+                                └──load failed──▶ NO_PEER
 """
 
 import enum
@@ -34,9 +39,13 @@ class ReceiverState(enum.Enum):
     RESERVING = "reserving"
     OPENING = "opening"
     PULLING = "pulling"
+    LOADING = "loading"
     NO_PEER = "no_peer"
     COMMITTED = "committed"
     DONE = "done"
+
+
+_OPEN = (ReceiverState.OPENING, ReceiverState.PULLING, ReceiverState.LOADING)  # the stream is
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,18 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Send the engine the peer's parameters, with which it loads the KV by itself."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Note that the engine has loaded the KV by itself, and decodes."""
+
+
+@dataclass(frozen=True, slots=True)
 class CloseStream:
     """End the stream to the prefill worker; ``release`` = everything arrived."""
 
@@ -100,7 +121,7 @@ class TakeOver:
     """Compute the prompt on this worker; nothing writes into the pages any more."""
 
 
-Action = Open | Bind | Pull | Commit | CloseStream | AskForPeer | Drained | TakeOver
+Action = Open | Bind | Pull | Commit | Load | Loaded | CloseStream | AskForPeer | Drained | TakeOver
 
 
 @dataclass(slots=True)
@@ -148,6 +169,7 @@ class HandoffReceiver:
     _ask_ns: int = 0  # time of the last ask; 0: unknown before the next tick
     _broken_reason: str = ""
     _paused: bool = False  # since a pull broke, until the control stream shows the peer's state
+    _peer_gone: bool = False  # its incarnation ended while the engine was loading
 
     def __post_init__(self) -> None:
         self._published = Coverage(self.geometry, self.prompt_tokens, self.first_head)
@@ -306,8 +328,35 @@ class HandoffReceiver:
             return [Bind(self.generation)]
         return self._finish()
 
+    def handed_over(self) -> list[Action]:
+        """Let the engine load the KV: the peer's engine holds all of it."""
+        if self.state is not ReceiverState.PULLING:
+            return []
+        self.state = ReceiverState.LOADING
+        self._peer_gone = False
+        return [Load(self.generation)]
+
+    def loaded(self, generation: int) -> list[Action]:
+        """End the transfer: the engine has loaded the KV by itself."""
+        if self.state is not ReceiverState.LOADING or generation != self.generation:
+            return []
+        self.state = ReceiverState.COMMITTED
+        return [Loaded(), CloseStream(release=True)]
+
+    def load_failed(self, generation: int, reason: str) -> list[Action]:
+        """Give up a peer whose KV the engine could not load."""
+        if self.state is not ReceiverState.LOADING or generation != self.generation:
+            return []
+        self.state = ReceiverState.PULLING
+        return self._give_up(reason, died=self._peer_gone)
+
     def stream_lost(self, peer_gone: bool, reason: str) -> list[Action]:
-        """Handle a broken stream: ask a live peer to resume, and replace a dead one."""
+        """Handle a broken stream: ask a live peer to resume, and replace a dead one.
+
+        While the engine loads the KV by itself, only the engine knows whether that fails.
+        """
+        if self.state is ReceiverState.LOADING:
+            self._peer_gone = peer_gone
         if self.state not in (ReceiverState.OPENING, ReceiverState.PULLING):
             return []
         self._reopens += 1
@@ -350,7 +399,7 @@ class HandoffReceiver:
         if generation != self.generation:
             return [Drained(generation)]
         closing: list[Action] = []
-        if self.state in (ReceiverState.OPENING, ReceiverState.PULLING):
+        if self.state in _OPEN:
             closing = [CloseStream(release=False)]
         if self.state not in (ReceiverState.NO_PEER, ReceiverState.DONE):
             self.state = ReceiverState.RESERVING
@@ -435,7 +484,7 @@ class HandoffReceiver:
         return [CloseStream(release=False), self._ask]
 
     def _close(self, release: bool) -> list[Action]:
-        was_open = self.state in (ReceiverState.OPENING, ReceiverState.PULLING)
+        was_open = self.state in _OPEN
         self.state = ReceiverState.DONE
         self._asked.clear()
         return [CloseStream(release)] if was_open else []

@@ -25,7 +25,7 @@ _TAKEN = {
     "--chat-template": "use `chat_template` of the fleet file",
     "--tokens-only": "it disables structured output: remove it",
     "--kv-events-config": "workers set it: remove it",
-    "--kv-transfer-config": "vLLM workers do not hand over KV: remove it",
+    "--kv-transfer-config": "use `hand_off: nixl`",
     "--scheduling-policy": "workers set it to `priority`: remove it",
     "--structured-outputs-config": "workers set its backend to `guidance`: remove it",
     "--no-enable-prefix-caching": "routers place requests by cached prefixes: remove it",
@@ -44,11 +44,24 @@ class VllmConfig(Section):
         python: Absolute path, on every host, of an interpreter with vLLM.
         args: Further arguments of ``vllm serve``, one word each.
         gpus: GPUs of each worker, which Ray reserves; 0: vLLM's build is for CPUs.
+        hand_off: How prefill workers hand KV over to decode workers: ``nixl`` is vLLM's
+            NixlConnector, which needs the package ``nixl`` beside vLLM. Without it there are no
+            prefill workers.
     """
 
     python: AbsoluteFile
     args: Annotated[tuple[str, ...], Field(max_length=200)] = ()
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
+    hand_off: Literal["nixl"] | None = None
+
+    @field_validator("hand_off", mode="before")
+    @classmethod
+    def _refuse_baton(cls, value: object) -> object:
+        if value == "baton":
+            raise ValueError(
+                "`baton` is not built: Baton's own transports do not reach vLLM's KV; use `nixl`"
+            )
+        return value
 
     @field_validator("args", mode="before")
     @classmethod

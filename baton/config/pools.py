@@ -190,16 +190,24 @@ class PoolsConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _external_engines_serve_whole_requests(self) -> Self:
+    def _external_engines_lack_features(self) -> Self:
         kind = self.engine.external
         if (kind == "vllm") != (self.vllm is not None):
             raise ValueError("`engine: vllm` and `vllm: {python: FILE}` need each other")
         if kind is None:
             return self
-        if self.roles == "auto" or self.prefill:
+        hand_off = self.vllm.hand_off if self.vllm is not None else None
+        if self.roles == "auto":
+            raise ValueError(f"`roles: auto`: not for {kind} workers; set prefill and decode")
+        if self.prefill and hand_off is None:
             raise ValueError(
-                f"{kind} workers do not hand over KV yet: set `prefill: 0` and the number of "
-                "workers in `decode`"
+                f"{kind} workers hand over KV only with `{kind}: {{hand_off: nixl}}`: set it, or "
+                "`prefill: 0` and the number of workers in `decode`"
+            )
+        if hand_off is not None and self.tls is not None:
+            raise ValueError(
+                f"{kind}: hand_off: nixl moves KV in plain text, and `tls` excludes that: remove "
+                "one of them"
             )
         if self.kv_tiers.memory_mb or self.kv_tiers.disk_mb:
             raise ValueError(f"kv_tiers: not for {kind} workers")

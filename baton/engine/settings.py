@@ -43,11 +43,17 @@ class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
         kind: Name in ``ENGINE_MODULES``.
         python: Interpreter in whose environment it is installed.
         args: Further arguments of its server.
+        hand_off: How it moves KV to other workers by itself; empty: it does not.
+        address: HOST:PORT at which other workers' engines ask for KV.
+        ports: Allowed range FIRST-LAST of further ports; empty: any.
     """
 
     kind: str
     python: str
     args: tuple[str, ...] = ()
+    hand_off: str = ""
+    address: str = ""
+    ports: str = ""
 
 
 class KvTierSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,6 +64,7 @@ class PromptDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prefill_ns: int
     tier_tokens: dict[str, int] = {}  # see ``Ended``
     computed_ns: int = 0  # this request's part of the steps
+    engine_transfer: bytes = b""  # with it the engine of the decode worker loads the KV by itself
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
@@ -87,6 +88,21 @@ class Revoked(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     generation: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The engine has loaded the KV of a REMOTE request by itself, and decodes."""
+
+    request_id: str
+    generation: int
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not load the KV of a REMOTE request; it waits for another peer's."""
+
+    request_id: str
+    generation: int
+    reason: str
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -159,6 +175,8 @@ Event = (
     | Reserved
     | Bound
     | Revoked
+    | Loaded
+    | LoadFailed
     | Ended
     | CacheChanged
     | AdapterChanged

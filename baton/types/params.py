@@ -31,6 +31,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     grammar: str = ""  # llguidance grammar of the response; empty: none
 
+    @property
+    def tracks_output(self) -> bool:
+        """Whether an engine must know which tokens of its context are output to sample the next."""
+        return bool(self.grammar or self.presence_penalty or self.frequency_penalty)
+
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     """Sampled token with log-probabilities of the raw logits, before penalties."""

@@ -152,6 +152,7 @@ def first_tokens_to_wire(
         prompt_logprobs=last,
         embedding=prompt_outputs.vector,
         computed_ns=done.computed_ns,
+        engine_transfer=done.engine_transfer,
     )
 
 

@@ -53,7 +53,8 @@ def kv_format(capabilities: pb.Capabilities) -> str:
 def format_id(capabilities: pb.Capabilities) -> str:
     """Return an id that is equal for two workers between which KV can move."""
     digest = capabilities.weights_digest.hex()
-    return f"{kv_format(capabilities)}|{capabilities.numerics_id}|{digest}"
+    own = f"|{capabilities.hand_off}" if capabilities.hand_off else ""
+    return f"{kv_format(capabilities)}|{capabilities.numerics_id}|{digest}{own}"
 
 
 def _format_name(capabilities: pb.Capabilities) -> str:
@@ -115,4 +116,7 @@ def disagreement(ours: pb.Capabilities, theirs: pb.Capabilities) -> str:
         )
     if ours.weights_digest != theirs.weights_digest:
         return "the weights differ"
+    if ours.hand_off != theirs.hand_off:
+        ways = [side.hand_off or "Baton's" for side in (ours, theirs)]
+        return f"the hand-offs of KV differ: {ways[0]} here and {ways[1]} there"
     return ""

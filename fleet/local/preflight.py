@@ -126,13 +126,13 @@ def notes(config: FleetConfig) -> list[str]:
 def doctor(config: FleetConfig) -> list[Finding]:
     """Run all checks; none starts a process of the fleet."""
     of_lanes = (lane.pools.vllm for lane in config.lanes)
-    interpreters = dict.fromkeys(vllm.python for vllm in of_lanes if vllm is not None)
+    engines = dict.fromkeys((one.python, one.hand_off) for one in of_lanes if one is not None)
     return [
         _finding("python", lambda: f"{sys.version.split()[0]} at {sys.executable}"),
         _finding("packages", _packages),
         _finding("redis-server", lambda: str(server_binary())),
         *(_finding("model", partial(_described, lane)) for lane in config.lanes),
-        *(_finding("vllm", partial(vllm_version, python)) for python in interpreters),
+        *(_finding("vllm", partial(vllm_version, *engine)) for engine in engines),
         _finding("port", lambda: f"{claim_port(config.host, config.port)} is free"),
         _finding("memory", lambda: available_memory(_LEAST_MEMORY_GIB)),
         _finding("open files", open_files),

@@ -191,7 +191,10 @@ def _kv_tiers(config: FleetConfig, worker_id: str) -> KvTierSettings:
 
 def _external(config: FleetConfig) -> ExternalEngine | None:
     vllm = config.pools.vllm
-    return None if vllm is None else ExternalEngine(kind="vllm", python=vllm.python, args=vllm.args)
+    if vllm is None:
+        return None
+    hand_off = vllm.hand_off or ""
+    return ExternalEngine(kind="vllm", python=vllm.python, args=vllm.args, hand_off=hand_off)
 
 
 def _emulated(config: FleetConfig) -> EmulatedModel | None:

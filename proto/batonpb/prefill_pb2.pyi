@@ -152,7 +152,7 @@ class FirstToken(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ..., has_logprob: _Optional[bool] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("choices", "cached_tokens", "queue_ns", "prefill_ns", "prompt_logprobs", "embedding", "computed_ns")
+    __slots__ = ("choices", "cached_tokens", "queue_ns", "prefill_ns", "prompt_logprobs", "embedding", "computed_ns", "engine_transfer")
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,7 @@ class FirstTokens(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_NS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     choices: _containers.RepeatedCompositeFieldContainer[FirstToken]
     cached_tokens: int
     queue_ns: int
@@ -167,7 +168,8 @@ class FirstTokens(_message.Message):
     prompt_logprobs: _common_pb2.PromptLogprobs
     embedding: bytes
     computed_ns: int
-    def __init__(self, choices: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ..., embedding: _Optional[bytes] = ..., computed_ns: _Optional[int] = ...) -> None: ...
+    engine_transfer: bytes
+    def __init__(self, choices: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ..., embedding: _Optional[bytes] = ..., computed_ns: _Optional[int] = ..., engine_transfer: _Optional[bytes] = ...) -> None: ...
 
 class CommitRecord(_message.Message):
     __slots__ = ("rectangles", "payload_bytes", "valid_tokens", "manifest_digest")

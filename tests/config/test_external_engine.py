@@ -21,7 +21,15 @@ def test_the_section_becomes_the_engine_of_every_worker() -> None:
     assert external is not None
     assert (external.kind, external.python) == ("vllm", PYTHON)
     assert external.args == ("--block-size", "32")
+    assert external.hand_off == ""
     assert engine_settings(FleetConfig(), "decode").external is None
+
+
+def test_a_hand_off_lets_a_fleet_have_prefill_workers() -> None:
+    handing = {"prefill": 1, "vllm": {"python": PYTHON, "hand_off": "nixl"}}
+    external = engine_settings(config(handing), "prefill").external
+    assert external is not None
+    assert external.hand_off == "nixl"
 
 
 def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +47,17 @@ def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.Mon
         ({}, {"quantisation": {"weights": "int8"}}, "quantisation: use pools.vllm.args"),
         ({}, {"speculation": "ngram"}, "speculation: use pools.vllm.args"),
         ({}, {"adapters": {"load": {"a": "/a"}}}, "adapters.load: not served by this engine"),
-        ({"prefill": 1}, {}, "vllm workers do not hand over KV yet: set `prefill: 0`"),
+        ({"prefill": 1}, {}, "hand over KV only with `vllm: {hand_off: nixl}`: set it"),
+        ({"roles": "auto", "prefill": 1}, {}, "`roles: auto`: not for vllm workers"),
+        ({"vllm": {"python": PYTHON, "hand_off": "baton"}}, {}, "`baton` is not built"),
+        (
+            {
+                "vllm": {"python": PYTHON, "hand_off": "nixl"},
+                "tls": {"certificate": "/c", "key": "/k", "ca": "/a"},
+            },
+            {},
+            "hand_off: nixl moves KV in plain text",
+        ),
         ({"kv_tiers": {"memory_mb": 64}}, {}, "kv_tiers: not for vllm workers"),
         ({"tensor_parallel": 2}, {}, "use `--tensor-parallel-size` in pools.vllm.args"),
         ({"vllm": None}, {}, "need each other"),
@@ -64,7 +82,7 @@ def test_what_vllm_workers_do_not_do_is_refused(
         ("--max-model-len", "use `max_context_tokens` of the fleet file"),
         ("--max_model_len", "use `max_context_tokens` of the fleet file"),
         ("--structured-outputs-config.backend", "workers set its backend to `guidance`"),
-        ("--kv-transfer-config", "vLLM workers do not hand over KV"),
+        ("--kv-transfer-config", "use `hand_off: nixl`"),
     ],
 )
 def test_arguments_that_workers_set_are_refused_with_the_key_to_use(

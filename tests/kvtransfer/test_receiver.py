@@ -9,7 +9,17 @@ import pytest
 from baton.types.events import Published
 from baton.types.geometry import KvGeometry
 from kvtransfer.kv_slice import KvSlice, cut
-from kvtransfer.receiver import MAX_REOPENS, AskForPeer, HandoffReceiver, Pull, ReceiverState
+from kvtransfer.receiver import (
+    MAX_REOPENS,
+    AskForPeer,
+    CloseStream,
+    HandoffReceiver,
+    Load,
+    Loaded,
+    Open,
+    Pull,
+    ReceiverState,
+)
 from kvtransfer.sender import HandoffSender
 
 GEOMETRY = KvGeometry(num_layers=4, num_kv_heads=2, head_dim=8, num_blocks=64, dtype="bf16")
@@ -274,3 +284,41 @@ def test_a_stream_that_breaks_again_without_progress_costs_the_peer() -> None:
         machine.accepted(resumed=True, now_ns=0)
     (_, ask) = machine.stream_lost(peer_gone=False, reason="cut")
     assert ask == AskForPeer("cut", peer_died=False)
+
+
+def loading() -> HandoffReceiver:
+    """A receiver whose engine loads the KV by itself."""
+    machine = HandoffReceiver(GEOMETRY, 40)
+    machine.reserved(1, 0, 0)
+    machine.accepted(resumed=False, now_ns=0)
+    assert machine.handed_over() == [Load(1)]
+    return machine
+
+
+def test_what_the_engine_loads_by_itself_is_complete_without_a_pull() -> None:
+    machine = loading()
+    assert machine.commit_record(0, 0, 40, 0) == []  # it is about Baton's own transfers
+    assert machine.tick(1 << 60) == []  # the engine's queue may be long
+    assert machine.loaded(2) == []
+    assert machine.loaded(1) == [Loaded(), CloseStream(release=True)]
+    assert machine.state is ReceiverState.COMMITTED
+    assert machine.load_failed(1, "late") == []
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_load_that_fails_asks_for_another_peer(gone: bool) -> None:
+    machine = loading()
+    assert machine.stream_lost(gone, "refused") == []  # the engine may have all of it
+    close, ask = machine.load_failed(1, "no KV")
+    assert close == CloseStream(release=False)
+    assert ask == AskForPeer("no KV", peer_died=gone)
+    assert machine.replaced(1) == [Open(1, 0)]
+    machine.accepted(resumed=False, now_ns=2)
+    assert machine.handed_over() == [Load(1)]
+
+
+def test_a_cancelled_load_notifies_the_peer() -> None:
+    machine = loading()
+    assert machine.cancel() == [CloseStream(release=False)]
+    assert machine.loaded(1) == []
+    assert machine.handed_over() == []

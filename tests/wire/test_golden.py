@@ -14,10 +14,11 @@ from batonpb import prefill_pb2 as pb
 from baton.registry.types import EventBatch, Heartbeat, Snapshot, WorkerRecord
 from baton.types.block_hashes import block_hashes, hash_seed
 from baton.types.errors import DeadlineError
+from baton.types.events import PromptDone, PromptOutputsReady
 from baton.types.geometry import KvGeometry
-from baton.types.params import SamplingParams
+from baton.types.params import SampledToken, SamplingParams
 from baton.wire.capability import sign
-from baton.wire.codecs import error_to_wire, sampling_to_wire
+from baton.wire.codecs import error_to_wire, first_tokens_to_wire, sampling_to_wire
 from baton.wire.fleet_token import FleetToken
 from kvtransfer.chunk import binding, digests, encode, manifest_digest
 from kvtransfer.kv_slice import KvSlice
@@ -52,6 +53,20 @@ def _chunk() -> bytes:
     return encode(header, payload)
 
 
+def _first_tokens(engine_transfer: bytes = b"") -> bytes:
+    done = PromptDone(
+        request_id="r",
+        first=(SampledToken(5, -0.5, ((5, -0.5), (6, -1.5))),),
+        cached_tokens=3,
+        queue_ns=4,
+        prefill_ns=5,
+        computed_ns=6,
+        engine_transfer=engine_transfer,
+    )
+    (message,) = first_tokens_to_wire(done, PromptOutputsReady("r"))
+    return message.SerializeToString(deterministic=True)
+
+
 BYTES = {
     "sampling": (
         lambda: sampling_to_wire(PARAMS).SerializeToString(deterministic=True),
@@ -61,6 +76,8 @@ BYTES = {
         lambda: error_to_wire(DeadlineError("late", param="p")).SerializeToString(),
         "297fb78ff41bcc8005b00ce5",
     ),
+    "first tokens": (_first_tokens, "82a2ba5d016996c6809c1cfb"),
+    "first tokens of an engine": (lambda: _first_tokens(b"[{}]"), "e0feb40361ee50fecba5fff2"),
     "block hashes": (
         lambda: b"".join(block_hashes(hash_seed(b"w", "f", "n"), range(50))),
         "bceec4218ac7eac558070387",
@@ -88,6 +105,13 @@ BYTES = {
         "1a213418bcb9de4e670d101b",
     ),
 }
+
+
+def test_a_worker_of_an_earlier_version_reads_first_tokens_without_the_transfer() -> None:
+    """Such a worker does not pair with one whose engine moves KV by itself."""
+    plain = _first_tokens()
+    assert pb.FirstTokens.FromString(plain).engine_transfer == b""
+    assert _first_tokens(b"[{}]").startswith(plain)  # the field is the last one
 
 
 @pytest.mark.parametrize("name", BYTES)

@@ -33,11 +33,15 @@ class Bind(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Command after all pages are verified: decode behind the first tokens."""
+    """Command to decode behind the first tokens: all pages are verified.
+
+    With ``engine_transfer`` the engine first loads the KV by itself.
+    """
 
     request_id: str
     generation: int
     first: tuple[int | None, ...]  # None for a choice that has ended
+    engine_transfer: bytes = b""
 
 
 class ComputeLocally(msgspec.Struct, frozen=True, tag=True):
@@ -107,6 +111,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     threads: int
     load_s: float
     ranks: tuple[int, ...] = ()  # pids of a tensor-parallel replica, the leader's first
+    hand_off: str = ""  # how the engine moves KV by itself; empty: it does not
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -141,6 +146,8 @@ RequestReport = (
     | ev.Reserved
     | ev.Bound
     | ev.Revoked
+    | ev.Loaded
+    | ev.LoadFailed
 )
 """Reports about one request that has not ended."""
 

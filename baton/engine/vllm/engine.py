@@ -8,38 +8,31 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
-from baton.engine.vllm import http, protocol
+from baton.engine.vllm import http, protocol, transfer
 from baton.engine.vllm.events_client import KvEventsClient
+from baton.engine.vllm.live_request import LiveRequest
 from baton.engine.vllm.load import LoadMeter, Row
 from baton.engine.vllm.protocol import ChoiceStream
 from baton.engine.vllm.server import VllmFacts
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
 from baton.types.block_hashes import block_hashes
-from baton.types.errors import BatonError, CancelledError_, InternalError, UnavailableError
+from baton.types.errors import (
+    BatonError,
+    CancelledError_,
+    InternalError,
+    InvalidRequestError,
+    UnavailableError,
+)
+from baton.types.geometry import BLOCK_TOKENS
 
 _ALIVE_S = 0.5
 _HEALTH_S = 2.0  # for vLLM's API server to respond
 _SETTLE_S = 0.02
 _DEATH_CHECKS = 3  # of vLLM's health after an internal error
-
-
-class LiveRequest:
-    """Streams of one request, one for each live choice."""
-
-    def __init__(self, submit: messages.Submit, prompt: list[int]) -> None:
-        self.submit = submit
-        self.prompt = prompt
-        self.exchanges: dict[int, http.Exchange] = {}
-        self.open_choices: set[int] = set()
-        self.submitted_ns = time.monotonic_ns()
-        self.admitted = False
-        self.failed = False  # vLLM reported an error, which ``VllmEngine`` handles
-        self.cached_tokens = 0
-        self.first_ns = 0
-        self.input_ns = 0
-        self.output_ns = 0
+_LOAD_S = 60.0  # for vLLM to load KV from another vLLM, its queue included
 
 
 class VllmEngine:
@@ -69,6 +62,8 @@ class VllmEngine:
         self._vllm = vllm
         self._folder = folder
         self._block_tokens = facts.block_tokens
+        self._hands_over = bool(facts.hand_off)
+        self._generation = 0  # of the latest hand-off to this worker
         self._eos = eos
         self._requests: dict[str, LiveRequest] = {}
         self._meter = LoadMeter(total_blocks)
@@ -91,41 +86,110 @@ class VllmEngine:
                 self._submit(command)
             case messages.Cancel():
                 self._cancel(command)
+            case messages.Commit():
+                self._load(command)
+            case messages.ComputeLocally():
+                self._compute(command)
+            case messages.Release():
+                self._release(command)
             case messages.Forget():
                 self._tasks.spawn(self._forget(), "forget")
             case _:
-                pass  # about hand-offs, which `protocol.refusal` refuses
+                pass  # about Baton's own pool
 
     async def close(self) -> None:
         """Close all connections to vLLM."""
         await self._tasks.close()
 
     def _submit(self, command: messages.Submit) -> None:
-        error = protocol.refusal(command.spec)
+        error = protocol.refusal(command.spec, self._hands_over)
         if error is not None:
             self._send(ev.Ended(command.request_id, error.code, error.message))
             return
         prompt: list[int] = np.frombuffer(command.prompt_token_ids, dtype="<u4").tolist()
-        request = LiveRequest(command, prompt)
+        remote = command.spec.kind is Kind.REMOTE
+        self._generation += remote
+        request = LiveRequest(command, prompt, self._generation * remote)
         self._requests[command.request_id] = request
-        emitted = command.spec.emitted
-        choices = [n for n in range(command.spec.params.n) if not emitted or emitted[n] is not None]
-        request.open_choices.update(choices)
-        request.cached_tokens = self._cached_tokens(command, prompt)
-        for choice in choices:
+        self._queue(request)
+        if remote:
+            cached_blocks = request.cached_tokens // BLOCK_TOKENS
+            self._send(ev.Reserved(command.request_id, request.generation, cached_blocks))
+        else:
+            self._begin(request)
+
+    def _queue(self, request: LiveRequest) -> None:
+        """Count the choices of a request as waiting."""
+        hashes = block_hashes(request.spec.hash_seed, request.prompt[:-1])  # the last is computed
+        request.cached_tokens = self._events.mirror.cached_tokens(hashes, self._block_tokens)
+        emitted = request.spec.emitted
+        for choice in request.open_choices:
             row = Row(
-                len(prompt) + len((emitted[choice] if emitted else None) or ()),
+                len(request.prompt) + len((emitted[choice] if emitted else None) or ()),
                 request.cached_tokens,
                 request.submitted_ns,
+                comes=not request.computes,
             )
-            self._meter.submitted(command.request_id, choice, row)
-            self._tasks.spawn(self._stream(request, choice), "stream")
+            self._meter.submitted(request.submit.request_id, choice, row)
         self._send(self._meter.status(self._cached_blocks))
 
-    def _cached_tokens(self, command: messages.Submit, prompt: list[int]) -> int:
-        """Return the prompt tokens that vLLM has cached, by its events; the last is computed."""
-        hashes = block_hashes(command.spec.hash_seed, prompt[:-1])
-        return self._events.mirror.cached_tokens(hashes, self._block_tokens)
+    def _begin(self, request: LiveRequest) -> None:
+        """Send vLLM the open choices of a request."""
+        ask = self._prefill if request.spec.kind is Kind.PREFILL else self._stream
+        for choice in request.open_choices:
+            self._tasks.spawn(ask(request, choice), "exchange")
+
+    def _load(self, command: messages.Commit) -> None:
+        """Let vLLM load the KV from another vLLM and decode behind the first tokens."""
+        request = self._requests.get(command.request_id)
+        if request is None or not request.generation or request.computes:
+            return
+        request.begin_run(command.first, Kind.REMOTE)
+        self._queue(request)
+        try:
+            choices = transfer.decode(command.engine_transfer, request.spec.params.n)
+        except InternalError as error:
+            self._load_failed(request, error.message)
+            return
+        request.loading.update(request.open_choices)
+        request.late = asyncio.get_running_loop().call_later(
+            _LOAD_S, self._load_failed, request, f"vLLM loaded no KV within {_LOAD_S:.0f} s"
+        )
+        prompt_tokens = len(request.prompt)
+        for choice in request.open_choices:
+            parameters = transfer.to_load(choices[choice], prompt_tokens, self._block_tokens)
+            self._tasks.spawn(self._stream(request, choice, parameters), "exchange")
+
+    def _loaded(self, request: LiveRequest) -> None:
+        """Report that vLLM has the KV of all choices, and what they have brought so far."""
+        if request.late is not None:
+            request.late.cancel()
+        self._send(ev.Loaded(request.submit.request_id, request.generation), *request.withheld)
+        request.withheld.clear()
+
+    def _load_failed(self, request: LiveRequest, reason: str) -> None:
+        """Report a failed load, and wait for another one or to compute the prompt here."""
+        _log(f"cannot load KV: request={request.submit.request_id}: {reason}")
+        for choice in request.open_choices:
+            self._meter.ended(request.submit.request_id, choice)
+        request.end_run()
+        self._queue(request)
+        self._send(ev.LoadFailed(request.submit.request_id, request.generation, reason))
+
+    def _compute(self, command: messages.ComputeLocally) -> None:
+        """Compute a prompt here whose KV did not come."""
+        request = self._requests.get(command.request_id)
+        if request is None or not request.generation:
+            return
+        request.begin_run(command.first, Kind.FULL)
+        self._queue(request)
+        self._begin(request)
+
+    def _release(self, command: messages.Release) -> None:
+        """End a prompt for another worker. vLLM frees its KV when that worker has read it."""
+        request = self._requests.get(command.request_id)
+        if request is not None:
+            self._end(request, None)
 
     def _cancel(self, command: messages.Cancel) -> None:
         request = self._requests.get(command.request_id)
@@ -153,48 +217,65 @@ class VllmEngine:
             success = False
         self._send(messages.Forgotten({"pool": erased if success else -1}))
 
-    # ---------------------------------------------------------------- streams
+    # ---------------------------------------------------------------- exchanges
 
-    async def _stream(self, request: LiveRequest, choice: int) -> None:
-        """Request one choice and report its tokens."""
-        submit = request.submit
-        stream = ChoiceStream(submit.request_id, choice, submit.spec, self._eos)
+    async def _exchange(
+        self, request: LiveRequest, choice: int, body: bytes, take: Callable[[bytes], None]
+    ) -> bool:
+        """Send vLLM one request; return whether the response is complete and still wanted."""
+        run = request.run
         errors: list[bytes] = []
         exchange: http.Exchange | None = None
 
-        def on_body(body: bytes) -> None:
+        def on_body(data: bytes) -> None:
             if exchange is None or exchange.status != 200:
-                errors.append(body)
+                errors.append(data)
                 return
-            self._take(request, choice, stream, body)
+            take(data)
 
-        body = protocol.generate_body(
-            submit.request_id, request.prompt, submit.spec, choice, self._eos
-        )
         try:
             exchange = await http.begin(
                 self._socket, http.request_bytes("POST", protocol.GENERATE, body), on_body
             )
-            request.exchanges[choice] = exchange
-            if choice not in request.open_choices:  # cancelled meanwhile
+            if request.run == run and choice in request.open_choices:
+                request.exchanges[choice] = exchange
+            else:  # cancelled meanwhile
                 exchange.close()
             complete = await exchange.done
         except OSError as error:
             self._break(f"vLLM takes no requests: {error}")
-            return
-        if request.failed or choice not in request.open_choices:
-            return  # its end is handled elsewhere
+            return False
+        if request.failed or request.run != run or choice not in request.open_choices:
+            return False  # its end is handled elsewhere
         if exchange.status not in (0, 200):
             refused = protocol.read_chunk(b"".join(errors)).error or protocol.ErrorBody()
             await self._fail(request, protocol.error_of(refused, exchange.status))
-        elif not complete or not stream.finished:
+            return False
+        if not complete:
             self._break("vLLM closed a stream before the end of a response")
-        else:
-            if stream.cached_tokens is not None:
-                request.cached_tokens = stream.cached_tokens
-            self._end_choice(request, choice)
-            if not request.open_choices:
-                self._end(request, None)
+        return complete
+
+    async def _stream(
+        self, request: LiveRequest, choice: int, parameters: transfer.Parameters | None = None
+    ) -> None:
+        """Request one choice and report its tokens."""
+        request_id = request.submit.request_id
+        stream = ChoiceStream(request_id, choice, request.spec, self._eos)
+        body = protocol.generate_body(
+            request_id, request.prompt, request.spec, choice, self._eos, parameters
+        )
+        if not await self._exchange(
+            request, choice, body, lambda data: self._take(request, choice, stream, data)
+        ):
+            return
+        if not stream.finished:
+            self._break("vLLM closed a stream before the end of a response")
+            return
+        if stream.cached_tokens is not None and request.computes:
+            request.cached_tokens = stream.cached_tokens
+        self._end_choice(request, choice)
+        if not request.open_choices:
+            self._end(request, None)
 
     def _take(self, request: LiveRequest, choice: int, stream: ChoiceStream, body: bytes) -> None:
         try:
@@ -203,25 +284,86 @@ class VllmEngine:
             request.failed = True
             self._tasks.spawn(self._fail(request, error), "fail")
             return
-        request_id = request.submit.request_id
-        now_ns = time.monotonic_ns()
         sent: list[messages.Report] = []
         for tokens in reports:
+            step = self._count(request, choice, len(tokens.tokens))
             if not request.admitted:
                 request.admitted = True
-                request.first_ns = now_ns
-                sent.append(
-                    ev.Admitted(
-                        request_id=request_id, cached_tokens=request.cached_tokens, queue_ns=0
-                    )
-                )
-            step = self._meter.tokens(
-                request_id, choice, len(tokens.tokens), now_ns, self._cached_blocks
-            )
+                if request.computes:
+                    sent.append(self._admitted(request))
             if step is not None:
                 sent.append(step)
             sent.append(tokens)
-        self._send(*sent)
+        if not request.loading:
+            self._send(*sent)
+            return
+        request.withheld += sent
+        if reports:
+            request.loading.discard(choice)
+        if not request.loading:
+            self._loaded(request)
+
+    def _count(self, request: LiveRequest, choice: int, tokens: int) -> ev.StepDone | None:
+        """Note the arrival of tokens; return the step that it ends, if any."""
+        now_ns = time.monotonic_ns()
+        if not request.admitted:
+            request.first_ns = now_ns
+        return self._meter.tokens(
+            request.submit.request_id, choice, tokens, now_ns, self._cached_blocks
+        )
+
+    async def _prefill(self, request: LiveRequest, choice: int) -> None:
+        """Request the first token of one choice for another worker."""
+        request_id = request.submit.request_id
+        body = protocol.prefill_body(request_id, request.prompt, request.spec, choice, self._eos)
+        parts: list[bytes] = []
+        if not await self._exchange(request, choice, body, parts.append):
+            return
+        params = request.spec.params
+        try:
+            answer = protocol.read_chunk(b"".join(parts))
+            token = protocol.first_token(answer, params.logprobs)
+            held: transfer.Parameters = {}
+            if params.max_tokens > 1:
+                held = transfer.held(answer.kv_transfer_params, len(request.prompt))
+        except InternalError as error:
+            await self._fail(request, error)
+            return
+        step = self._count(request, choice, 1)
+        if step is not None:
+            self._send(step)
+        self._meter.row(request_id, choice).held = True
+        request.admitted = True
+        request.first[choice] = (token, held)
+        if answer.cached_tokens is not None:
+            request.cached_tokens = answer.cached_tokens
+        if len(request.first) == params.n:
+            self._prompt_done(request)
+
+    def _prompt_done(self, request: LiveRequest) -> None:
+        """Report the first tokens and the parameters with which another vLLM reads the KV."""
+        request_id = request.submit.request_id
+        by_choice = [request.first[choice] for choice in range(request.spec.params.n)]
+        parameters = [held for _, held in by_choice]
+        self._send(
+            ev.PromptDone(
+                request_id=request_id,
+                first=tuple(token for token, _ in by_choice),
+                cached_tokens=min(request.cached_tokens, len(request.prompt)),
+                queue_ns=0,
+                prefill_ns=request.first_ns - request.submitted_ns,
+                computed_ns=sum(self._meter.input_ns(request_id, n) for n in request.first),
+                engine_transfer=transfer.encode(parameters) if all(parameters) else b"",
+            ),
+            self._meter.status(self._cached_blocks),
+        )
+
+    def _admitted(self, request: LiveRequest) -> ev.Admitted:
+        return ev.Admitted(
+            request_id=request.submit.request_id,
+            cached_tokens=min(request.cached_tokens, len(request.prompt)),
+            queue_ns=0,
+        )
 
     async def _fail(self, request: LiveRequest, error: BatonError) -> None:
         """End a request with vLLM's error, unless vLLM itself is dying."""
@@ -230,8 +372,10 @@ class VllmEngine:
             return
         if request.submit.request_id not in self._requests:
             return
-        for exchange in request.exchanges.values():
-            exchange.close()
+        if request.loading and not isinstance(error, InvalidRequestError):
+            self._load_failed(request, error.message)
+            return
+        request.end_run()
         self._end(request, error)
 
     async def _is_dying(self) -> bool:
@@ -255,20 +399,24 @@ class VllmEngine:
 
     def _end(self, request: LiveRequest, error: BatonError | None) -> None:
         request_id = request.submit.request_id
+        if request.late is not None:
+            request.late.cancel()
         for choice in tuple(request.open_choices):
             self._end_choice(request, choice)
         del self._requests[request_id]
         prompt_tokens = len(request.prompt)
         cached = min(request.cached_tokens, prompt_tokens)
+        computed_tokens = prompt_tokens - cached if request.admitted and request.computes else 0
+        if request.computes:
+            self._send(self._admitted(request))
         self._send(
-            ev.Admitted(request_id=request_id, cached_tokens=cached, queue_ns=0),
             ev.Ended(
                 request_id,
                 error.code if error is not None else "",
                 error.message if error is not None else "",
                 prefill_ns=max(request.first_ns - request.submitted_ns, 0),
                 cached_tokens=cached,
-                computed_tokens=prompt_tokens - cached if request.admitted else 0,
+                computed_tokens=computed_tokens,
                 input_ns=request.input_ns,
                 output_ns=request.output_ns,
             ),

@@ -12,19 +12,24 @@ folder = pathlib.Path(found.submodule_search_locations[0])
 version = importlib.metadata.version("vllm")
 if not (folder / "entrypoints/scale_out/token_in_token_out").is_dir():
     sys.exit(f"its vLLM {version} has no /inference/v1/generate; 0.32 has")
+for package in sys.argv[1:]:
+    if importlib.util.find_spec(package) is None:
+        sys.exit(f"hand_off: {package} needs the package {package} there: pip install {package}")
 print(version)
 """
 
 
-def vllm_version(python: str) -> str:
+def vllm_version(python: str, hand_off: str | None = None) -> str:
     """Return the version of vLLM in an interpreter's environment.
 
     Raises:
-        RuntimeError: The interpreter cannot run, or has no vLLM with the endpoints that are used.
+        RuntimeError: The interpreter cannot run, has no vLLM with the endpoints that are used, or
+            lacks the package of the ``hand_off``.
     """
+    packages = [hand_off] if hand_off else []
     try:
         done = subprocess.run(
-            [python, "-c", _PROGRAM], capture_output=True, text=True, timeout=_TIMEOUT_S
+            [python, "-c", _PROGRAM, *packages], capture_output=True, text=True, timeout=_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"pools.vllm.python: {python} cannot run: {error}") from None

@@ -24,12 +24,16 @@ class Row:
 
     Attributes:
         cached_tokens: Prompt tokens that vLLM has cached, as far as known.
+        comes: Whether its KV comes from another worker, so that vLLM computes no prompt.
+        held: Whether its prompt is computed and its KV only waits for another worker.
         input_ns: Its part of the steps, for the prompt; ``output_ns`` the same for its tokens.
     """
 
     prompt_tokens: int
     cached_tokens: int
     submitted_ns: int
+    comes: bool = False
+    held: bool = False
     first_ns: int = 0
     generated: int = 0
     input_ns: int = 0
@@ -43,7 +47,7 @@ class Row:
     @property
     def uncached(self) -> int:
         """Prompt tokens to compute."""
-        return max(self.prompt_tokens - self.cached_tokens, 1)
+        return 0 if self.comes else max(self.prompt_tokens - self.cached_tokens, 1)
 
 
 class LoadMeter:
@@ -66,6 +70,13 @@ class LoadMeter:
         """Return a live sequence."""
         return self._rows[request_id, choice]
 
+    def input_ns(self, request_id: str, choice: int) -> int:
+        """Return a sequence's part of the steps for its prompt, which the current one computed."""
+        row = self._rows[request_id, choice]
+        rows = len(self._batch) - len(self._new)
+        work = sum(new.uncached for new in self._new) + rows
+        return row.input_ns + (self._batch_ns - self._began_ns()) // (work or 1) * row.uncached
+
     def ended(self, request_id: str, choice: int) -> Row | None:
         """Remove a sequence, and return it."""
         return self._rows.pop((request_id, choice), None)
@@ -77,6 +88,10 @@ class LoadMeter:
         key = request_id, choice
         step = self.end_step(cached_blocks) if key in self._batch else None
         row = self._rows[key]
+        if row.comes and not row.first_ns:  # the time since the step before was spent on loading
+            row.first_ns = now_ns
+            row.generated += count
+            return step
         if not self._batch:
             self._batch_ns = now_ns
         if not row.first_ns:
@@ -118,7 +133,7 @@ class LoadMeter:
 
     def status(self, cached_blocks: int) -> StepDone:
         """Return the load, without figures of a step."""
-        answering = [row for row in self._rows.values() if row.first_ns]
+        answering = [row for row in self._rows.values() if row.first_ns and not row.held]
         waiting = [row for row in self._rows.values() if not row.first_ns]
         return StepDone(
             step=self._step,

@@ -91,10 +91,11 @@ class VllmProcess:
             None, partial(resolve_model, settings.model, allow_unsupported=True)
         )
         arguments = server.command(self._external, settings, path, Path(self._folder))
-        vllm = await server.start(arguments, settings.threads)
+        vllm = await server.start(arguments, settings.threads, self._external)
         try:
             await server.until_healthy(vllm, f"{self._folder}/http", self._progress)
-            facts = await server.read_facts(f"{self._folder}/http")
+            hand_off = self._external.hand_off
+            facts = await server.read_facts(f"{self._folder}/http", hand_off)
             artifact = await describing
             geometry = facts.geometry(artifact)
             eos = artifact.config.eos_token_ids
@@ -110,6 +111,7 @@ class VllmProcess:
                     max_context_tokens=facts.max_context_tokens,
                     threads=settings.threads,
                     load_s=time.monotonic() - began_s,
+                    hand_off=facts.hand_off,
                 )
             )
             self._engine.broken.add_done_callback(lambda broken: self.end(broken.result()))

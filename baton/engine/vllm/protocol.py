@@ -5,7 +5,7 @@ resumed by itself. The cache salt is the seed of the request's block hashes: two
 a block, and vLLM's KV events name the seed (``kv_events.py``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -81,15 +81,32 @@ class Chunk(msgspec.Struct, frozen=True):
     choices: tuple[ChunkChoice, ...] = ()
     usage: Usage | None = None
     error: ErrorBody | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # only of responses that are not streamed
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that vLLM had cached; None if it does not report them here."""
+        details = self.usage.prompt_tokens_details if self.usage is not None else None
+        return details.cached_tokens if details is not None else None
 
 
 _decoder = msgspec.json.Decoder(Chunk)
 
 
-def refusal(spec: RequestSpec) -> BatonError | None:
-    """Return the error of a request that vLLM workers do not serve, or None."""
-    if spec.kind is not Kind.FULL:
-        return UnavailableError("vLLM workers do not hand over KV: they serve whole requests only")
+def refusal(spec: RequestSpec, hands_over: bool) -> BatonError | None:
+    """Return the error of a request that vLLM workers do not serve, or None.
+
+    ``hands_over``: these workers hand KV over to others.
+    """
+    if spec.kind is Kind.HELD or (spec.kind is not Kind.FULL and not hands_over):
+        return UnavailableError("these vLLM workers do not hand over KV")
+    if spec.kind is Kind.REMOTE and spec.emitted:
+        return UnavailableError("vLLM workers resume responses without a hand-off")
+    if spec.kind is not Kind.FULL and spec.params.tracks_output:
+        return InvalidRequestError(
+            "vLLM workers do not hand over responses with a format, presence_penalty or "
+            "frequency_penalty: leave x-baton-mode out"
+        )
     if any(spec.emitted) and spec.params.grammar:
         return UnavailableError(
             "a response with a format cannot be resumed by vLLM workers, which would begin the "
@@ -99,12 +116,17 @@ def refusal(spec: RequestSpec) -> BatonError | None:
 
 
 def generate_body(
-    request_id: str, prompt: Sequence[int], spec: RequestSpec, choice: int, eos: Sequence[int]
+    request_id: str,
+    prompt: Sequence[int],
+    spec: RequestSpec,
+    choice: int,
+    eos: Sequence[int],
+    transfer: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Return the JSON body that requests one choice.
 
     Emitted tokens of a resumed response follow the prompt. vLLM does not count them in presence
-    and frequency penalties.
+    and frequency penalties. With ``transfer`` vLLM loads the KV from another vLLM.
     """
     emitted = (spec.emitted[choice] if spec.emitted else None) or ()
     body: dict[str, Any] = {
@@ -116,6 +138,30 @@ def generate_body(
         "cache_salt": spec.hash_seed.hex(),
         "priority": spec.priority,
     }
+    if transfer is not None:
+        body["kv_transfer_params"] = transfer
+    return msgspec.json.encode(body)
+
+
+def prefill_body(
+    request_id: str, prompt: Sequence[int], spec: RequestSpec, choice: int, eos: Sequence[int]
+) -> bytes:
+    """Return the JSON body that requests the first token of one choice, and holds the KV.
+
+    It is not streamed, because only whole responses have ``kv_transfer_params``. The KV is not held
+    for responses of one token.
+    """
+    params = spec.params
+    one = msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
+    body: dict[str, Any] = {
+        "request_id": f"{request_id}/{choice}",
+        "token_ids": prompt,
+        "sampling_params": sampling_params(one, choice, 0, eos),
+        "cache_salt": spec.hash_seed.hex(),
+        "priority": spec.priority,
+    }
+    if params.max_tokens > 1:
+        body["kv_transfer_params"] = {"do_remote_decode": True}
     return msgspec.json.encode(body)
 
 
@@ -190,9 +236,8 @@ class ChoiceStream:
     def _take(self, chunk: Chunk) -> list[ev.Tokens]:
         if chunk.error is not None:
             raise error_of(chunk.error, None)
-        details = chunk.usage.prompt_tokens_details if chunk.usage is not None else None
-        if details is not None and details.cached_tokens is not None:
-            self.cached_tokens = details.cached_tokens
+        if chunk.cached_tokens is not None:
+            self.cached_tokens = chunk.cached_tokens
         return [self._tokens(choice) for choice in chunk.choices]
 
     def _tokens(self, choice: ChunkChoice) -> ev.Tokens:
@@ -212,23 +257,39 @@ class ChoiceStream:
             request_id=self._request_id,
             choice=self._choice,
             index=index,
-            tokens=tuple(self._sampled(n, token, content) for n, token in enumerate(ids)),
+            tokens=tuple(
+                _sampled(n, token, content, self._alternatives) for n, token in enumerate(ids)
+            ),
             finish_reason=reason,
             stop_token=stop,
         )
 
-    def _sampled(
-        self, position: int, token: int, content: Sequence[TokenLogProb] | None
-    ) -> SampledToken:
-        if self._alternatives is None or content is None:
-            return SampledToken(token)
-        scored = content[position]
-        ranked = sorted(
-            (one for one in scored.top_logprobs if one.rank is not None),
-            key=lambda one: one.rank or 0,
-        )
-        top = tuple((one.token_id, one.logprob) for one in ranked[: self._alternatives])
-        return SampledToken(token, scored.logprob, top)
+
+def _sampled(
+    position: int, token: int, content: Sequence[TokenLogProb] | None, alternatives: int | None
+) -> SampledToken:
+    if alternatives is None or content is None:
+        return SampledToken(token)
+    scored = content[position]
+    ranked = sorted(
+        (one for one in scored.top_logprobs if one.rank is not None),
+        key=lambda one: one.rank or 0,
+    )
+    top = tuple((one.token_id, one.logprob) for one in ranked[:alternatives])
+    return SampledToken(token, scored.logprob, top)
+
+
+def first_token(answer: Chunk, alternatives: int | None) -> SampledToken:
+    """Return the token in the response to a ``prefill_body``.
+
+    Raises:
+        InternalError: There is none.
+    """
+    choice = answer.choices[0] if answer.choices else ChunkChoice()
+    if not choice.token_ids or choice.finish_reason not in ("stop", "length"):
+        raise InternalError(f"vLLM sampled no first token: finish_reason {choice.finish_reason!r}")
+    content = choice.logprobs.content if choice.logprobs is not None else None
+    return _sampled(0, choice.token_ids[0], content, alternatives)
 
 
 def read_chunk(payload: bytes) -> Chunk:

@@ -8,9 +8,11 @@ from typing import Any
 
 import msgspec
 
+from baton.config.network import is_loopback
 from baton.engine.parent import die_with_parent
 from baton.engine.settings import EngineSettings, ExternalEngine
 from baton.engine.vllm.http import fetch
+from baton.engine.vllm.transfer import hand_off_id
 from baton.model.artifact import ModelArtifact
 from baton.types.errors import InternalError, UnavailableError
 from baton.types.geometry import BLOCK_TOKENS, KvGeometry
@@ -27,6 +29,7 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         block_tokens: Tokens of one of its blocks.
         width: Ranks of its tensor parallelism times those of its pipeline.
+        hand_off: How it moves KV to other vLLMs, see ``transfer.hand_off_id``; empty: it does not.
     """
 
     version: str
@@ -37,6 +40,7 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     attention: str
     width: int
+    hand_off: str = ""
 
     @property
     def numerics_id(self) -> str:
@@ -91,14 +95,44 @@ def command(
         *("--structured-outputs-config.backend", "guidance"),
         *("--max-logprobs", str(_LOGPROBS)),
         *("--max-num-seqs", str(settings.max_batch_requests)),
+        *_hand_off_arguments(engine),
         *limits,
         *engine.args,
     ]
 
 
-def environment(outer: Mapping[str, str], threads: int) -> dict[str, str]:
+def _hand_off_arguments(engine: ExternalEngine) -> list[str]:
+    """Return the arguments of the connector. Every worker may send and receive KV."""
+    if not engine.hand_off:
+        return []
+    connector = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",  # Baton repeats the hand-off, or lets vLLM compute
+    }
+    return ["--kv-transfer-config", msgspec.json.encode(connector).decode()]
+
+
+def _hand_off_environment(engine: ExternalEngine) -> dict[str, str]:
+    """Return the addresses at which other vLLMs reach this one's KV."""
+    if not engine.hand_off:
+        return {}
+    host, _, port = engine.address.rpartition(":")
+    variables = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host.strip("[]"),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": port,
+    }
+    if is_loopback(host):
+        variables["UCX_NET_DEVICES"] = "lo"  # UCX would listen on all interfaces
+    if engine.ports:
+        variables["UCX_TCP_PORT_RANGE"] = engine.ports
+    return variables
+
+
+def environment(outer: Mapping[str, str], threads: int, engine: ExternalEngine) -> dict[str, str]:
     """Return the environment; variables of the outer one win."""
     return {
+        **_hand_off_environment(engine),
         "HF_HUB_OFFLINE": "1",  # the model is a folder
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two workers would bind the same cores
@@ -108,7 +142,9 @@ def environment(outer: Mapping[str, str], threads: int) -> dict[str, str]:
     }
 
 
-async def start(arguments: Sequence[str], threads: int) -> asyncio.subprocess.Process:
+async def start(
+    arguments: Sequence[str], threads: int, engine: ExternalEngine
+) -> asyncio.subprocess.Process:
     """Start the server in this process's group; it ends with this process.
 
     Raises:
@@ -119,7 +155,7 @@ async def start(arguments: Sequence[str], threads: int) -> asyncio.subprocess.Pr
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=2,
-            env=environment(_own_environment(), threads),
+            env=environment(_own_environment(), threads, engine),
             preexec_fn=die_with_parent,
         )
     except OSError as error:
@@ -163,8 +199,8 @@ async def until_healthy(
             return
 
 
-async def read_facts(socket_path: str) -> VllmFacts:
-    """Return the properties of the running server.
+async def read_facts(socket_path: str, hand_off: str = "") -> VllmFacts:
+    """Return the properties of the running server, which was started with a ``hand_off``.
 
     Raises:
         InternalError: This version of vLLM does not report them as expected.
@@ -172,11 +208,13 @@ async def read_facts(socket_path: str) -> VllmFacts:
     version = msgspec.json.decode(await fetch(socket_path, "GET", "/version", 10.0))["version"]
     raw = await fetch(socket_path, "GET", "/server_info?config_format=json", 60.0)
     try:
-        return facts_of(version, msgspec.json.decode(raw)["vllm_config"])
+        facts = facts_of(version, msgspec.json.decode(raw)["vllm_config"])
     except (KeyError, TypeError, ValueError) as error:
         raise InternalError(
             f"vLLM {version} does not report its configuration as 0.32 does: {error!r}"
         ) from None
+    way = hand_off_id(hand_off, facts.block_tokens)
+    return msgspec.structs.replace(facts, hand_off=way)
 
 
 def facts_of(version: str, config: Mapping[str, Any]) -> VllmFacts:

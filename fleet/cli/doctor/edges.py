@@ -159,7 +159,12 @@ async def _measure(prefill: _Line, decode: _Line, transport: str) -> EdgeFigure:
 
 
 def _common(prefill: common_pb2.Capabilities, decode: common_pb2.Capabilities) -> list[str]:
-    """Return the transports that both workers have, and that lead to the same place."""
+    """Return the transports that both workers have, and that lead to the same place.
+
+    Workers whose engine moves KV by itself have no choice.
+    """
+    if decode.hand_off:
+        return [decode.hand_off]
     ours = {(offer.name, offer.place) for offer in decode.transports}
     both = {offer.name for offer in prefill.transports if (offer.name, offer.place) in ours}
     return [name for name in TRANSPORTS if name in both or name == FALLBACK]

@@ -107,7 +107,7 @@ class NodeProbe:
         from baton.engine.vllm.interpreter import vllm_version
 
         vllm = self._config.pools.vllm
-        return "" if vllm is None else vllm_version(vllm.python)
+        return "" if vllm is None else vllm_version(vllm.python, vllm.hand_off)
 
     def _sums(self) -> str:
         from baton.engine.cpu.native import library

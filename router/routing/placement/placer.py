@@ -3,7 +3,7 @@
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic_ns
 from typing import NamedTuple
@@ -204,6 +204,7 @@ class Placer:
         Raises:
             UnavailableError: No ready worker can serve the request in its mode.
         """
+        request = self._on_one_engine(request)
         now_ns = self._clock_ns()
         rates = self._shortlist.update(self._workers, now_ns, self._news)
         usable = self._shortlist.usable
@@ -227,6 +228,16 @@ class Placer:
             prefix=self._held_now(chosen.links, hashes) if chosen.links else (),
         )
         return Quote(placement, hashes)
+
+    def _on_one_engine(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request with the mode that an external engine can serve it in.
+
+        Such an engine takes over the KV of a prompt and its first token, but no other output.
+        """
+        must = request.goes_on or request.sampling.tracks_output
+        if request.mode != "auto" or not (self._settings.external and must):
+            return request
+        return replace(request, mode="colocated")
 
     def _book_quote(self, request: GenerationRequest, quote: Quote) -> None:
         placement = quote.placement

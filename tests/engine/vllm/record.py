@@ -1,8 +1,9 @@
 """Records exchanges of a real vLLM, for the tests in this folder.
 
-    .venv/bin/python -m tests.engine.vllm.record
+    .venv/bin/python -m tests.engine.vllm.record [whole | hand_off]
 
-It needs the environment and the model of `make test-vllm`, and writes `recorded/`.
+It needs the environment and the model of `make test-vllm`, and writes `recorded/`: exchanges about
+whole requests, or about hand-offs.
 """
 
 import asyncio
@@ -11,13 +12,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
+
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.settings import EngineSettings, ExternalEngine
 from baton.engine.vllm import http, protocol, server
+from baton.engine.vllm.transfer import Parameters
 from baton.engine.vllm.zmtp import SUBSCRIBE_ALL, ZmtpPeer, message
 from baton.types.params import SamplingParams
+from fleet.ports import chosen_port
 from tests.vllm.places import ARGS, MODEL, PYTHON
 
+HOST = "127.0.0.1"
 RECORDED = Path(__file__).parent / "recorded"
 FRANCE = [504, 3575, 282, 4649, 314]  # "The capital of France is"
 LONG = list(range(1000, 1200))
@@ -42,9 +48,11 @@ def spec(params: SamplingParams, seed: bytes = SEEDS[0]) -> RequestSpec:
     return RequestSpec(kind=Kind.FULL, params=params, hash_seed=seed)
 
 
-async def generate(folder: str, prompt: list[int], of: RequestSpec) -> bytes:
+async def generate(
+    folder: str, prompt: list[int], of: RequestSpec, parameters: Parameters | None = None
+) -> bytes:
     parts: list[bytes] = []
-    body = protocol.generate_body("r", prompt, of, 0, EOS)
+    body = protocol.generate_body("r", prompt, of, 0, EOS, parameters)
     request = http.request_bytes("POST", protocol.GENERATE, body)
     exchange = await http.begin(f"{folder}/http", request, parts.append)
     await exchange.done
@@ -94,22 +102,38 @@ async def record(folder: str) -> None:
     (RECORDED / "replay.zmtp").write_bytes(await listen(f"{folder}/replay", "DEALER", first, 3.0))
 
 
-async def main() -> None:
+async def record_hand_off(folder: str) -> None:
+    """Record a prompt for another vLLM, and two loads: from nowhere, and of nothing."""
+    handing = msgspec.structs.replace(spec(PARAMS["logprobs"]), kind=Kind.PREFILL)
+    body = protocol.prefill_body("r", LONG, handing, 0, EOS)
+    parts: list[bytes] = []
+    request = http.request_bytes("POST", protocol.GENERATE, body)
+    await (await http.begin(f"{folder}/http", request, parts.append)).done
+    (RECORDED / "prefill.json").write_bytes(b"".join(parts))
+    parameters = protocol.read_chunk(b"".join(parts)).kv_transfer_params or {}
+    loading = spec(PARAMS["length"], SEEDS[1])
+    nowhere = {**parameters, "remote_engine_id": "gone", "remote_port": chosen_port(HOST, "")}
+    (RECORDED / "load_failed.sse").write_bytes(await generate(folder, LONG, loading, nowhere))
+
+
+async def main(what: str) -> None:
     RECORDED.mkdir(exist_ok=True)
     settings = EngineSettings(model=str(MODEL), max_context_tokens=4096)
     external = ExternalEngine(kind="vllm", python=str(PYTHON), args=ARGS)
+    if what == "hand_off":
+        address = f"{HOST}:{chosen_port(HOST, '')}"
+        external = msgspec.structs.replace(external, hand_off="nixl", address=address)
     with tempfile.TemporaryDirectory() as folder:
-        vllm = await server.start(
-            server.command(external, settings, MODEL, Path(folder)), threads=1
-        )
+        arguments = server.command(external, settings, MODEL, Path(folder))
+        vllm = await server.start(arguments, 1, external)
         try:
             await server.until_healthy(vllm, f"{folder}/http", print)
-            await record(folder)
+            await (record_hand_off if what == "hand_off" else record)(folder)
         finally:
             vllm.terminate()
             await vllm.wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(*sys.argv[1:] or ["whole"]))
     sys.stdout.write(f"wrote {RECORDED}\n")

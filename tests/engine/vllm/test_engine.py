@@ -11,6 +11,7 @@ import pytest
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
+from baton.engine.vllm import engine, protocol, transfer
 from baton.engine.vllm.engine import VllmEngine
 from baton.engine.vllm.server import VllmFacts, facts_of
 from baton.engine.vllm.zmtp import ZmtpPeer
@@ -28,8 +29,9 @@ END = b"0\r\n\r\n"
 Reply = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
-def facts() -> VllmFacts:
-    return facts_of("0.32.0", msgspec.json.decode((RECORDED / "server_info.json").read_bytes()))
+def facts(hand_off: str = "nixl/block32") -> VllmFacts:
+    info = msgspec.json.decode((RECORDED / "server_info.json").read_bytes())
+    return msgspec.structs.replace(facts_of("0.32.0", info), hand_off=hand_off)
 
 
 class Replay:
@@ -112,9 +114,9 @@ class Running:
             BLOCKS,
         )
 
-    def submit(self, prompt: list[int], **params: Any) -> None:
+    def submit(self, prompt: list[int], kind: Kind = Kind.FULL, **params: Any) -> None:
         sampling = msgspec.convert({"max_tokens": 8, **params}, SamplingParams)
-        spec = RequestSpec(kind=Kind.FULL, params=sampling, hash_seed=SEEDS[0])
+        spec = RequestSpec(kind=kind, params=sampling, hash_seed=SEEDS[0])
         self.engine.handle(
             messages.Submit(request_id="r", prompt_token_ids=pack_tokens(prompt), spec=spec)
         )
@@ -122,11 +124,15 @@ class Running:
     def of(self, kind: type) -> list[Any]:
         return [report for report in self.reports if isinstance(report, kind)]
 
-    async def end(self) -> ev.Ended:
+    async def first(self, kind: type) -> Any:
         async with asyncio.timeout(10):
-            while not self.of(ev.Ended):
+            while not self.of(kind):
                 await asyncio.sleep(0.005)
-        return self.of(ev.Ended)[0]
+        return self.of(kind)[0]
+
+    async def end(self) -> ev.Ended:
+        ended: ev.Ended = await self.first(ev.Ended)
+        return ended
 
 
 @pytest.fixture
@@ -287,3 +293,192 @@ async def test_a_deletion_that_fails_says_so(running: Running, answer: bool, blo
             await asyncio.sleep(0.005)
     (report,) = running.of(messages.Forgotten)
     assert min(report.blocks["pool"], 0) == blocks
+
+
+# ---------------------------------------------------------------- hand-offs
+
+PREFILL = (RECORDED / "prefill.json").read_bytes()
+PARAMETERS = [protocol.read_chunk(PREFILL).kv_transfer_params]
+
+
+def commit(running: Running, first: tuple[int | None, ...] = (7,)) -> None:
+    """Let the translator load the KV of its only request."""
+    (reserved,) = running.of(ev.Reserved)
+    data = transfer.encode([*PARAMETERS * len(first)])
+    running.engine.handle(messages.Commit("r", reserved.generation, first, data))
+
+
+async def test_a_prompt_for_another_worker_is_held_until_its_release(running: Running) -> None:
+    running.replay.reply = sending(PREFILL)
+    running.submit(LONG, Kind.PREFILL, logprobs=2, temperature=0.0)
+    done = await running.first(ev.PromptDone)
+    (token,) = done.first
+    assert len(token.top) == 2
+    assert transfer.decode(done.engine_transfer, 1) == PARAMETERS
+    assert done.prefill_ns > 0
+    assert done.computed_ns > 0
+    held = running.of(ev.StepDone)[-1]
+    assert (held.running, held.waiting, held.blocks.in_use) == (0, 0, 13)
+    assert running.of(ev.Ended) == []
+    running.engine.handle(messages.Release("r"))
+    assert (await running.end()).error_code == ""
+    assert running.of(ev.StepDone)[-1].blocks.in_use == 0
+    assert not running.engine.broken.done()
+
+
+async def test_each_choice_has_its_own_parameters(running: Running) -> None:
+    running.replay.reply = sending(PREFILL)
+    running.submit(LONG, Kind.PREFILL, n=2, temperature=1.0)
+    done = await running.first(ev.PromptDone)
+    assert len(done.first) == 2
+    assert transfer.decode(done.engine_transfer, 2) == PARAMETERS * 2
+    assert len(running.of(ev.PromptDone)) == 1
+
+
+async def test_a_response_of_one_token_needs_no_transfer(running: Running) -> None:
+    plain = msgspec.json.encode({**msgspec.json.decode(PREFILL), "kv_transfer_params": None})
+    running.replay.reply = sending(plain)
+    running.submit(LONG, Kind.PREFILL, max_tokens=1)
+    assert (await running.first(ev.PromptDone)).engine_transfer == b""
+
+
+async def test_a_vllm_without_the_connector_is_named(running: Running) -> None:
+    plain = msgspec.json.encode({**msgspec.json.decode(PREFILL), "kv_transfer_params": None})
+    running.replay.reply = sending(plain)
+    running.submit(LONG, Kind.PREFILL)
+    assert "no NixlConnector" in (await running.end()).error_message
+
+
+async def test_a_first_token_that_cannot_be_read_ends_the_request(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    running.submit(LONG, Kind.PREFILL)
+    assert "which is not a chunk" in (await running.end()).error_message
+    assert not running.engine.broken.done()
+
+
+async def test_a_cancelled_prompt_is_aborted_in_vllm(running: Running) -> None:
+    async def never(writer: asyncio.StreamWriter) -> None:
+        pass
+
+    running.replay.reply = never
+    running.submit(LONG, Kind.PREFILL)
+    async with asyncio.timeout(10):
+        while not running.replay.bodies:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        running.engine.handle(messages.Cancel("r"))
+        assert (await running.end()).error_code == "cancelled"
+        await running.replay.hung_up.wait()
+
+
+async def test_a_response_goes_on_behind_the_first_token_of_another_worker(
+    running: Running,
+) -> None:
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    running.submit(LONG, Kind.REMOTE, max_tokens=4, temperature=0.0)
+    waiting = running.of(ev.StepDone)[-1]
+    assert (waiting.queued_prompt_tokens, waiting.coming_context) == (0, 200)
+    await asyncio.sleep(0.05)
+    assert running.replay.bodies == []  # the KV is not there yet
+    commit(running)
+    ended = await running.end()
+    assert (ended.error_code, ended.computed_tokens) == ("", 0)
+    (body,) = running.replay.bodies
+    assert body["token_ids"] == [*LONG, 7]
+    assert body["sampling_params"]["max_tokens"] == 3
+    assert body["kv_transfer_params"] == PARAMETERS[0]
+    assert [run.index for run in running.of(ev.Tokens)] == [1, 2, 3]
+    order = [type(one) for one in running.reports if isinstance(one, ev.Loaded | ev.Tokens)]
+    assert order == [ev.Loaded, ev.Tokens, ev.Tokens, ev.Tokens]
+    assert running.of(ev.Admitted) == []  # the prefill worker has counted the cached tokens
+
+
+async def test_a_load_that_fails_waits_for_another_worker(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "load_failed.sse").read_bytes())
+    running.submit(LONG, Kind.REMOTE, max_tokens=4, temperature=0.0)
+    commit(running)
+    failed = await running.first(ev.LoadFailed)
+    assert failed.generation == running.of(ev.Reserved)[0].generation
+    assert failed.reason
+    assert (running.of(ev.Loaded), running.of(ev.Tokens), running.of(ev.Ended)) == ([], [], [])
+    assert running.of(ev.StepDone)[-1].running == 1
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    commit(running)
+    assert (await running.end()).error_code == ""
+    assert [run.index for run in running.of(ev.Tokens)] == [1, 2, 3]
+    assert not running.engine.broken.done()
+
+
+async def test_after_a_load_that_failed_vllm_may_compute_the_prompt(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "load_failed.sse").read_bytes())
+    running.submit(LONG, Kind.REMOTE, max_tokens=4, temperature=0.0)
+    commit(running)
+    await running.first(ev.LoadFailed)
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    running.engine.handle(messages.ComputeLocally("r", (7,)))
+    ended = await running.end()
+    assert ended.computed_tokens == 200
+    assert "kv_transfer_params" not in running.replay.bodies[-1]
+    assert running.replay.bodies[-1]["token_ids"] == [*LONG, 7]
+    assert [run.index for run in running.of(ev.Tokens)] == [1, 2, 3]
+
+
+async def test_a_prompt_without_a_first_token_is_computed_from_its_start(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    running.submit(LONG, Kind.REMOTE, max_tokens=3, temperature=0.0)
+    running.engine.handle(messages.ComputeLocally("r", None))
+    await running.end()
+    assert running.replay.bodies[-1]["token_ids"] == LONG
+    assert [run.index for run in running.of(ev.Tokens)] == [0, 1, 2]
+
+
+async def test_no_choice_is_reported_before_the_kv_of_all_has_come(running: Running) -> None:
+    gate = asyncio.Event()
+
+    async def one_by_one(writer: asyncio.StreamWriter) -> None:
+        if len(running.replay.bodies) == 2:
+            await gate.wait()
+        writer.write(HEAD + chunk((RECORDED / "length.sse").read_bytes()) + END)
+        writer.close()
+
+    running.replay.reply = one_by_one
+    running.submit(LONG, Kind.REMOTE, max_tokens=4, n=2, temperature=1.0)
+    commit(running, (7, 8))
+    await asyncio.sleep(0.2)
+    assert running.of(ev.Tokens) == []
+    gate.set()
+    assert (await running.end()).error_code == ""
+    for choice in (0, 1):
+        runs = [run.index for run in running.of(ev.Tokens) if run.choice == choice]
+        assert runs == [1, 2, 3]
+
+
+async def test_a_choice_that_has_ended_is_not_loaded(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    running.submit(LONG, Kind.REMOTE, max_tokens=4, n=2, temperature=1.0)
+    commit(running, (None, 8))
+    await running.end()
+    assert {run.choice for run in running.of(ev.Tokens)} == {1}
+
+
+async def test_a_load_without_an_end_is_given_up(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+
+    monkeypatch.setattr(engine, "_LOAD_S", 0.1)
+    running.replay.reply = never
+    running.submit(LONG, Kind.REMOTE, max_tokens=4)
+    commit(running)
+    assert "no KV within" in (await running.first(ev.LoadFailed)).reason
+    async with asyncio.timeout(10):
+        await running.replay.hung_up.wait()  # by which vLLM aborts the request
+    running.engine.handle(messages.Cancel("r"))
+    assert (await running.end()).error_code == "cancelled"
+
+
+async def test_without_a_hand_off_prompts_of_other_workers_are_refused(running: Running) -> None:
+    running.engine._hands_over = False
+    running.submit(LONG, Kind.REMOTE)
+    assert "do not hand over KV" in (await running.end()).error_message

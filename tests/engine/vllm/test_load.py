@@ -73,3 +73,32 @@ def test_the_blocks_add_up() -> None:
         blocks = meter.status(cached_blocks).blocks
         assert blocks.free + blocks.cached + blocks.in_use == blocks.total == 20
         assert blocks.in_use == 10
+
+
+def test_a_prompt_that_comes_from_another_worker_is_not_computed() -> None:
+    """The time in which its KV is loaded is neither that of a prompt nor that of a step."""
+    meter = LoadMeter(total_blocks=100)
+    meter.submitted("r", 0, Row(160, 32, 0, comes=True))
+    waiting = meter.status(0)
+    assert (waiting.queued_prompt_tokens, waiting.coming_context) == (0, 160)
+    assert meter.tokens("r", 0, 1, 900 * MS, 0) is None
+    assert meter.settled(2000 * MS, 0) is None
+    assert meter.status(0).answering == 1
+    meter.tokens("r", 0, 1, 920 * MS, 0)
+    step = meter.tokens("r", 0, 1, 945 * MS, 0)
+    assert step is not None
+    assert (step.prompt_tokens, step.decode_rows) == (0, 1)
+    assert step.duration_ns == 20 * MS
+
+
+def test_a_held_prompt_keeps_its_blocks_and_is_no_response() -> None:
+    meter = LoadMeter(total_blocks=100)
+    meter.submitted("r", 0, Row(160, 0, 0))
+    meter.tokens("r", 0, 1, 80 * MS, 0)
+    assert meter.input_ns("r", 0) == 80 * MS
+    meter.row("r", 0).held = True
+    status = meter.status(0)
+    assert (status.running, status.answering, status.waiting) == (0, 0, 0)
+    assert status.blocks.in_use == 11
+    meter.settled(200 * MS, 0)
+    assert meter.input_ns("r", 0) == 80 * MS

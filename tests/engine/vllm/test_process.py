@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from baton.engine.process.client import EngineClient
 from baton.engine.settings import EngineSettings, ExternalEngine
+from baton.engine.vllm import server
 from baton.engine.vllm.interpreter import vllm_version
 from baton.types.errors import InternalError
 
@@ -87,8 +89,57 @@ def test_nothing_of_the_group_outlives_a_killed_process(
         shell.communicate()
 
 
+def test_an_interpreter_without_the_package_of_the_hand_off_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm/entrypoints/scale_out/token_in_token_out").mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").touch()
+    own = tmp_path / "vllm-0.32.0.dist-info"
+    own.mkdir()
+    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert vllm_version(sys.executable).startswith("0.32.0 at ")
+    with pytest.raises(RuntimeError, match="hand_off: nixl needs the package nixl there"):
+        vllm_version(sys.executable, "nixl")
+
+
 def test_an_interpreter_without_vllm_is_named() -> None:
     with pytest.raises(RuntimeError, match="vLLM is not installed there"):
         vllm_version(sys.executable)
     with pytest.raises(RuntimeError, match=r"/nowhere/python cannot run"):
         vllm_version("/nowhere/python")
+
+
+# ---------------------------------------------------------------- hand-offs
+
+
+def external(**changes: str) -> ExternalEngine:
+    return ExternalEngine(kind="vllm", python="python", **changes)
+
+
+def test_a_hand_off_sets_the_connector_and_the_addresses_of_this_worker() -> None:
+    engine = external(hand_off="nixl", address="10.0.0.7:5600", ports="7000-7100")
+    settings = EngineSettings(model="m", external=engine)
+    line = server.command(engine, settings, Path("/m"), Path("/f"))
+    config = msgspec.json.decode(line[line.index("--kv-transfer-config") + 1])
+    assert config["kv_connector"] == "NixlConnector"
+    assert config["kv_load_failure_policy"] == "fail"
+    variables = server.environment({}, 1, engine)
+    assert variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.7"
+    assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    assert variables["UCX_TCP_PORT_RANGE"] == "7000-7100"
+    assert "UCX_NET_DEVICES" not in variables
+    own = server.environment({"UCX_TCP_PORT_RANGE": "1-2"}, 1, engine)
+    assert own["UCX_TCP_PORT_RANGE"] == "1-2"
+
+
+def test_a_fleet_on_one_host_opens_no_port_to_others() -> None:
+    engine = external(hand_off="nixl", address="127.0.0.1:5600")
+    assert server.environment({}, 1, engine)["UCX_NET_DEVICES"] == "lo"
+
+
+def test_without_a_hand_off_vllm_gets_no_connector() -> None:
+    engine = external()
+    settings = EngineSettings(model="m", external=engine)
+    assert "--kv-transfer-config" not in server.command(engine, settings, Path("/m"), Path("/f"))
+    assert not [name for name in server.environment({}, 1, engine) if "NIXL" in name]

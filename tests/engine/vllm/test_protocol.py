@@ -9,7 +9,12 @@ import pytest
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.vllm import protocol
 from baton.engine.vllm.protocol import ChoiceStream, generate_body, refusal
-from baton.types.errors import InternalError, InvalidRequestError
+from baton.types.errors import (
+    BatonError,
+    InternalError,
+    InvalidRequestError,
+    UnavailableError,
+)
 from baton.types.params import AdapterRef, SampledToken, SamplingParams
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -127,25 +132,57 @@ def test_end_tokens_are_sent_unless_they_are_ignored() -> None:
 def test_parameters_that_vllm_lacks_are_refused_by_name(
     changes: dict[str, object], text: str
 ) -> None:
-    error = refusal(spec(**changes))
+    error = refusal(spec(**changes), hands_over=True)
     assert isinstance(error, InvalidRequestError)
     assert error.message == text
 
 
 def test_requests_that_vllm_workers_do_not_serve_are_refused_by_name() -> None:
     replace = msgspec.structs.replace
-    assert refusal(spec()) is None
-    handed = refusal(replace(spec(), kind=Kind.PREFILL))
-    assert handed is not None
-    assert "do not hand over KV" in handed.message
-    pooled = refusal(replace(spec(), pooling="mean"))
+    assert refusal(spec(), hands_over=False) is None
+    pooled = refusal(replace(spec(), pooling="mean"), hands_over=True)
     assert pooled is not None
     assert "embeddings" in pooled.message
-    adapter = refusal(replace(spec(), adapter=AdapterRef("a", "00", "/a")))
+    adapter = refusal(replace(spec(), adapter=AdapterRef("a", "00", "/a")), hands_over=True)
     assert adapter is not None
     assert "LoRA" in adapter.message
     formatted = spec(grammar='start: "a"')
-    assert refusal(formatted) is None
-    resumed = refusal(replace(formatted, emitted=((1,),)))
+    assert refusal(formatted, hands_over=True) is None
+    resumed = refusal(replace(formatted, emitted=((1,),)), hands_over=True)
     assert resumed is not None
     assert "cannot be resumed" in resumed.message
+
+
+@pytest.mark.parametrize("kind", [Kind.PREFILL, Kind.REMOTE])
+def test_hand_offs_are_refused_where_vllm_cannot_continue_a_response(kind: Kind) -> None:
+    def refused(hands_over: bool = True, **changes: object) -> BatonError | None:
+        return refusal(msgspec.structs.replace(spec(**changes), kind=kind), hands_over)
+
+    assert refused() is None
+    alone = refused(hands_over=False)
+    assert isinstance(alone, UnavailableError)
+    assert "do not hand over KV" in alone.message
+    for changes in ({"grammar": 'start: "a"'}, {"presence_penalty": 1.0}, {"frequency_penalty": 1}):
+        stateful = refused(**changes)
+        assert isinstance(stateful, InvalidRequestError)
+        assert "format, presence_penalty or frequency_penalty" in stateful.message
+
+
+def test_cached_prefixes_and_resumed_responses_are_not_handed_over() -> None:
+    replace = msgspec.structs.replace
+    for refused in (
+        replace(spec(), kind=Kind.HELD),
+        replace(spec(), kind=Kind.REMOTE, emitted=((1,),)),
+    ):
+        assert isinstance(refusal(refused, hands_over=True), UnavailableError)
+
+
+def test_a_prompt_for_another_worker_requests_one_token_and_parameters() -> None:
+    body = json.loads(protocol.prefill_body("r", [1, 2], spec(min_tokens=3), 0, EOS))
+    assert body["token_ids"] == [1, 2]
+    assert body["sampling_params"]["max_tokens"] == 1
+    assert body["sampling_params"]["min_tokens"] == 1
+    assert "stream" not in body  # streamed responses have no parameters
+    assert body["kv_transfer_params"] == {"do_remote_decode": True}
+    one = json.loads(protocol.prefill_body("r", [1, 2], spec(max_tokens=1), 0, EOS))
+    assert "kv_transfer_params" not in one

@@ -1,0 +1,72 @@
+"""Request at a vLLM worker: its exchanges with vLLM, and what they have brought so far."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from baton.engine.core.sequence import Kind
+from baton.engine.process import messages
+from baton.engine.vllm import http, transfer
+from baton.types.params import SampledToken
+
+
+class LiveRequest:
+    """Exchanges of one request with vLLM, one for each live choice.
+
+    Attributes:
+        spec: The submitted one; after a hand-off with the first tokens as emitted ones.
+        run: Number of the current exchanges; those of earlier runs are ignored.
+        generation: Number of the hand-off to this worker; 0: none.
+        loading: Choices whose KV is not known to be loaded; ``withheld`` are their reports.
+        first: First tokens and parameters of a prompt for another worker, by choice.
+    """
+
+    def __init__(self, submit: messages.Submit, prompt: list[int], generation: int) -> None:
+        self.submit = submit
+        self.spec = submit.spec
+        self.prompt = prompt
+        self.run = 0
+        self.generation = generation
+        self.loading: set[int] = set()
+        self.withheld: list[messages.Report] = []
+        self.late: asyncio.TimerHandle | None = None
+        self.first: dict[int, tuple[SampledToken, transfer.Parameters]] = {}
+        self.exchanges: dict[int, http.Exchange] = {}
+        emitted = submit.spec.emitted
+        choices = range(submit.spec.params.n)
+        self.open_choices = {n for n in choices if not emitted or emitted[n] is not None}
+        self.submitted_ns = time.monotonic_ns()
+        self.admitted = False
+        self.failed = False  # vLLM reported an error, which ``VllmEngine`` handles
+        self.cached_tokens = 0
+        self.first_ns = 0
+        self.input_ns = 0
+        self.output_ns = 0
+
+    @property
+    def computes(self) -> bool:
+        """Whether this vLLM computes the prompt."""
+        return self.spec.kind is not Kind.REMOTE
+
+    def begin_run(self, first: Iterable[int | None] | None, kind: Kind) -> None:
+        """Start over behind first tokens; None for a choice that has ended."""
+        self.end_run()
+        emitted = () if first is None else tuple(None if t is None else (t,) for t in first)
+        self.spec = msgspec.structs.replace(self.spec, kind=kind, emitted=emitted)
+        self.open_choices -= {n for n, tokens in enumerate(emitted) if tokens is None}
+        self.submitted_ns = time.monotonic_ns()
+
+    def end_run(self) -> None:
+        """Close all exchanges and discard what they have brought."""
+        for exchange in self.exchanges.values():
+            exchange.close()
+        if self.late is not None:
+            self.late.cancel()
+        self.exchanges.clear()
+        self.loading.clear()
+        self.withheld.clear()
+        self.run += 1
+        self.admitted = False
+        self.failed = False

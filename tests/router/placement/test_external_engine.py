@@ -1,0 +1,68 @@
+"""Responses that an external engine cannot take over from a prefill worker stay on one worker."""
+
+import random
+from typing import Any
+
+import pytest
+
+from baton.types.params import SamplingParams
+from benchmarks.placement import fleet
+from router.request import GenerationRequest
+from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.placer import Placer
+from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.workers.table import Slot
+from router.settings import RouterSettings
+
+
+class Table(list[Slot]):
+    """Workers, all of them usable."""
+
+    @property
+    def usable(self) -> list[Slot]:
+        return self
+
+    def get(self, worker_id: str) -> Slot | None:
+        return next((slot for slot in self if slot.worker_id == worker_id), None)
+
+    def news(self) -> None:
+        return None
+
+
+def modes(external: str, goes_on: bool = False, **params: Any) -> set[str]:
+    """Return the modes that the placer compares for a request."""
+    workers = Table(fleet(2, 2, random.Random(1)))
+    settings = RouterSettings(model="m", model_names=("m",), external=external)
+    placer = Placer(
+        settings,
+        workers,
+        PrefixIndex(),
+        LoadBook(),
+        clock_ns=lambda: 0,
+        hashes_of=lambda *_: [],
+    )
+    request = GenerationRequest(
+        request_id="r",
+        prompt=tuple(range(2048)),
+        sampling=SamplingParams(max_tokens=64, **params),
+        arrived_ns=0,
+        deadline_ns=10**18,
+        goes_on=goes_on,
+    )
+    return {one.mode for one in placer.quote(request).placement.candidates}
+
+
+def test_prompts_may_be_handed_over() -> None:
+    assert modes("vllm") == {"colocated", "disaggregated"}
+
+
+@pytest.mark.parametrize(
+    "params", [{"grammar": "g"}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}]
+)
+def test_what_depends_on_the_output_so_far_stays_on_one_worker(params: dict[str, Any]) -> None:
+    assert modes("vllm", **params) == {"colocated"}
+    assert modes("", **params) == {"colocated", "disaggregated"}
+
+
+def test_a_resumed_response_stays_on_one_worker() -> None:
+    assert modes("vllm", goes_on=True) == {"colocated"}

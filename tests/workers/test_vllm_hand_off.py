@@ -1,0 +1,170 @@
+"""Hand-offs between vLLM workers: real shells and translators, and a vLLM that was recorded."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import psutil
+import pytest
+
+from baton.engine.settings import ExternalEngine
+from tests.engine.tiny_llama import write_llama
+from tests.engine.vllm.record import LONG
+from tests.workers.harness import MiniRouter, WorkerProcess
+from tests.workers.vllm_program import RECORDED
+
+pytestmark = pytest.mark.fleet
+FIRST = 260  # first token in recorded/prefill.json
+ROOT = Path(__file__).parents[2]
+
+
+class Pair(NamedTuple):
+    """Two prefill workers and a decode worker, with the folders that switch their vLLMs."""
+
+    prefill: WorkerProcess
+    other: WorkerProcess
+    decode: WorkerProcess
+    router: MiniRouter
+    folder: Path
+
+    def requests(self, worker_id: str) -> list[dict]:
+        """Bodies that a worker's vLLM has received."""
+        log = self.folder / worker_id / "requests"
+        lines = log.read_bytes().splitlines() if log.exists() else []
+        return [msgspec.json.decode(line) for line in lines]
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    program = tmp_path / "python"
+    program.write_text(
+        f'#!/bin/sh\ncd {ROOT}\nshift 2\nexec {sys.executable} -m tests.workers.vllm_program "$@"\n'
+    )
+    program.chmod(0o755)
+    started = []
+    async with contextlib.AsyncExitStack() as undo:
+        for worker_id in ("prefill-0", "prefill-1", "decode-0"):
+            model = write_llama(tmp_path / worker_id)
+            external = ExternalEngine(kind="vllm", python=str(program), hand_off="nixl")
+            worker = await WorkerProcess.start(
+                worker_id, model=model, numerics="fast", external=external
+            )
+            undo.push_async_callback(worker.stop)
+            started.append(worker)
+        router = MiniRouter(started[2])
+        await router.connect()
+        undo.push_async_callback(router.close)
+        yield Pair(*started, router, tmp_path)
+
+
+async def test_the_first_token_comes_from_one_vllm_and_the_rest_from_another(pair: Pair) -> None:
+    await pair.router.submit("r", LONG, pair.prefill, sampling={"max_tokens": 4})
+    end = await pair.router.ended("r")
+    assert not end.HasField("error")
+    assert pair.router.tokens["r"][0] == [FIRST, *recorded_tokens()]
+    route = pair.router.routes["r"]
+    assert (route.mode, route.prefill_worker_id) == ("disaggregated", "prefill-0")
+    (asked,) = pair.requests("prefill-0")
+    assert asked["token_ids"] == LONG
+    (loaded,) = pair.requests("decode-0")
+    assert loaded["token_ids"] == [*LONG, FIRST]
+    assert loaded["kv_transfer_params"]["remote_num_tokens"] == 200
+    assert loaded["cache_salt"] == asked["cache_salt"]
+    times = end.times
+    assert times.transfer_ns > 0
+    assert times.transfer_bytes == 200 * 2 * 2 * 1 * 32 * 2  # tokens, layers, K and V, heads, bf16
+    assert pair.router.status is not None
+    await pair.router.baseline()
+    assert pair.router.status.transfers.count == 1
+
+
+def recorded_tokens() -> list[int]:
+    lines = (RECORDED / "length.sse").read_bytes().split(b"\n\n")
+    chunks = [msgspec.json.decode(line[6:]) for line in lines if line.startswith(b"data: {")]
+    return [token for chunk in chunks for one in chunk["choices"] for token in one["token_ids"]]
+
+
+async def test_a_load_that_fails_goes_to_another_prefill_worker(pair: Pair) -> None:
+    switch = pair.folder / "decode-0" / "fail"
+    switch.touch()
+    router = pair.router
+    await router.submit("r", LONG, pair.prefill, sampling={"max_tokens": 4})
+    await router.until(lambda: bool(router.asks))
+    (needed,) = router.asks
+    assert needed.reason.code == "transfer_failed"
+    assert not needed.peer_died
+    assert router.tokens["r"][0] == [FIRST]
+    switch.unlink()
+    target = pair.other.target("r", pair.decode.record)
+    await router.send(replacement={"request_id": "r", "attempt": 1, "prefill": target})
+    assert not (await router.ended("r")).HasField("error")
+    assert router.tokens["r"][0] == [FIRST, *recorded_tokens()]
+    failed, loaded = pair.requests("decode-0")
+    ports = [body["kv_transfer_params"]["remote_port"] for body in (failed, loaded)]
+    assert ports[0] != ports[1]  # parameters of the other vLLM
+    await router.baseline()
+    assert router.status is not None
+    assert router.status.transfers.failures == 1
+
+
+async def test_the_decode_worker_computes_what_cannot_be_loaded(pair: Pair) -> None:
+    (pair.folder / "decode-0" / "fail").touch()
+    router = pair.router
+    await router.submit("r", LONG, pair.prefill, sampling={"max_tokens": 4})
+    await router.until(lambda: bool(router.asks))
+    await router.send(replacement={"request_id": "r", "attempt": 1, "compute_locally": True})
+    assert not (await router.ended("r")).HasField("error")
+    assert router.tokens["r"][0] == [FIRST, *recorded_tokens()]
+    assert router.routes["r"].mode == "colocated"
+    assert "kv_transfer_params" not in pair.requests("decode-0")[-1]
+    await router.baseline()
+
+
+async def test_a_response_of_one_token_is_not_transferred(pair: Pair) -> None:
+    await pair.router.submit("r", LONG, pair.prefill, sampling={"max_tokens": 1})
+    assert not (await pair.router.ended("r")).HasField("error")
+    assert pair.router.tokens["r"][0] == [FIRST]
+    (asked,) = pair.requests("prefill-0")
+    assert "kv_transfer_params" not in asked
+    assert pair.requests("decode-0") == []
+
+
+async def test_a_cancelled_load_leaves_nothing(pair: Pair) -> None:
+    hang = pair.folder / "decode-0" / "hang"
+    hang.touch()
+    router = pair.router
+    await router.submit("r", LONG, pair.prefill, sampling={"max_tokens": 4})
+    await router.until(lambda: router.tokens["r"].get(0) == [FIRST])
+    await router.send(cancel={"request_id": "r", "attempt": 1})
+    assert (await router.ended("r")).error.code == "cancelled"
+    await router.baseline()
+    at_prefill = MiniRouter(pair.prefill)
+    await at_prefill.connect()
+    await at_prefill.baseline()
+    await at_prefill.close()
+
+
+async def test_a_prefill_worker_that_dies_before_its_first_token_is_named(pair: Pair) -> None:
+    shell = psutil.Process(pair.prefill.process.pid)
+    shell.suspend()
+    router = pair.router
+    await router.submit("r", LONG, pair.prefill, sampling={"max_tokens": 4})
+    shell.send_signal(signal.SIGKILL)
+    await router.until(lambda: bool(router.asks))
+    assert router.asks[0].peer_died
+    target = pair.other.target("r", pair.decode.record)
+    await router.send(replacement={"request_id": "r", "attempt": 1, "prefill": target})
+    assert not (await router.ended("r")).HasField("error")
+
+
+async def test_what_vllm_cannot_continue_is_refused(pair: Pair) -> None:
+    await pair.router.submit("r", LONG, pair.prefill, sampling={"presence_penalty": 1.0})
+    end = await pair.router.ended("r")
+    assert end.error.code == "invalid_request"
+    await pair.router.submit("again", LONG, pair.prefill, emitted=[[5]])
+    assert (await pair.router.ended("again")).error.code == "unavailable"
+    assert pair.requests("prefill-0") == []

@@ -1,0 +1,80 @@
+"""A program in vLLM's place: it repeats what a real vLLM sent.
+
+    python -m tests.workers.vllm_program … --uds SOCKET …
+
+A file ``fail`` in the folder of this worker's model lets loads of KV fail, ``hang`` delays them.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+RECORDED = Path(__file__).parents[1] / "engine/vllm/recorded"
+HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+PREFILL = msgspec.json.decode((RECORDED / "prefill.json").read_bytes())
+
+
+def prefill(prompt_tokens: int, held: bool) -> bytes:
+    """Return the recorded first token of a prompt, and parameters of so many tokens if held."""
+    own = {**PREFILL["kv_transfer_params"], "remote_num_tokens": prompt_tokens}
+    own["remote_port"] = os.getpid()
+    return msgspec.json.encode({**PREFILL, "kv_transfer_params": own if held else None})
+
+
+class Program:
+    """The sockets of one vLLM."""
+
+    def __init__(self, folder: Path, switches: Path) -> None:
+        self.folder = folder
+        self.switches = switches
+
+    async def response(self, target: bytes, body: bytes) -> bytes:
+        if target == b"/version":
+            return b'{"version":"0.32.0"}'
+        if target.startswith(b"/server_info"):
+            info = (RECORDED / "server_info.json").read_bytes()
+            return b'{"vllm_config":' + info + b"}"
+        if target != b"/inference/v1/generate":
+            return b""
+        request = msgspec.json.decode(body)
+        with (self.switches / "requests").open("ab") as log:
+            log.write(body + b"\n")
+        parameters = request.get("kv_transfer_params") or {}
+        if not request.get("stream"):
+            return prefill(len(request["token_ids"]), held="do_remote_decode" in parameters)
+        if parameters:
+            while (self.switches / "hang").exists():
+                await asyncio.sleep(0.02)
+            if (self.switches / "fail").exists():
+                return (RECORDED / "load_failed.sse").read_bytes()
+        return (RECORDED / "length.sse").read_bytes()
+
+    async def http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
+            body = await reader.readexactly(length)
+            response = await self.response(head.split(b" ", 2)[1], body)
+            writer.write(HEAD % len(response) + response)
+            await writer.drain()
+
+    async def events(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            writer.write((RECORDED / "events.zmtp").read_bytes())
+            while await reader.read(1 << 16):
+                pass
+
+    async def serve(self) -> None:
+        for name, handler in (("events", self.events), ("http", self.http)):
+            await asyncio.start_unix_server(handler, self.folder / name)
+        await asyncio.get_running_loop().create_future()
+
+
+if __name__ == "__main__":
+    socket = Path(sys.argv[sys.argv.index("--uds") + 1])
+    model = Path(sys.argv[sys.argv.index("serve") + 1])
+    asyncio.run(Program(socket.parent, model).serve())
