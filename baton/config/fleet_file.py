@@ -26,7 +26,7 @@ from pydantic import (
 
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, Clients, SloConfig
 from baton.config.external_engine import VllmConfig, refuse_unsupported
-from baton.config.lane import AdaptersConfig, LaneConfig, LaneName, ModelName
+from baton.config.lane import AdaptersConfig, GatesConfig, LaneConfig, LaneName, ModelName
 from baton.config.logs import LogsConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
@@ -48,6 +48,7 @@ _PATHS = (
     "speculation.draft",
     "logs.dir",
 )
+_LANE_PATHS = (*_PATHS, "gates.golden")
 _NOT_RELATIVE = ("package:", "hub:", "~")
 _Settings = TypeVar("_Settings", bound=BaseModel)
 
@@ -440,7 +441,7 @@ def load_config(
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
     folder = file.absolute().parent
     lanes = {
-        name: _with_absolute_paths(lane, folder, [key for key in _PATHS if _is_set(lane, key)])
+        name: _with_absolute_paths(lane, folder, [key for key in _LANE_PATHS if _is_set(lane, key)])
         for name, lane in config.models.items()
     }
     return _with_absolute_paths(config, folder).model_copy(update={"models": lanes})
@@ -492,6 +493,7 @@ def _suggestion(path: KeyPath) -> str:
         "pools": PoolsConfig,
         "tensor_parallel": TensorParallelConfig,
         "adapters": AdaptersConfig,
+        "gates": GatesConfig,
         "speculation": SpeculationConfig,
         "quantisation": QuantisationConfig,
         "engine": EngineConfig,

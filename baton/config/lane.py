@@ -24,6 +24,13 @@ class AdaptersConfig(Section):
     max_rank: Annotated[int, Field(ge=1, le=512)] = 64  # largest rank of an adapter
 
 
+class GatesConfig(Section):
+    """Conditions that a model meets before and while it answers as a canary."""
+
+    # golden prompts, one JSON object a line
+    golden: Annotated[str, StringConstraints(min_length=1)] | None = None
+
+
 class LaneConfig(Section):
     """A model beside others. Keys that it leaves out, also within `pools`, are the fleet's."""
 
@@ -36,6 +43,7 @@ class LaneConfig(Section):
     kv_blocks_per_worker: Annotated[int, Field(ge=8, le=67_108_864)] | Literal["auto"] = "auto"
     pools: PoolsConfig = PoolsConfig()
     slo: SloConfig | None = None
+    gates: GatesConfig = GatesConfig()
 
     def over(self, fleet: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of the fleet file with those of this lane in their place.
@@ -43,7 +51,7 @@ class LaneConfig(Section):
         Raises:
             ValueError: The lane sets a key that holds for the whole fleet.
         """
-        own = self.model_dump(exclude_unset=True)
+        own = self.model_dump(exclude_unset=True, exclude={"gates"})
         pools = own.get("pools", {})
         if common := [key for key in _OF_THE_FLEET if key in pools]:
             raise ValueError(f"pools.{common[0]} holds for all models: set it in `pools` itself")

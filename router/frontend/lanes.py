@@ -101,6 +101,10 @@ class LaneTable(Generic[LaneT]):
             self.of(name, tenant, allowed)
         return found
 
+    def serves(self, name: str) -> bool:
+        """Return whether a model or adapter is served."""
+        return any(lane.model.serves(name) for lane in self._lanes)
+
     def is_ready(self, name: str) -> bool:
         """Return whether a model or adapter is served and has a worker that takes requests."""
         return any(
