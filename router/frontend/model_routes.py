@@ -194,7 +194,7 @@ def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody, now_ms: i
         return without(table, body.name)
     if body.verb in ("alias", "canary") and body.model is None:
         raise RouteChangeError(f"{body.verb} needs a model")
-    model = body.model or ""
+    model = router.lanes.own_name(body.model or "")
     match body.verb:
         case "alias":
             made = with_alias(table, body.name, model)

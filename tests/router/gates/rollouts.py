@@ -15,7 +15,7 @@ SPREAD = 0.5  # standard deviation of the logarithm of a TTFT
 
 @dataclass(frozen=True)
 class Rollout:
-    """``share`` of the requests goes to the canary, whose latencies are ``slower`` times longer."""
+    """``share`` of the requests goes to the canary, whose TTFT is ``slower`` times longer."""
 
     share: float = 0.05
     errors: float = 0.01
@@ -43,8 +43,11 @@ class Rollout:
         failed = int(rng.binomial(count, errors))
         tally.requests += count
         tally.errors += failed
-        for counts, typical_s, spread in ((tally.ttft, 0.3, self.spread), (tally.itl, 0.02, 0.2)):
-            drawn = typical_s * slower * np.exp(rng.normal(0.0, spread, count - failed))
+        for counts, typical_s, spread in (
+            (tally.ttft, 0.3 * slower, self.spread),
+            (tally.itl, 0.02, 0.2),
+        ):
+            drawn = typical_s * np.exp(rng.normal(0.0, spread, count - failed))
             for took_s in drawn.tolist():
                 bucket = bucket_of(took_s)
                 counts[bucket] = counts.get(bucket, 0) + 1

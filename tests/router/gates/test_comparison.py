@@ -40,7 +40,7 @@ def test_five_percent_errors_against_one_are_found() -> None:
 
 def test_a_p95_of_30_percent_more_is_found_within_400_requests() -> None:
     slower = Rollout(slower=1.3, errors=0.0, usual_errors=0.0, step=10)
-    assert share_found(slower, 400, 150, lambda reason: reason.startswith("p95")) >= 0.95
+    assert share_found(slower, 400, 150, lambda reason: reason.startswith("p95 TTFT")) >= 0.95
 
 
 def test_at_most_one_of_100_healthy_rollouts_is_rolled_back() -> None:
