@@ -16,6 +16,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     StringConstraints,
     ValidationError,
     ValidationInfo,
@@ -48,7 +49,7 @@ _PATHS = (
     "speculation.draft",
     "logs.dir",
 )
-_LANE_PATHS = (*_PATHS, "gates.golden")
+_LANE_PATHS = (*_PATHS, "gates.golden", "gates.signature", "gates.verify_key")
 _NOT_RELATIVE = ("package:", "hub:", "~")
 _Settings = TypeVar("_Settings", bound=BaseModel)
 
@@ -126,6 +127,8 @@ class FleetConfig(Section):
     """All settings of a fleet. Commented examples: ``deploy/*.yaml``."""
 
     model_config = ConfigDict(protected_namespaces=())
+
+    _gates: GatesConfig = PrivateAttr(default_factory=GatesConfig)
 
     fleet: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")] = "local"
     # package:PACKAGE/FILE, a GGUF file, a Hugging Face directory, or hub:ORG/NAME@REVISION
@@ -333,6 +336,11 @@ class FleetConfig(Section):
         return value
 
     @property
+    def gates(self) -> GatesConfig:
+        """Conditions of the model, if this is the configuration of a lane."""
+        return self._gates
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """Served model name, then its aliases."""
         if self.served_model_name:
@@ -349,7 +357,9 @@ class FleetConfig(Section):
         fleet = self.model_dump(exclude_unset=True, exclude={"models"})
         merged = self.models[name].over({**fleet, "served_model_name": name})
         config = FleetConfig.model_validate(merged)
-        return config.model_copy(update={"fleet": lane_fleet(self.fleet, name)})
+        config = config.model_copy(update={"fleet": lane_fleet(self.fleet, name)})
+        config._gates = self.models[name].gates  # noqa: SLF001 - a key of the lane only
+        return config
 
     def only(self, name: str) -> "FleetConfig":
         """Return this configuration with one of `models`, for a process of that lane."""

@@ -1,13 +1,14 @@
 """Fleet file section on one of several models: its files, its workers and its latencies."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from baton.config.clients import SloConfig
 from baton.config.pools import PoolsConfig
 from baton.config.section import Section
+from baton.types.trust import TrustRules
 
 LaneName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$")]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -25,10 +26,35 @@ class AdaptersConfig(Section):
 
 
 class GatesConfig(Section):
-    """Conditions that a model meets before and while it answers as a canary."""
+    """Conditions that a model meets before its workers start, and while it is a canary."""
 
     # golden prompts, one JSON object a line
     golden: Annotated[str, StringConstraints(min_length=1)] | None = None
+    licences: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = ()  # allowed; none: any
+    # digest of the weights in hexadecimal, or its first digits
+    weights_digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{12,32}$")] | None = None
+    signature: str | None = None  # detached signature by model-signing
+    verify_key: str | None = None  # public key of the signature, in PEM
+
+    def trust(self) -> TrustRules:
+        """Return the rules about the files of the model."""
+        return TrustRules(
+            licences=self.licences,
+            weights_digest=self.weights_digest or "",
+            signature=self.signature or "",
+            verify_key=self.verify_key or "",
+        )
+
+    @field_validator("licences", mode="before")
+    @classmethod
+    def _list_to_tuple(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _signature_needs_key(self) -> Self:
+        if (self.signature is None) != (self.verify_key is None):
+            raise ValueError("gates: signature and verify_key are used together")
+        return self
 
 
 class LaneConfig(Section):

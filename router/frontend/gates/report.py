@@ -1,9 +1,11 @@
 """State of gates, as JSON for operators."""
 
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from baton.types.gates import GoldenRound, Tally
-from router.routing.lanes.comparison import p95_s
+from router.routing.lanes.comparison import p95_s, seconds_of
 from router.routing.lanes.gate import Gate
 
 
@@ -37,5 +39,16 @@ def _tally(tally: Tally) -> dict[str, Any]:
         "requests": tally.requests,
         "errors": tally.errors,
         "ttft_p95_s": p95_s(tally.ttft),
+        "ttft": _cumulative(tally.ttft),
         "itl_p95_s": p95_s(tally.itl),
     }
+
+
+def _cumulative(counts: Mapping[int, int]) -> list[tuple[float, float]]:
+    """Return durations in seconds, each with the share of the requests that took no longer."""
+    total = sum(counts.values())
+    done = accumulate(counts[bucket] for bucket in sorted(counts))
+    return [
+        (round(seconds_of(bucket), 6), round(count / total, 4))
+        for bucket, count in zip(sorted(counts), done, strict=True)
+    ]
