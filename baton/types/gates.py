@@ -44,6 +44,8 @@ class GoldenPrompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ValueError("name: must have 1 to 80 printable characters")
         if bool(self.prompt) == bool(self.messages):
             raise ValueError(f"{self.name}: needs either prompt or messages")
+        if not all({"role", "content"} <= one.keys() for one in self.messages):
+            raise ValueError(f"{self.name}: each of messages needs role and content")
         if not 1 <= self.max_tokens <= MAX_TOKENS:
             raise ValueError(
                 f"{self.name}: max_tokens must be from 1 to {MAX_TOKENS} (got {self.max_tokens})"

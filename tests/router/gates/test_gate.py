@@ -133,6 +133,7 @@ def test_answers_are_compared(expected, given, problem: str) -> None:
     [
         ('{"name": "a", "prompt": "b"}', "needs one of tokens, regex, schema and same_as"),
         ('{"name": "a", "tokens": [1]}', "needs either prompt or messages"),
+        ('{"name": "a", "messages": [{}], "regex": "b"}', "needs role and content"),
         ('{"name": "a", "prompt": "b", "regex": "("}', "regex '('"),
         ('{"name": "a", "prompt": "b", "token": [1]}', "unknown field `token`"),
         ('{"name": "", "prompt": "b", "tokens": [1]}', "1 to 80 printable characters"),

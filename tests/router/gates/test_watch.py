@@ -5,8 +5,11 @@ import json
 import time
 from typing import Any
 
+import psutil
 import pytest
 
+from baton.registry.audit.inbox import AuditInbox
+from baton.registry.audit.log import AuditLog
 from baton.registry.lanes.gates import SharedGates
 from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.types.gates import Evidence, GoldenRound, Tally
@@ -23,10 +26,23 @@ GOLDEN = {"name": "greeting", "prompt": "hi", "max_tokens": 4, "tokens": RIGHT}
 
 
 @pytest.fixture
-async def lanes(two_lanes, registry) -> TwoLanes:
-    return await two_lanes(
-        Script(), shared_routes=SharedRoutes(registry), shared_gates=SharedGates(registry)
-    )
+async def make_router(two_lanes, registry, tmp_path):
+    """Start a router, which shares Redis with the others of a test."""
+
+    async def make() -> TwoLanes:
+        return await two_lanes(
+            Script(),
+            shared_routes=SharedRoutes(registry),
+            shared_gates=SharedGates(registry),
+            audit=AuditLog(AuditInbox(registry), tmp_path / "audit.jsonl"),
+        )
+
+    return make
+
+
+@pytest.fixture
+async def lanes(make_router) -> TwoLanes:
+    return await make_router()
 
 
 async def change(lanes: TwoLanes, verb: str, name: str, **more: Any) -> Any:
@@ -50,7 +66,7 @@ async def test_a_model_with_wrong_golden_answers_gets_no_request(lanes: TwoLanes
 
 
 async def test_a_wrong_answer_in_traffic_takes_the_canary_out_of_every_router(
-    lanes: TwoLanes, registry, caplog
+    lanes: TwoLanes, registry, caplog, tmp_path
 ) -> None:
     """The worker of the canary begins to give wrong answers while it serves."""
     follower = RouteMirror(SharedRoutes(registry))
@@ -86,6 +102,10 @@ async def test_a_wrong_answer_in_traffic_takes_the_canary_out_of_every_router(
     page = (await lanes.fleet.http.get("/metrics")).text
     assert 'baton_model_rollbacks_total{model="other"} 1.0' in page
     assert 'result="wrong"' in page
+    entries = list(map(json.loads, (tmp_path / "audit.jsonl").read_text().splitlines()))
+    [entry] = [one for one in entries if one["verb"] == "models rollback"]
+    assert (entry["what"], entry["after"]["reason"]) == ("smollm2", reason)
+    assert entry["who"] == f"router {lanes.fleet.router.gateway.router_id}"
     await follower.close()
 
 
@@ -100,6 +120,44 @@ async def test_a_canary_whose_requests_fail_is_rolled_back(lanes: TwoLanes) -> N
     assert names["smollm2"].target == "smollm2"
     reason = lanes.fleet.router.routes.table.names["smollm2"].reason
     assert "requests failed, and 0 of" in reason
+
+
+async def test_routers_decide_by_the_sum_of_their_evidence(make_router) -> None:
+    """Six failed requests are needed without a baseline, and each router has three."""
+    routers = [await make_router() for _ in range(2)]
+    await change(routers[0], "canary", "smollm2", model=OTHER, share=1.0)
+    for one in routers:
+        await until(lambda one=one: one.fleet.router.gates.get("smollm2"), 2.0)
+        one.second.script.fail = ("internal", "broken", False)
+    for number in range(3):
+        await routers[0].fleet.chat(f"question {number}", max_tokens=1)
+    await asyncio.sleep(1.0)
+    assert routers[0].fleet.router.routes.table.names["smollm2"].canary == OTHER
+    for number in range(3):
+        await routers[1].fleet.chat(f"question {number}", max_tokens=1)
+    for one in routers:
+        table = one.fleet.router.routes
+        await until(lambda table=table: table.table.names["smollm2"].thrown_out == OTHER, 2.0)
+        reason = table.table.names["smollm2"].reason
+        assert reason == "6 of 6 requests failed, and 0 of 0 of the stable model"
+
+
+async def test_without_redis_the_rollback_waits_and_no_evidence_is_lost(
+    lanes: TwoLanes, redis_server
+) -> None:
+    await change(lanes, "canary", "smollm2", model=OTHER, share=1.0)
+    gates = lanes.fleet.router.gates
+    await until(lambda: gates.get("smollm2"), 2.0)
+    lanes.second.script.fail = ("internal", "broken", False)
+    redis = psutil.Process(redis_server.pid)
+    redis.suspend()
+    try:
+        for number in range(6):
+            await lanes.fleet.chat(f"question {number}", max_tokens=1)
+        assert lanes.fleet.router.routes.table.names["smollm2"].canary == OTHER
+    finally:
+        redis.resume()
+    await until(lambda: lanes.fleet.router.routes.table.names["smollm2"].thrown_out == OTHER, 10.0)
 
 
 async def test_errors_that_clients_cause_are_no_evidence(lanes: TwoLanes) -> None:
