@@ -25,6 +25,8 @@ from baton.engine.emulated_timing import TIMINGS
 from baton.engine.parent import die_with_parent
 from baton.engine.process.handle import EngineHandle
 from baton.engine.settings import EngineSettings
+from baton.model.artifact import resolve_model
+from baton.model.trust import check_trust
 from baton.planner.state import WorkerState, state_of
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
@@ -40,6 +42,7 @@ from baton.telemetry.tracing import Tracing
 from baton.types import events as ev
 from baton.types.errors import UnavailableError
 from baton.types.lanes import lane_of
+from baton.types.trust import TrustRules
 from baton.wire.fleet_token import FleetToken, TokenInterceptor
 from baton.wire.grpc_options import WORKER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
@@ -144,11 +147,13 @@ class Worker:
 
         Raises:
             InternalError: The engine did not start, or the worker may not listen.
+            ModelError: The model does not meet the gates of the fleet file.
             SecretError, CertificateError: The token's or a certificate's file cannot be used.
         """
         keep_message_memory()
         async with AsyncExitStack() as stack:
             base = _start_base(settings, stack)
+            await asyncio.to_thread(_check_trust, settings)
             engine, links = await _start_engine(base, stack)
             server, address, metrics_address = await _start_servers(base, stack)
             ready = engine.client.ready
@@ -290,6 +295,13 @@ class Worker:
                 self._parts.metrics.inc("baton_quarantines")
                 await self._fail(f"{load.blocks.quarantined} KV blocks are stuck in quarantine", 1)
                 return
+
+
+def _check_trust(settings: WorkerSettings) -> None:
+    if settings.trust == TrustRules() or settings.engine.emulated is not None:
+        return
+    external = settings.engine.external is not None
+    check_trust(resolve_model(settings.engine.model, allow_unsupported=external), settings.trust)
 
 
 def _start_base(settings: WorkerSettings, stack: AsyncExitStack) -> _Base:

@@ -7,6 +7,7 @@ from baton.engine.settings import EngineSettings
 from baton.registry.types import Role
 from baton.telemetry.logs import LogFormat
 from baton.types.errors import InternalError
+from baton.types.trust import TrustRules
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
 
@@ -40,6 +41,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ranks_apart: bool = False  # ranks 1 and up are started separately, not as children
     rank_addresses: tuple[str, ...] = ()  # of the separate ranks (``fleet.rank``)
     canary_s: float = CANARY_S
+    trust: TrustRules = TrustRules()  # checked before the engine loads the model
 
     def token(self) -> FleetToken:
         """Return the fleet token, which this worker sends and requires."""

@@ -27,6 +27,7 @@ from baton.config.fleet_file import ConfigError, load_config
 from baton.registry.audit.inbox import AuditInbox
 from baton.registry.audit.log import AuditLog
 from baton.registry.keys.shared import SharedKeys
+from baton.registry.lanes.gates import SharedGates
 from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.redis_store import Registry
 from baton.registry.stored_responses import StoredResponses, StoreLimits
@@ -149,6 +150,7 @@ async def serve(
         audit=audit,
         others=others,
         shared_routes=SharedRoutes(registry),
+        shared_gates=SharedGates(registry),
     )
     metrics = router.parts.metrics
     audit.on_failure = lambda: metrics.inc("baton_audit_failures")

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from baton.registry.audit.log import AuditLog
 from baton.registry.keys.shared import SharedKeys
+from baton.registry.lanes.gates import SharedGates
 from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.orders import Orders
 from baton.registry.shared_adapters import SharedAdapters
@@ -37,6 +38,7 @@ from router.frontend.audited import note_refused_login
 from router.frontend.batch import calls as batch
 from router.frontend.batch.runner import BatchRunner
 from router.frontend.deletion.follower import DeletionFollower
+from router.frontend.gates.watch import GateWatch
 from router.frontend.http.cors import allow_origins
 from router.frontend.http.direct import DirectFastAPI
 from router.frontend.openapi.document import describe
@@ -84,6 +86,7 @@ class Router:
         erasures: Reports about deletions of tenants; None: tenants cannot be deleted.
         others: Models beside the first one.
         shared_routes: Aliases and canaries; None: names lead to the models of these names.
+        shared_gates: Evidence about canaries; None: no canary is rolled back automatically.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Router:
         audit: AuditLog | None = None,
         others: Sequence[LaneSources] = (),
         shared_routes: SharedRoutes | None = None,
+        shared_gates: SharedGates | None = None,
     ) -> None:
         self._shared_usage = shared_usage
         self._usage_copies: UsageCopies | None = None
@@ -158,6 +162,7 @@ class Router:
             demands=shared_demands,
             orders=fleet_orders,
         )
+        self._gates = GateWatch(self.parts, shared_gates) if shared_gates is not None else None
         self._sources = [first, *others]
         self._lanes = [LaneFeeds(self.parts, first)]
         for one in others:
@@ -188,6 +193,8 @@ class Router:
         if parts.audit is not None:
             parts.audit.start()
         await self._wait_for_workers()
+        if self._gates is not None:
+            self._gates.start()
         parts.tasks.keep(self._sample, "live series")
         store = batch.store_of(parts.settings)
         if app is not None and store is not None:

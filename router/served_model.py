@@ -113,10 +113,12 @@ class ServedModel:
             ModelNotFoundError: The name is not served, or not allowed.
         """
         if not self.serves(name, tenant, allowed):
-            usable = [one for one in self.served_names(tenant, allowed) if one != name]
-            hint = f"; this fleet serves {usable[0]!r}" if usable else ""
-            raise ModelNotFoundError.at("model", f"{name[:200]!r} is not served{hint}")
+            raise not_served(name, self.served_names(tenant, allowed))
         return name
+
+    def own_name(self, name: str) -> str:
+        """Return the served name for an alias of the model; an adapter keeps its name."""
+        return self.names[0] if name in self.names else name
 
     def served_names(
         self, tenant: str | None = None, allowed: Sequence[str] | None = None
@@ -318,3 +320,10 @@ class ServedModel:
             "template_digest": artifact.template_digest.hex(),
             "generation_defaults": dict(artifact.generation_defaults),
         }
+
+
+def not_served(name: str, served: Sequence[str], shown: int = 1) -> ModelNotFoundError:
+    """Return the error for a name that is not served, which shows so many that are."""
+    usable = [one for one in served if one != name][:shown]
+    hint = f"; this fleet serves {', '.join(map(repr, usable))}" if usable else ""
+    return ModelNotFoundError.at("model", f"{name[:200]!r} is not served{hint}")

@@ -14,10 +14,13 @@ from baton.config.clients import (
     SloConfig,
 )
 from baton.config.fleet_file import FleetConfig
+from baton.config.golden_file import read_golden
+from baton.config.lane import GatesConfig
 from baton.config.logs import LogsConfig
 from baton.config.network import HttpsConfig
 from baton.config.secrets import ApiKeysFile
 from baton.config.tenants_file import TenantsFile
+from baton.types.gates import GoldenPrompt
 from baton.types.lanes import lane_of
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
@@ -54,6 +57,7 @@ class RouterSettings:
         fleet: Name of the fleet; of a lane ``FLEET.LANE``.
         model_names: Served name, then its aliases.
         other_models: Names of the fleet's other models, which no adapter may have.
+        golden: Golden prompts of the fleet file.
         max_context_tokens: Limit of the context; None: the model's own.
         api_keys: API keys of the fleet file to their rights; None: requests need no key.
         issued_keys: API keys of ``baton keys``.
@@ -82,6 +86,7 @@ class RouterSettings:
     external: str = ""
     chat_template: str | None = None
     other_models: tuple[str, ...] = ()
+    golden: tuple[GoldenPrompt, ...] = field(default=(), repr=False)
     max_context_tokens: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -179,7 +184,7 @@ class RouterSettings:
         """Return the settings of each lane, which share keys, limits and secrets.
 
         Raises:
-            SecretError, CertificateError: A file cannot be used.
+            GoldenFileError, SecretError, CertificateError: A file cannot be used.
         """
         lanes = config.lanes
         names = [lane.model_names for lane in lanes]
@@ -188,10 +193,12 @@ class RouterSettings:
         ]
         first = cls.from_config(lanes[0], port=port)
         found = []
-        for lane, other in zip(lanes, others, strict=True):
+        gates = [one.gates for one in config.models.values()] or [GatesConfig()]
+        for lane, other, gate in zip(lanes, others, gates, strict=True):
             own = cls.from_config(lane, port=port)
             of_model = {name: getattr(own, name) for name in _OF_A_MODEL}
-            found.append(replace(first, **of_model, other_models=other))
+            golden = read_golden(gate.golden) if gate.golden is not None else ()
+            found.append(replace(first, **of_model, other_models=other, golden=golden))
         return tuple(found)
 
     @property

@@ -16,6 +16,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     StringConstraints,
     ValidationError,
     ValidationInfo,
@@ -26,7 +27,7 @@ from pydantic import (
 
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, Clients, SloConfig
 from baton.config.external_engine import VllmConfig, refuse_unsupported
-from baton.config.lane import AdaptersConfig, LaneConfig, LaneName, ModelName
+from baton.config.lane import AdaptersConfig, GatesConfig, LaneConfig, LaneName, ModelName
 from baton.config.logs import LogsConfig
 from baton.config.network import FleetTlsConfig, HttpsConfig, TlsFiles
 from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
@@ -48,6 +49,7 @@ _PATHS = (
     "speculation.draft",
     "logs.dir",
 )
+_LANE_PATHS = (*_PATHS, "gates.golden", "gates.signature", "gates.verify_key")
 _NOT_RELATIVE = ("package:", "hub:", "~")
 _Settings = TypeVar("_Settings", bound=BaseModel)
 
@@ -125,6 +127,8 @@ class FleetConfig(Section):
     """All settings of a fleet. Commented examples: ``deploy/*.yaml``."""
 
     model_config = ConfigDict(protected_namespaces=())
+
+    _gates: GatesConfig = PrivateAttr(default_factory=GatesConfig)
 
     fleet: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")] = "local"
     # package:PACKAGE/FILE, a GGUF file, a Hugging Face directory, or hub:ORG/NAME@REVISION
@@ -332,6 +336,11 @@ class FleetConfig(Section):
         return value
 
     @property
+    def gates(self) -> GatesConfig:
+        """Conditions of the model, if this is the configuration of a lane."""
+        return self._gates
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """Served model name, then its aliases."""
         if self.served_model_name:
@@ -348,7 +357,9 @@ class FleetConfig(Section):
         fleet = self.model_dump(exclude_unset=True, exclude={"models"})
         merged = self.models[name].over({**fleet, "served_model_name": name})
         config = FleetConfig.model_validate(merged)
-        return config.model_copy(update={"fleet": lane_fleet(self.fleet, name)})
+        config = config.model_copy(update={"fleet": lane_fleet(self.fleet, name)})
+        config._gates = self.models[name].gates  # noqa: SLF001 - a key of the lane only
+        return config
 
     def only(self, name: str) -> "FleetConfig":
         """Return this configuration with one of `models`, for a process of that lane."""
@@ -440,7 +451,7 @@ def load_config(
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
     folder = file.absolute().parent
     lanes = {
-        name: _with_absolute_paths(lane, folder, [key for key in _PATHS if _is_set(lane, key)])
+        name: _with_absolute_paths(lane, folder, [key for key in _LANE_PATHS if _is_set(lane, key)])
         for name, lane in config.models.items()
     }
     return _with_absolute_paths(config, folder).model_copy(update={"models": lanes})
@@ -492,6 +503,7 @@ def _suggestion(path: KeyPath) -> str:
         "pools": PoolsConfig,
         "tensor_parallel": TensorParallelConfig,
         "adapters": AdaptersConfig,
+        "gates": GatesConfig,
         "speculation": SpeculationConfig,
         "quantisation": QuantisationConfig,
         "engine": EngineConfig,

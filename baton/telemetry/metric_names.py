@@ -157,6 +157,10 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     ),
     "baton_grammar_incomplete": _count("Choices cut before their grammar was satisfied.", "reason"),
     "baton_queue_requests": _gauge("Requests waiting for a placement.", "tenant", together="sum"),
+    "baton_golden_prompts": _count(
+        "Golden prompts by result: right, wrong, failed.", "model", "version", "result"
+    ),
+    "baton_model_rollbacks": _count("Canaries that were rolled back by their gates.", "model"),
     "baton_slo_requests": _count(
         "Requests with latency limits by outcome: good, late, refused, failed.",
         "outcome",

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from baton.types.gates import GoldenPrompt
+from baton.types.versioned import Versioned
+
 
 class NameRoute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Models of one name.
@@ -21,6 +24,9 @@ class NameRoute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         fallbacks: Models that answer while no worker of the target is ready, in this order, if the
             client allows it.
         previous: Target before the last promotion, to which a rollback leads; empty: none.
+        since_ms: Start of the canary in Unix milliseconds.
+        thrown_out: Last canary, if the fleet itself has rolled it back; empty: it has not.
+        reason: Reason of that.
     """
 
     target: str
@@ -29,10 +35,13 @@ class NameRoute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenants: tuple[str, ...] = ()
     fallbacks: tuple[str, ...] = ()
     previous: str = ""
+    since_ms: int = 0
+    thrown_out: str = ""
+    reason: str = ""
 
 
-class RouteTable(msgspec.Struct, frozen=True):
-    """Routes of all names; ``version`` is the time of the change in ms, or 0 without one."""
+class RouteTable(Versioned, frozen=True):
+    """Routes of all names, and golden prompts of models that operators have set."""
 
-    version: int = 0
     names: Mapping[str, NameRoute] = {}
+    golden: Mapping[str, tuple[GoldenPrompt, ...]] = {}

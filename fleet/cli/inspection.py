@@ -68,14 +68,19 @@ def status(
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)  # at most 80 columns
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)  # at most 80 columns with one model
+    models = [worker.get("model", "") for worker in workers]  # absent in older routers' responses
+    with_models = len(set(models)) > 1
+    if with_models:
+        table.add_column("model", overflow="fold")
     for name in ("worker", "role", "state", "epoch", "run", "wait", "KV leased+cached", "process"):
         table.add_column(name, no_wrap=name != "process")
     colours = {"ready": "green", "dead": "red", "parked": "dim"}
-    for worker in workers:
+    for worker, model in zip(workers, models, strict=True):
         blocks = worker["kv_blocks"]
         colour = colours.get(worker["state"], "yellow")
         table.add_row(
+            *([escape(model)] if with_models else []),
             escape(worker["id"]),
             escape(worker["role"]),
             f"[{colour}]{escape(worker['state'])}[/]",

@@ -112,13 +112,15 @@ def _lane_changes(old: FleetConfig, new: FleetConfig, *, same_keys: bool | None)
         for part in ("turned", "added", "removed", "renewed")
     }
     keys = ["models"] * bool(begun or ended)
+    gates = [name for name in kept if old.models[name].gates != new.models[name].gates]
+    keys += ["gates"] * bool(gates)
     keys += [key for one in (of_fleet, *found.values()) for key in one.keys]
     return Changes(
         keys=tuple(dict.fromkeys(keys)),
         refused=tuple(
             dict.fromkeys(line for one in (of_fleet, *found.values()) for line in one.refused)
         ),
-        router=bool(begun or ended) or any(one.router for one in found.values()),
+        router=bool(begun or ended or gates) or any(one.router for one in found.values()),
         models_ended=tuple(ended),
         **parts,
     )

@@ -155,10 +155,12 @@ def describe_model(config: FleetConfig) -> ModelFinding:
     from baton.engine.models.split import splits_of
     from baton.model.artifact import resolve_model
     from baton.model.lora_artifact import read_adapter
+    from baton.model.trust import check_trust
     from baton.text.same_vocabulary import check_same_vocabulary
 
     external = config.pools.engine.external is not None
     artifact = resolve_model(config.model, allow_unsupported=external)
+    check_trust(artifact, config.gates.trust())
     if external and artifact.format != "safetensors":
         raise ValueError(f"model: vLLM workers load a Hugging Face directory, not {config.model}")
     if config.speculation.draft:

@@ -143,6 +143,7 @@ def worker_settings(
         "log_format": config.logs.format,
         "ports": config.pools.ports or "",
         "ranks_apart": config.pools.ranks_apart(role),
+        "trust": msgspec.to_builtins(config.gates.trust()),
     }
 
 

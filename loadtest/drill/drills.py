@@ -29,6 +29,7 @@ class Drill:
     fault_after_s: float = 5.0
     abort_share: float = 0.0  # share of clients that disconnect
     recovery_limit_s: float = 120.0
+    wrong_model: bool = False  # another model may answer until a second after the fault
 
 
 DRILLS: dict[str, Drill] = {
@@ -80,6 +81,14 @@ DRILLS: dict[str, Drill] = {
         mode="auto",  # a fleet of two has one role meanwhile
         load_s=25.0,
         recovery_limit_s=30.0,
+    ),
+    "bad-canary": Drill(
+        title="a damaged copy of the model becomes a canary",
+        fault=faults.canary_damaged,
+        mode="auto",
+        load_s=30.0,
+        recovery_limit_s=30.0,
+        wrong_model=True,
     ),
     "rolling-restart": Drill(
         title="rolling restart of all workers",

@@ -5,6 +5,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import httpx
 import msgspec
@@ -12,11 +13,16 @@ import msgspec
 from loadtest.drill.verdict import WorkerState
 
 _TIMEOUT_S = 10.0
+_CHANGE_S = 60.0
 _POLL_S = 0.25
 
 
 class DrillError(RuntimeError):
     """The drill cannot be run; the message has the reason. It is no verdict on the fleet."""
+
+
+class DrillFaultError(RuntimeError):
+    """The fleet did not handle the fault; the message is part of the verdict."""
 
 
 class _Fleet(msgspec.Struct):
@@ -49,6 +55,23 @@ class FleetView:
             return msgspec.json.decode(answer.content, type=_Fleet).workers
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             raise DrillError(f"{self._http.base_url}/fleet: {error}") from error
+
+    async def models(self) -> dict[str, Any]:
+        """Return the models of the fleet, and the routes of names with their gates."""
+        try:
+            answer = (await self._http.get("/fleet/models")).raise_for_status()
+            found: dict[str, Any] = answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise DrillError(f"{self._http.base_url}/fleet/models: {error}") from error
+        return found
+
+    async def change_models(self, body: dict[str, Any]) -> str:
+        """Change the routes of a name, or the golden prompts of a model; return the error or ""."""
+        try:
+            answer = await self._http.post("/fleet/models", json=body, timeout=_CHANGE_S)
+        except httpx.HTTPError as error:
+            raise DrillError(f"{self._http.base_url}/fleet/models: {error}") from error
+        return "" if answer.is_success else answer.text
 
     async def victim(self, role: str) -> WorkerState:
         """Return the busiest ready worker of a role, on this machine."""

@@ -15,7 +15,7 @@ from loadtest.client.server import ServerError
 from loadtest.commands.options import LocalFleet
 from loadtest.drill.drills import DRILLS, Drill
 from loadtest.drill.faults import Scene
-from loadtest.drill.fleet import DrillError, FleetView, all_at_rest, all_ready
+from loadtest.drill.fleet import DrillError, DrillFaultError, FleetView, all_at_rest, all_ready
 from loadtest.drill.overload import HOLDS_SHARE, judge_overload, overload_phases
 from loadtest.drill.verdict import Verdict, WorkerState, judge
 from loadtest.goodput.fleet import SizedFleet
@@ -31,6 +31,7 @@ _ANSWER_TOKENS = (8, 24, 48)
 _REST_LIMIT_S = 10.0
 _READY_LIMIT_S = 240.0
 _PROBE_GAP_S = 1.0
+_ROUTES_S = 1.0  # within which all routers apply a change of routes
 _SEARCH_S = 20.0  # of each rate that is tried
 
 
@@ -88,8 +89,9 @@ class DrillRunner:
             await self._probe_until_answered(run)
             await fleet.wait(all_ready, _READY_LIMIT_S)  # restarted workers may still be loading
             workers = await fleet.wait(all_at_rest, _REST_LIMIT_S)
-        return judge(
+        verdict = judge(
             drill=name,
+            other_until_s=run.other_until_s,
             what_was_done=run.what_was_done,
             planned=run.planned,
             records=run.records,
@@ -99,6 +101,7 @@ class DrillRunner:
             recovery_limit_s=drill.recovery_limit_s,
             workers=workers,
         )
+        return msgspec.structs.replace(verdict, faults=[*run.faults, *verdict.faults])
 
     async def _limits(self) -> Limits | None:
         """Return the fleet's latency limits, and the time of a prompt alone; None without."""
@@ -175,8 +178,12 @@ class DrillRunner:
             run.fault_s = time.monotonic() - run.zero_s
             try:
                 run.what_was_done = await drill.fault(scene)
+            except DrillFaultError as error:
+                run.faults.append(str(error))
             except DrillError as error:  # raised after the load has ended
                 run.undone = error
+            if drill.wrong_model:
+                run.other_until_s = time.monotonic() - run.zero_s + _ROUTES_S
 
         plan = self._plan(conversations)
         try:
@@ -234,6 +241,8 @@ class _Run:
     zero_s: float = 0.0
     fault_s: float = 0.0
     what_was_done: str = ""
+    faults: list[str] = field(default_factory=list)
+    other_until_s: float = 0.0  # until then another model may answer
     undone: DrillError | None = None
 
 

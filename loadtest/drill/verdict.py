@@ -84,17 +84,19 @@ def judge(
     may_fail: bool,
     recovery_limit_s: float,
     workers: Sequence[WorkerState],
+    other_until_s: float = 0.0,
 ) -> Verdict:
     """Judge a drill.
 
     ``planned`` has the index of every planned request, and ``golden`` the correct responses by
     index. ``fault_s`` is on the records' clock. ``may_fail`` tolerates typed errors before the
     start of a response; wrong tokens, hangs, silence and interrupted responses are always faults.
+    Requests that were sent before ``other_until_s`` may have the answers of another model.
     ``workers`` is the state of the fleet some seconds after the last request.
     """
     recovered_s = recovery_s(records, fault_s)
     faults = [
-        *wrong_tokens(records, golden),
+        *wrong_tokens([one for one in records if one.sent_s >= other_until_s], golden),
         *wrong_ends(planned, records, may_fail=may_fail),
         *left_behind(workers),
     ]

@@ -11,7 +11,7 @@ from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
 from router.routing.watch.request_reports import report_of
 from router.routing.workers.table import Slot
-from router.served_model import ServedModel
+from router.served_model import ServedModel, not_served
 
 
 class Lane(Protocol):
@@ -71,10 +71,8 @@ class LaneTable(Generic[LaneT]):
     def _unknown(
         self, name: str, tenant: str | None, allowed: Sequence[str] | None
     ) -> ModelNotFoundError:
-        usable = [one for one in self.served_names(tenant, allowed) if one != name]
-        shown = usable[:1] if len(self._lanes) == 1 else usable[:16]
-        hint = f"; this fleet serves {', '.join(map(repr, shown))}" if shown else ""
-        return ModelNotFoundError.at("model", f"{name[:200]!r} is not served{hint}")
+        served = self.served_names(tenant, allowed)
+        return not_served(name, served, 1 if len(self._lanes) == 1 else 16)
 
     def route(
         self,
@@ -100,6 +98,14 @@ class LaneTable(Generic[LaneT]):
         else:
             self.of(name, tenant, allowed)
         return found
+
+    def serves(self, name: str) -> bool:
+        """Return whether a model or adapter is served."""
+        return any(lane.model.serves(name) for lane in self._lanes)
+
+    def own_name(self, name: str) -> str:
+        """Return the served name for an alias of a model in the fleet file."""
+        return next((lane.model.names[0] for lane in self if name in lane.model.names), name)
 
     def is_ready(self, name: str) -> bool:
         """Return whether a model or adapter is served and has a worker that takes requests."""

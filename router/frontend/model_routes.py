@@ -2,11 +2,14 @@
 
 GET  /fleet/models    models with their workers, and the routes of names
 POST /fleet/models    {"verb": "canary", "name": "chat", "model": "v2", "share": 0.05}
+
+A model with golden prompts becomes a canary only after right answers of all its workers.
 """
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,19 +19,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from baton.registry.orders import Orders
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnavailableError
+from baton.types.gates import MAX_GOLDEN, GoldenPrompt, GoldenRound
 from baton.types.routes import NameRoute, RouteTable
 from router.frontend.access import check_operator, who_of
 from router.frontend.api.orders import ask
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import audited
+from router.frontend.gates.golden import GoldenRunner, golden_of
+from router.frontend.gates.report import gate_state, round_state
 from router.routing.lanes.routes import (
     RouteChangeError,
     models_of,
     promoted,
     rolled_back,
+    route_entry,
     with_alias,
     with_canary,
     with_fallbacks,
+    with_golden,
     without,
 )
 
@@ -40,12 +48,15 @@ _Name = Annotated[str, Field(min_length=1, max_length=200)]
 class _ChangeBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    verb: Literal["alias", "canary", "fallback", "promote", "rollback", "remove", "load", "unload"]
+    verb: Literal[
+        "alias", "canary", "fallback", "promote", "rollback", "remove", "load", "unload", "gate"
+    ]
     name: _Name
     model: _Name | None = None
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     tenants: Annotated[list[_Name], Field(max_length=256)] | None = None
     fallbacks: Annotated[list[_Name], Field(max_length=16)] = []
+    golden: Annotated[list[dict[str, Any]], Field(max_length=MAX_GOLDEN)] | None = None
 
 
 def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
@@ -54,14 +65,21 @@ def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
     ``desks`` are the queues of each model's controller.
     """
     api = Endpoints()
+    runner = GoldenRunner(router)
 
     @api.get("/fleet/models", include_in_schema=False)
     async def listed(request: Request) -> dict[str, Any]:
         """List the models with their workers and versions, and the routes of names."""
         check_operator(request.headers, router.settings)
         return {
-            "models": [_lane(lane) for lane in router.lanes],
-            "routes": _shown(router.routes.table),
+            "models": [_lane(router, lane) for lane in router.lanes],
+            "routes": {
+                name: {
+                    **msgspec.structs.asdict(entry),
+                    "gate": gate_state(router.gates.get(name)),
+                }
+                for name, entry in router.routes.table.names.items()
+            },
         }
 
     @api.post("/fleet/models", include_in_schema=False)
@@ -81,20 +99,31 @@ def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
                 raise UnavailableError("this router has no connection to the fleet's Redis")
             await ask(desks[name], body.verb, who_of(request.headers, router.settings))
             return {"name": name, "route": None}
-        try:
-            before, after = await router.routes.change(lambda table: _edited(router, table, body))
-        except RouteChangeError as error:
-            raise InvalidRequestError(str(error)) from error
-        except RegistryUnavailableError as error:
-            raise UnavailableError(
-                "the fleet's Redis is unavailable, so names keep their models; repeat the command "
-                "when it answers"
-            ) from error
+        if body.verb == "gate":
+            return await gate(request, body)
+        golden = None
+        if body.verb == "canary" and body.model is not None:
+            golden = await _passed(router, runner, body.model)
+        now_ms = time.time_ns() // 10**6
+        before, after = await _change(router, lambda table: _edited(router, table, body, now_ms))
         _LOG.info("changed the route: name=%s verb=%s", body.name, body.verb)
-        shown = _entry(after.names.get(body.name))
-        was = _entry(before.names.get(body.name))
+        shown = route_entry(after.names.get(body.name))
+        was = route_entry(before.names.get(body.name))
         await audited(router, request, f"models {body.verb}", body.name, before=was, after=shown)
-        return {"name": body.name, "route": shown}
+        return {"name": body.name, "route": shown, "golden": round_state(golden)}
+
+    async def gate(request: Request, body: _ChangeBody) -> dict[str, Any]:
+        """Replace a model's golden prompts if the body has any, and run them."""
+        router.lanes.of(body.name)
+        if body.golden is not None:
+            prompts = _prompts(body.golden)
+            before, _ = await _change(router, lambda table: with_golden(table, body.name, prompts))
+            was = len(before.golden.get(body.name, ()))
+            await audited(router, request, "models gate", body.name, before=was, after=len(prompts))
+        if not golden_of(router, body.name):
+            return {"name": body.name, "route": None, "golden": None}
+        found = await runner.run(body.name, everywhere=True)
+        return {"name": body.name, "route": None, "golden": round_state(found)}
 
     return api
 
@@ -118,19 +147,60 @@ def _lane_to_load(router: RouterParts, body: _ChangeBody) -> RouterParts:
     return lane
 
 
-def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody) -> RouteTable:
+async def _change(
+    router: RouterParts, edit: Callable[[RouteTable], RouteTable]
+) -> tuple[RouteTable, RouteTable]:
+    """Change the table of all routers; return the tables before and after."""
+    try:
+        return await router.routes.change(edit)
+    except RouteChangeError as error:
+        raise InvalidRequestError(str(error)) from error
+    except RegistryUnavailableError as error:
+        raise UnavailableError(
+            "the fleet's Redis is unavailable, so names keep their models; repeat the command "
+            "when it answers"
+        ) from error
+
+
+async def _passed(router: RouterParts, runner: GoldenRunner, model: str) -> GoldenRound | None:
+    """Run the golden prompts of a model at all its workers; None if it has none.
+
+    Raises:
+        InvalidRequestError: An answer is wrong or missing.
+    """
+    if not router.lanes.serves(model) or not golden_of(router, model):
+        return None
+    found = await runner.run(model, everywhere=True)
+    if not found.passed:
+        name, problem = next(iter({**found.wrong, **found.failed}.items()))
+        raise InvalidRequestError.at(
+            "model",
+            f"{model} gets no requests: {len(found.wrong) + len(found.failed)} golden prompts "
+            f"failed; {name!r}: {problem}",
+        )
+    return found
+
+
+def _prompts(raw: list[dict[str, Any]]) -> tuple[GoldenPrompt, ...]:
+    try:
+        return msgspec.convert(raw, tuple[GoldenPrompt, ...])
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError.at("golden", str(error)) from error
+
+
+def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody, now_ms: int) -> RouteTable:
     """Return the table after a change, all of whose models are served."""
     if body.verb == "remove":
         return without(table, body.name)
     if body.verb in ("alias", "canary") and body.model is None:
         raise RouteChangeError(f"{body.verb} needs a model")
-    model = body.model or ""
+    model = router.lanes.own_name(body.model or "")
     match body.verb:
         case "alias":
             made = with_alias(table, body.name, model)
         case "canary":
             tenants = None if body.tenants is None else tuple(body.tenants)
-            made = with_canary(table, body.name, model, body.share, tenants)
+            made = with_canary(table, body.name, model, body.share, tenants, now_ms=now_ms)
         case "fallback":
             made = with_fallbacks(table, body.name, tuple(body.fallbacks))
         case "promote":
@@ -139,13 +209,13 @@ def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody) -> RouteT
             made = rolled_back(table, body.name)
     entry = made.names.get(body.name, NameRoute(target=body.name))
     for name in sorted(models_of(entry) - {entry.previous}):
-        if not any(lane.model.serves(name) for lane in router.lanes):
+        if not router.lanes.serves(name):
             served = ", ".join(router.lanes.served_names())
             raise RouteChangeError(f"{name} is not served; this fleet serves {served}")
     return made
 
 
-def _lane(lane: RouterParts) -> dict[str, Any]:
+def _lane(router: RouterParts, lane: RouterParts) -> dict[str, Any]:
     artifact = lane.model.artifact
     workers = Counter(slot.state for slot in lane.gateway.workers)
     return {
@@ -156,15 +226,8 @@ def _lane(lane: RouterParts) -> dict[str, Any]:
         "source": artifact.source,
         "revision": artifact.revision,
         "license": artifact.license,
+        "golden": len(golden_of(router, lane.model.names[0])),
         "workers": dict(workers),
         "running": lane.gateway.in_flight - lane.gateway.admission.waiting,
         "waiting": lane.gateway.admission.waiting,
     }
-
-
-def _shown(table: RouteTable) -> dict[str, Any]:
-    return {name: _entry(entry) for name, entry in table.names.items()}
-
-
-def _entry(entry: NameRoute | None) -> dict[str, Any] | None:
-    return None if entry is None else msgspec.structs.asdict(entry)

@@ -145,6 +145,7 @@ async def make_fleet(model):
         audit=None,
         others=(),
         shared_routes=None,
+        shared_gates=None,
         **settings,
     ) -> Fleet:
         token = FleetToken("secret")
@@ -166,6 +167,7 @@ async def make_fleet(model):
             audit=audit,
             others=others,
             shared_routes=shared_routes,
+            shared_gates=shared_gates,
         )
         app, metrics = router.app(), router.parts.metrics
         server = QuickServer(

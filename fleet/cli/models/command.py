@@ -1,18 +1,22 @@
 """Models of a fleet and the names that lead to them: `baton models`."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from baton.config.golden_file import GoldenFileError, read_golden
 from fleet.cli.common import FleetOption, fail
 from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
 
 _PATH = "/fleet/models"
+_GATE_S = 300.0
 
 models_app = typer.Typer(
     help="Show the models of a fleet, and change which of them answers a name.",
@@ -43,9 +47,12 @@ def ls(
         models.add_row(escape(one["name"]), one["version"], workers or "–", *figures)
     console.print(models)
     if found["routes"]:
-        names = _table("name", "answered by", "previous")
+        names = _table("name", "answered by", "previous", "gate")
         for name, entry in found["routes"].items():
-            names.add_row(escape(name), escape(_described(entry)), escape(entry["previous"]) or "–")
+            previous = escape(entry["previous"]) or "–"
+            names.add_row(
+                escape(name), escape(_described(entry)), previous, escape(_gate(entry)) or "–"
+            )
         console.print(names)
 
 
@@ -116,6 +123,43 @@ def canary(
     _change(fleet, url, api_key, **body)
 
 
+@models_app.command("gate")
+def gate(
+    model: _ModelArgument,
+    golden: Annotated[
+        Path | None,
+        typer.Option(help="File of golden prompts that replaces those before.", metavar="FILE"),
+    ] = None,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run the golden prompts of a model at all its workers.
+
+    The exit code is 1 if an answer is wrong or missing. A model with golden prompts becomes a
+    canary only if all answers are right, and is rolled back at the first wrong one.
+    """
+    body: dict[str, Any] = {"verb": "gate", "name": model}
+    if golden is not None:
+        try:
+            prompts = read_golden(golden)
+        except GoldenFileError as error:
+            fail(str(error))
+        body["golden"] = msgspec.to_builtins(prompts)
+    found = ask_router(reach(fleet, url, api_key), "POST", _PATH, body, _GATE_S)["golden"]
+    if found is None:
+        fail(f"{model} has no golden prompts: use --golden FILE, or `gates` in the fleet file")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        typer.echo(f"{model}: {_round(found)}")
+        for kind in ("wrong", "failed"):
+            for name, problem in found[kind].items():
+                typer.echo(f"{kind} {name}: {problem}")
+    raise typer.Exit(0 if found["passed"] else 1)
+
+
 @models_app.command("promote")
 def promote(
     name: _NameArgument,
@@ -180,6 +224,23 @@ def _described(entry: dict[str, Any]) -> str:
     if entry["fallbacks"]:
         text = f"{text}; fallback {', '.join(entry['fallbacks'])}"
     return text
+
+
+def _gate(entry: dict[str, Any]) -> str:
+    if entry["thrown_out"]:
+        return f"rolled back {entry['thrown_out']}: {entry['reason']}"
+    if entry["gate"] is None:
+        return ""
+    canary = entry["gate"]["canary"]
+    counted = f"{canary['errors']} of {canary['requests']} requests failed"
+    golden = entry["gate"]["golden"]
+    return counted if golden is None else f"{counted}; {_round(golden)}"
+
+
+def _round(found: dict[str, Any]) -> str:
+    parts = [f"{found['right']} golden prompts right"]
+    parts += [f"{len(found[kind])} {kind}" for kind in ("wrong", "failed") if found[kind]]
+    return ", ".join(parts)
 
 
 def _fraction(share: str) -> float:

@@ -34,6 +34,7 @@ from router.frontend.http.connection import Connection, connection_of
 from router.frontend.rate_limits import Headers
 from router.request import GenerationRequest
 from router.routing.choice import Delta
+from router.routing.lanes.gate import Outcome
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.slo_outcome import slo_header
@@ -275,9 +276,23 @@ class Exchange(Response):
             self._requests[0].tenant,
             failed_stream=status == 200 and errors,
         )
+        self._weigh(status)
         if context.span.is_recording():
             self._describe(context.span, status)
         context.span.end()
+
+    def _weigh(self, status: int) -> None:
+        """Pass the outcome to the gate of a canary, unless the client caused it."""
+        routed = self._requests[0].routed
+        gate = self._router.gates.get(routed.requested) if routed is not None else None
+        if gate is None or routed is None or 400 <= status < 500:
+            return
+        errors = [active.record.error for active in self._active]
+        failed = status >= 500 or any(one is not None and one.status >= 500 for one in errors)
+        if failed or not self._active:
+            gate.ended(routed.model, Outcome(failed))
+        else:
+            gate.ended(routed.model, outcome_of(self._active[0]))
 
     def _describe(self, span: Span, status: int) -> None:
         counted = usage(self._active)
@@ -478,6 +493,19 @@ class Answer(Exchange):
     async def _end(self, send: Send, body: bytes) -> None:
         if not self._gone:
             await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def outcome_of(active: ActiveRequest) -> Outcome:
+    """Return the outcome of an answered request, with its latencies if it has generated tokens."""
+    record = active.record
+    if active.request.pooling or not record.first_token_ns:
+        return Outcome(failed=False)
+    later = record.completion_tokens // active.request.sampling.n - 1
+    return Outcome(
+        failed=False,
+        ttft_s=(record.first_token_ns - active.request.arrived_ns) / 1e9,
+        itl_s=(record.last_token_ns - record.first_token_ns) / 1e9 / later if later > 0 else None,
+    )
 
 
 def _bulk_bytes(active: ActiveRequest) -> int:

@@ -125,7 +125,8 @@ class Calls:
             may_fall_back=caller.may_fall_back,
         )
         lane = router.lanes.of(found.model, caller.tenant)
-        routed = Routed(found.model, lane.model.version, found.why, found.rollback_to, name)
+        model = lane.model.own_name(found.model)
+        routed = Routed(model, lane.model.version, found.why, found.rollback_to, name)
         models = caller.models if found.model == name else None
         return lane, replace(caller, routed=routed, models=models), found.model
 

@@ -14,7 +14,18 @@ from fastapi import HTTPException, Request, Response
 from router.frontend.api.parts import Endpoints, RouterParts
 
 _SCRIPTS = (
-    *("page", "fleet", "health", "plots", "planner", "tenants", "requests", "stories", "chat"),
+    *(
+        "page",
+        "fleet",
+        "health",
+        "plots",
+        "planner",
+        "tenants",
+        "models",
+        "requests",
+        "stories",
+        "chat",
+    ),
     "start",
 )
 _FILES = {

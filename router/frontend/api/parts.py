@@ -35,6 +35,7 @@ from router.frontend.api.prepare import Preparer
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
 from router.frontend.lanes import LaneTable
+from router.routing.lanes.gate import GateBook
 from router.routing.lanes.mirror import RouteMirror
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import fitted_rates
@@ -61,6 +62,7 @@ class RouterParts:
     Attributes:
         lanes: All lanes of the router.
         routes: Table that leads names to lanes.
+        gates: Gates of the canaries in this table.
         created: Start of the router in Unix seconds.
         audit: Audit log; None: there is none.
         stored_responses: Storage of responses for later turns; None: responses are not stored.
@@ -89,6 +91,7 @@ class RouterParts:
     refused_logins: RefusedLogins
     lanes: "LaneTable[RouterParts]"
     routes: RouteMirror
+    gates: GateBook
     audit: AuditLog | None = None
 
     @classmethod
@@ -118,6 +121,7 @@ class RouterParts:
         made = cls(
             lanes=LaneTable(),
             routes=RouteMirror(shared_routes, routes_file, observer.task_failed),
+            gates=GateBook(),
             settings=settings,
             model=model,
             metrics=metrics,

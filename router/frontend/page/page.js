@@ -7,6 +7,7 @@ const KEPT_SAMPLES = 600;
 const LARGE = 120; // workers above which a refresh draws half of the page
 const LISTED = 40;
 const SEARCHED = 500; // requests that a filter looks at
+const MODEL_POLLS = 5; // between two requests of a fleet with one model
 const SVG = "http://www.w3.org/2000/svg";
 
 const byId = (id) => document.getElementById(id);
@@ -75,6 +76,7 @@ async function poll() {
         makePlots(); // their widths are known now
       }
       if (withWorkers) showFleet(fleet.value);
+      if (state.polls % MODEL_POLLS === 0 || !byId("models-section").hidden) showModels();
       if (!large || !withWorkers) showPlots();
       showHealth();
       if (state.polls++ % PLANNER_POLLS === 0 && hasLimits()) showPlanner();

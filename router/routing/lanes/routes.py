@@ -7,9 +7,11 @@ same. A larger share of a canary moves conversations to it, and none away from i
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
+from baton.types.gates import GoldenPrompt
 from baton.types.routes import NameRoute, RouteTable
 
 MAX_NAMES = 1024
@@ -80,6 +82,8 @@ def _chosen(entry: NameRoute, name: str, tenant: str, conversation: Callable[[],
             return Route(entry.canary, f"canary {entry.share * 100:g} %", entry.target, name)
         why = f"stable {(1 - entry.share) * 100:g} %"
         return Route(entry.target, why, entry.previous, name)
+    if entry.thrown_out:
+        return Route(entry.target, f"rollback: {entry.reason}", entry.previous, name)
     why = "named" if entry.target == name else "alias"
     return Route(entry.target, why, entry.previous, name)
 
@@ -116,10 +120,13 @@ def with_canary(
     canary: str,
     share: float | None = None,
     tenants: tuple[str, ...] | None = None,
+    *,
+    now_ms: int = 0,
 ) -> RouteTable:
     """Return the table in which a canary gets a share of a name's conversations, or tenants.
 
-    What is not given stays as it was for the same canary.
+    What is not given stays as it was for the same canary. ``now_ms`` is the start of a new one in
+    Unix milliseconds.
 
     Raises:
         RouteChangeError: Share and tenants are missing, or the canary is the target.
@@ -137,9 +144,17 @@ def with_canary(
     tenants = entry.tenants if tenants is None else tenants
     if not share and not tenants:
         raise RouteChangeError("a canary needs a share or tenants")
-    return _with(
-        table, name, msgspec.structs.replace(entry, canary=canary, share=share, tenants=tenants)
+    since_ms = entry.since_ms if entry.canary else now_ms
+    made = NameRoute(
+        target=entry.target,
+        canary=canary,
+        share=share,
+        tenants=tenants,
+        fallbacks=entry.fallbacks,
+        previous=entry.previous,
+        since_ms=since_ms,
     )
+    return _with(table, name, made)
 
 
 def promoted(table: RouteTable, name: str) -> RouteTable:
@@ -171,6 +186,33 @@ def rolled_back(table: RouteTable, name: str) -> RouteTable:
     )
 
 
+def thrown_out(table: RouteTable, name: str, canary: NameRoute, reason: str) -> RouteTable:
+    """Return the table without the canary of the entry ``canary``, for a reason.
+
+    Raises:
+        RouteChangeError: It is not the canary any more.
+    """
+    entry = table.names.get(name)
+    if entry is None or (entry.canary, entry.since_ms) != (canary.canary, canary.since_ms):
+        raise RouteChangeError(f"{canary.canary} is no longer the canary of {name}")
+    made = NameRoute(
+        target=entry.target,
+        fallbacks=entry.fallbacks,
+        previous=entry.previous,
+        thrown_out=entry.canary,
+        reason=reason,
+    )
+    return _with(table, name, made)
+
+
+def with_golden(table: RouteTable, model: str, prompts: tuple[GoldenPrompt, ...]) -> RouteTable:
+    """Return the table with other golden prompts of a model; none: those of the fleet file."""
+    golden = {name: kept for name, kept in table.golden.items() if name != model}
+    if prompts:
+        golden[model] = prompts
+    return msgspec.structs.replace(table, golden=golden)
+
+
 def without(table: RouteTable, name: str) -> RouteTable:
     """Return the table without an entry.
 
@@ -179,7 +221,13 @@ def without(table: RouteTable, name: str) -> RouteTable:
     """
     if name not in table.names:
         raise RouteChangeError(f"{name} is not an alias")
-    return RouteTable(table.version, {key: one for key, one in table.names.items() if key != name})
+    names = {key: one for key, one in table.names.items() if key != name}
+    return msgspec.structs.replace(table, names=names)
+
+
+def route_entry(entry: NameRoute | None) -> dict[str, Any] | None:
+    """Return a route as JSON, for operators and the audit log."""
+    return None if entry is None else msgspec.structs.asdict(entry)
 
 
 def models_of(entry: NameRoute) -> frozenset[str]:
@@ -194,4 +242,4 @@ def _with(table: RouteTable, name: str, entry: NameRoute) -> RouteTable:
         names[name] = entry
     if len(names) > MAX_NAMES:
         raise RouteChangeError(f"more than {MAX_NAMES} names would have routes")
-    return RouteTable(table.version, names)
+    return msgspec.structs.replace(table, names=names)

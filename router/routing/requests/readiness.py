@@ -22,6 +22,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError, DeadlineError
 from baton.types.params import SamplingParams
 from router.request import GenerationRequest, Pinned
+from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
 from router.settings import RouterSettings
 
@@ -29,7 +30,7 @@ _AT_ONCE = 4
 _PROMPT = (1, 2, 3)
 _TOKENS = 2
 _MANY_PAIRS = 16
-_FIRST = -(2**31)  # priority before all others
+FIRST = -(2**31)  # priority before all others
 _MUCH_TOO_OLD = 3  # multiple of ``probe_every_s``
 
 
@@ -80,7 +81,7 @@ class Prober:
 
     async def _renew(self, *, first: bool) -> None:
         incarnations = self._incarnations
-        result = await self._probe_all(_FIRST if first else 0)
+        result = await self._probe_all(FIRST if first else 0)
         self._last = result
         self._last_s = monotonic()
         self._last_incarnations = incarnations
@@ -89,7 +90,8 @@ class Prober:
         starting = [slot.worker_id for slot in self._gateway.workers if slot.state == "starting"]
         expected = {s.role for s in self._gateway.workers if s.state in ("starting", "ready")}
         served = {slot.role for slot in self._gateway.workers.usable}
-        pairs = self._pairs()
+        self._rounds += 1
+        pairs = usable_pairs(self._gateway, self._rounds)
         gate = asyncio.Semaphore(_AT_ONCE)
         results = await asyncio.gather(*(self._probe(pair, gate, priority) for pair in pairs))
         may_be_empty = self._settings.starts_from_zero
@@ -102,24 +104,10 @@ class Prober:
             "starting": starting,
         }
 
-    def _pairs(self) -> list[Pinned]:
-        """Return pairs of prefill and decode workers; with one pool only, each worker alone."""
-        usable = self._gateway.workers.usable
-        prefills = [slot.worker_id for slot in usable if slot.role == "prefill"]
-        decodes = [slot.worker_id for slot in usable if slot.role == "decode"]
-        if not (prefills and decodes):
-            return [Pinned(prefill=None, decode=name) for name in prefills + decodes]
-        self._rounds += 1
-        return [
-            Pinned(prefill=prefill, decode=decode)
-            for prefill, decode in pairs_of(prefills, decodes, self._rounds)
-        ]
-
     async def _probe(self, pair: Pinned, gate: asyncio.Semaphore, priority: int) -> dict[str, Any]:
         async with gate:
             began_ns = monotonic_ns()
             steps = self._steps(pair)
-            wakeup = asyncio.Event()
             request = GenerationRequest(
                 request_id=f"probe-{secrets.token_hex(16)}",
                 prompt=_PROMPT,
@@ -133,11 +121,7 @@ class Prober:
             )
             error: BatonError | None = None
             try:
-                active = self._gateway.submit(request, wakeup)
-                while not active.record.ended:
-                    wakeup.clear()
-                    await wakeup.wait()
-                error = active.record.error
+                error = (await probed(self._gateway, request)).record.error
             except BatonError as refused:
                 error = refused
             busy = isinstance(error, DeadlineError) and self._stepped(pair, steps)
@@ -157,6 +141,33 @@ class Prober:
     def _stepped(self, pair: Pinned, before: dict[bytes, int]) -> bool:
         after = self._steps(pair)
         return any(after.get(life, 0) > steps for life, steps in before.items())
+
+
+async def probed(gateway: Gateway, request: GenerationRequest) -> ActiveRequest:
+    """Run a probe to its end.
+
+    Raises:
+        UnavailableError: No worker can serve it.
+    """
+    wakeup = asyncio.Event()
+    active = gateway.submit(request, wakeup)
+    while not active.record.ended:
+        wakeup.clear()
+        await wakeup.wait()
+    return active
+
+
+def usable_pairs(gateway: Gateway, round_number: int) -> list[Pinned]:
+    """Return pairs of prefill and decode workers; with one pool only, each worker alone."""
+    usable = gateway.workers.usable
+    prefills = [slot.worker_id for slot in usable if slot.role == "prefill"]
+    decodes = [slot.worker_id for slot in usable if slot.role == "decode"]
+    if not (prefills and decodes):
+        return [Pinned(prefill=None, decode=name) for name in prefills + decodes]
+    return [
+        Pinned(prefill=prefill, decode=decode)
+        for prefill, decode in pairs_of(prefills, decodes, round_number)
+    ]
 
 
 def pairs_of(

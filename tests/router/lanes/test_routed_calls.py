@@ -235,3 +235,13 @@ async def test_usage_costs_what_the_workers_of_each_model_cost(two_lanes, regist
     [idle] = [one for one in answer.json()["lines"] if one["tenant"] == IDLE]
     assert idle["worker_s"] == pytest.approx(20)
     assert idle["cost"] == pytest.approx(10 * 360 / 3600)  # workers of the first model are free
+
+
+async def test_the_header_has_the_name_of_the_model_and_not_its_alias(lanes: TwoLanes) -> None:
+    answer = await ask(lanes, "alias")
+    assert answer.headers["x-baton-model"].startswith("smollm2; version=")
+    report = (await lanes.fleet.http.get(f"/fleet/requests/{answer.json()['id']}")).json()
+    assert (report["model"]["model"], report["model"]["requested"]) == ("smollm2", "alias")
+    await change(lanes, "alias", "chat", model="alias")
+    listed = (await lanes.fleet.http.get("/fleet/models")).json()
+    assert listed["routes"]["chat"]["target"] == "smollm2"

@@ -1,0 +1,1 @@
+"""Tables in Redis that routers replace as a whole."""

@@ -1,0 +1,1 @@
+"""Gates of canaries: golden prompts, evidence, and automatic rollback."""
