@@ -32,7 +32,7 @@ define pip
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: help serve test test-all soak test-clients test-hosts test-vllm wheel release check bench bench-gpu proto stop clean
+.PHONY: help serve test test-all soak test-clients test-hosts test-vllm wheel release image check bench bench-gpu proto stop clean
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -90,6 +90,12 @@ wheel: $(BIN)/python ## build dist/baton_serve-*.whl for the hosts of a cluster
 release: $(VENV)/.dev wheel ## build the wheel, its SBOM and SHA256SUMS in dist/
 	@$(BIN)/python -m deploy.release.describe dist
 	@ls dist
+
+image: wheel ## build the image baton:VERSION with buildah, podman or docker, see IMAGE_FLAGS
+	@builder=$$(command -v buildah || command -v podman || command -v docker) \
+	  || { echo "no buildah, podman or docker here: apt-get install buildah"; exit 1; }; \
+	  version=$$(ls dist/*.whl | sed 's/.*baton_serve-\([^-]*\)-.*/\1/'); \
+	  $$builder build $(IMAGE_FLAGS) -f deploy/Dockerfile -t baton:$$version -t baton:latest .
 
 check: $(VENV)/.dev ## check format, lint, types, import rules and generated code
 	$(BIN)/ruff format --check .

@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 
 import typer
+from pydantic import ValidationError
 
 from baton.config.fleet_file import FleetConfig
+from baton.telemetry.version import version
 from fleet.cli.common import NOT_RUNNING, fail
 from fleet.local import state as fleet_state
 from fleet.local.changes import Changes, changes, keys_digest
@@ -49,7 +51,14 @@ def reconcile_running(config_file: Path, config: FleetConfig, *, dry_run: bool) 
 
 def planned(state: FleetState, config: FleetConfig) -> Changes:
     """Return the changes that make a running fleet match a configuration."""
-    running = FleetConfig.model_validate_json(state.config_json)
+    try:
+        running = FleetConfig.model_validate_json(state.config_json)
+    except ValidationError as error:
+        fail(
+            f"the supervisor of {state.fleet} runs another version of Baton, whose settings this "
+            f"one ({version()}) cannot read: {error.errors()[0]['msg']}. Use that version, or stop "
+            "the fleet and start it again"
+        )
     config = config.model_copy(update={"port": running.port})  # may come from --port or BATON_PORT
     same_keys = keys_digest(config, state.run_folder) == state.keys_digest
     return changes(running, config, same_keys=same_keys)

@@ -104,8 +104,8 @@ def _run_all(runner: DrillRunner, names: list[str]) -> tuple[list[Verdict], bool
     async def run_all() -> None:
         o.echo("golden responses …")
         await runner.take_golden_answers()
-        for name in names:
-            o.echo(f"{name}: {DRILLS[name].title} …")
+        for number, name in enumerate(names, 1):
+            o.echo(f"{number} of {len(names)}, {name}: {DRILLS[name].title} …")
             try:
                 verdicts.append(await runner.run(name))
             except DrillError as error:  # other drills may still be possible
@@ -116,7 +116,7 @@ def _run_all(runner: DrillRunner, names: list[str]) -> tuple[list[Verdict], bool
     except (DrillError, ClientFailedError) as error:
         o.echo(f"[bold red]error[/] {escape(str(error))}")
     except KeyboardInterrupt:
-        o.echo(f"interrupted: {len(verdicts)} of {len(names)} drills have ended")
+        o.echo(f"PARTIAL: interrupted, {len(verdicts)} of {len(names)} drills have ended")
         interrupted = True
     return verdicts, interrupted
 

@@ -12,6 +12,7 @@ from baton.engine.llm import LLM
 from baton.model.lora_artifact import TARGETS, read_adapter, target_shapes
 from baton.model.model_config import ModelConfig
 from baton.types.params import AdapterRef
+from loadtest.commands.points import measured
 from loadtest.lab.driver import Driver, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext
@@ -30,10 +31,11 @@ def run(context: LabContext) -> Findings:
     counts = (0, 1, 4, 8) if context.quick else (0, 1, 2, 3, 4, 6, 8)
     with tempfile.TemporaryDirectory() as folder:
         refs = [_load(llm, Path(folder) / f"adapter-{i}", i) for i in range(max(counts))]
-    rows = [_measure(llm, refs[:count], steps) for count in counts]
+    rows = measured(counts, lambda count: _measure(llm, refs[:count], steps), at_least=2)
     plain_ms = float(str(rows[0][1]))
     last = rows[-1]
     return Findings(
+        left_out=rows.left_out,
         parameters={
             "batch": BATCH,
             "context, tokens": CONTEXT,
@@ -49,7 +51,7 @@ def run(context: LabContext) -> Findings:
                 title=f"A decode step of {BATCH} requests",
                 x_label="adapters in the batch",
                 y_label="ms",
-                x=[float(count) for count in counts],
+                x=[float(str(row[0])) for row in rows],
                 series=[Series("median step", [float(str(row[1])) for row in rows])],
                 caption="0: no request has one; 1: all share it; 8: each has its own.",
             )

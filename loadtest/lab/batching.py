@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from baton.engine.llm import LLM
+from loadtest.commands.points import measured
 from loadtest.lab.driver import Driver, warm
 from loadtest.lab.results import Findings, Plot, Series
 from loadtest.lab.table import LabContext
@@ -26,19 +27,13 @@ def run(context: LabContext) -> Findings:
     llm = LLM(context.model, threads=context.threads, kv_blocks=512)
     warm(llm)
     answers = _answer_lengths(24 if context.quick else 64)
-    rows: list[list[float]] = []
-    for batch in QUICK_BATCHES if context.quick else BATCHES:
-        static = _static(llm, answers, batch)
-        free = _continuous(llm, answers, batch)
-        if static.tokens != free.tokens:
-            raise RuntimeError("static and continuous batching gave different tokens")
-        rates = [sum(answers) / way.total_s for way in (static, free)]
-        means = [way.mean_s for way in (static, free)]
-        rows.append([batch, *rates, *means, static.steps, free.steps])
+    batches = QUICK_BATCHES if context.quick else BATCHES
+    rows = measured(batches, lambda batch: _measure(llm, answers, batch))
     gains = [row[2] / row[1] for row in rows]
     best = max(range(len(rows)), key=gains.__getitem__)
     sizes = [float(row[0]) for row in rows]
     return Findings(
+        left_out=rows.left_out,
         parameters={
             "requests": len(answers),
             "prompt tokens": PROMPT_TOKENS,
@@ -77,6 +72,16 @@ def run(context: LabContext) -> Findings:
             "The numbers of steps do not depend on other load on the machine; the times do.",
         ],
     )
+
+
+def _measure(llm: LLM, answers: list[int], batch: int) -> list[float]:
+    static = _static(llm, answers, batch)
+    free = _continuous(llm, answers, batch)
+    if static.tokens != free.tokens:
+        raise RuntimeError("static and continuous batching gave different tokens")
+    rates = [sum(answers) / way.total_s for way in (static, free)]
+    means = [way.mean_s for way in (static, free)]
+    return [batch, *rates, *means, static.steps, free.steps]
 
 
 def _answer_lengths(requests: int) -> list[int]:

@@ -4,6 +4,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from loadtest.client.server import ServerError
+from loadtest.commands.points import measured
 from loadtest.lab.asking import Fleet
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext
@@ -20,13 +21,12 @@ def run(context: LabContext) -> Findings:
     """Let more and more clients at once disconnect in the middle of a long response."""
     with Fleet(context) as fleet:
         fleet.stream("hello", 2)
-        rows = [
-            _measure(fleet, context, count)
-            for count in (QUICK_CLIENTS if context.quick else CLIENTS)
-        ]
+        clients = QUICK_CLIENTS if context.quick else CLIENTS
+        rows = measured(clients, lambda count: _measure(fleet, context, count))
     counts = [float(str(row[0])) for row in rows]
     worst = max(float(str(row[1])) for row in rows)
     return Findings(
+        left_out=rows.left_out,
         parameters={
             "requested output tokens": ANSWER_TOKENS,
             "chunks read before disconnecting": READ_CHUNKS,

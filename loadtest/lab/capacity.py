@@ -9,6 +9,7 @@ import psutil
 from baton.engine.core.sequence import blocks_for
 from baton.engine.llm import LLM
 from baton.engine.loading.memory import footprint
+from loadtest.commands.points import measured
 from loadtest.lab.driver import Driver, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext
@@ -28,13 +29,14 @@ def run(context: LabContext) -> Findings:
     counts = sorted(
         {1, predicted // 2, predicted, predicted + 1, predicted + 2, 2 * predicted} - {0}
     )
-    rows = [_measure(llm, count) for count in counts]
+    rows = measured(counts, lambda count: _measure(llm, count))
     began = next((int(str(row[0])) for row in rows if row[3]), None)
     longest = _longest_accepted(llm, blocks * 16)
     need = footprint(llm.artifact.config, max_batch_requests=2 * predicted)
     predicted_mib = (need.total + llm.runner.geometry.pool_bytes) / _MIB
     measured_mib = psutil.Process().memory_info().rss / _MIB
     return Findings(
+        left_out=rows.left_out,
         parameters={
             "pool, blocks of 16 tokens": blocks,
             "prompt and output tokens": f"{PROMPT_TOKENS} and {ANSWER_TOKENS}",
@@ -52,7 +54,7 @@ def run(context: LabContext) -> Findings:
                 title="Blocks in use, and requests preempted",
                 x_label="concurrent requests",
                 y_label="blocks | preemptions",
-                x=[float(count) for count in counts],
+                x=[float(str(row[0])) for row in rows],
                 series=[
                     Series("max blocks in use", [float(str(row[2])) for row in rows]),
                     Series("preemptions", [float(str(row[3])) for row in rows]),
@@ -62,7 +64,7 @@ def run(context: LabContext) -> Findings:
             )
         ],
         sentence=f"{predicted} requests were predicted to fit; the engine "
-        + (f"first preempted at {began}" if began else f"never preempted up to {counts[-1]}")
+        + (f"first preempted at {began}" if began else f"never preempted up to {rows[-1][0]}")
         + f", and accepted requests of up to {longest} tokens ({blocks * 16} predicted). "
         f"Memory: {measured_mib:,.0f} MiB, {predicted_mib:,.0f} predicted.",
         notes=[

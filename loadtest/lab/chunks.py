@@ -3,6 +3,7 @@
 import statistics
 
 from baton.engine.llm import LLM
+from loadtest.commands.points import measured
 from loadtest.lab.driver import Driver, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series, shown
 from loadtest.lab.table import LabContext
@@ -18,8 +19,8 @@ def run(context: LabContext) -> Findings:
     llm = LLM(context.model, threads=context.threads, kv_blocks=512)
     warm(llm)
     length, rounds = (768, 1) if context.quick else (2048, 3)
-    rows = [_measure(llm, size, length, rounds) for size in _sizes(context)]
     served = _measure(llm, 512, length, rounds, bounded=True)
+    rows = measured(_sizes(context), lambda size: _measure(llm, size, length, rounds))
     sizes = [float(str(row[0])) for row in rows]
 
     def column(index: int) -> list[float | None]:
@@ -28,6 +29,7 @@ def run(context: LabContext) -> Findings:
     smallest = rows[0]
     largest = rows[-1]
     return Findings(
+        left_out=rows.left_out,
         parameters={
             "long prompt, tokens": length,
             "concurrent responses": ANSWERS,

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from loadtest.client.server import Server, ServerError
-from loadtest.commands.options import FindFleet, check_out, fail, typed_command
+from loadtest.commands.options import FindFleet, check_out, echo, fail, typed_command
+from loadtest.commands.running import INTERRUPTED
 from loadtest.lab.places import LabError, emulated_fleet, fleet_of, machine, run_in_process
 from loadtest.lab.report import show, write_report
 from loadtest.lab.results import LabResults, write_results
@@ -55,7 +56,8 @@ def lab(
 ) -> None:
     """Run an experiment on a common question of operators, with a table and a plot.
 
-    Example: `baton lab chunks --quick --out /tmp/chunks`.
+    Example: `baton lab chunks --quick --out /tmp/chunks`. Ctrl-C keeps the points measured so far
+    (exit code 130).
     """
     if name is None:
         _list()
@@ -76,11 +78,16 @@ def lab(
         results = _run(found, context, url, fleet, ctx.obj)
     except (LabError, ServerError) as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        echo("interrupted: too few points are measured, nothing was written")
+        raise typer.Exit(INTERRUPTED) from None
     console = Console()
     show(console, results)
     written = (write_results(folder, results), write_report(folder, results))
     for file in written:
         Console(soft_wrap=True, highlight=False).print(escape(str(file)))
+    if results.findings.left_out:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _list() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import msgspec
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from loadtest.commands.options import FindFleet, echo
+from loadtest.commands.running import INTERRUPTED
 from loadtest.lab.results import Findings
 from loadtest.lab.table import LABS, LabContext
 
@@ -45,16 +47,23 @@ def run_in_process(name: str, context: LabContext) -> Findings:
         "MKL_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "passive",
     }
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-P", "-m", "loadtest.lab.places", name],
-        input=msgspec.json.encode(context),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
-        check=False,
     )
-    if done.returncode:
-        raise LabError(f"the lab's process ended with exit code {done.returncode}")
-    return msgspec.json.decode(done.stdout, type=Findings)
+    # Ctrl-C ends the measurement there, and its findings are still read here.
+    before = signal.signal(signal.SIGINT, lambda *_: process.send_signal(signal.SIGINT))
+    try:
+        written, _ = process.communicate(msgspec.json.encode(context))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if process.returncode == INTERRUPTED:
+        raise KeyboardInterrupt
+    if process.returncode:
+        raise LabError(f"the lab's process ended with exit code {process.returncode}")
+    return msgspec.json.decode(written, type=Findings)
 
 
 @contextlib.contextmanager
@@ -137,12 +146,21 @@ def _wait_ready(process: "subprocess.Popen[bytes]", output: Path) -> str:
     raise LabError(f"the fleet was not ready after {_START_LIMIT_S:.0f} s")
 
 
+def _interrupt(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # the parent may forward what the terminal has sent
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Run a lab in this process: read its context from standard input, and write its findings."""
     results = os.dup(1)
     os.dup2(2, 1)  # keep output of libraries apart from the findings
+    signal.signal(signal.SIGINT, _interrupt)
     context = msgspec.json.decode(sys.stdin.buffer.read(), type=LabContext)
-    findings = LABS[sys.argv[1]].run(context)
+    try:
+        findings = LABS[sys.argv[1]].run(context)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     with os.fdopen(results, "wb") as out:
         out.write(msgspec.json.encode(findings))
 

@@ -4,6 +4,7 @@ import random
 import statistics
 from importlib.resources import files
 
+from loadtest.commands.points import measured
 from loadtest.lab.asking import Fleet
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext
@@ -18,13 +19,13 @@ def run(context: LabContext) -> Findings:
     rounds = 3 if context.quick else 5
     with Fleet(context) as fleet:
         fleet.stream("hello", 2)  # connects, and warms up
-        rows = [
-            _measure(fleet, words, rounds) for words in (QUICK_SIZES if context.quick else SIZES)
-        ]
+        sizes = QUICK_SIZES if context.quick else SIZES
+        rows = measured(sizes, lambda words: _measure(fleet, words, rounds))
     lengths = [float(str(row[0])) for row in rows]
     cold = [float(str(row[2])) for row in rows]
     cached_ms = [float(str(row[3])) for row in rows]
     return Findings(
+        left_out=rows.left_out,
         parameters={
             "rounds": rounds,
             "prefix": "random words, new in each round",

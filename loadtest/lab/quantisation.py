@@ -8,6 +8,7 @@ import numpy as np
 
 from baton.engine.llm import LLM
 from baton.engine.loading.memory import footprint
+from loadtest.commands.points import measured
 from loadtest.lab.driver import Driver, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext
@@ -22,14 +23,16 @@ TEXT = Path(__file__).parent / "alice.txt"
 def run(context: LabContext) -> Findings:
     """Measure each variant on the same text, one engine after another."""
     scored, steps = (192, 8) if context.quick else (768, 24)
-    rows = [
-        _examine(context, weights, kv, scored, steps)
-        for weights, kv in (QUICK if context.quick else VARIANTS)
-    ]
+    rows = measured(
+        QUICK if context.quick else VARIANTS,
+        lambda variant: _examine(context, *variant, scored, steps),
+        at_least=2,
+    )
     names = [str(row[0]) for row in rows]
     fastest = min(rows[1:], key=lambda row: float(str(row[4])))
     plain = rows[0]
     return Findings(
+        left_out=rows.left_out,
         parameters={
             "text": TEXT.name,
             "tokens scored": scored,

@@ -31,6 +31,10 @@ def show(console: Console, results: LabResults) -> None:
         console.print(
             f"[bold yellow]EMULATED WORKERS: no model ran: timing model {results.emulated}[/]"
         )
+    if findings.left_out:
+        console.print(
+            f"[bold yellow]PARTIAL: interrupted, {findings.left_out} points are missing[/]"
+        )
     table = Table(*map(escape, findings.columns), title=escape(results.question))
     for column in table.columns[1:]:
         column.justify = "right"

@@ -38,6 +38,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     plots: list[Plot]
     sentence: str  # conclusion in one sentence
     notes: list[str] = []  # conditions of the measurement
+    left_out: int = 0  # number of points that Ctrl-C left out
 
 
 class LabResults(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 from baton.engine.core.speculative.proposers import NgramProposer, Speculation
 from baton.engine.llm import LLM
+from loadtest.commands.points import measured
 from loadtest.lab.results import Findings, Plot, Series
 from loadtest.lab.table import LabContext
 
@@ -77,11 +78,12 @@ def run(context: LabContext) -> Findings:
     drafting = LLM(context.model, threads=context.threads, kv_blocks=512, speculation=speculation)
     names = QUICK if context.quick else list(CASES)
     tokens, rounds = (64, 1) if context.quick else (128, 3)
-    figures = [measure(name, plain, drafting, tokens, rounds) for name in names]
+    figures = measured(names, lambda name: measure(name, plain, drafting, tokens, rounds))
     saved = [figure.accepted / _output_tokens(figure, tokens, rounds) for figure in figures]
     most = saved.index(max(saved))
     least = saved.index(min(saved))
     return Findings(
+        left_out=figures.left_out,
         parameters={"output tokens": tokens, "rounds": rounds, "numerics": "exact"},
         columns=["text", "off tok/s", "on tok/s", "on ÷ off", "drafted", "accepted %", "saved %"],
         rows=[

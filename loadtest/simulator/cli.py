@@ -10,9 +10,12 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn, Task
+from rich.text import Text
 
 from baton.engine.emulated_timing import H100_70B, TIMINGS
-from loadtest.commands.options import with_options
+from loadtest.commands.options import echo, with_options
+from loadtest.commands.running import INTERRUPTED
 from loadtest.simulator.network import LINKS
 from loadtest.simulator.planning import Decided
 from loadtest.simulator.policies import FLEET, POLICIES
@@ -51,7 +54,9 @@ def simulate(
     policy: Annotated[
         str, typer.Option(help=f"Routing policy: {FLEET}, {', '.join(POLICIES)}, or {ALL}.")
     ] = FLEET,
-    json: Annotated[Path | None, typer.Option(help="Output file for the figures.")] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
+    ] = False,
     worker: Annotated[
         str, typer.Option(help=f"Timing model: {', '.join(TIMINGS)}.")
     ] = H100_70B.name,
@@ -78,7 +83,8 @@ def simulate(
     """Simulate a fleet under a trace: real routing, queues, schedulers, KV transfers; no model.
 
     Step times come from a linear model, described in docs/design/simulator.md. The same arguments
-    give the same bytes of JSON.
+    give the same bytes of JSON. Ctrl-C ends with the figures of the requests simulated so far (exit
+    code 130).
     """
     for value, allowed, option in (
         (policy, [FLEET, *POLICIES, ALL], "--policy"),
@@ -106,16 +112,26 @@ def simulate(
     written: list[bytes] = []
     for name in [*POLICIES, FLEET] if policy == ALL else [policy]:
         fleet = replace(setup, policy=name, slo=limits, timing=TIMINGS[worker], link=LINKS[link])
-        simulation = _run(name, fleet, requests)
-        results[name] = figures(simulation, requests, slo)
-        written.append(as_json(simulation, results[name], slo))
+        simulation, ended = _run(name, fleet, requests)
+        if ended:
+            results[name] = figures(simulation, ended, slo)
+            written.append(as_json(simulation, results[name], slo))
+        if simulation.left_out:
+            echo(f"PARTIAL: interrupted, {name} has {len(ended):,} of {len(requests):,} requests")
+            break
+    if not results:
+        raise typer.Exit(INTERRUPTED)
+    code = INTERRUPTED if simulation.left_out else 0
+    if json:
+        whole = written[0] if len(written) == 1 else b"[" + b",".join(written) + b"]\n"
+        typer.echo(whole, nl=False)
+        raise typer.Exit(code)
     Console().print(table(results))
     if limits is not None:
         Console().print(goodput_table(results))
     if simulation.planner is not None:
         Console().print(turns_table(simulation.planner.decisions))
-    if json is not None:
-        json.write_bytes(written[0] if len(written) == 1 else b"[" + b",".join(written) + b"]\n")
+    raise typer.Exit(code)
 
 
 def replay(trace: Path, setup: Setup, limit: int | None = None, *, as_json: bool = False) -> None:
@@ -126,8 +142,11 @@ def replay(trace: Path, setup: Setup, limit: int | None = None, *, as_json: bool
     plans: tuple[Plan, ...] = ("auto", "fixed")
     for plan in plans:
         name = f"{plan} from {setup.prefill_workers} + {setup.decode_workers}"
-        simulation = _run(name, replace(setup, plan=plan), requests)
-        results[name] = figures(simulation, requests, Slo())
+        simulation, ended = _run(name, replace(setup, plan=plan), requests)
+        if simulation.left_out:  # its figures could not be compared
+            echo("interrupted")
+            raise typer.Exit(INTERRUPTED)
+        results[name] = figures(simulation, ended, Slo())
         if simulation.planner is not None:
             decisions = simulation.planner.decisions
     if as_json:
@@ -145,15 +164,41 @@ def _requests(trace: Path, limit: int | None, option: str) -> list[TraceRequest]
         raise typer.BadParameter(str(error), param_hint=option) from error
 
 
-def _run(name: str, setup: Setup, requests: Sequence[TraceRequest]) -> Simulation:
+def _run(
+    name: str, setup: Setup, requests: Sequence[TraceRequest]
+) -> tuple[Simulation, list[TraceRequest]]:
+    """Run until the end or Ctrl-C; return the simulation and the requests that have ended."""
     began_s = time.perf_counter()
     try:
         simulation = Simulation(setup, requests)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    simulation.run()
+    all_records = simulation.records
+    try:
+        with _progress(name, simulation):
+            simulation.run()
+    except KeyboardInterrupt:
+        simulation.drop_unfinished()
+    ended = [one for one, record in zip(requests, all_records, strict=True) if record.ended_ns]
     sys.stderr.write(
-        f"{name}: {len(requests):,} requests, {simulation.clock.now_ns / 1e9:,.0f} s "
+        f"{name}: {len(ended):,} requests, {simulation.clock.now_ns / 1e9:,.0f} s "
         f"simulated in {time.perf_counter() - began_s:.1f} s\n"
     )
-    return simulation
+    return simulation, ended
+
+
+def _progress(name: str, simulation: Simulation) -> Progress:
+    """Return a line on standard error with the virtual time, while it is a terminal."""
+    last_s = simulation.records[-1].request.arrived_ns / 1e9
+
+    class Simulated(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            now_s = simulation.clock.now_ns / 1e9
+            return Text(
+                f"{name}: {now_s:,.0f} s simulated, the last request arrives at {last_s:,.0f} s"
+            )
+
+    progress = Progress(Simulated(), console=Console(stderr=True), transient=True)
+    progress.add_task(name, total=None)
+    progress.disable = not progress.console.is_terminal
+    return progress

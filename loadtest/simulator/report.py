@@ -197,6 +197,8 @@ def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
         "slo": slo,
         "figures": result,
     }
+    if simulation.left_out:
+        content["left_out_requests"] = simulation.left_out
     if simulation.planner is not None:
         content["decisions"] = simulation.planner.decisions
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"

@@ -144,6 +144,7 @@ class Simulation:
         self.added_ns = dict.fromkeys(self.roles, 0)
         self.left_ns: dict[str, int] = {}
         self.planner = self._planner() if setup.plan == "auto" else None
+        self.left_out = 0  # number of requests that an interrupted run has not ended
         self._last_arrival_ns = max(record.request.arrived_ns for record in self.records)
 
     def run(self) -> list[Record]:
@@ -156,6 +157,12 @@ class Simulation:
             self.planner.start()
         self.clock.run()
         return self.records
+
+    def drop_unfinished(self) -> None:
+        """Keep only the records of requests that have ended, after an interrupted run."""
+        ended = [record for record in self.records if record.ended_ns]
+        self.left_out = len(self.records) - len(ended)
+        self.records = ended
 
     def _planner(self) -> SimulatedPlanner:
         setup = self.setup

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import IO
 
+import msgspec
+
 from baton.engine.process import messages
 from baton.engine.process.client import EngineClient
 from baton.engine.process.step_rates import DecodeFit, PromptFit, StepRates
@@ -81,7 +83,7 @@ class EngineHandle:
         self._submitted_ns = time.monotonic_ns()
         if command.spec.adapter is not None:
             self._adapters_asked[command.request_id] = command.spec.adapter
-        self.client.send(command)
+        self.client.send(msgspec.structs.replace(command, sent_ns=self._submitted_ns))
 
     async def forget(self, tags: frozenset[bytes]) -> dict[str, int]:
         """Erase all cached blocks with these tags; return their number by tier, -1: an error."""

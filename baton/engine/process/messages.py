@@ -23,6 +23,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
     prompt_token_ids: bytes  # packed little-endian uint32
     spec: RequestSpec
+    sent_ns: int = 0  # when the worker's shell sent it, on the clock of both processes
 
 
 class Bind(msgspec.Struct, frozen=True, tag=True):

@@ -178,6 +178,9 @@ class StepLoop:
         elif grammar and self._grammar_queue is not None:
             self._waiting[command.request_id] = []
             self._grammar_queue.add(command.request_id, command, grammar)
+        elif command.spec.adapter is None:
+            # It was sent while a step ran: that is a part of its time in the queue.
+            self._submit(command, command.sent_ns or time.monotonic_ns())
         else:
             self._require_adapter(command)
 

@@ -231,6 +231,29 @@ async def test_an_emulated_engine_of_a_fleet_is_a_thread_that_answers_and_ends()
             await asyncio.sleep(0.01)
 
 
+async def test_a_request_that_arrives_during_a_step_waits_in_the_queue() -> None:
+    handle = await EngineHandle.start(
+        msgspec.structs.replace(EMULATED, max_step_tokens=4096, kv_blocks=512)
+    )
+    ends: asyncio.Queue[ev.Ended] = asyncio.Queue()
+
+    def hear(report: object) -> None:
+        if isinstance(report, ev.Ended):
+            ends.put_nowait(report)
+
+    spec = RequestSpec(kind=Kind.FULL, params=SamplingParams(max_tokens=1), hash_seed=bytes(16))
+    try:
+        for name, tokens in (("long", 4000), ("short", 20)):
+            prompt = pack_tokens(range(300, 300 + tokens))
+            command = messages.Submit(request_id=name, prompt_token_ids=prompt, spec=spec)
+            handle.submit(command, hear)
+            await asyncio.sleep(0.1)  # the long prompt is in a step of more than a second
+        ended = {one.request_id: one for one in [await ends.get(), await ends.get()]}
+    finally:
+        await handle.client.stop()
+    assert ended["long"].queue_ns < 5e8 < ended["short"].queue_ns, ended
+
+
 async def test_an_emulated_engine_that_hangs_in_a_step_is_left_when_it_wakes() -> None:
     client = await EngineClient.start(EMULATED)
     slow = pack_tokens([7] * 500)

@@ -1,5 +1,7 @@
 """`baton loadtest drill overload` as it is typed, with a runner that returns made-up verdicts."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -61,3 +63,35 @@ def test_an_overload_that_is_not_held_fails_and_says_why(typed):
     result, _ = typed(1.0)
     assert result.exit_code == 1
     assert "overload: 3 x: 1.00 good responses/s are 0.50 of those at 1.0 x" in result.output
+
+
+def test_ctrl_c_keeps_the_drills_that_have_ended(monkeypatch, tmp_path):
+    class Runner:
+        def __init__(self, options: DrillOptions) -> None: ...
+
+        async def take_golden_answers(self) -> None: ...
+
+        async def run(self, name: str):
+            if name != "overload":
+                raise KeyboardInterrupt
+            return judge_overload(
+                phases=overload.PHASES,
+                planned=range(overload.PLAN.request_count),
+                records=overload.load(**{"3 x": 2.0}),
+                limits=overload.LIMITS,
+                probes=[ended(0), ended(1)],
+                golden=GOLDEN,
+                workers=[worker()],
+            )
+
+    monkeypatch.setattr(drill, "DrillRunner", Runner)
+    with tiny_server() as server:
+        local = LocalFleet("f", server.url, "", lambda: None, lambda verb, arguments: "")
+        line = ["drill", "overload", "kill-prefill", "--out", str(tmp_path)]
+        result = CliRunner().invoke(app, line, obj=lambda: local, env={"COLUMNS": "200"})
+    assert result.exit_code == 130
+    assert "1 of 2, overload" in result.output
+    assert "PARTIAL: interrupted, 1 of 2 drills have ended" in result.output
+    assert [one["drill"] for one in json.loads((tmp_path / "drill.json").read_text())] == [
+        "overload"
+    ]

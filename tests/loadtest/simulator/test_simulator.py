@@ -283,12 +283,11 @@ def test_a_worker_fitted_to_a_bench_takes_as_long_as_the_bench():
             assert EPYC_135M.step_s + batch * each_s == pytest.approx(batch / rate, rel=0.1)
 
 
-def test_the_command_writes_figures_and_names_what_is_wrong(tmp_path):
-    out = tmp_path / "figures.json"
+def test_the_command_writes_figures_and_names_what_is_wrong():
     arguments = ["simulate", str(SAMPLE), "--limit", "40", "--prefill", "2", "--decode", "1"]
-    shown = CliRunner().invoke(app, [*arguments, "--json", str(out)])
+    shown = CliRunner().invoke(app, [*arguments, "--json"])
     assert shown.exit_code == 0, shown.output
-    content = msgspec.json.decode(out.read_bytes())
+    content = msgspec.json.decode(shown.stdout)
     assert content["figures"]["answered"] == 40
     assert content["setup"]["worker"]["source"].startswith("assumed")
     assert "no model ran" in content["emulated"]

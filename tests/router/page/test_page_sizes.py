@@ -1,8 +1,10 @@
 """The live page with 2, 50 and 1,000 workers, at three widths, light and dark."""
 
 import asyncio
+import os
 import re
 import time
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -30,6 +32,13 @@ async def open_crowd(make_fleet, tab, workers: int, *, busy: bool = True) -> Cro
     return crowd
 
 
+def keep(image: bytes, name: str) -> None:
+    """Write a screenshot to the folder ``BATON_SCREENSHOTS``, as CI does, if it is set."""
+    if folder := os.environ.get("BATON_SCREENSHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"{name}.png").write_bytes(image)
+
+
 @needs_browser
 @pytest.mark.parametrize("workers", [2, 50, 1000])
 async def test_nothing_overlaps_or_is_cut_and_the_first_screen_answers(make_fleet, tab, workers):
@@ -45,6 +54,11 @@ async def test_nothing_overlaps_or_is_cut_and_the_first_screen_answers(make_flee
             # Well, in time, wrong, since when: without scrolling.
             for part in ("#health", "#problems .since", "#goodput-now", "#ttft", "#itl", "#errors"):
                 assert 0 < await top_of(tab, part) < height, (part, width)
+            image = await tab.screenshot()
+            assert int.from_bytes(image[16:20], "big") == width, (
+                "the picture is as wide as the page"
+            )
+            keep(image, f"{workers}-workers-{width}-{scheme}")
     tab.problems.clear()
 
 
