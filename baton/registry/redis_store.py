@@ -17,6 +17,8 @@ under ``baton:{fleet.lane}:`` for workers, blocks, commands, adapters, tickets a
     lease                 the supervisor of the fleet                      see lease.py
     keys, keys:…          issued API keys, hashes only                     see keys/shared.py
     adapters              hash: name -> entry of a LoRA adapter, see shared_adapters.py  1 day
+    routes                names, golden prompts of models        see lanes/shared_routes.py
+    gate:…                evidence about a canary                          see lanes/gates.py
     tickets               the last ticket that a router took               1 day
     routers               hash: router -> its load                         1 minute
     responses:…           responses that clients asked to store            see stored_responses.py

@@ -75,8 +75,7 @@ class GateWatch:
 
     async def _round(self, gate: Gate) -> None:
         found = await self._golden.run(gate.entry.canary)
-        if gate.on_round(found):
-            await self._take_out(gate)
+        gate.on_round(found)  # the next exchange acts on a reason
         try:
             await self._shared.put_round(gate.name, gate.entry.since_ms, found)
         except RegistryUnavailableError as error:
