@@ -1,11 +1,12 @@
 """Added latency of Baton in front of vLLM, request by request on the same vLLM.
 
-    python -m tests.vllm.beside URL [--requests 40] [--hand-off]
+    python -m tests.vllm.beside URL [--requests 40] [--hand-off] [--key KEY]
 
-URL is a running fleet on this machine, without API keys, of one vLLM worker, or of a prefill and a
-decode worker for ``--hand-off``. Each prompt is sent once through the router and once to vLLM's own
-sockets, in turn, so that both meet the same load. With ``--hand-off`` the second way is that of
-vLLM's own example proxy: one token from the first vLLM, then the stream of the second one.
+URL is a running fleet on this machine, of one vLLM worker, or of prefill and decode workers for
+``--hand-off``. KEY is an operator's API key, if the fleet has keys. Each prompt is sent once to the
+router and once to vLLM's own sockets, in turn, so that both meet the same load. With ``--hand-off``
+the second way is that of vLLM's own example proxy: one token from the first vLLM, then the stream
+of the second one.
 """
 
 import argparse
@@ -91,11 +92,13 @@ async def hand_over(
     return [prefill_s + at_s for at_s in found]
 
 
-async def compare(url: str, requests: int, hand_off: bool) -> None:
+async def compare(url: str, requests: int, hand_off: bool, key: str) -> None:
     """Print the table."""
-    mode = {"x-baton-mode": "disaggregated"} if hand_off else {}
+    headers = {"x-baton-mode": "disaggregated"} if hand_off else {}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
     async with httpx.AsyncClient(
-        base_url=url, timeout=300, trust_env=False, headers=mode
+        base_url=url, timeout=300, trust_env=False, headers=headers
     ) as client:
         workers = {one["role"]: one for one in (await client.get("/fleet")).json()["workers"]}
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
@@ -127,8 +130,9 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--hand-off", action="store_true")
+    parser.add_argument("--key", default="")
     options = parser.parse_args()
-    asyncio.run(compare(options.url, options.requests, options.hand_off))
+    asyncio.run(compare(options.url, options.requests, options.hand_off, options.key))
 
 
 if __name__ == "__main__":
