@@ -1,5 +1,6 @@
 """Hand-offs between vLLM workers: real shells and translators, and a vLLM that was recorded."""
 
+import asyncio
 import contextlib
 import signal
 import sys
@@ -159,6 +160,42 @@ async def test_a_prefill_worker_that_dies_before_its_first_token_is_named(pair: 
     target = pair.other.target("r", pair.decode.record)
     await router.send(replacement={"request_id": "r", "attempt": 1, "prefill": target})
     assert not (await router.ended("r")).HasField("error")
+
+
+async def test_a_prefill_worker_that_dies_during_the_load_is_named(pair: Pair) -> None:
+    switches = pair.folder / "decode-0"
+    (switches / "hang").touch()
+    router = pair.router
+    await router.submit("r", LONG, pair.prefill, sampling={"max_tokens": 4})
+    await router.until(lambda: router.tokens["r"].get(0) == [FIRST])
+    async with asyncio.timeout(10):
+        while not pair.requests("decode-0"):
+            await asyncio.sleep(0.02)
+    pair.prefill.process.kill()
+    await asyncio.sleep(2.0)  # the stream breaks; only vLLM knows whether it has the KV
+    assert router.asks == []
+    (switches / "fail").touch()
+    (switches / "hang").unlink()
+    await router.until(lambda: bool(router.asks))
+    assert router.asks[0].peer_died
+    (switches / "fail").unlink()
+    target = pair.other.target("r", pair.decode.record)
+    await router.send(replacement={"request_id": "r", "attempt": 1, "prefill": target})
+    assert not (await router.ended("r")).HasField("error")
+    assert router.tokens["r"][0] == [FIRST, *recorded_tokens()]
+
+
+async def test_a_decode_worker_that_dies_during_the_load_leaves_nothing_at_prefill(
+    pair: Pair,
+) -> None:
+    (pair.folder / "decode-0" / "hang").touch()
+    at_prefill = MiniRouter(pair.prefill)
+    await at_prefill.connect()
+    await pair.router.submit("r", LONG, pair.prefill, sampling={"max_tokens": 4})
+    await pair.router.until(lambda: pair.router.tokens["r"].get(0) == [FIRST])
+    pair.decode.process.kill()
+    await at_prefill.baseline(20.0)
+    await at_prefill.close()
 
 
 async def test_what_vllm_cannot_continue_is_refused(pair: Pair) -> None:
