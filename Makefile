@@ -95,7 +95,7 @@ image: wheel ## build the image baton:VERSION with buildah, podman or docker, se
 	@builder=$$(command -v buildah || command -v podman || command -v docker) \
 	  || { echo "no buildah, podman or docker here: apt-get install buildah"; exit 1; }; \
 	  version=$$(ls dist/*.whl | sed 's/.*baton_serve-\([^-]*\)-.*/\1/'); \
-	  $$builder build $(IMAGE_FLAGS) -f deploy/Dockerfile -t baton:$$version -t baton:latest .
+	  BUILDAH_FORMAT=docker $$builder build $(IMAGE_FLAGS) -f deploy/Dockerfile -t baton:$$version -t baton:latest .
 
 check: $(VENV)/.dev ## check format, lint, types, import rules and generated code
 	$(BIN)/ruff format --check .
