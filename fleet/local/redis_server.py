@@ -120,7 +120,8 @@ class EmbeddedRedis:
             if not isinstance(log, int):
                 log.close()
         if self._process.stdin is not None:
-            with self._process.stdin as configuration:
+            # A server that ends at once closes the pipe; `_wait_until_up` reports its end.
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as configuration:
                 configuration.write(self._configuration().encode())
         self._wait_until_up()
 

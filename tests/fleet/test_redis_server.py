@@ -111,6 +111,19 @@ def test_a_first_start_takes_another_port_where_its_own_is_taken_meanwhile() -> 
         server.stop()
 
 
+def test_a_server_that_ends_before_it_is_configured_is_reported_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(EmbeddedRedis):
+        def _configuration(self) -> str:
+            time.sleep(0.3)
+            return super()._configuration()
+
+    monkeypatch.setattr("fleet.local.redis_server.server_binary", lambda: "/bin/false")
+    with pytest.raises(RedisError, match="did not start"):
+        Slow().start()
+
+
 def test_it_dies_with_its_parent() -> None:
     program = (
         "import time; from fleet.local.redis_server import EmbeddedRedis\n"
