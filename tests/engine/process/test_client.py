@@ -106,6 +106,11 @@ def handle_of(client: object) -> EngineHandle:
     return EngineHandle(client)
 
 
+def submitted(request_id: str) -> messages.Submit:
+    spec = RequestSpec(kind=Kind.FULL, params=SamplingParams(max_tokens=1), hash_seed=bytes(16))
+    return messages.Submit(request_id=request_id, prompt_token_ids=b"", spec=spec)
+
+
 def test_a_fault_in_one_requests_handler_ends_that_request_alone() -> None:
     """It ended the engine, and with it all others' requests."""
     client = Mock()
@@ -117,9 +122,8 @@ def test_a_fault_in_one_requests_handler_ends_that_request_alone() -> None:
         if not isinstance(report, ev.Ended):
             raise RuntimeError("a surprise")
 
-    spec = SimpleNamespace(adapter=None)
-    handle.submit(SimpleNamespace(request_id="faulty", spec=spec), faulty)
-    handle.submit(SimpleNamespace(request_id="other", spec=spec), heard["other"].append)
+    handle.submit(submitted("faulty"), faulty)
+    handle.submit(submitted("other"), heard["other"].append)
     for name in heard:
         handle._on_report(ev.Admitted(request_id=name, cached_tokens=0, queue_ns=0))
         handle._on_report(ev.Ended(name, "cancelled" * (name == "faulty")))
@@ -138,7 +142,7 @@ def test_a_report_is_old_while_the_engine_has_not_read_a_request(
     monkeypatch.setattr("baton.engine.process.handle.time.monotonic_ns", lambda: now_ns)
     handle = handle_of(Mock())
     now_ns = 2_000
-    handle.submit(SimpleNamespace(request_id="r", spec=SimpleNamespace(adapter=None)), Mock())
+    handle.submit(submitted("r"), Mock())
     handle._on_report(ev.StepDone(step=1, duration_ns=500))  # it began at 1,500
     now_ns = 2_300
     assert handle.load_age_ns(now_ns) == 800

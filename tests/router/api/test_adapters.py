@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batonpb.common_pb2 import Capabilities
 
 from baton.config.clients import ApiKeyConfig
 from baton.registry.audit.inbox import AuditInbox
@@ -270,7 +271,7 @@ async def test_an_owner_is_known_to_every_router_and_after_a_restart(artifact, f
 
 def test_names_of_blocks_differ_by_adapter(artifact, served):
     cache = HashSeedCache()
-    link = SimpleNamespace(weights_digest=b"w" * 16, kv_groups=[], numerics_id="exact/x")
+    link = Capabilities(weights_digest=b"w" * 16, numerics_id="exact/x")
     seeds = {
         cache.seed(SimpleNamespace(adapter_digest=digest, cache_scope="team\0"), link)
         for digest in ("", "01" * 16, "02" * 16)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from batonpb.common_pb2 import Capabilities
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.registry.event_feed import EventFeed
@@ -126,7 +127,7 @@ def test_a_request_hashes_its_blocks_once_for_all_workers(model):
     from tests.router.emulated_worker import KV_GROUP
 
     cache = HashSeedCache()
-    capabilities = SimpleNamespace(
+    capabilities = Capabilities(
         kv_groups=[KV_GROUP], numerics_id="exact/x", weights_digest=b"w" * 16
     )
     one = cache.seed(SimpleNamespace(adapter_digest="", cache_scope="a\0"), capabilities)
@@ -135,5 +136,7 @@ def test_a_request_hashes_its_blocks_once_for_all_workers(model):
         SimpleNamespace(adapter_digest="", cache_scope="a\0salt"), capabilities
     )
     # Of one object the format is read once: what a worker can it says once for a life.
-    capabilities = SimpleNamespace(**{**vars(capabilities), "numerics_id": "fast/x"})
+    capabilities = Capabilities(
+        kv_groups=[KV_GROUP], numerics_id="fast/x", weights_digest=b"w" * 16
+    )
     assert one != cache.seed(SimpleNamespace(adapter_digest="", cache_scope="a\0"), capabilities)
