@@ -41,3 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print why tests ran again: each is a defect, also if it passed then."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"first failure of {report.nodeid}")
+        terminalreporter.line(report.longreprtext[-4000:])
