@@ -32,10 +32,10 @@ define pip
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: help serve test test-all soak test-clients test-hosts test-vllm wheel release image check bench bench-gpu proto stop clean
+.PHONY: help serve test test-all soak test-clients test-hosts test-vllm test-vllm-hand-off wheel release image check bench bench-gpu proto stop clean
 
 help: ## list these targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required, found " + sys.version.split()[0])'
@@ -76,7 +76,11 @@ test-clients: $(VENV)/.dev ## test common API clients, each in its own environme
 
 test-vllm: $(VENV)/.dev ## test a fleet of real vLLM workers; its environment takes 3.5 GB in ~/.cache/baton
 	@$(BIN)/python -m tests.vllm.environment
-	$(PYTEST) -q tests/vllm
+	$(PYTEST) -q tests/vllm/test_fleet.py
+
+test-vllm-hand-off: $(VENV)/.dev ## test KV hand-offs by NIXL between three vLLM workers; needs eight cores, since NIXL polls
+	@$(BIN)/python -m tests.vllm.environment
+	$(PYTEST) -q tests/vllm/test_hand_off.py
 
 test-hosts: $(VENV)/.dev ## test a fleet on five hosts (network namespaces) and its faults; needs root
 	$(PYTEST) -q tests/hosts

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import psutil
@@ -179,6 +179,17 @@ def vllm_fleet(workers: int, kv_mib: int, *, pair: bool = False) -> Iterator[str
         yield url
 
 
+async def _all_ready(router: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """Wait until every worker is ready; the fleet is ready with the first one."""
+    until_s = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < until_s:
+        workers: list[dict[str, Any]] = (await router.get("/fleet")).json()["workers"]
+        if all(worker["state"] == "ready" for worker in workers):
+            return workers
+        await asyncio.sleep(1)
+    raise RuntimeError("not all workers are ready")
+
+
 @contextlib.asynccontextmanager
 async def sides(url: str, mode: str = "auto") -> AsyncIterator[tuple[ThroughBaton, list[ToVllm]]]:
     """Connect to the router, with this ``x-baton-mode``, and to every vLLM behind it."""
@@ -188,7 +199,7 @@ async def sides(url: str, mode: str = "auto") -> AsyncIterator[tuple[ThroughBato
         )
         model = (await router.get("/v1/models")).json()["data"][0]["id"]
         own = []
-        for worker in (await router.get("/fleet")).json()["workers"]:
+        for worker in await _all_ready(router):
             line = psutil.Process(worker["pid"]).cmdline()
             if "--uds" in line:
                 unix = httpx.AsyncHTTPTransport(uds=line[line.index("--uds") + 1])

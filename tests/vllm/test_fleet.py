@@ -192,7 +192,7 @@ def test_a_prefix_goes_to_the_worker_that_has_it_but_not_to_another_tenant(fleet
         again = fleet.ask(f"{story} {number}", max_tokens=2)
         assert again.headers["x-baton-route"].partition("; cached")[0] == place
         cached = again.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached > 1000
+        assert cached > 900
         assert cached % 32 == 0
     stranger = fleet.ask(f"{story} 1", "b", max_tokens=2)
     assert stranger.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

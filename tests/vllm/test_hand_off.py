@@ -1,7 +1,8 @@
-"""Hand-offs between real vLLM workers (`make test-vllm`), on this machine's CPU.
+"""Hand-offs between real vLLM workers (`make test-vllm-hand-off`), on this machine's CPU.
 
 Two prefill workers, so that there is another one after each kill. A prefill worker resumes the
-responses of the decode worker. NIXL polls, so each worker keeps a core busy.
+responses of the decode worker. NIXL polls, so each worker keeps a core busy: on two cores the
+workers starve, and are ended because they make no step for 10 s.
 """
 
 import asyncio
