@@ -23,6 +23,8 @@ from kvtransfer.transports import CARRY_INT8, connect_all
 
 HANDSHAKE_S = 1.0
 _AGAIN_S = 0.05  # between handshakes with an address that accepts connections and does not answer
+# a server that ends cancels its calls
+_MAY_BE_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 ControlCall = grpc.aio.StreamStreamCall[Any, Any]
 
 
@@ -100,7 +102,7 @@ class Peers:
             except grpc.aio.AioRpcError as error:
                 details = error.details() or ""
                 reason = f"{target.worker_id} does not answer: {distrust(details) or details}"
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if error.code() not in _MAY_BE_GONE:
                     raise PeerRefusedError(reason) from error  # slow, cut off: not known dead
                 if await _refuses_connections(target.address):
                     await self._forget(target.address)

@@ -21,9 +21,12 @@ class Answering(prefill_pb2_grpc.PrefillServicer):
         self.asked = asyncio.Semaphore(0)
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.breaks_off: list[grpc.StatusCode] = []
 
     async def Handshake(self, request, context):
         self.asked.release()
+        if self.breaks_off:
+            await context.abort(self.breaks_off.pop(), "the worker ends")
         await self.may_answer.wait()
         identity = common_pb2.WorkerIdentity(incarnation=self.incarnation)
         return pb.HandshakeReply(identity=identity)
@@ -86,6 +89,18 @@ async def test_a_handshake_whose_channel_another_closes_is_asked_again(dies: boo
         else:
             await second
             await server.stop(None)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE])
+async def test_a_handshake_that_the_peer_breaks_off_is_asked_again(code: grpc.StatusCode) -> None:
+    """A worker that ends does so; its next life, or nobody, answers then."""
+    servicer = Answering(b"1")
+    servicer.breaks_off = [code]
+    async with peers() as ours, asyncio.timeout(5):
+        server, target = await life(b"1", servicer)
+        await ours.greet(target)
+        assert servicer.breaks_off == []
+        await server.stop(None)
 
 
 async def test_a_handshake_that_is_cancelled_ends() -> None:
