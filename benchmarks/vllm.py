@@ -47,7 +47,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What one request received.
+    """Response to one request.
 
     Attributes:
         arrivals_s: Times of the events with tokens, from the request on.

@@ -33,7 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tracks_output(self) -> bool:
-        """Whether an engine must know which tokens of its context are output to sample the next."""
+        """True if sampling depends on which tokens of the context are output."""
         return bool(self.grammar or self.presence_penalty or self.frequency_penalty)
 
 

@@ -172,7 +172,7 @@ def routes(router: RouterParts, keys: KeyExchange) -> Endpoints:
         _LOG.info("revoked API key=%s everywhere=%s", key_id, is_shared)
         if not is_own:
             after = {"tenant": key.rights.tenant}
-            # siblings are told after this answer, so it does not wait for a Redis that hangs
+            # The sibling routers receive the call after this answer: do not wait for Redis here.
             await audited(router, request, "keys revoke", key_id, after=after, wait=is_shared)
         return {**_shown(key, now_ms), "everywhere": is_shared}
 

@@ -1,4 +1,4 @@
-"""Workers with GPUs on a real Ray, which believes that this machine has four."""
+"""Workers with GPUs on a real Ray, which is configured with four GPUs on any machine."""
 
 import asyncio
 from pathlib import Path

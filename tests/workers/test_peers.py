@@ -93,7 +93,7 @@ async def test_a_handshake_whose_channel_another_closes_is_asked_again(dies: boo
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE])
 async def test_a_handshake_that_the_peer_breaks_off_is_asked_again(code: grpc.StatusCode) -> None:
-    """A worker that ends does so; its next life, or nobody, answers then."""
+    """A worker breaks calls off when it ends, and may have restarted by the next attempt."""
     servicer = Answering(b"1")
     servicer.breaks_off = [code]
     async with peers() as ours, asyncio.timeout(5):

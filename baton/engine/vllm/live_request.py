@@ -47,7 +47,7 @@ class LiveRequest:
 
     @property
     def computes(self) -> bool:
-        """Whether this vLLM computes the prompt."""
+        """True if this vLLM computes the prompt."""
         return self.spec.kind is not Kind.REMOTE
 
     def begin_run(self, first: Iterable[int | None] | None, kind: Kind) -> None:
