@@ -1,1 +1,1 @@
-"""Lab: the goodput of each split of a fleet, and of the planner that starts with the worst one."""
+"""Lab: the goodput of each split of a fleet, and of the planner that starts with wrong ones."""

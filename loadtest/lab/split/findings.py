@@ -57,7 +57,7 @@ class Steered:
 def findings_of(
     splits: Sequence[Split],
     base: PhaseFigures,
-    steered: Steered,
+    steered: Sequence[Steered],
     limits: Limits,
     answer_tokens: int,
 ) -> Findings:
@@ -66,22 +66,12 @@ def findings_of(
     Args:
         splits: Every split, with its figures.
         base: Figures of the best split at the rate that it holds.
-        steered: Run of the planner.
+        steered: Runs of the planner.
         limits: Limits of a good response.
         answer_tokens: Length of every response.
     """
     best = max(splits, key=lambda split: split.figures.good_per_s)
-    over_time = good_over_time(steered.records, limits, steered.seconds, _WIDTH_S)
-    kept_per_s = KEPT * base.good_per_s
-    parts = [("first minute", 0.0, MINUTE_S), ("after a minute", MINUTE_S, steered.seconds)]
-    phases = [
-        Phase(name=name, rate=steered.rate, begin_s=begin_s, end_s=end_s)
-        for name, begin_s, end_s in parts
-    ]
-    first, later = (figures_of(phase, steered.records, limits) for phase in phases)
-    kept_s = _kept_from_s(over_time, kept_per_s)
-    when = "at no time" if kept_s is None else f"from {kept_s:g} s on"
-    ratio = later.good_per_s / base.good_per_s
+    results = [_result(one, best, base, limits) for one in steered]
     return Findings(
         parameters={
             "prompt and output tokens": f"{PROMPT_TOKENS} and {answer_tokens}",
@@ -89,17 +79,13 @@ def findings_of(
             f"ITL {limits.itl_s:g} s",
             "TTFT of a prompt alone, s": limits.own_s,
             "rate that the best split holds (1.0 x), 1/s": base.rate,
-            "decisions of the planner": "; ".join(
-                f"at {at_s:.0f} s {text}" for at_s, text in steered.decisions
-            )
-            or "none",
+            **{f"decisions of the planner from {one.start}": _decisions(one) for one in steered},
         },
         columns=["split", "offered/s", "good/s", "good", "refused", "good of admitted"],
         rows=[
             *(_row(split.name, split.figures) for split in splits),
             _row(f"{best.name} at 1.0 x", base),
-            _row(f"{steered.start} with the planner at {OVERLOAD:g} x, {first.name}", first),
-            _row(f"{steered.start} with the planner at {OVERLOAD:g} x, {later.name}", later),
+            *(row for result in results for row in result.rows),
         ],
         plots=[
             Plot(
@@ -111,29 +97,64 @@ def findings_of(
                 series=[Series("good", [split.figures.good_per_s for split in splits])],
                 caption=f"Each was offered {splits[0].figures.rate:.2f} requests/s.",
             ),
-            Plot(
-                title=f"{steered.start} with the planner at {OVERLOAD:g} x",
-                x_label="seconds",
-                y_label="good responses/s",
-                x=[(place + 0.5) * _WIDTH_S for place in range(len(over_time))],
-                series=[
-                    Series("planner", [*over_time]),
-                    Series(f"{best.name} at 1.0 x", [base.good_per_s] * len(over_time)),
-                    Series(f"{KEPT:g} of it", [kept_per_s] * len(over_time)),
-                ],
-                caption="; ".join(f"{at_s:.0f} s: {text}" for at_s, text in steered.decisions),
-            ),
+            *(result.plot for result in results),
         ],
         sentence=f"{best.name} is the best split: {best.figures.good_per_s:.2f} good responses/s, "
-        f"and {base.good_per_s:.2f} at the {base.rate:.2f} requests/s that it holds. From "
-        f"{steered.start} at {OVERLOAD:g} x with the planner, the fleet served {ratio:.2f} of that "
-        f"after a minute, and {KEPT:g} of it {when}. Changes by the planner: "
-        f"{len(steered.decisions)}.",
+        f"and {base.good_per_s:.2f} at the {base.rate:.2f} requests/s that it holds. "
+        + " ".join(result.sentence for result in results),
         notes=[
             "Requests count at the time when they were to be sent. All are disaggregated.",
             "Good of admitted: without the requests that got 429.",
         ],
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """Rows, plot and conclusion of one run of the planner."""
+
+    rows: list[list[Cell]]
+    plot: Plot
+    sentence: str
+
+
+def _result(steered: Steered, best: Split, base: PhaseFigures, limits: Limits) -> _Result:
+    over_time = good_over_time(steered.records, limits, steered.seconds, _WIDTH_S)
+    kept_per_s = KEPT * base.good_per_s
+    title = f"{steered.start} with the planner at {OVERLOAD:g} x"
+    parts = [("first minute", 0.0, MINUTE_S), ("after a minute", MINUTE_S, steered.seconds)]
+    phases = [
+        Phase(name=name, rate=steered.rate, begin_s=begin_s, end_s=end_s)
+        for name, begin_s, end_s in parts
+    ]
+    figures = [figures_of(phase, steered.records, limits) for phase in phases]
+    kept_s = _kept_from_s(over_time, kept_per_s)
+    when = "at no time" if kept_s is None else f"from {kept_s:g} s on"
+    ratio = figures[-1].good_per_s / base.good_per_s
+    return _Result(
+        rows=[
+            _row(f"{title}, {phase.name}", one) for phase, one in zip(phases, figures, strict=True)
+        ],
+        plot=Plot(
+            title=title,
+            x_label="seconds",
+            y_label="good responses/s",
+            x=[(place + 0.5) * _WIDTH_S for place in range(len(over_time))],
+            series=[
+                Series("planner", [*over_time]),
+                Series(f"{best.name} at 1.0 x", [base.good_per_s] * len(over_time)),
+                Series(f"{KEPT:g} of it", [kept_per_s] * len(over_time)),
+            ],
+            caption="; ".join(f"{at_s:.0f} s: {text}" for at_s, text in steered.decisions),
+        ),
+        sentence=f"From {steered.start} at {OVERLOAD:g} x with the planner, the fleet served "
+        f"{ratio:.2f} of that after a minute, and {KEPT:g} of it {when}; changes by the planner: "
+        f"{len(steered.decisions)}.",
+    )
+
+
+def _decisions(steered: Steered) -> str:
+    return "; ".join(f"at {at_s:.0f} s {text}" for at_s, text in steered.decisions) or "none"
 
 
 def _kept_from_s(good_per_s: Sequence[float], kept_per_s: float) -> float | None:

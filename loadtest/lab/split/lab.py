@@ -2,7 +2,8 @@
 
 1. Each split p + d gets the same overload: its good responses per second are what it can serve.
 2. The best split gets what it could serve: 1.0 × is the highest tried rate that it holds.
-3. The fleet starts with the worst split, with an idle planner in ``auto``, at 1.5 ×.
+3. The fleet starts with the first and the last of the other splits (quick: with the worst one),
+   with an idle planner in ``auto``, at 1.5 ×.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ def run(context: LabContext) -> Findings:
         fleet.plan("hold")
         own_s = asyncio.run(alone_s(options))
         limits = Limits(ttft_s=slo[0], itl_s=slo[1], own_s=own_s)
-        return _Lab(fleet, options, limits, workers, seconds).run()
+        return _Lab(fleet, options, limits, workers, seconds, context.quick).run()
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,21 @@ class _Lab:
     limits: Limits
     workers: int
     seconds: float
+    quick: bool
 
     def run(self) -> Findings:
         rate = self.workers / self.limits.own_s  # more than all workers together can compute
         splits = [self._split(prefill, rate) for prefill in range(1, self.workers)]
         ordered = sorted(splits, key=lambda split: split.figures.good_per_s)
-        worst, best = ordered[0], ordered[-1]
+        best = ordered[-1]
+        others = [split for split in splits if split is not best] or splits
+        starts = ordered[:1] if self.quick else list(dict.fromkeys([others[0], others[-1]]))
         self._become(best.prefill)
         echo(f"[dim]{best.name}: the rate that it holds[/]")
         base = asyncio.run(held_rate(self._measured, best.figures))
         if base is None:
             raise ServerError(f"{best.name} holds no tried rate: too little is good")
-        steered = self._steer(worst, OVERLOAD * base.rate)
+        steered = [self._steer(start, OVERLOAD * base.rate) for start in starts]
         return findings_of(splits, base, steered, self.limits, ANSWER_TOKENS)
 
     def _split(self, prefill: int, rate: float) -> Split:
@@ -86,19 +90,19 @@ class _Lab:
     def _become(self, prefill: int) -> None:
         self.fleet.split(prefill, self.workers - prefill)
 
-    def _steer(self, worst: Split, rate: float) -> Steered:
-        self._become(worst.prefill)
+    def _steer(self, start: Split, rate: float) -> Steered:
+        self._become(start.prefill)
         echo(f"[dim]{_FORGET_S:g} s without load[/]")
         time.sleep(_FORGET_S)
         self.fleet.plan("auto")
-        echo(f"[dim]{worst.name} with the planner: {rate:.1f} requests/s for {_STEERED_S:g} s[/]")
+        echo(f"[dim]{start.name} with the planner: {rate:.1f} requests/s for {_STEERED_S:g} s[/]")
         zero: list[float] = []
         try:
             records = asyncio.run(self._sent(rate, zero.append))
             began = time.time() - (time.monotonic() - zero[0])
             decided = [(at - began, text) for at, text in self.fleet.decisions(began)]
             return Steered(
-                start=worst.name,
+                start=start.name,
                 rate=rate,
                 seconds=_STEERED_S,
                 records=records,

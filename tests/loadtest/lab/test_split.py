@@ -34,7 +34,7 @@ SPLITS = [
 BASE = figures(2.5, 50)
 
 
-def steered(good_per_s: list[float]) -> Steered:
+def steered(good_per_s: list[float], start: str = "1 + 3") -> Steered:
     """A run with this many good responses per second in each 10 s, of 4 requests per second."""
     records = []
     for place, rate in enumerate(good_per_s):
@@ -43,7 +43,7 @@ def steered(good_per_s: list[float]) -> Steered:
             good = {"chunk_s": [start_s + 1.0]} if number < 10 * rate else {"end": "http_error"}
             records.append(record(index=len(records), intended_s=start_s, status=429, **good))
     return Steered(
-        start="1 + 3",
+        start=start,
         rate=3.75,
         seconds=90.0,
         records=records,
@@ -53,22 +53,27 @@ def steered(good_per_s: list[float]) -> Steered:
 
 def test_the_planner_is_compared_with_the_best_split():
     rates = [2.5, 0.5, 2.2, 2.3, 2.5, 2.5, 2.5, 2.0, 2.4]
-    found = findings_of(SPLITS, BASE, steered(rates), LIMITS, 200)
+    found = findings_of(SPLITS, BASE, [steered(rates), steered([2.5] * 9, "3 + 1")], LIMITS, 200)
     assert found.sentence == (
         "2 + 2 is the best split: 3.00 good responses/s, and 2.50 at the 2.50 requests/s that it "
         "holds. From 1 + 3 at 1.5 x with the planner, the fleet served 0.92 of that after a "
-        "minute, and 0.9 of it from 20 s on. Changes by the planner: 1."
+        "minute, and 0.9 of it from 20 s on; changes by the planner: 1. From 3 + 1 at 1.5 x with "
+        "the planner, the fleet served 1.00 of that after a minute, and 0.9 of it from 0 s on; "
+        "changes by the planner: 1."
     )
     assert [row[0] for row in found.rows] == [
         *("1 + 3", "2 + 2", "3 + 1", "2 + 2 at 1.0 x"),
         "1 + 3 with the planner at 1.5 x, first minute",
         "1 + 3 with the planner at 1.5 x, after a minute",
+        "3 + 1 with the planner at 1.5 x, first minute",
+        "3 + 1 with the planner at 1.5 x, after a minute",
     ]
     assert found.rows[0][1:] == pytest.approx([6.0, 1.0, 1 / 6, 5 / 6, 1.0])
-    assert found.rows[-1][2:] == pytest.approx([2.3, 69 / 120, 51 / 120, 1.0])
-    bars, line = found.plots
+    assert found.rows[5][2:] == pytest.approx([2.3, 69 / 120, 51 / 120, 1.0])
+    bars, line, other = found.plots
     assert (bars.labels, bars.series[0].y) == (["1 + 3", "2 + 2", "3 + 1"], [1.0, 3.0, 1.5])
     assert line.x[0] == 5.0
+    assert other.title == "3 + 1 with the planner at 1.5 x"
     assert line.series[0].y == rates
     assert line.series[2].y == pytest.approx([2.25] * 9)
     assert "12 s: worker-1 to prefill: 1 + 3 misses" in line.caption
@@ -77,7 +82,7 @@ def test_the_planner_is_compared_with_the_best_split():
 
 
 def test_a_planner_that_stays_below_is_said_to():
-    found = findings_of(SPLITS, BASE, steered([3.0] + [1.0] * 8), LIMITS, 200)
+    found = findings_of(SPLITS, BASE, [steered([3.0] + [1.0] * 8)], LIMITS, 200)
     assert (
         "the fleet served 0.40 of that after a minute, and 0.9 of it at no time" in found.sentence
     )
