@@ -28,7 +28,7 @@ _MOST = 0.95
 _PRIOR_REQUESTS = 50  # counted as stable requests, one of which failed
 _LEAST_REQUESTS = 100  # of each model, for latencies
 _TAIL = 0.05
-_SIGMAS = 1.5  # by which the stable model's share above its p95 is uncertain
+_SIGMAS = 2.0  # by which the stable model's share above its p95 is uncertain
 _STEP = math.log(1.05)
 _SMALLEST_S = 1e-5
 
