@@ -1,6 +1,7 @@
 """What operators see: the fleet, readiness, metrics, models, one request's story, a clean stop."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.memory import collect_rarely
 from tests.router.conftest import MODEL, events_of, free_port, until
 from tests.router.emulated_worker import Script
 
@@ -338,7 +340,17 @@ async def test_the_process_stops_within_five_seconds_of_sigterm(tmp_path):
             await process.wait()
 
 
-async def test_large_bodies_hold_up_nobody(fleet):
+@pytest.fixture
+def rare_collections():
+    """Collect garbage as routers do: a full collection of all that pytest holds takes a second."""
+    thresholds = gc.get_threshold()
+    collect_rarely()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+async def test_large_bodies_hold_up_nobody(fleet, rare_collections):
     """While large bodies are read and refused, the loop goes round."""
     message = {"role": "user", "content": ""}
     words = "the quick brown fox jumps over the lazy dog. "
