@@ -112,17 +112,20 @@ def bench_fleet(
     folder: Path,
     settings: str,
     *,
-    model: str = DEFAULT_MODEL,
+    model: str | None = DEFAULT_MODEL,
     context: int = 4096,
     python: Path | None = None,
     start_limit_s: float = START_LIMIT_S,
 ) -> Iterator[str]:
-    """Start a fresh fleet, by the interpreter of another checkout if given; yield its URL."""
+    """Start a fresh fleet, by the interpreter of another checkout if given; yield its URL.
+
+    Without a ``model``, ``settings`` has ``models``.
+    """
     folder.mkdir(parents=True)
     port = free_port()
+    settings += f"model: {model}\n" if model else ""
     (folder / "fleet.yaml").write_text(
-        f"fleet: bench-{folder.name}\nport: {port}\nmodel: {model}\n"
-        f"max_context_tokens: {context}\n{settings}"
+        f"fleet: bench-{folder.name}\nport: {port}\nmax_context_tokens: {context}\n{settings}"
     )
     command = [str(python or sys.executable), "-m", "fleet.cli.main", "up"]
     command.append(str(folder / "fleet.yaml"))
