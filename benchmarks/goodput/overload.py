@@ -16,7 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import httpx
 import typer
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -102,7 +104,26 @@ def held_rate(kind: Kind, url: str, console: Console) -> float:
     return search.best.rate
 
 
-def row(side: str, factor: float, results: Results) -> dict[str, str | float]:
+def good_by_fleet(url: str) -> float | None:
+    """Return the share of good responses among the admitted ones as the router counts it.
+
+    Its limit of the first token is ``ttft_s`` plus twice the prompt's own time, which the clients
+    of this bench do not know. None: the fleet has no ``slo``.
+    """
+    page = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
+    counts = {
+        sample.labels["outcome"]: sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == "baton_slo_requests_total"
+    }
+    admitted = sum(count for outcome, count in counts.items() if outcome != "refused")
+    return counts.get("good", 0.0) / admitted if admitted else None
+
+
+def row(
+    side: str, factor: float, results: Results, by_fleet: float | None
+) -> dict[str, str | float]:
     """Return the figures of a run."""
     summary = results.summary
     refused = sum(count for name, count in summary.errors.items() if name.startswith("429"))
@@ -113,6 +134,7 @@ def row(side: str, factor: float, results: Results) -> dict[str, str | float]:
         "load": factor,
         "good_per_s": summary.good_per_s,
         "good_of_admitted": summary.good / max(summary.sent - refused, 1),
+        "good_by_fleet": "–" if by_fleet is None else f"{by_fleet:.1%}",
         "refused": refused / summary.sent,
         "failed": failed,
         "ttft_p50_s": waited.p50 if waited else 0.0,
@@ -123,7 +145,15 @@ def row(side: str, factor: float, results: Results) -> dict[str, str | float]:
 def shown(name: str, rows: list[dict[str, str | float]]) -> Table:
     """Return the table of one kind of fleet."""
     table = Table(
-        name, "load", "good/s", "of admitted", "refused", "failed", "TTFT p50 / p99 s", title="good"
+        name,
+        "load",
+        "good/s",
+        "of admitted",
+        "by the fleet",
+        "refused",
+        "failed",
+        "TTFT p50 / p99 s",
+        title="good",
     )
     for one in rows:
         table.add_row(
@@ -131,6 +161,7 @@ def shown(name: str, rows: list[dict[str, str | float]]) -> Table:
             f"{one['load']} ×",
             f"{one['good_per_s']:.3f}",
             f"{one['good_of_admitted']:.1%}",
+            str(one["good_by_fleet"]),
             f"{one['refused']:.1%}",
             str(one["failed"]),
             f"{one['ttft_p50_s']:.2f} / {one['ttft_p99_s']:.2f}",
@@ -171,10 +202,11 @@ def main(
                     bench_fleet(Path(folder) / "overload", settings, python=python) as url,
                 ):
                     results = run_at(kind, factor * held, lasting_s, url, seed=100)
+                    by_fleet = good_by_fleet(url)
                 where = out / f"{name}-{side}-{factor}"
                 where.mkdir(parents=True, exist_ok=True)
                 write_results(where, results)
-                rows.append(row(side, factor, results))
+                rows.append(row(side, factor, results, by_fleet))
         console.print(shown(name, rows))
         kept = float(rows[1]["good_per_s"]) / float(rows[0]["good_per_s"])
         console.print(f"good requests/s at {OVERLOAD} × ÷ at 1.0 ×: {kept:.2f} (goal {GOAL})")
