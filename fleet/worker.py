@@ -351,7 +351,7 @@ async def _start_engine(
 def _with_address(engine: EngineSettings, settings: WorkerSettings) -> EngineSettings:
     """Return engine settings with the address at which an external engine hands KV over."""
     external = engine.external
-    if external is None or not external.hand_off:
+    if external is None or external.hand_off != "nixl":
         return engine
     port = chosen_port(settings.host, settings.ports)
     address = f"{settings.host}:{port}"

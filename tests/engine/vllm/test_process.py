@@ -125,6 +125,8 @@ def test_a_hand_off_sets_the_connector_and_the_addresses_of_this_worker() -> Non
     assert config["kv_connector"] == "NixlConnector"
     assert config["kv_load_failure_policy"] == "fail"
     variables = server.environment({}, 1, engine)
+    connector = Path(variables["PYTHONPATH"]) / f"{config['kv_connector_module_path']}.py"
+    assert "NixlConnector" in connector.read_text()
     assert variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.7"
     assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
     assert variables["UCX_TCP_PORT_RANGE"] == "7000-7100"
