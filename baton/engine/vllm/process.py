@@ -8,13 +8,14 @@
 The arguments are those of ``baton.engine.process.step_loop``. With ``hand_off: baton`` vLLM opens
 the pool, to copy KV from it and into it. This process leads a process group, to which vLLM belongs.
 It ends after ``Stop``, when the shell is gone, or with a ``Fatal`` report when vLLM is gone. If it
-is killed, the shell kills the group.
+is killed, the shell kills the group, and so does a program that waits for the end of a pipe.
 """
 
 import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -161,6 +162,13 @@ async def _terminate(vllm: asyncio.subprocess.Process) -> None:
             await vllm.wait()
 
 
+def _kill_group_at_exit() -> None:
+    """Start a program that kills this process's group as soon as this process is gone."""
+    reading, _writing = os.pipe()  # only this process holds the other end, until it exits
+    subprocess.Popen(["/bin/sh", "-c", "read _; kill -9 0"], stdin=reading)
+    os.close(reading)
+
+
 async def serve(control: socket.socket, pool_fd: int, settings: EngineSettings) -> None:
     """Run one vLLM until ``Stop``. After a failure, or without a shell, kill the whole group."""
     external = settings.external
@@ -188,6 +196,7 @@ def main() -> None:
     """Run ``python -m baton.engine.vllm.process``."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # sent to the group that this process leads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
+    _kill_group_at_exit()
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = msgspec.json.decode(sys.argv[3], type=EngineSettings)
     asyncio.run(serve(control, int(sys.argv[2]), settings))

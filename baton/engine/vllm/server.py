@@ -21,6 +21,7 @@ _INSIDE = Path(__file__).parent / "inside"
 _POLL_S = 0.2
 _PROGRESS_S = 5.0
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "fp8": "fp8", "int8": "int8"}
+_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _LOGPROBS = 21  # the 20 alternatives of a client, and the sampled token
 
 
@@ -106,13 +107,13 @@ def command(
 
 
 def _hand_off_arguments(engine: ExternalEngine, folder: Path, pool: str) -> list[str]:
-    """Return the arguments of the connector. Every worker may send and receive KV."""
+    """Return the arguments of the connector."""
     if not engine.hand_off:
         return []
     connector: dict[str, object] = {
         "kv_connector": "NixlConnector",
         "kv_connector_module_path": "baton_nixl",
-        "kv_role": "kv_both",
+        "kv_role": _KV_ROLES.get(engine.role, "kv_both"),
         "kv_load_failure_policy": "fail",  # Baton repeats the hand-off, or lets vLLM compute
     }
     if engine.hand_off == "baton":
