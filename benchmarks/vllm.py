@@ -111,7 +111,9 @@ class TwoVllms:
         """Send a prompt of token ids; greedy, without a stop. No token comes before the load."""
         began_s = time.perf_counter()
         name = os.urandom(8).hex()
-        body = protocol.prefill_body(name, prompt, _spec(Kind.PREFILL, max_tokens), 0, ())
+        hold = {"do_remote_decode": True}
+        spec = _spec(Kind.PREFILL, max_tokens)
+        body = protocol.prefill_body(name, prompt, spec, 0, (), hold)
         answer = await self._prefill.client.post(protocol.GENERATE, content=body, headers=_HEADERS)
         parameters = answer.raise_for_status().json()["kv_transfer_params"]
         body = protocol.generate_body(name, prompt, _spec(Kind.FULL, max_tokens), 0, (), parameters)

@@ -20,12 +20,13 @@ class Canary:
     """Check of an engine by a request that precedes all others.
 
     An engine that executes no step while a canary waits is hung. One that responds with NaN is
-    broken. ``interval_s`` is the time between two canaries, and the limit for one. If ``exact``,
-    all responses must equal the first one.
+    broken. ``interval_s`` is the time between two canaries, ``limit_s`` the limit for one. If
+    ``exact``, all responses must equal the first one.
     """
 
     engine: EngineHandle
     interval_s: float
+    limit_s: float
     exact: bool
 
     async def run(self) -> str:
@@ -38,7 +39,7 @@ class Canary:
             if error:
                 return f"canary: {error}"
             if tokens is None and self.engine.load.step == step_before:
-                return f"no engine step for {self.interval_s:.0f} s"
+                return f"no engine step for {self.limit_s:.0f} s"
             if tokens is not None and self.exact:
                 expected = expected or tokens
                 if tokens != expected:
@@ -70,7 +71,7 @@ class Canary:
         )
         self.engine.submit(command, on_report, is_canary=True)
         try:
-            async with asyncio.timeout(self.interval_s):
+            async with asyncio.timeout(self.limit_s):
                 error = await ended
         except TimeoutError:
             self.engine.client.send(messages.Cancel(name))

@@ -281,8 +281,15 @@ class Worker:
         await self._fail(await asyncio.shield(link.broken), 1)
 
     async def _watch_canary(self) -> None:
-        exact = self._settings.engine.numerics == "exact"
-        canary = Canary(engine=self._parts.engine, interval_s=self._settings.canary_s, exact=exact)
+        engine = self._settings.engine
+        interval_s = self._settings.canary_s
+        canary = Canary(
+            engine=self._parts.engine,
+            interval_s=interval_s,
+            # the steps of an external engine are seen by their tokens only
+            limit_s=interval_s if engine.external is None else 3 * interval_s,
+            exact=engine.numerics == "exact",
+        )
         await self._fail(await canary.run(), 1)
 
     async def _watch_quarantine(self) -> None:
@@ -349,13 +356,15 @@ async def _start_engine(
 
 
 def _with_address(engine: EngineSettings, settings: WorkerSettings) -> EngineSettings:
-    """Return engine settings with the address at which an external engine hands KV over."""
+    """Return engine settings with the role and address with which vLLM hands KV over by NIXL."""
     external = engine.external
-    if external is None or not external.hand_off:
+    if external is None or external.hand_off != "nixl":
         return engine
     port = chosen_port(settings.host, settings.ports)
     address = f"{settings.host}:{port}"
-    own = msgspec.structs.replace(external, address=address, ports=settings.ports)
+    own = msgspec.structs.replace(
+        external, role=settings.role, address=address, ports=settings.ports
+    )
     return msgspec.structs.replace(engine, external=own)
 
 

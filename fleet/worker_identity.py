@@ -38,6 +38,7 @@ def capabilities_of(
         settings.int8_chunks
         and settings.engine.numerics == "fast"
         and ready.geometry.dtype == ENCODES
+        and not ready.hand_off  # the order of bytes in its blocks is the engine's own
         and not pool.links  # remote ranks transfer their pools' bytes unchanged
     )
     return common_pb2.Capabilities(

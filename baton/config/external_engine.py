@@ -25,7 +25,7 @@ _TAKEN = {
     "--chat-template": "use `chat_template` of the fleet file",
     "--tokens-only": "it disables structured output: remove it",
     "--kv-events-config": "workers set it: remove it",
-    "--kv-transfer-config": "use `hand_off: nixl`",
+    "--kv-transfer-config": "use `hand_off`",
     "--scheduling-policy": "workers set it to `priority`: remove it",
     "--structured-outputs-config": "workers set its backend to `guidance`: remove it",
     "--no-enable-prefix-caching": "routers place requests by cached prefixes: remove it",
@@ -45,23 +45,14 @@ class VllmConfig(Section):
         args: Further arguments of ``vllm serve``, one word each.
         gpus: GPUs of each worker, which Ray reserves; 0: vLLM's build is for CPUs.
         hand_off: How prefill workers hand KV over to decode workers: ``nixl`` is vLLM's
-            NixlConnector, which needs the package ``nixl`` beside vLLM. Without it there are no
-            prefill workers.
+            NixlConnector, which needs the package ``nixl`` beside vLLM. ``baton`` is experimental:
+            Baton's own transports, for vLLM 0.32 on CPUs. Without it there are no prefill workers.
     """
 
     python: AbsoluteFile
     args: Annotated[tuple[str, ...], Field(max_length=200)] = ()
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
-    hand_off: Literal["nixl"] | None = None
-
-    @field_validator("hand_off", mode="before")
-    @classmethod
-    def _refuse_baton(cls, value: object) -> object:
-        if value == "baton":
-            raise ValueError(
-                "`baton` is not built: Baton's own transports do not reach vLLM's KV; use `nixl`"
-            )
-        return value
+    hand_off: Literal["nixl", "baton"] | None = None
 
     @field_validator("args", mode="before")
     @classmethod
@@ -77,6 +68,16 @@ class VllmConfig(Section):
             name = argument.partition("=")[0].partition(".")[0].replace("_", "-")
             if name in _TAKEN:
                 raise ValueError(f"args: {name}: {_TAKEN[name]}")
+        return self
+
+    @model_validator(mode="after")
+    def _copies_on_one_cpu(self) -> Self:
+        width = self._number(_TENSOR) * self._number(_PIPELINE)
+        if self.hand_off == "baton" and (self.gpus or width > 1):
+            raise ValueError(
+                f"hand_off: baton copies KV on CPUs and without parallel sizes, not with gpus: "
+                f"{self.gpus} and {width} ranks: use `nixl`"
+            )
         return self
 
     @model_validator(mode="after")

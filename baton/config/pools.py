@@ -204,7 +204,7 @@ class PoolsConfig(Section):
                 f"{kind} workers hand over KV only with `{kind}: {{hand_off: nixl}}`: set it, or "
                 "`prefill: 0` and the number of workers in `decode`"
             )
-        if hand_off is not None and self.tls is not None:
+        if hand_off == "nixl" and self.tls is not None:
             raise ValueError(
                 f"{kind}: hand_off: nixl moves KV in plain text, and `tls` excludes that: remove "
                 "one of them"

@@ -44,6 +44,7 @@ class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
         python: Interpreter in whose environment it is installed.
         args: Further arguments of its server.
         hand_off: How it moves KV to other workers by itself; empty: it does not.
+        role: Role of the worker in hand-offs, ``prefill`` or ``decode``; empty: both.
         address: HOST:PORT at which other workers' engines ask for KV.
         ports: Allowed range FIRST-LAST of further ports; empty: any.
     """
@@ -52,6 +53,7 @@ class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     args: tuple[str, ...] = ()
     hand_off: str = ""
+    role: str = ""
     address: str = ""
     ports: str = ""
 

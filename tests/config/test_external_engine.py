@@ -49,7 +49,16 @@ def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.Mon
         ({}, {"adapters": {"load": {"a": "/a"}}}, "adapters.load: not served by this engine"),
         ({"prefill": 1}, {}, "hand over KV only with `vllm: {hand_off: nixl}`: set it"),
         ({"roles": "auto", "prefill": 1}, {}, "`roles: auto`: not for vllm workers"),
-        ({"vllm": {"python": PYTHON, "hand_off": "baton"}}, {}, "`baton` is not built"),
+        (
+            {"vllm": {"python": PYTHON, "hand_off": "baton", "gpus": 1}},
+            {},
+            "hand_off: baton copies KV on CPUs",
+        ),
+        (
+            {"vllm": {"python": PYTHON, "hand_off": "baton", "args": ["-tp", "2"]}},
+            {},
+            "not with gpus: 0 and 2 ranks: use `nixl`",
+        ),
         (
             {
                 "vllm": {"python": PYTHON, "hand_off": "nixl"},
@@ -82,7 +91,7 @@ def test_what_vllm_workers_do_not_do_is_refused(
         ("--max-model-len", "use `max_context_tokens` of the fleet file"),
         ("--max_model_len", "use `max_context_tokens` of the fleet file"),
         ("--structured-outputs-config.backend", "workers set its backend to `guidance`"),
-        ("--kv-transfer-config", "use `hand_off: nixl`"),
+        ("--kv-transfer-config", "use `hand_off`"),
     ],
 )
 def test_arguments_that_workers_set_are_refused_with_the_key_to_use(

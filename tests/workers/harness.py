@@ -62,7 +62,11 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, worker_id: str, program: str = "fleet.worker", **changes: object
+        cls,
+        worker_id: str,
+        program: str = "fleet.worker",
+        ready_s: float = 60.0,
+        **changes: object,
     ) -> "WorkerProcess":
         settings = msgspec.json.encode(emulated_settings(worker_id, **changes)).decode()
         process = await asyncio.create_subprocess_exec(
@@ -75,7 +79,7 @@ class WorkerProcess:
         )
         process.stdin.write(settings.encode())
         process.stdin.close()
-        line = await asyncio.wait_for(process.stdout.readline(), 60)
+        line = await asyncio.wait_for(process.stdout.readline(), ready_s)
         return cls(process, msgspec.json.decode(line, type=WorkerRecord))
 
     def target(self, request_id: str, reader: WorkerRecord) -> pb.PrefillTarget:

@@ -39,13 +39,19 @@ class Pair(NamedTuple):
         return [msgspec.json.decode(line) for line in lines]
 
 
-@pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    program = tmp_path / "python"
+def recorded_vllm(folder: Path) -> Path:
+    """Write an interpreter that runs ``vllm_program.py`` in vLLM's place."""
+    program = folder / "python"
     program.write_text(
         f'#!/bin/sh\ncd {ROOT}\nshift 2\nexec {sys.executable} -m tests.workers.vllm_program "$@"\n'
     )
     program.chmod(0o755)
+    return program
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    program = recorded_vllm(tmp_path)
     started = []
     async with contextlib.AsyncExitStack() as undo:
         for worker_id in ("prefill-0", "prefill-1", "decode-0"):

@@ -3,6 +3,9 @@
     python -m tests.workers.vllm_program … --uds SOCKET …
 
 A file ``fail`` in the folder of this worker's model lets loads of KV fail, ``hang`` delays them.
+
+With ``hand_off: baton`` it fills the pages of a prompt, and notes in a file ``loaded`` whether the
+pages that it has to load have the same bytes.
 """
 
 import asyncio
@@ -12,6 +15,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 RECORDED = Path(__file__).parents[1] / "engine/vllm/recorded"
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
@@ -25,12 +29,37 @@ def prefill(prompt_tokens: int, held: bool) -> bytes:
     return msgspec.json.encode({**PREFILL, "kv_transfer_params": own if held else None})
 
 
+class Pool:
+    """The worker's pool as vLLM maps it: two layers, K and V, pages of one head in bf16."""
+
+    def __init__(self, extra: dict[str, str]) -> None:
+        cache = msgspec.json.decode((RECORDED / "server_info.json").read_bytes())["cache_config"]
+        shape = (2, 2, cache["num_gpu_blocks"] * cache["block_size"] // 16, 16 * 32 * 2)
+        descriptor = os.open(extra["pool"], os.O_RDWR)
+        os.ftruncate(descriptor, int(np.prod(shape)))
+        self.bytes = np.memmap(extra["pool"], np.uint8, "r+", shape=shape)
+        os.close(descriptor)
+        Path(extra["order"]).write_text("amx")
+
+    def save(self, pages: list[int], tokens: list[int]) -> None:
+        self.bytes[:, :, pages] = self._expected(len(pages), tokens)
+
+    def holds(self, pages: list[int], tokens: list[int]) -> bool:
+        return np.array_equal(self.bytes[:, :, pages], self._expected(len(pages), tokens))
+
+    def _expected(self, pages: int, tokens: list[int]) -> np.ndarray:
+        """Return bytes that depend on the prompt's first tokens, and on their place."""
+        shape = (2, 2, pages, self.bytes.shape[3])
+        return np.random.default_rng(tokens[:32]).integers(0, 256, shape, np.uint8)
+
+
 class Program:
     """The sockets of one vLLM."""
 
-    def __init__(self, folder: Path, switches: Path) -> None:
+    def __init__(self, folder: Path, switches: Path, pool: Pool | None) -> None:
         self.folder = folder
         self.switches = switches
+        self.pool = pool
 
     async def response(self, target: bytes, body: bytes) -> bytes:
         if target == b"/version":
@@ -44,6 +73,14 @@ class Program:
         with (self.switches / "requests").open("ab") as log:
             log.write(body + b"\n")
         parameters = request.get("kv_transfer_params") or {}
+        if self.pool is not None and "save_pages" in parameters:
+            self.pool.save(parameters["save_pages"], request["token_ids"])
+            saved = {"saved_tokens": len(request["token_ids"])}
+            return msgspec.json.encode({**PREFILL, "kv_transfer_params": saved})
+        if self.pool is not None and "load_pages" in parameters:
+            holds = self.pool.holds(parameters["load_pages"], request["token_ids"])
+            with (self.switches / "loaded").open("a") as log:
+                log.write(f"{holds}\n")
         if not request.get("stream"):
             return prefill(len(request["token_ids"]), held="do_remote_decode" in parameters)
         if parameters:
@@ -77,4 +114,7 @@ class Program:
 if __name__ == "__main__":
     socket = Path(sys.argv[sys.argv.index("--uds") + 1])
     model = Path(sys.argv[sys.argv.index("serve") + 1])
-    asyncio.run(Program(socket.parent, model).serve())
+    connector = msgspec.json.decode(sys.argv[sys.argv.index("--kv-transfer-config") + 1])
+    extra = connector.get("kv_connector_extra_config")
+    pool = Pool(extra) if extra else None
+    asyncio.run(Program(socket.parent, model, pool).serve())

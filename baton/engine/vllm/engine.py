@@ -16,6 +16,7 @@ from baton.engine.vllm.live_request import LiveRequest
 from baton.engine.vllm.load import LoadMeter, Row
 from baton.engine.vllm.protocol import ChoiceStream
 from baton.engine.vllm.server import VllmFacts
+from baton.engine.vllm.staging import Staging
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
 from baton.types.block_hashes import block_hashes
@@ -29,7 +30,7 @@ from baton.types.errors import (
 from baton.types.geometry import BLOCK_TOKENS
 
 _ALIVE_S = 0.5
-_HEALTH_S = 2.0  # for vLLM's API server to respond
+_HEALTH_S = 8.0  # for vLLM's API server to respond, which is slow on busy cores
 _SETTLE_S = 0.02
 _DEATH_CHECKS = 3  # of vLLM's health after an internal error
 _LOAD_S = 60.0  # for vLLM to load KV from another vLLM, its queue included
@@ -63,6 +64,9 @@ class VllmEngine:
         self._folder = folder
         self._block_tokens = facts.block_tokens
         self._hands_over = bool(facts.hand_off)
+        self._staging: Staging | None = None  # of Baton's own transports
+        if facts.hand_off.startswith("baton/"):
+            self._staging = Staging(total_blocks, facts.block_tokens)
         self._generation = 0  # of the latest hand-off to this worker
         self._eos = eos
         self._requests: dict[str, LiveRequest] = {}
@@ -86,6 +90,8 @@ class VllmEngine:
                 self._submit(command)
             case messages.Cancel():
                 self._cancel(command)
+            case messages.Bind():
+                self._bind(command)
             case messages.Commit():
                 self._load(command)
             case messages.ComputeLocally():
@@ -110,13 +116,34 @@ class VllmEngine:
         remote = command.spec.kind is Kind.REMOTE
         self._generation += remote
         request = LiveRequest(command, prompt, self._generation * remote)
+        if not self._can_hold(request):
+            full = UnavailableError("this worker holds KV for other workers and has no more room")
+            self._send(ev.Ended(command.request_id, full.code, full.message))
+            return
         self._requests[command.request_id] = request
         self._queue(request)
         if remote:
             cached_blocks = request.cached_tokens // BLOCK_TOKENS
-            self._send(ev.Reserved(command.request_id, request.generation, cached_blocks))
+            skip_blocks = cached_blocks if self._staging is None else 0  # vLLM may evict them
+            self._send(ev.Reserved(command.request_id, request.generation, skip_blocks))
         else:
             self._begin(request)
+
+    def _can_hold(self, request: LiveRequest) -> bool:
+        """Take the pages of a prompt for another worker; False if there are too few."""
+        spec = request.spec
+        if self._staging is None or spec.kind is not Kind.PREFILL or spec.params.max_tokens == 1:
+            return True
+        return self._staging.take(request, min(request.open_choices))
+
+    def _bind(self, command: messages.Bind) -> None:
+        request = self._requests.get(command.request_id)
+        if request is not None and request.generation == command.generation and self._staging:
+            self._send(*self._staging.bind(request))
+
+    def _free_pages(self, request: LiveRequest) -> None:
+        if self._staging is not None:
+            self._send(*self._staging.release(request))
 
     def _queue(self, request: LiveRequest) -> None:
         """Count the choices of a request as waiting."""
@@ -147,7 +174,7 @@ class VllmEngine:
         request.begin_run(command.first, Kind.REMOTE)
         self._queue(request)
         try:
-            choices = transfer.decode(command.engine_transfer, request.spec.params.n)
+            choices = self._to_load(request, command.engine_transfer)
         except InternalError as error:
             self._load_failed(request, error.message)
             return
@@ -155,10 +182,17 @@ class VllmEngine:
         request.late = asyncio.get_running_loop().call_later(
             _LOAD_S, self._load_failed, request, f"vLLM loaded no KV within {_LOAD_S:.0f} s"
         )
-        prompt_tokens = len(request.prompt)
         for choice in request.open_choices:
-            parameters = transfer.to_load(choices[choice], prompt_tokens, self._block_tokens)
-            self._tasks.spawn(self._stream(request, choice, parameters), "exchange")
+            self._tasks.spawn(self._stream(request, choice, choices[choice]), "exchange")
+
+    def _to_load(self, request: LiveRequest, data: bytes) -> list[transfer.Parameters]:
+        """Return the parameters with which vLLM loads the KV, by choice."""
+        wanted = request.spec.params.n
+        if self._staging is not None:
+            return [self._staging.to_load(request)] * wanted
+        tokens = len(request.prompt)
+        found = transfer.decode(data, wanted)
+        return [transfer.to_load(one, tokens, self._block_tokens) for one in found]
 
     def _loaded(self, request: LiveRequest) -> None:
         """Report that vLLM has the KV of all choices, and what they have brought so far."""
@@ -166,12 +200,24 @@ class VllmEngine:
             request.late.cancel()
         self._send(ev.Loaded(request.submit.request_id, request.generation), *request.withheld)
         request.withheld.clear()
+        self._free_pages(request)
 
     def _load_failed(self, request: LiveRequest, reason: str) -> None:
-        """Report a failed load, and wait for another one or to compute the prompt here."""
+        """Report a failed load, and wait for another one or to compute the prompt here.
+
+        The KV of Baton's own transports is complete by now, so that nothing can be sent again: the
+        prompt is computed here.
+        """
         _log(f"cannot load KV: request={request.submit.request_id}: {reason}")
         for choice in request.open_choices:
             self._meter.ended(request.submit.request_id, choice)
+        if self._staging is not None:
+            self._free_pages(request)
+            first = [None if one is None else one[0] for one in request.spec.emitted]
+            request.begin_run(first, Kind.FULL)
+            self._queue(request)
+            self._begin(request)
+            return
         request.end_run()
         self._queue(request)
         self._send(ev.LoadFailed(request.submit.request_id, request.generation, reason))
@@ -181,6 +227,7 @@ class VllmEngine:
         request = self._requests.get(command.request_id)
         if request is None or not request.generation:
             return
+        self._free_pages(request)
         request.begin_run(command.first, Kind.FULL)
         self._queue(request)
         self._begin(request)
@@ -197,7 +244,7 @@ class VllmEngine:
             return
         for choice in command.choices or tuple(request.open_choices):
             exchange = request.exchanges.get(choice)
-            if exchange is not None:
+            if exchange is not None and choice != request.saving:
                 exchange.close()
             self._end_choice(request, choice)
         if not command.choices:
@@ -239,7 +286,7 @@ class VllmEngine:
             )
             if request.run == run and choice in request.open_choices:
                 request.exchanges[choice] = exchange
-            else:  # cancelled meanwhile
+            elif choice != request.saving:  # cancelled meanwhile
                 exchange.close()
             complete = await exchange.done
         except OSError as error:
@@ -313,18 +360,32 @@ class VllmEngine:
         )
 
     async def _prefill(self, request: LiveRequest, choice: int) -> None:
-        """Request the first token of one choice for another worker."""
+        """Request the first token of one choice for another worker.
+
+        A request that fills pages is not aborted: its response proves that vLLM writes no more.
+        """
         request_id = request.submit.request_id
-        body = protocol.prefill_body(request_id, request.prompt, request.spec, choice, self._eos)
+        spec = request.spec
+        saves = self._staging is not None and choice == request.saving
+        body = protocol.prefill_body(
+            request_id, request.prompt, spec, choice, self._eos, self._to_hold(request, choice)
+        )
         parts: list[bytes] = []
-        if not await self._exchange(request, choice, body, parts.append):
+        complete = await self._exchange(request, choice, body, parts.append)
+        if saves and self._staging is not None:
+            self._staging.saved(request)
+            if request_id not in self._requests:
+                self._free_pages(request)
+        if not complete:
             return
-        params = request.spec.params
+        params = spec.params
         try:
             answer = protocol.read_chunk(b"".join(parts))
             token = protocol.first_token(answer, params.logprobs)
             held: transfer.Parameters = {}
-            if params.max_tokens > 1:
+            if self._staging is not None and saves:
+                self._staging.check_saved(request, answer.kv_transfer_params)
+            elif self._staging is None and params.max_tokens > 1:
                 held = transfer.held(answer.kv_transfer_params, len(request.prompt))
         except InternalError as error:
             await self._fail(request, error)
@@ -340,11 +401,21 @@ class VllmEngine:
         if len(request.first) == params.n:
             self._prompt_done(request)
 
+    def _to_hold(self, request: LiveRequest, choice: int) -> transfer.Parameters | None:
+        """Return the parameters with which vLLM keeps the KV of a prompt; None if it need not."""
+        if request.spec.params.max_tokens == 1:
+            return None
+        if self._staging is None:
+            return {"do_remote_decode": True}
+        return self._staging.to_save(request) if choice == request.saving else None
+
     def _prompt_done(self, request: LiveRequest) -> None:
         """Report the first tokens and the parameters with which another vLLM reads the KV."""
         request_id = request.submit.request_id
         by_choice = [request.first[choice] for choice in range(request.spec.params.n)]
         parameters = [held for _, held in by_choice]
+        if self._staging is not None and request.pages:
+            self._send(*self._staging.published(request))
         self._send(
             ev.PromptDone(
                 request_id=request_id,
@@ -363,6 +434,7 @@ class VllmEngine:
             request_id=request.submit.request_id,
             cached_tokens=min(request.cached_tokens, len(request.prompt)),
             queue_ns=0,
+            blocks=request.pages if request.spec.kind is Kind.PREFILL else (),
         )
 
     async def _fail(self, request: LiveRequest, error: BatonError) -> None:
@@ -404,6 +476,7 @@ class VllmEngine:
         for choice in tuple(request.open_choices):
             self._end_choice(request, choice)
         del self._requests[request_id]
+        self._free_pages(request)
         prompt_tokens = len(request.prompt)
         cached = min(request.cached_tokens, prompt_tokens)
         computed_tokens = prompt_tokens - cached if request.admitted and request.computes else 0

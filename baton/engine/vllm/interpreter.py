@@ -26,7 +26,7 @@ def vllm_version(python: str, hand_off: str | None = None) -> str:
         RuntimeError: The interpreter cannot run, has no vLLM with the endpoints that are used, or
             lacks the package of the ``hand_off``.
     """
-    packages = [hand_off] if hand_off else []
+    packages = ["nixl"] if hand_off == "nixl" else []
     try:
         done = subprocess.run(
             [python, "-c", _PROGRAM, *packages], capture_output=True, text=True, timeout=_TIMEOUT_S

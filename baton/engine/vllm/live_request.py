@@ -21,6 +21,8 @@ class LiveRequest:
         generation: Number of the hand-off to this worker; 0: none.
         loading: Choices whose KV is not known to be loaded; ``withheld`` are their reports.
         first: First tokens and parameters of a prompt for another worker, by choice.
+        pages: Its pages of the worker's pool, see ``staging.py``.
+        saving: Choice whose vLLM request may write into them; None: none does.
     """
 
     def __init__(self, submit: messages.Submit, prompt: list[int], generation: int) -> None:
@@ -33,6 +35,8 @@ class LiveRequest:
         self.withheld: list[messages.Report] = []
         self.late: asyncio.TimerHandle | None = None
         self.first: dict[int, tuple[SampledToken, transfer.Parameters]] = {}
+        self.pages: tuple[int, ...] = ()
+        self.saving: int | None = None
         self.exchanges: dict[int, http.Exchange] = {}
         emitted = submit.spec.emitted
         choices = range(submit.spec.params.n)

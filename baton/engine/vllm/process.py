@@ -1,19 +1,21 @@
 """Engine process of a vLLM worker: it starts ``vllm serve`` and translates for it.
 
-    python -m baton.engine.vllm.process CONTROL_FD POOL_FDS SETTINGS_JSON
+    python -m baton.engine.vllm.process CONTROL_FD POOL_FD SETTINGS_JSON
 
     worker's shell == commands, reports ==> this process -- HTTP, KV events --> vllm serve
                    (baton.engine.process.messages)          (Unix sockets)      (and its children)
 
-The arguments are those of ``baton.engine.process.step_loop``; the pools are not used. This process
-leads a process group, to which vLLM belongs. It ends after ``Stop``, when the shell is gone, or
-with a ``Fatal`` report when vLLM is gone. If this process is killed, the shell kills the group.
+The arguments are those of ``baton.engine.process.step_loop``. With ``hand_off: baton`` vLLM opens
+the pool, to copy KV from it and into it. This process leads a process group, to which vLLM belongs.
+It ends after ``Stop``, when the shell is gone, or with a ``Fatal`` report when vLLM is gone. If it
+is killed, the shell kills the group, and so does a program that waits for the end of a pipe.
 """
 
 import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -49,6 +51,7 @@ class VllmProcess:
         external: ExternalEngine,
         writer: asyncio.StreamWriter,
         folder: str,
+        pool_fd: int,
     ) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.orphaned = False
@@ -56,6 +59,7 @@ class VllmProcess:
         self._external = external
         self._writer = writer
         self._folder = folder
+        self._pool_fd = pool_fd
         self._engine: VllmEngine | None = None
 
     async def listen(self, reader: asyncio.StreamReader) -> None:
@@ -90,14 +94,16 @@ class VllmProcess:
         describing = loop.run_in_executor(
             None, partial(resolve_model, settings.model, allow_unsupported=True)
         )
-        arguments = server.command(self._external, settings, path, Path(self._folder))
+        pool = f"/proc/{os.getpid()}/fd/{self._pool_fd}"
+        arguments = server.command(self._external, settings, path, Path(self._folder), pool)
         vllm = await server.start(arguments, settings.threads, self._external)
         try:
             await server.until_healthy(vllm, f"{self._folder}/http", self._progress)
-            hand_off = self._external.hand_off
-            facts = await server.read_facts(f"{self._folder}/http", hand_off)
+            facts = await server.read_facts(self._folder, self._external.hand_off)
             artifact = await describing
             geometry = facts.geometry(artifact)
+            if self._external.hand_off == "baton":
+                self._check_pool(geometry.pool_bytes)
             eos = artifact.config.eos_token_ids
             blocks = geometry.num_blocks
             self._engine = VllmEngine(self._send, vllm, self._folder, facts, eos, blocks)
@@ -131,6 +137,15 @@ class VllmProcess:
         """End this process because of an error."""
         self.end(f"{type(error).__name__}: {error}")
 
+    def _check_pool(self, size: int) -> None:
+        """Check that vLLM has given the pool the size that this worker's transports expect."""
+        found = os.fstat(self._pool_fd).st_size
+        if found != size:
+            raise InternalError(
+                f"hand_off: baton does not support this model: vLLM's KV has {found} bytes, and "
+                f"the shape of the model needs {size}"
+            )
+
     def _progress(self, what: str) -> None:
         self._send(messages.Progress(what))
 
@@ -147,7 +162,14 @@ async def _terminate(vllm: asyncio.subprocess.Process) -> None:
             await vllm.wait()
 
 
-async def serve(control: socket.socket, settings: EngineSettings) -> None:
+def _kill_group_at_exit() -> None:
+    """Start a program that kills this process's group as soon as this process is gone."""
+    reading, _writing = os.pipe()  # only this process holds the other end, until it exits
+    subprocess.Popen(["/bin/sh", "-c", "read _; kill -9 0"], stdin=reading)
+    os.close(reading)
+
+
+async def serve(control: socket.socket, pool_fd: int, settings: EngineSettings) -> None:
     """Run one vLLM until ``Stop``. After a failure, or without a shell, kill the whole group."""
     external = settings.external
     if external is None:
@@ -155,7 +177,7 @@ async def serve(control: socket.socket, settings: EngineSettings) -> None:
     reader, writer = await asyncio.open_connection(sock=control)
     tasks = BackgroundTasks("vllm process")
     with tempfile.TemporaryDirectory(prefix="baton-vllm-") as folder:
-        process = VllmProcess(settings, external, writer, folder)
+        process = VllmProcess(settings, external, writer, folder, pool_fd)
         tasks.vital(process.listen(reader), "listen", process.fail)
         tasks.vital(process.drive(), "drive", process.fail)
         why = await process.ended
@@ -174,9 +196,10 @@ def main() -> None:
     """Run ``python -m baton.engine.vllm.process``."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # sent to the group that this process leads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the shell decides
+    _kill_group_at_exit()
     control = socket.socket(fileno=int(sys.argv[1]))
     settings = msgspec.json.decode(sys.argv[3], type=EngineSettings)
-    asyncio.run(serve(control, settings))
+    asyncio.run(serve(control, int(sys.argv[2]), settings))
 
 
 if __name__ == "__main__":

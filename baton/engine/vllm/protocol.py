@@ -144,12 +144,17 @@ def generate_body(
 
 
 def prefill_body(
-    request_id: str, prompt: Sequence[int], spec: RequestSpec, choice: int, eos: Sequence[int]
+    request_id: str,
+    prompt: Sequence[int],
+    spec: RequestSpec,
+    choice: int,
+    eos: Sequence[int],
+    transfer: Mapping[str, Any] | None,
 ) -> bytes:
-    """Return the JSON body that requests the first token of one choice, and holds the KV.
+    """Return the JSON body that requests the first token of one choice.
 
-    It is not streamed, because only whole responses have ``kv_transfer_params``. The KV is not held
-    for responses of one token.
+    It is not streamed, because only whole responses have ``kv_transfer_params``. With ``transfer``
+    vLLM keeps the KV for another worker.
     """
     params = spec.params
     one = msgspec.structs.replace(params, max_tokens=1, min_tokens=min(params.min_tokens, 1))
@@ -160,8 +165,8 @@ def prefill_body(
         "cache_salt": spec.hash_seed.hex(),
         "priority": spec.priority,
     }
-    if params.max_tokens > 1:
-        body["kv_transfer_params"] = {"do_remote_decode": True}
+    if transfer is not None:
+        body["kv_transfer_params"] = transfer
     return msgspec.json.encode(body)
 
 

@@ -17,9 +17,11 @@ from baton.model.artifact import ModelArtifact
 from baton.types.errors import InternalError, UnavailableError
 from baton.types.geometry import BLOCK_TOKENS, KvGeometry
 
+_INSIDE = Path(__file__).parent / "inside"
 _POLL_S = 0.2
 _PROGRESS_S = 5.0
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "fp8": "fp8", "int8": "int8"}
+_KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _LOGPROBS = 21  # the 20 alternatives of a client, and the sampled token
 
 
@@ -29,7 +31,7 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         block_tokens: Tokens of one of its blocks.
         width: Ranks of its tensor parallelism times those of its pipeline.
-        hand_off: How it moves KV to other vLLMs, see ``transfer.hand_off_id``; empty: it does not.
+        hand_off: Way of its KV to other vLLMs, see ``transfer.hand_off_id``; empty: there is none.
     """
 
     version: str
@@ -68,9 +70,12 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def command(
-    engine: ExternalEngine, settings: EngineSettings, model: Path, folder: Path
+    engine: ExternalEngine, settings: EngineSettings, model: Path, folder: Path, pool: str = ""
 ) -> list[str]:
-    """Return the command line; the arguments of the fleet file come last and win."""
+    """Return the command line; the arguments of the fleet file come last and win.
+
+    ``pool`` is a path at which vLLM can open the worker's KV pool.
+    """
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -95,30 +100,38 @@ def command(
         *("--structured-outputs-config.backend", "guidance"),
         *("--max-logprobs", str(_LOGPROBS)),
         *("--max-num-seqs", str(settings.max_batch_requests)),
-        *_hand_off_arguments(engine),
+        *_hand_off_arguments(engine, folder, pool),
         *limits,
         *engine.args,
     ]
 
 
-def _hand_off_arguments(engine: ExternalEngine) -> list[str]:
-    """Return the arguments of the connector. Every worker may send and receive KV."""
+def _hand_off_arguments(engine: ExternalEngine, folder: Path, pool: str) -> list[str]:
+    """Return the arguments of the connector."""
     if not engine.hand_off:
         return []
-    connector = {
+    connector: dict[str, object] = {
         "kv_connector": "NixlConnector",
-        "kv_role": "kv_both",
+        "kv_connector_module_path": "baton_nixl",
+        "kv_role": _KV_ROLES.get(engine.role, "kv_both"),
         "kv_load_failure_policy": "fail",  # Baton repeats the hand-off, or lets vLLM compute
     }
+    if engine.hand_off == "baton":
+        connector["kv_connector"] = "BatonConnector"
+        connector["kv_connector_module_path"] = "baton_kv"
+        connector["kv_connector_extra_config"] = {"pool": pool, "order": f"{folder}/order"}
     return ["--kv-transfer-config", msgspec.json.encode(connector).decode()]
 
 
 def _hand_off_environment(engine: ExternalEngine) -> dict[str, str]:
-    """Return the addresses at which other vLLMs reach this one's KV."""
+    """Return the path of our connector, and the addresses at which other vLLMs reach the KV."""
     if not engine.hand_off:
         return {}
+    if engine.hand_off == "baton":
+        return {"PYTHONPATH": str(_INSIDE)}
     host, _, port = engine.address.rpartition(":")
     variables = {
+        "PYTHONPATH": str(_INSIDE),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host.strip("[]"),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": port,
     }
@@ -199,12 +212,13 @@ async def until_healthy(
             return
 
 
-async def read_facts(socket_path: str, hand_off: str = "") -> VllmFacts:
+async def read_facts(folder: str, hand_off: str = "") -> VllmFacts:
     """Return the properties of the running server, which was started with a ``hand_off``.
 
     Raises:
         InternalError: This version of vLLM does not report them as expected.
     """
+    socket_path = f"{folder}/http"
     version = msgspec.json.decode(await fetch(socket_path, "GET", "/version", 10.0))["version"]
     raw = await fetch(socket_path, "GET", "/server_info?config_format=json", 60.0)
     try:
@@ -214,6 +228,8 @@ async def read_facts(socket_path: str, hand_off: str = "") -> VllmFacts:
             f"vLLM {version} does not report its configuration as 0.32 does: {error!r}"
         ) from None
     way = hand_off_id(hand_off, facts.block_tokens)
+    if hand_off == "baton":
+        way += f"/{(Path(folder) / 'order').read_text()}"
     return msgspec.structs.replace(facts, hand_off=way)
 
 

@@ -163,7 +163,7 @@ def _common(prefill: common_pb2.Capabilities, decode: common_pb2.Capabilities) -
 
     Workers whose engine moves KV by itself have no choice.
     """
-    if decode.hand_off:
+    if decode.hand_off.startswith("nixl/"):
         return [decode.hand_off]
     ours = {(offer.name, offer.place) for offer in decode.transports}
     both = {offer.name for offer in prefill.transports if (offer.name, offer.place) in ours}

@@ -105,7 +105,7 @@ async def record(folder: str) -> None:
 async def record_hand_off(folder: str) -> None:
     """Record a prompt for another vLLM, and two loads: from nowhere, and of nothing."""
     handing = msgspec.structs.replace(spec(PARAMS["logprobs"]), kind=Kind.PREFILL)
-    body = protocol.prefill_body("r", LONG, handing, 0, EOS)
+    body = protocol.prefill_body("r", LONG, handing, 0, EOS, {"do_remote_decode": True})
     parts: list[bytes] = []
     request = http.request_bytes("POST", protocol.GENERATE, body)
     await (await http.begin(f"{folder}/http", request, parts.append)).done

@@ -101,7 +101,7 @@ def sending(data: bytes, end: bytes = END) -> Reply:
 class Running:
     """A translator, and what it has reported."""
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Replay, hand_off: str = "nixl/block32") -> None:
         self.replay = replay
         self.reports: list[messages.Report] = []
         self.returncode: int | None = None
@@ -109,7 +109,7 @@ class Running:
             lambda *reports: self.reports.extend(reports),
             self,  # type: ignore[arg-type] - only ``returncode`` is read
             str(replay.folder),
-            facts(),
+            facts(hand_off),
             EOS,
             BLOCKS,
         )
@@ -140,15 +140,21 @@ async def running(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
     replay = Replay(tmp_path)
     if "late_subscription" in request.node.name:
         replay.live = replay.live[: handshake_bytes(replay.live)]
+    async with translating(replay) as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def translating(replay: Replay, hand_off: str = "nixl/block32") -> AsyncIterator[Running]:
     servers = [
-        await asyncio.start_unix_server(handler, tmp_path / name)
+        await asyncio.start_unix_server(handler, replay.folder / name)
         for name, handler in (
             ("http", replay.http),
             ("events", replay.events),
             ("replay", replay.replay),
         )
     ]
-    running = Running(replay)
+    running = Running(replay, hand_off)
     yield running
     await running.engine.close()
     for server in servers:

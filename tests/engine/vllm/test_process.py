@@ -1,7 +1,6 @@
 """Processes of a vLLM worker: none outlives the shell, and a start that fails says why."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -69,7 +68,7 @@ async def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
         await EngineClient.start(start(str(file), "/nowhere/python"))
 
 
-@pytest.mark.parametrize("victim", ["shell", "translator"])
+@pytest.mark.parametrize("victim", ["shell", "translator", "both"])
 def test_nothing_of_the_group_outlives_a_killed_process(
     tmp_path: Path, model: str, victim: str
 ) -> None:
@@ -81,7 +80,12 @@ def test_nothing_of_the_group_outlives_a_killed_process(
         (translator,) = own.children()
         group = own.children(recursive=True)
         assert {os.getpgid(one.pid) for one in group} == {translator.pid}
-        (own if victim == "shell" else translator).send_signal(signal.SIGKILL)
+        until(lambda: [one.pid for one in group if "sleep 601" in " ".join(one.cmdline())])
+        victims = {"shell": [own], "translator": [translator], "both": [own, translator]}
+        for one in victims[victim]:
+            one.suspend()  # neither may see the end of the other
+        for one in victims[victim]:
+            one.kill()
         _, alive = psutil.wait_procs(group, timeout=20)
         assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
     finally:
@@ -124,7 +128,12 @@ def test_a_hand_off_sets_the_connector_and_the_addresses_of_this_worker() -> Non
     config = msgspec.json.decode(line[line.index("--kv-transfer-config") + 1])
     assert config["kv_connector"] == "NixlConnector"
     assert config["kv_load_failure_policy"] == "fail"
+    assert config["kv_role"] == "kv_both"
+    sender = server.command(external(hand_off="nixl", role="prefill"), settings, Path(), Path())
+    assert '"kv_role":"kv_producer"' in sender[sender.index("--kv-transfer-config") + 1]
     variables = server.environment({}, 1, engine)
+    connector = Path(variables["PYTHONPATH"]) / f"{config['kv_connector_module_path']}.py"
+    assert "NixlConnector" in connector.read_text()
     assert variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "10.0.0.7"
     assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
     assert variables["UCX_TCP_PORT_RANGE"] == "7000-7100"

@@ -178,11 +178,12 @@ def test_cached_prefixes_and_resumed_responses_are_not_handed_over() -> None:
 
 
 def test_a_prompt_for_another_worker_requests_one_token_and_parameters() -> None:
-    body = json.loads(protocol.prefill_body("r", [1, 2], spec(min_tokens=3), 0, EOS))
+    hold = {"do_remote_decode": True}
+    body = json.loads(protocol.prefill_body("r", [1, 2], spec(min_tokens=3), 0, EOS, hold))
     assert body["token_ids"] == [1, 2]
     assert body["sampling_params"]["max_tokens"] == 1
     assert body["sampling_params"]["min_tokens"] == 1
     assert "stream" not in body  # streamed responses have no parameters
-    assert body["kv_transfer_params"] == {"do_remote_decode": True}
-    one = json.loads(protocol.prefill_body("r", [1, 2], spec(max_tokens=1), 0, EOS))
+    assert body["kv_transfer_params"] == hold
+    one = json.loads(protocol.prefill_body("r", [1, 2], spec(max_tokens=1), 0, EOS, None))
     assert "kv_transfer_params" not in one

@@ -1,0 +1,213 @@
+"""KV connector of vLLM 0.32 for ``hand_off: baton``: copies between vLLM's blocks and pages.
+
+    prefill    vLLM computes a prompt ── save ──▶ pages ──▶ transports of Baton, which verify
+    decode     transports of Baton ──▶ pages ── load ──▶ vLLM computes the rest of the prompt
+
+The pages are the KV pool that the worker's shell has mapped: ``[layer, k|v, page, bytes]``. A block
+of vLLM fills several pages. The bytes of a block are copied as they are, because the attention
+backend orders them for its kernels: page p has the p-th part of them. So only whole blocks move.
+
+Requests name their pages in ``kv_transfer_params``: ``save_pages`` has one for each page of the
+whole blocks of the prompt, and ``load_pages`` the same, from ``first_token`` on.
+"""
+
+import mmap
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+)
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+_LOG = init_logger(__name__)
+_PAGE_TOKENS = 16
+
+
+@dataclass
+class Copy:
+    """Blocks of vLLM and the pages of the pool that have their bytes."""
+
+    request_id: str
+    blocks: list[int]
+    pages: list[int]
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """Copies of one engine step: loads begin with it, saves are done when it ends."""
+
+    loads: list[Copy] = field(default_factory=list)
+    saves: list[Copy] = field(default_factory=list)
+
+
+class BatonConnector(KVConnectorBase_V1):
+    """Connector of one vLLM on CPUs, without tensor parallelism."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_tokens: int = vllm_config.cache_config.block_size
+        self._saving: dict[str, Any] = {}  # requests by id, until their prompt is computed
+        self._saved: set[str] = set()
+        self._loads: list[Copy] = []  # for the next step
+        self._layers: list[torch.Tensor] = []  # bytes of vLLM's blocks, one row for each
+        self._pool = torch.empty(0)
+        self._loading: dict[str, Future[None]] = {}
+        self._loader = ThreadPoolExecutor(1, "baton-load")
+
+    # ---------------------------------------------------------------- scheduler
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return the tokens to load behind the cached ones, unless a gap would be between them."""
+        parameters = request.kv_transfer_params or {}
+        pages = parameters.get("load_pages")
+        if not pages or num_computed_tokens < parameters["first_token"]:
+            return 0, False
+        end = parameters["first_token"] + len(pages) * _PAGE_TOKENS
+        more = max(end - num_computed_tokens, 0)
+        return more, more > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note what to load or save for a request that has its blocks."""
+        parameters = request.kv_transfer_params or {}
+        if parameters.get("save_pages"):
+            self._saving[request.request_id] = request
+        pages = parameters.pop("load_pages", None)  # loaded once: after a preemption they are gone
+        if not num_external_tokens:
+            return
+        end = parameters["first_token"] + len(pages) * _PAGE_TOKENS
+        (ids,) = blocks.get_block_ids()
+        own = ids[(end - num_external_tokens) // self._block_tokens : end // self._block_tokens]
+        pages = pages[-(num_external_tokens // _PAGE_TOKENS) :]
+        self._loads.append(Copy(request.request_id, own, pages))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        """Return the copies of the step; a prompt is saved with the step that computes its end."""
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for new in scheduler_output.scheduled_new_reqs:
+            computed[new.req_id] = new.num_computed_tokens
+        step = Step(loads=self._loads)
+        self._loads = []
+        for name, request in list(self._saving.items()):
+            if name not in computed:
+                continue
+            end = computed[name] + scheduler_output.num_scheduled_tokens[name]
+            if end < request.num_prompt_tokens:
+                continue
+            pages = request.kv_transfer_params["save_pages"]
+            (ids,) = self._kv_cache_manager.get_block_ids(name)
+            blocks = ids[: len(pages) * _PAGE_TOKENS // self._block_tokens]
+            step.saves.append(Copy(name, blocks, pages))
+            self._saved.add(name)
+            del self._saving[name]
+        return step
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return that the prompt was saved, as a part of the response."""
+        self._saving.pop(request.request_id, None)
+        if request.request_id not in self._saved:
+            return False, None
+        self._saved.remove(request.request_id)
+        return False, {"saved_tokens": request.num_prompt_tokens}
+
+    # ---------------------------------------------------------------- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Map the pool, and write the order of the bytes in a block into the worker's folder.
+
+        Raises:
+            NotImplementedError: This vLLM's KV has another shape than this connector copies.
+        """
+        caches = list(kv_caches.values())
+        first = caches[0]
+        layout = "[blocks, heads, tokens, K and V]"
+        for cache in caches:
+            if cache.device.type != "cpu":
+                raise NotImplementedError(f"hand_off: baton copies from CPUs, not {cache.device}")
+            if cache.shape != first.shape or not cache.is_contiguous() or cache.dim() != 4:
+                raise NotImplementedError(
+                    f"hand_off: baton copies KV of equal layers {layout}, not {cache.shape}"
+                )
+        count, _, tokens, values = first.shape
+        self._layers = [cache.view(torch.uint8).view(count, -1) for cache in caches]
+        pages = count * tokens // _PAGE_TOKENS
+        half_bytes = self._layers[0].shape[1] * _PAGE_TOKENS // tokens // 2
+        shape = (len(caches), 2, pages, half_bytes)
+        size = len(caches) * 2 * pages * half_bytes
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        descriptor = os.open(extra["pool"], os.O_RDWR)
+        try:
+            os.ftruncate(descriptor, size)
+            mapped = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        self._pool = torch.frombuffer(mapped, dtype=torch.uint8).view(shape)
+        kind = self._vllm_config.cache_config.cache_dtype
+        order = _get_attn_isa(first.dtype, self._block_tokens, values // 2, kind)
+        Path(extra["order"]).write_text(order)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the loads of the step in a thread."""
+        for copy in self._step.loads:
+            self._loading[copy.request_id] = self._loader.submit(self._load, copy)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: vLLM computes nothing of a request before it is loaded as a whole."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: prompts are saved when the step ends."""
+
+    def wait_for_save(self) -> None:
+        """Save the prompts whose end this step has computed."""
+        for copy in self._step.saves:
+            self._save(copy)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the loads that have ended."""
+        results = KVConnectorTransferResults()
+        for name, loading in list(self._loading.items()):
+            if not loading.done():
+                continue
+            del self._loading[name]
+            results.finished_recving.add(name)
+            if error := loading.exception():
+                _LOG.error("cannot load KV of request %s: %s", name, error)
+                results.failed_recving.add(name)
+        return results
+
+    def shutdown(self) -> None:
+        """End the thread that loads."""
+        self._loader.shutdown()
+
+    @property
+    def _step(self) -> Step:
+        step = self._get_connector_metadata()
+        return step if isinstance(step, Step) else Step()
+
+    def _save(self, copy: Copy) -> None:
+        blocks = torch.tensor(copy.blocks, dtype=torch.long)
+        pages = torch.tensor(copy.pages, dtype=torch.long)
+        half_bytes = self._pool.shape[-1]
+        for layer, of_layer in zip(self._layers, self._pool, strict=True):
+            parts = layer[blocks].view(len(copy.pages), 2, half_bytes)
+            of_layer[:, pages] = parts.transpose(0, 1)
+
+    def _load(self, copy: Copy) -> None:
+        blocks = torch.tensor(copy.blocks, dtype=torch.long)
+        pages = torch.tensor(copy.pages, dtype=torch.long)
+        for layer, of_layer in zip(self._layers, self._pool, strict=True):
+            layer[blocks] = of_layer[:, pages].transpose(0, 1).reshape(len(copy.blocks), -1)

@@ -1,0 +1,128 @@
+"""Pages in which KV lies between vLLM and other workers (``hand_off: baton``), without I/O.
+
+    prefill    take ──▶ vLLM saves the prompt ──▶ published, pulled ──▶ release
+    decode     bind ──▶ pulled and verified ──▶ vLLM loads them ──▶ release
+
+The pages are the worker's KV pool, a file with holes: the lowest pages are taken first, so that
+memory is used for the most pages that were in use at once. vLLM moves whole blocks only; the pages
+of the tokens behind them travel unused, and the decode worker's vLLM computes these tokens.
+"""
+
+import heapq
+from collections import deque
+
+from baton.engine.vllm.live_request import LiveRequest
+from baton.engine.vllm.transfer import Parameters
+from baton.types import events as ev
+from baton.types.errors import InternalError
+from baton.types.geometry import BLOCK_TOKENS
+
+
+class Staging:
+    """Pages of the requests of one vLLM.
+
+    Args:
+        total: Pages of the pool.
+        block_tokens: Tokens of a block of vLLM.
+    """
+
+    def __init__(self, total: int, block_tokens: int) -> None:
+        self._total = total
+        self._block_tokens = block_tokens
+        self._free = list(range(total))
+        self._waiting: deque[LiveRequest] = deque()
+
+    @property
+    def used(self) -> int:
+        """Number of pages in use."""
+        return self._total - len(self._free)
+
+    def take(self, request: LiveRequest, choice: int) -> bool:
+        """Give a prompt its pages, which vLLM fills with the request of ``choice``."""
+        if not self._give(request):
+            return False
+        request.saving = choice
+        return True
+
+    def bind(self, request: LiveRequest) -> list[ev.Bound]:
+        """Give a reservation its pages, or let it wait for them; report those that have theirs."""
+        self._waiting.append(request)
+        return self._grant()
+
+    def saved(self, request: LiveRequest) -> None:
+        """Note that vLLM writes no more into the pages of a request."""
+        request.saving = None
+
+    def release(self, request: LiveRequest) -> list[ev.Bound]:
+        """Free the pages of a request, unless vLLM may write into them.
+
+        Returns:
+            Reports of the reservations that have waited for them.
+        """
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request.saving is None:
+            for page in request.pages:
+                heapq.heappush(self._free, page)
+            request.pages = ()
+        return self._grant()
+
+    def to_save(self, request: LiveRequest) -> Parameters:
+        """Return vLLM's parameters for the request that fills the pages."""
+        return {"save_pages": self._whole(request)}
+
+    def to_load(self, request: LiveRequest) -> Parameters:
+        """Return vLLM's parameters for a request that loads the pages."""
+        return {"load_pages": self._whole(request), "first_token": 0}
+
+    def check_saved(self, request: LiveRequest, returned: Parameters | None) -> None:
+        """Check what vLLM returned for a prompt that it had to save.
+
+        Raises:
+            InternalError: It did not save it.
+        """
+        if not self._whole(request):
+            return
+        tokens = (returned or {}).get("saved_tokens")
+        if tokens != len(request.prompt):
+            raise InternalError(f"vLLM saved {tokens} of {len(request.prompt)} prompt tokens")
+
+    def published(self, request: LiveRequest) -> tuple[ev.Admitted, ev.Published]:
+        """Return the reports that all pages of a prompt can be read."""
+        skip_blocks = request.spec.skip_blocks
+        request_id = request.submit.request_id
+        admitted = ev.Admitted(
+            request_id=request_id,
+            cached_tokens=min(request.cached_tokens, len(request.prompt)),
+            queue_ns=0,
+            blocks=request.pages,
+        )
+        rectangle = ev.Published(
+            request_id=request_id,
+            layer_begin=0,
+            layer_count=ev.ALL_LAYERS,
+            block_begin=skip_blocks,
+            block_count=len(request.pages) - skip_blocks,
+            valid_tokens=len(request.prompt) - skip_blocks * BLOCK_TOKENS,
+        )
+        return admitted, rectangle
+
+    def _whole(self, request: LiveRequest) -> tuple[int, ...]:
+        """Return the pages of the whole blocks of vLLM that a prompt fills."""
+        tokens = len(request.prompt) // self._block_tokens * self._block_tokens
+        return request.pages[: tokens // BLOCK_TOKENS]
+
+    def _grant(self) -> list[ev.Bound]:
+        granted: list[ev.Bound] = []
+        while self._waiting and self._give(self._waiting[0]):
+            request = self._waiting.popleft()
+            name = request.submit.request_id
+            granted.append(ev.Bound(name, request.generation, request.pages))
+        return granted
+
+    def _give(self, request: LiveRequest) -> bool:
+        count = -(-len(request.prompt) // BLOCK_TOKENS)
+        if count > len(self._free):
+            return False
+        request.pages = tuple(heapq.heappop(self._free) for _ in range(count))
+        return True

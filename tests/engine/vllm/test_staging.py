@@ -1,0 +1,198 @@
+"""Hand-offs of the translator by Baton's own transports, beside sockets that repeat vLLM's."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.engine.core.sequence import Kind, RequestSpec
+from baton.engine.process import messages
+from baton.engine.vllm.live_request import LiveRequest
+from baton.engine.vllm.staging import Staging
+from baton.engine.vllm.transfer import hand_off_id
+from baton.types import events as ev
+from baton.types.params import SamplingParams
+from tests.engine.vllm import test_engine
+from tests.engine.vllm.record import LONG, SEEDS
+from tests.engine.vllm.test_engine import (
+    END,
+    HEAD,
+    RECORDED,
+    Replay,
+    Running,
+    chunk,
+    sending,
+    translating,
+)
+
+HAND_OFF = f"{hand_off_id('baton', 32)}/amx"
+PAGES = 13  # of 200 tokens
+WHOLE = 12  # of them in whole blocks of vLLM, which have 32 tokens
+PREFILL = msgspec.json.decode((RECORDED / "prefill.json").read_bytes())
+SAVED = msgspec.json.encode({**PREFILL, "kv_transfer_params": {"saved_tokens": len(LONG)}})
+
+
+@pytest.fixture
+async def running(tmp_path: Path) -> AsyncIterator[Running]:
+    async with translating(Replay(tmp_path), HAND_OFF) as running:
+        yield running
+
+
+async def bound(running: Running) -> tuple[int, ...]:
+    """Let the translator bind the pages of its only reservation."""
+    (reserved,) = running.of(ev.Reserved)
+    assert reserved.skip_blocks == 0
+    running.engine.handle(messages.Bind("r", reserved.generation))
+    blocks: tuple[int, ...] = (await running.first(ev.Bound)).blocks
+    return blocks
+
+
+def commit(running: Running) -> None:
+    (reserved,) = running.of(ev.Reserved)
+    running.engine.handle(messages.Commit("r", reserved.generation, (7,)))
+
+
+def used_pages(running: Running) -> int:
+    staging = running.engine._staging
+    assert staging is not None
+    return staging.used
+
+
+async def test_a_prompt_is_published_when_vllm_has_saved_it(running: Running) -> None:
+    running.replay.reply = sending(SAVED)
+    running.submit(LONG, Kind.PREFILL, temperature=0.0)
+    done = await running.first(ev.PromptDone)
+    assert done.engine_transfer == b""
+    (body,) = running.replay.bodies
+    (admitted,) = running.of(ev.Admitted)
+    assert len(admitted.blocks) == PAGES
+    assert body["kv_transfer_params"] == {"save_pages": [*admitted.blocks[:WHOLE]]}
+    (published,) = running.of(ev.Published)
+    assert (published.block_begin, published.block_count) == (0, PAGES)
+    assert (published.layer_count, published.valid_tokens) == (ev.ALL_LAYERS, len(LONG))
+    assert used_pages(running) == PAGES
+    running.engine.handle(messages.Release("r"))
+    assert (await running.end()).error_code == ""
+    assert used_pages(running) == 0
+
+
+async def test_a_prompt_that_vllm_did_not_save_is_not_published(running: Running) -> None:
+    running.replay.reply = sending(msgspec.json.encode({**PREFILL, "kv_transfer_params": None}))
+    running.submit(LONG, Kind.PREFILL)
+    assert "saved None of 200 prompt tokens" in (await running.end()).error_message
+    assert running.of(ev.Published) == []
+    assert used_pages(running) == 0
+
+
+async def test_one_choice_saves_the_prompt_for_all(running: Running) -> None:
+    running.replay.reply = sending(SAVED)
+    running.submit(LONG, Kind.PREFILL, n=2, temperature=1.0)
+    assert len((await running.first(ev.PromptDone)).first) == 2
+    asked = [body.get("kv_transfer_params") for body in running.replay.bodies]
+    assert sum(one is not None for one in asked) == 1
+
+
+async def test_the_pages_of_a_cancelled_prompt_stay_until_vllm_writes_no_more(
+    running: Running,
+) -> None:
+    gate = asyncio.Event()
+
+    async def late(writer: asyncio.StreamWriter) -> None:
+        await gate.wait()
+        writer.write(HEAD + chunk(SAVED) + END)
+        writer.close()
+
+    running.replay.reply = late
+    running.submit(LONG, Kind.PREFILL)
+    async with asyncio.timeout(10):
+        while not running.replay.bodies:
+            await asyncio.sleep(0.005)
+    running.engine.handle(messages.Cancel("r"))
+    assert (await running.end()).error_code == "cancelled"
+    assert used_pages(running) == PAGES
+    gate.set()
+    async with asyncio.timeout(10):
+        while used_pages(running):
+            await asyncio.sleep(0.005)
+    assert running.of(ev.PromptDone) == []
+
+
+async def test_a_response_goes_on_behind_pages_that_vllm_loads(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    running.submit(LONG, Kind.REMOTE, max_tokens=4, temperature=0.0)
+    pages = await bound(running)
+    assert len(set(pages)) == PAGES
+    await asyncio.sleep(0.05)
+    assert running.replay.bodies == []  # the KV is not there yet
+    commit(running)
+    ended = await running.end()
+    assert (ended.error_code, ended.computed_tokens) == ("", 0)
+    (body,) = running.replay.bodies
+    assert body["token_ids"] == [*LONG, 7]
+    assert body["kv_transfer_params"] == {"load_pages": [*pages[:WHOLE]], "first_token": 0}
+    assert [run.index for run in running.of(ev.Tokens)] == [1, 2, 3]
+    assert used_pages(running) == 0
+
+
+async def test_what_vllm_cannot_load_is_computed(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "load_failed.sse").read_bytes())
+    running.submit(LONG, Kind.REMOTE, max_tokens=4, temperature=0.0)
+    await bound(running)
+    commit(running)
+    async with asyncio.timeout(10):
+        while not running.replay.bodies:
+            await asyncio.sleep(0.005)
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    ended = await running.end()
+    assert (ended.error_code, ended.computed_tokens) == ("", 200)
+    failed, computed = running.replay.bodies
+    assert "kv_transfer_params" in failed
+    assert "kv_transfer_params" not in computed
+    assert computed["token_ids"] == [*LONG, 7]
+    assert [run.index for run in running.of(ev.Tokens)] == [1, 2, 3]
+    assert used_pages(running) == 0
+
+
+async def test_a_prompt_whose_kv_did_not_come_gives_its_pages_back(running: Running) -> None:
+    running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
+    running.submit(LONG, Kind.REMOTE, max_tokens=4)
+    await bound(running)
+    running.engine.handle(messages.ComputeLocally("r", (7,)))
+    assert used_pages(running) == 0
+    assert (await running.end()).computed_tokens == 200
+
+
+async def test_a_prompt_without_free_pages_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_engine, "BLOCKS", PAGES - 1)
+    async with translating(Replay(tmp_path), HAND_OFF) as running:
+        running.submit(LONG, Kind.PREFILL)
+        ended = await running.end()
+        assert ended.error_code == "unavailable"
+        assert "has no more room" in ended.error_message
+        assert running.replay.bodies == []
+
+
+async def test_a_reservation_waits_for_free_pages() -> None:
+    def live(name: str) -> LiveRequest:
+        spec = RequestSpec(kind=Kind.FULL, params=SamplingParams(max_tokens=4), hash_seed=SEEDS[0])
+        submit = messages.Submit(request_id=name, prompt_token_ids=b"", spec=spec)
+        return LiveRequest(submit, LONG, generation=1)
+
+    staging = Staging(PAGES + 1, 32)
+    saved = live("saved")
+    first = live("first")
+    second = live("second")
+    assert staging.take(saved, 0)
+    assert staging.bind(first) == []
+    assert staging.bind(second) == []
+    assert staging.release(saved) == []  # vLLM may write yet
+    staging.saved(saved)
+    (bound,) = staging.release(saved)
+    assert (bound.request_id, len(bound.blocks)) == ("first", PAGES)
+    assert staging.release(second) == []  # does not wait any more
+    assert staging.release(first) == []
+    assert staging.used == 0
