@@ -160,7 +160,15 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_golden_prompts": _count(
         "Golden prompts by result: right, wrong, failed.", "model", "version", "result"
     ),
-    "baton_model_rollbacks": _count("Canaries that were rolled back by their gates.", "model"),
+    "baton_model_rollbacks": _count(
+        "Canaries and shadows that were ended by their gates.", "model"
+    ),
+    "baton_shadow_requests": _count(
+        "Copies of requests by result: same, different, answered (not compared), failed, refused, "
+        "left_out.",
+        "model",
+        "result",
+    ),
     "baton_slo_requests": _count(
         "Requests with latency limits by outcome: good, late, refused, failed.",
         "outcome",

@@ -123,6 +123,25 @@ def canary(
     _change(fleet, url, api_key, **body)
 
 
+@models_app.command("shadow")
+def shadow(
+    name: _NameArgument,
+    model: _ModelArgument,
+    share: Annotated[
+        str, typer.Option(help="Share of the conversations in percent.", metavar="PERCENT")
+    ] = "5%",
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Let another model run copies of a part of a name's requests, which answer no client.
+
+    `baton models ls` compares the answers. `baton models rollback NAME` ends it, and so does a
+    canary of the name.
+    """
+    _change(fleet, url, api_key, verb="shadow", name=name, model=model, share=_fraction(share))
+
+
 @models_app.command("gate")
 def gate(
     model: _ModelArgument,
@@ -178,7 +197,7 @@ def rollback(
     url: UrlOption = None,
     api_key: KeyOption = "",
 ) -> None:
-    """End the canary of a name, or else return to the model before the last change."""
+    """End the canary or shadow of a name, or else return to the model before the last change."""
     _change(fleet, url, api_key, verb="rollback", name=name)
 
 
@@ -221,6 +240,8 @@ def _described(entry: dict[str, Any]) -> str:
         parts = [f"{entry['share'] * 100:g} %"] * bool(entry["share"])
         parts += [f"tenant {tenant}" for tenant in entry["tenants"]]
         text = f"{text}; canary {entry['canary']} ({', '.join(parts)})"
+    if entry["shadow_share"]:
+        text = f"{text}; shadow {entry['shadow']} ({entry['shadow_share'] * 100:g} %)"
     if entry["fallbacks"]:
         text = f"{text}; fallback {', '.join(entry['fallbacks'])}"
     return text
@@ -229,10 +250,14 @@ def _described(entry: dict[str, Any]) -> str:
 def _gate(entry: dict[str, Any]) -> str:
     if entry["thrown_out"]:
         return f"rolled back {entry['thrown_out']}: {entry['reason']}"
+    if entry["shadow"] and not entry["shadow_share"]:
+        return f"ended shadow {entry['shadow']}: {entry['reason']}"
     if entry["gate"] is None:
         return ""
     canary = entry["gate"]["canary"]
     counted = f"{canary['errors']} of {canary['requests']} requests failed"
+    if compared := canary["same"] + canary["different"]:
+        counted = f"{counted}; {canary['same']} of {compared} answers have the same tokens"
     golden = entry["gate"]["golden"]
     return counted if golden is None else f"{counted}; {_round(golden)}"
 

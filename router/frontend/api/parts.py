@@ -37,6 +37,7 @@ from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
 from router.frontend.lanes import LaneTable
 from router.routing.lanes.gate import GateBook
 from router.routing.lanes.mirror import RouteMirror
+from router.routing.lanes.shadow import Shadows
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import fitted_rates
 from router.routing.requests.gateway import Gateway
@@ -62,7 +63,8 @@ class RouterParts:
     Attributes:
         lanes: All lanes of the router.
         routes: Table that leads names to lanes.
-        gates: Gates of the canaries in this table.
+        gates: Gates of the canaries and shadows in this table.
+        shadows: Copies of requests that shadows run.
         created: Start of the router in Unix seconds.
         audit: Audit log; None: there is none.
         stored_responses: Storage of responses for later turns; None: responses are not stored.
@@ -92,6 +94,7 @@ class RouterParts:
     lanes: "LaneTable[RouterParts]"
     routes: RouteMirror
     gates: GateBook
+    shadows: Shadows
     audit: AuditLog | None = None
 
     @classmethod
@@ -117,11 +120,13 @@ class RouterParts:
         )
         gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer)
         observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
+        gates = GateBook()
         routes_file = Path(settings.state_dir) / "routes.json" if settings.state_dir else None
         made = cls(
             lanes=LaneTable(),
             routes=RouteMirror(shared_routes, routes_file, observer.task_failed),
-            gates=GateBook(),
+            gates=gates,
+            shadows=Shadows(gates, metrics, tasks),
             settings=settings,
             model=model,
             metrics=metrics,
