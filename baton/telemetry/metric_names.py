@@ -398,6 +398,12 @@ COMMON_METRICS: dict[str, MetricSpec] = {
         "engine",
         "timing",
     ),
+    "baton_model_info": _gauge(
+        "Always 1; the labels name each model, the digest of its weights and its number after `@`.",
+        "model",
+        "version",
+        "number",
+    ),
     "baton_registry_connected": _gauge("1 while Redis answers, else 0.", together="min"),
     "baton_registry_errors": _count("Failed calls to Redis."),
     "baton_task_failures": _count("Background tasks that raised, by name.", "task"),

@@ -35,6 +35,7 @@ from router.routing.lanes.routes import (
     route_entry,
     with_alias,
     with_canary,
+    with_entry,
     with_fallbacks,
     with_golden,
     with_shadow,
@@ -205,6 +206,8 @@ def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody, now_ms: i
     if body.verb in ("alias", "canary", "shadow") and body.model is None:
         raise RouteChangeError(f"{body.verb} needs a model")
     model = router.lanes.own_name(body.model or "")
+    if (entry := router.lanes.entry(table, body.name)) is not None:
+        table = with_entry(table, body.name, entry)
     match body.verb:
         case "alias":
             made = with_alias(table, body.name, model)

@@ -31,6 +31,7 @@ from baton.types.errors import (
     PayloadTooLargeError,
     SlowRequestError,
 )
+from baton.types.lanes import split_version
 from router.frontend.api.prepare import Preparer
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
@@ -112,7 +113,7 @@ class RouterParts:
         """Build the parts for one model and the workers in ``directory``."""
         metrics = Metrics("router", model=model.names[0])
         prefix_index = PrefixIndex()
-        _show_engine(metrics, settings)
+        _show_lane(metrics, settings, model)
         metrics.set("baton_worker_price_per_hour", settings.price_per_hour)
         observer = Observer(metrics)
         tasks = BackgroundTasks(
@@ -175,7 +176,7 @@ class RouterParts:
         self, settings: RouterSettings, model: ServedModel, directory: WorkerDirectory
     ) -> Self:
         """Build the parts of another model with its own workers, and serve it, too."""
-        _show_engine(self.metrics, settings)
+        _show_lane(self.metrics, settings, model)
         prefix_index = PrefixIndex()
         observer = Observer(self.metrics, self.observer)
         ledger = self.gateway.usage.ledger
@@ -199,10 +200,13 @@ class RouterParts:
         return made
 
 
-def _show_engine(metrics: Metrics, settings: RouterSettings) -> None:
+def _show_lane(metrics: Metrics, settings: RouterSettings, model: ServedModel) -> None:
     timing = settings.emulated
     kind = settings.external or ("emulated" if timing else "real")
     metrics.set("baton_engine_info", 1, engine=kind, timing=timing)
+    name = model.names[0]
+    number = str(split_version(name)[1])
+    metrics.set("baton_model_info", 1, model=name, version=model.version, number=number)
 
 
 class Endpoints(APIRouter):

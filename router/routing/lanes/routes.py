@@ -109,13 +109,13 @@ def with_alias(table: RouteTable, name: str, target: str) -> RouteTable:
     before = entry.target if entry is not None else ""
     fallbacks = entry.fallbacks if entry is not None else ()
     previous = before if before != target else (entry.previous if entry is not None else "")
-    return _with(table, name, NameRoute(target=target, fallbacks=fallbacks, previous=previous))
+    return with_entry(table, name, NameRoute(target=target, fallbacks=fallbacks, previous=previous))
 
 
 def with_fallbacks(table: RouteTable, name: str, fallbacks: tuple[str, ...]) -> RouteTable:
     """Return the table with the fallbacks of a name; a name without an entry is its own target."""
     entry = table.names.get(name) or NameRoute(target=name)
-    return _with(table, name, msgspec.structs.replace(entry, fallbacks=fallbacks))
+    return with_entry(table, name, msgspec.structs.replace(entry, fallbacks=fallbacks))
 
 
 def with_canary(
@@ -158,7 +158,7 @@ def with_canary(
         previous=entry.previous,
         since_ms=since_ms,
     )
-    return _with(table, name, made)
+    return with_entry(table, name, made)
 
 
 def with_shadow(
@@ -190,7 +190,7 @@ def with_shadow(
         shadow=shadow,
         shadow_share=share,
     )
-    return _with(table, name, made)
+    return with_entry(table, name, made)
 
 
 def promoted(table: RouteTable, name: str) -> RouteTable:
@@ -203,7 +203,7 @@ def promoted(table: RouteTable, name: str) -> RouteTable:
     if entry is None or not entry.canary:
         raise RouteChangeError(f"{name} has no canary to promote")
     done = NameRoute(target=entry.canary, fallbacks=entry.fallbacks, previous=entry.target)
-    return _with(table, name, done)
+    return with_entry(table, name, done)
 
 
 def rolled_back(table: RouteTable, name: str) -> RouteTable:
@@ -217,7 +217,7 @@ def rolled_back(table: RouteTable, name: str) -> RouteTable:
         raise RouteChangeError(f"{name} has nothing to roll back")
     target = entry.target if entry.candidate else entry.previous
     previous = entry.previous if entry.candidate else ""
-    return _with(
+    return with_entry(
         table, name, NameRoute(target=target, fallbacks=entry.fallbacks, previous=previous)
     )
 
@@ -234,7 +234,7 @@ def thrown_out(table: RouteTable, name: str, tried: NameRoute, reason: str) -> R
         raise RouteChangeError(f"{tried.candidate} is no longer the {kind} of {name}")
     if entry.shadow_share:
         ended = msgspec.structs.replace(entry, shadow_share=0.0, reason=reason)
-        return _with(table, name, ended)
+        return with_entry(table, name, ended)
     made = NameRoute(
         target=entry.target,
         fallbacks=entry.fallbacks,
@@ -242,7 +242,7 @@ def thrown_out(table: RouteTable, name: str, tried: NameRoute, reason: str) -> R
         thrown_out=entry.canary,
         reason=reason,
     )
-    return _with(table, name, made)
+    return with_entry(table, name, made)
 
 
 def with_golden(table: RouteTable, model: str, prompts: tuple[GoldenPrompt, ...]) -> RouteTable:
@@ -275,7 +275,12 @@ def models_of(entry: NameRoute) -> frozenset[str]:
     return frozenset({entry.target, entry.candidate, entry.previous, *entry.fallbacks} - {""})
 
 
-def _with(table: RouteTable, name: str, entry: NameRoute) -> RouteTable:
+def with_entry(table: RouteTable, name: str, entry: NameRoute) -> RouteTable:
+    """Return the table with an entry of a name, unless it leads to the model of this name only.
+
+    Raises:
+        RouteChangeError: The table has too many names.
+    """
     plain = NameRoute(target=name)
     names = {key: one for key, one in table.names.items() if key != name}
     if entry != plain:
