@@ -87,7 +87,10 @@ class GenerationRequest:
         adapter: LoRA adapter; None: the base model.
         client_id: The client's ``x-request-id``, which need not be unique.
         arrived_ns: Arrival on the router's monotonic clock, as ``deadline_ns``.
+        probe: Whether no client waits for it, and neither usage nor metrics count it.
         pinned: Workers to use; only for probes.
+        shadow: Whether it is a copy of a client's request, which is a probe that may run on any
+            workers.
         traceparent: Parent of the spans at the workers.
         pooling: Pooling of the prompt's hidden states; empty: tokens are generated instead.
         prompt_logprobs_only: Whether only the prompt's logprobs are returned, without the one
@@ -118,6 +121,7 @@ class GenerationRequest:
     deadline_ns: int
     probe: bool = False
     pinned: Pinned | None = None
+    shadow: bool = False
     traceparent: str = ""
     pooling: str = ""
     prompt_logprobs_only: bool = False

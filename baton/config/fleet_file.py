@@ -306,7 +306,7 @@ class FleetConfig(Section):
             raise ValueError(f"`{key}` and `models` exclude each other: move it into `models`")
         names = list(self.models)
         if len(set(map(lane_id, names))) != len(names):
-            raise ValueError("models: names must differ in more than '.', '_' and '-'")
+            raise ValueError("models: names must differ in more than '.', '_', '-' and '@'")
         for name in names:
             try:
                 self.lane(name)

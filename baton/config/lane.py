@@ -10,7 +10,9 @@ from baton.config.pools import PoolsConfig
 from baton.config.section import Section
 from baton.types.trust import TrustRules
 
-LaneName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$")]
+# NAME, or NAME@3 for one of several versions of it
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,47}(@[1-9][0-9]{0,5})?$"
+LaneName = Annotated[str, StringConstraints(pattern=_NAME)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 _OF_THE_FLEET = ("routers", "ports", "tls", "insecure", "token_file", "unsigned_pulls")

@@ -160,7 +160,15 @@ REQUEST_METRICS: dict[str, MetricSpec] = {
     "baton_golden_prompts": _count(
         "Golden prompts by result: right, wrong, failed.", "model", "version", "result"
     ),
-    "baton_model_rollbacks": _count("Canaries that were rolled back by their gates.", "model"),
+    "baton_model_rollbacks": _count(
+        "Canaries and shadows that were ended by their gates.", "model"
+    ),
+    "baton_shadow_requests": _count(
+        "Copies of requests by result: same, different, answered (not compared), failed, refused, "
+        "left_out.",
+        "model",
+        "result",
+    ),
     "baton_slo_requests": _count(
         "Requests with latency limits by outcome: good, late, refused, failed.",
         "outcome",
@@ -389,6 +397,12 @@ COMMON_METRICS: dict[str, MetricSpec] = {
         "Always 1; the labels name the engine (real, emulated or vllm) and the timing model.",
         "engine",
         "timing",
+    ),
+    "baton_model_info": _gauge(
+        "Always 1; the labels name each model, the digest of its weights and its number after `@`.",
+        "model",
+        "version",
+        "number",
     ),
     "baton_registry_connected": _gauge("1 while Redis answers, else 0.", together="min"),
     "baton_registry_errors": _count("Failed calls to Redis."),

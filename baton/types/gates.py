@@ -67,17 +67,23 @@ class Tally(msgspec.Struct, kw_only=True):
         errors: Number of those that ended with an error of the fleet.
         ttft: Number of requests by bucket of their time to first token, see `bucket_of`.
         itl: Number of requests by bucket of their mean ITL.
+        same: Number of copied requests whose answers have the tokens of the client's answers.
+        different: Number of those whose answers have other tokens, although both are greedy.
     """
 
     requests: int = 0
     errors: int = 0
     ttft: dict[int, int] = {}
     itl: dict[int, int] = {}
+    same: int = 0
+    different: int = 0
 
     def add(self, other: "Tally") -> None:
         """Add the requests of another tally."""
         self.requests += other.requests
         self.errors += other.errors
+        self.same += other.same
+        self.different += other.different
         for mine, theirs in ((self.ttft, other.ttft), (self.itl, other.itl)):
             for bucket, count in theirs.items():
                 mine[bucket] = mine.get(bucket, 0) + count

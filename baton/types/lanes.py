@@ -9,9 +9,19 @@ OF_LANE = "."
 """Separator of the fleet's name and the lane's. Names of fleets do not contain it."""
 
 
+OF_VERSION = "@"
+"""Separator of a model's name and the number of its version."""
+
+
+def split_version(name: str) -> tuple[str, int]:
+    """Return the name and the number of a version ``NAME@3``; the number of other names is 1."""
+    stem, _, number = name.partition(OF_VERSION)
+    return stem, int(number) if number.isdecimal() else 1
+
+
 def lane_id(name: str) -> str:
     """Return a model's name as it appears in the ids of its workers, in Redis and in Ray."""
-    return name.replace(".", "-").replace("_", "-")
+    return name.replace(".", "-").replace("_", "-").replace(OF_VERSION, "-")
 
 
 def lane_fleet(fleet: str, name: str) -> str:

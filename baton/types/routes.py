@@ -1,8 +1,8 @@
 """Table that leads the names which clients send to the models that answer.
 
 A name is an alias of one model, its target. While a new version is tried, a canary gets a share of
-the conversations, or the requests of some tenants. A name without an entry leads to the model of
-that name.
+the conversations, or the requests of some tenants. A shadow gets copies of requests, and answers no
+client. A name without an entry leads to the model of that name.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,12 @@ class NameRoute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         fallbacks: Models that answer while no worker of the target is ready, in this order, if the
             client allows it.
         previous: Target before the last promotion, to which a rollback leads; empty: none.
-        since_ms: Start of the canary in Unix milliseconds.
+        since_ms: Start of the canary or the shadow in Unix milliseconds.
         thrown_out: Last canary, if the fleet itself has rolled it back; empty: it has not.
-        reason: Reason of that.
+        reason: Reason of that, or of the end of the shadow.
+        shadow: Model that runs copies of requests; empty: none.
+        shadow_share: Share of the conversations whose requests are copied, from 0 to 1; 0: the gate
+            has ended the shadow.
     """
 
     target: str
@@ -38,6 +41,13 @@ class NameRoute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     since_ms: int = 0
     thrown_out: str = ""
     reason: str = ""
+    shadow: str = ""
+    shadow_share: float = 0.0
+
+    @property
+    def candidate(self) -> str:
+        """Model that is tried: the canary, or the shadow; empty: none."""
+        return self.canary or (self.shadow if self.shadow_share else "")
 
 
 class RouteTable(Versioned, frozen=True):

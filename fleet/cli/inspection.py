@@ -55,6 +55,10 @@ def status(
         for worker in workers:
             if reason := worker.get("reason"):  # absent in older routers' responses
                 console.print(escape(f"{worker['id']}: {reason}"))
+        models = {one["model"]: one["model_version"] for one in workers if "model_version" in one}
+        if len(models) > 1:  # ids of workers begin with the name
+            shown = ", ".join(f"{name} ({version})" for name, version in models.items())
+            console.print(escape(f"models: {shown}"))
         versions = Counter(version for one in workers if (version := one.get("version")))
         if len(versions) > 1:
             shown = ", ".join(f"{version} ({count})" for version, count in sorted(versions.items()))
@@ -68,19 +72,14 @@ def status(
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)  # at most 80 columns with one model
-    models = [worker.get("model", "") for worker in workers]  # absent in older routers' responses
-    with_models = len(set(models)) > 1
-    if with_models:
-        table.add_column("model", overflow="fold")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)  # at most 80 columns with short names
     for name in ("worker", "role", "state", "epoch", "run", "wait", "KV leased+cached", "process"):
         table.add_column(name, no_wrap=name != "process")
     colours = {"ready": "green", "dead": "red", "parked": "dim"}
-    for worker, model in zip(workers, models, strict=True):
+    for worker in workers:
         blocks = worker["kv_blocks"]
         colour = colours.get(worker["state"], "yellow")
         table.add_row(
-            *([escape(model)] if with_models else []),
             escape(worker["id"]),
             escape(worker["role"]),
             f"[{colour}]{escape(worker['state'])}[/]",

@@ -109,7 +109,11 @@ def _run(
     else:
         given = bool(url) or fleet is not None
         own = lab.own_fleet and not given
-        place = emulated_fleet(context) if own else fleet_of(url, fleet, find_fleet, context)
+        place = (
+            emulated_fleet(context, lab.timings)
+            if own
+            else fleet_of(url, fleet, find_fleet, context)
+        )
         with place as target:
             with Server(target.url, target.api_key) as server:
                 emulated = server.emulated()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -86,21 +86,34 @@ def fleet_of(
 
 
 @contextlib.contextmanager
-def emulated_fleet(context: LabContext) -> Iterator[LabContext]:
-    """Yield the context with the URL and the operator's key of a new emulated fleet."""
+def emulated_fleet(
+    context: LabContext, timings: Mapping[str, str] | None = None
+) -> Iterator[LabContext]:
+    """Yield the context with the URL and the operator's key of a new emulated fleet.
+
+    ``timings`` are those of several models with one worker each.
+    """
     key = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="baton-lab-") as folder:
         file = Path(folder) / "fleet.yaml"
-        file.write_text(_emulated(context.workers, key))
+        file.write_text(_emulated(context.workers, key, timings or {}))
         with _started(file) as started:
             yield msgspec.structs.replace(context, url=started, api_key=key)
 
 
-def _emulated(workers: int, key: str) -> str:
+def _emulated(workers: int, key: str, timings: Mapping[str, str]) -> str:
+    models = (
+        f"model: {DEFAULT_MODEL}\npools: {{prefill: 1, decode: {workers - 1}, engine: emulated}}"
+    )
+    if timings:
+        lines = [
+            f"  {name}: {{model: {DEFAULT_MODEL}, pools: {{engine: {{emulated: {timing}}}}}}}"
+            for name, timing in timings.items()
+        ]
+        models = "\n".join(["models:", *lines, "pools: {prefill: 0, decode: 1}"])
     return f"""fleet: lab
-model: {DEFAULT_MODEL}
+{models}
 max_context_tokens: 4096
-pools: {{prefill: 1, decode: {workers - 1}, engine: emulated}}
 kv_blocks_per_worker: 4096
 cpus_per_rank: 0.04
 slo: {{ttft_s: 3, itl_s: 0.06}}

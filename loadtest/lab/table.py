@@ -1,7 +1,7 @@
 """Table of labs: question, requirements, and the module with its ``run``."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Literal
 
@@ -26,7 +26,8 @@ class Lab:
     """Experiment on one question. ``needs`` an engine in its own process, or a fleet.
 
     Attributes:
-        own_fleet: Starts an emulated fleet unless one is given, since the lab changes its sizes.
+        own_fleet: Starts an emulated fleet unless one is given, since the lab changes it.
+        timings: Timing of each model of that fleet; empty: it has one model.
         module: Module in this folder, if it is not the name.
     """
 
@@ -35,6 +36,7 @@ class Lab:
     needs: Literal["engine", "fleet"]
     own_fleet: bool = False
     module: str = ""
+    timings: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, context: LabContext) -> Findings:
         """Run the lab. Labs with an engine import torch."""
@@ -65,6 +67,14 @@ LABS = {
             "fleet",
             own_fleet=True,
             module="split.lab",
+        ),
+        Lab(
+            "canary",
+            "How soon is a bad version of a model rolled back, and is a good one kept?",
+            "fleet",
+            own_fleet=True,
+            module="canary.lab",
+            timings={"chat@1": "epyc-135m", "chat@2": "epyc-135m", "chat@3": "h100-70b"},
         ),
     )
 }

@@ -5,7 +5,8 @@ from heapq import merge
 from typing import Any, Generic, Protocol, TypeVar
 
 from baton.types.errors import InvalidRequestError, ModelNotFoundError
-from baton.types.routes import RouteTable
+from baton.types.lanes import OF_VERSION, split_version
+from baton.types.routes import NameRoute, RouteTable
 from router.routing.lanes.routes import Route, route
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
@@ -92,12 +93,33 @@ class LaneTable(Generic[LaneT]):
         found = route(
             table, name, tenant, lambda: conversation, self.is_ready, may_fall_back=may_fall_back
         )
-        if name in table.names:
+        if name in table.names or (version := self._lowest_version(name)):
             if allowed is not None and name not in allowed:
                 raise self._unknown(name, tenant, allowed)
+            if name not in table.names:
+                return Route(version, "lowest version", "", name)
         else:
             self.of(name, tenant, allowed)
         return found
+
+    def entry(self, table: RouteTable, name: str) -> NameRoute | None:
+        """Return the route of a name; None if it leads to the model of this name, or to none.
+
+        Without a route, the name of models ``NAME@1``, ``NAME@2`` … leads to the lowest version.
+        """
+        version = self._lowest_version(name)
+        return table.names.get(name) or (NameRoute(target=version) if version else None)
+
+    def stems(self) -> list[str]:
+        """Return the names of models ``NAME@3`` without their versions, each once."""
+        stems = (split_version(name)[0] for name in self.names if OF_VERSION in name)
+        return [stem for stem in dict.fromkeys(stems) if not self.serves(stem)]
+
+    def _lowest_version(self, name: str) -> str:
+        """Return the lowest version of a name that is no model itself; empty if it has none."""
+        found = [one for one in self.names if OF_VERSION in one and split_version(one)[0] == name]
+        lowest = min(found, key=split_version, default="")
+        return "" if lowest and self.serves(name) else lowest
 
     def serves(self, name: str) -> bool:
         """Return whether a model or adapter is served."""
@@ -173,13 +195,13 @@ class LaneTable(Generic[LaneT]):
 
     def describe(self) -> dict[str, Any]:
         """Return the answer to ``GET /fleet``: the workers of all lanes with their models."""
-        answers = [(lane.model.names[0], lane.gateway.workers.describe()) for lane in self._lanes]
+        answers = [(lane.model, lane.gateway.workers.describe()) for lane in self._lanes]
         timings = (answer["emulated"] for _, answer in answers)
         return {
             "emulated": next(filter(None, timings), None),
             "workers": [
-                {**worker, "model": name}
-                for name, answer in answers
+                {**worker, "model": model.names[0], "model_version": model.version}
+                for model, answer in answers
                 for worker in answer["workers"]
             ],
             "transfers": self.transfers(),

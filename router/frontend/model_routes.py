@@ -35,8 +35,10 @@ from router.routing.lanes.routes import (
     route_entry,
     with_alias,
     with_canary,
+    with_entry,
     with_fallbacks,
     with_golden,
+    with_shadow,
     without,
 )
 
@@ -49,7 +51,16 @@ class _ChangeBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     verb: Literal[
-        "alias", "canary", "fallback", "promote", "rollback", "remove", "load", "unload", "gate"
+        "alias",
+        "canary",
+        "shadow",
+        "fallback",
+        "promote",
+        "rollback",
+        "remove",
+        "load",
+        "unload",
+        "gate",
     ]
     name: _Name
     model: _Name | None = None
@@ -134,7 +145,7 @@ def _lane_to_load(router: RouterParts, body: _ChangeBody) -> RouterParts:
     if body.verb == "load":
         return lane
     for name, entry in router.routes.table.names.items():
-        if lane.model.serves(entry.target) or (entry.canary and lane.model.serves(entry.canary)):
+        if any(lane.model.serves(model) for model in (entry.target, entry.candidate) if model):
             raise InvalidRequestError.at(
                 "name",
                 f"{name} leads to {body.name}: use `baton models alias`, `rollback` or `remove` "
@@ -192,15 +203,19 @@ def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody, now_ms: i
     """Return the table after a change, all of whose models are served."""
     if body.verb == "remove":
         return without(table, body.name)
-    if body.verb in ("alias", "canary") and body.model is None:
+    if body.verb in ("alias", "canary", "shadow") and body.model is None:
         raise RouteChangeError(f"{body.verb} needs a model")
     model = router.lanes.own_name(body.model or "")
+    if (entry := router.lanes.entry(table, body.name)) is not None:
+        table = with_entry(table, body.name, entry)
     match body.verb:
         case "alias":
             made = with_alias(table, body.name, model)
         case "canary":
             tenants = None if body.tenants is None else tuple(body.tenants)
             made = with_canary(table, body.name, model, body.share, tenants, now_ms=now_ms)
+        case "shadow":
+            made = with_shadow(table, body.name, model, body.share, now_ms=now_ms)
         case "fallback":
             made = with_fallbacks(table, body.name, tuple(body.fallbacks))
         case "promote":

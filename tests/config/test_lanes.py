@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.config.fleet_file import ConfigError, FleetConfig, load_config
+from baton.types.lanes import split_version
 
 FILE = """
 fleet: two
@@ -67,7 +68,7 @@ def test_a_fleet_with_one_model_is_its_only_lane() -> None:
         ("{model: x, models: {a: {model: x}}}", "`model` and `models` exclude each other"),
         (
             "{models: {a.b: {model: x}, a-b: {model: x}}}",
-            "names must differ in more than '.', '_' and '-'",
+            "names must differ in more than '.', '_', '-' and '@'",
         ),
         (
             "{models: {a: {model: x, pools: {routers: 2}}}}",
@@ -96,3 +97,22 @@ def test_a_fleet_with_one_model_is_its_only_lane() -> None:
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         read(tmp_path, text)
+
+
+def test_a_version_is_a_model_of_its_own(tmp_path: Path) -> None:
+    config = read(tmp_path, FILE.replace("large.v1:", "small@2:"))
+    assert [lane.fleet for lane in config.lanes] == ["two.small", "two.small-2"]
+    assert config.lanes[1].model_names == ("small@2",)
+    for name in ("small@", "small@0", "small@x", "@2", "small@2@3"):
+        with pytest.raises(ConfigError):
+            read(tmp_path, FILE.replace("large.v1:", f"'{name}':"))
+    with pytest.raises(ConfigError, match="names must differ in more than"):
+        read(tmp_path, FILE.replace("large.v1:", "small@2:").replace("  small:", "  small-2:"))
+
+
+def test_names_are_split_from_versions() -> None:
+    assert [split_version(name) for name in ("a", "a@3", "a.b@12")] == [
+        ("a", 1),
+        ("a", 3),
+        ("a.b", 12),
+    ]

@@ -13,6 +13,7 @@ from baton.types.gates import Evidence, GoldenRound, Tally
 
 _KEPT_MS = 24 * 3600 * 1000
 _LEASE_MS = 3000
+_COUNTS = ("requests", "errors", "same", "different")
 
 # KEYS: sums, runner. ARGV: router, lease in ms, life of the key in ms, then fields and increments.
 _EXCHANGE = """
@@ -78,7 +79,7 @@ class SharedGates:
 
 
 def _fields(side: str, tally: Tally) -> dict[str, int]:
-    counts = {f"{side}.requests": tally.requests, f"{side}.errors": tally.errors}
+    counts = {f"{side}.{kind}": getattr(tally, kind) for kind in _COUNTS}
     counts |= {f"{side}.ttft.{bucket}": count for bucket, count in tally.ttft.items()}
     counts |= {f"{side}.itl.{bucket}": count for bucket, count in tally.itl.items()}
     return {field: count for field, count in counts.items() if count}
@@ -89,10 +90,8 @@ def _evidence(raw: dict[bytes, bytes]) -> Evidence:
     for field, value in raw.items():
         side, kind, *bucket = field.decode().split(".")
         tally = found.canary if side == "canary" else found.stable
-        if kind == "requests":
-            tally.requests = int(value)
-        elif kind == "errors":
-            tally.errors = int(value)
+        if kind in _COUNTS:
+            setattr(tally, kind, int(value))
         else:
             (tally.ttft if kind == "ttft" else tally.itl)[int(bucket[0])] = int(value)
     return found

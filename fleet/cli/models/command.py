@@ -12,7 +12,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from baton.config.golden_file import GoldenFileError, read_golden
+from baton.types.lanes import split_version
 from fleet.cli.common import FleetOption, fail
+from fleet.cli.models.add import add
 from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
 
 _PATH = "/fleet/models"
@@ -25,6 +27,9 @@ models_app = typer.Typer(
 
 _NameArgument = Annotated[str, typer.Argument(help="Name that clients send.")]
 _ModelArgument = Annotated[str, typer.Argument(help="Model or adapter, as in `baton models ls`.")]
+_VersionArgument = Annotated[
+    str | None, typer.Argument(help="Model or adapter; not needed with NAME@3.")
+]
 
 
 @models_app.command("ls")
@@ -54,6 +59,9 @@ def ls(
                 escape(name), escape(_described(entry)), previous, escape(_gate(entry)) or "–"
             )
         console.print(names)
+
+
+models_app.command("add")(add)
 
 
 @models_app.command("load")
@@ -98,7 +106,7 @@ def alias(
 @models_app.command("canary")
 def canary(
     name: _NameArgument,
-    model: _ModelArgument,
+    model: _VersionArgument = None,
     share: Annotated[
         str | None,
         typer.Option(help="Share of the conversations in percent, such as 5%.", metavar="PERCENT"),
@@ -112,15 +120,37 @@ def canary(
 ) -> None:
     """Let another model answer a part of a name's requests.
 
-    All requests of a conversation get the same model. A larger share moves conversations to the
-    canary, and none away from it.
+    `baton models canary NAME@3` is short for `baton models canary NAME NAME@3`. All requests of a
+    conversation get the same model. A larger share moves conversations to the canary, and none away
+    from it.
     """
+    name, model = _version(name, model)
     body: dict[str, Any] = {"verb": "canary", "name": name, "model": model}
     if share is not None:
         body["share"] = _fraction(share)
     if tenant:
         body["tenants"] = tenant
     _change(fleet, url, api_key, **body)
+
+
+@models_app.command("shadow")
+def shadow(
+    name: _NameArgument,
+    model: _VersionArgument = None,
+    share: Annotated[
+        str, typer.Option(help="Share of the conversations in percent.", metavar="PERCENT")
+    ] = "5%",
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+) -> None:
+    """Let another model run copies of a part of a name's requests, which answer no client.
+
+    `baton models ls` compares the answers. `baton models rollback NAME` ends it, and so does a
+    canary of the name.
+    """
+    name, model = _version(name, model)
+    _change(fleet, url, api_key, verb="shadow", name=name, model=model, share=_fraction(share))
 
 
 @models_app.command("gate")
@@ -178,7 +208,7 @@ def rollback(
     url: UrlOption = None,
     api_key: KeyOption = "",
 ) -> None:
-    """End the canary of a name, or else return to the model before the last change."""
+    """End the canary or shadow of a name, or else return to the model before the last change."""
     _change(fleet, url, api_key, verb="rollback", name=name)
 
 
@@ -212,7 +242,20 @@ def _change(fleet: str | None, url: str | None, api_key: str, **body: Any) -> No
     found = ask_router(reach(fleet, url, api_key), "POST", _PATH, body)
     entry = found["route"]
     name = found["name"]
-    typer.echo(f"{name}: {_described(entry) if entry is not None else 'no alias'}")
+    if body["verb"] == "rollback":
+        typer.echo(f"{name}: back to {_described(entry) if entry is not None else name}")
+    else:
+        typer.echo(f"{name}: {_described(entry) if entry is not None else 'no alias'}")
+
+
+def _version(name: str, model: str | None) -> tuple[str, str]:
+    """Return the name and the model of a command; ``NAME@3`` alone is version 3 of NAME."""
+    if model is not None:
+        return name, model
+    stem, number = split_version(name)
+    if stem == name:
+        fail(f"{name}: give the model, too, or a version such as {name}@{number + 1}")
+    return stem, name
 
 
 def _described(entry: dict[str, Any]) -> str:
@@ -221,6 +264,8 @@ def _described(entry: dict[str, Any]) -> str:
         parts = [f"{entry['share'] * 100:g} %"] * bool(entry["share"])
         parts += [f"tenant {tenant}" for tenant in entry["tenants"]]
         text = f"{text}; canary {entry['canary']} ({', '.join(parts)})"
+    if entry["shadow_share"]:
+        text = f"{text}; shadow {entry['shadow']} ({entry['shadow_share'] * 100:g} %)"
     if entry["fallbacks"]:
         text = f"{text}; fallback {', '.join(entry['fallbacks'])}"
     return text
@@ -229,10 +274,14 @@ def _described(entry: dict[str, Any]) -> str:
 def _gate(entry: dict[str, Any]) -> str:
     if entry["thrown_out"]:
         return f"rolled back {entry['thrown_out']}: {entry['reason']}"
+    if entry["shadow"] and not entry["shadow_share"]:
+        return f"ended shadow {entry['shadow']}: {entry['reason']}"
     if entry["gate"] is None:
         return ""
     canary = entry["gate"]["canary"]
     counted = f"{canary['errors']} of {canary['requests']} requests failed"
+    if compared := canary["same"] + canary["different"]:
+        counted = f"{counted}; {canary['same']} of {compared} answers have the same tokens"
     golden = entry["gate"]["golden"]
     return counted if golden is None else f"{counted}; {_round(golden)}"
 

@@ -35,6 +35,7 @@ from router.frontend.rate_limits import Headers
 from router.request import GenerationRequest
 from router.routing.choice import Delta
 from router.routing.lanes.gate import Outcome
+from router.routing.lanes.shadow import outcome_of
 from router.routing.requests.active_request import ActiveRequest
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.slo_outcome import slo_header
@@ -54,13 +55,19 @@ class AnswerContext:
 
 
 class Exchange(Response):
-    """HTTP response that runs requests, from their submission to the last byte."""
+    """HTTP response that runs requests, from their submission to the last byte.
+
+    Attributes:
+        requests: Requests that it runs.
+        on_answered: Receives the requests once the client has a complete answer; None: nothing.
+    """
 
     def __init__(self, context: AnswerContext, requests: Sequence[GenerationRequest]) -> None:
         super().__init__()
         self._context = context
         self._router = context.router
-        self._requests = requests
+        self.requests = requests
+        self.on_answered: Callable[[Sequence[ActiveRequest]], None] | None = None
         self._wakeup = asyncio.Event()
         self._gone = False
         self._connection: Connection | None = None
@@ -70,7 +77,7 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the requests to their ends and write the response."""
-        with request_context(self._context.request_id, self._requests[0].traceparent):
+        with request_context(self._context.request_id, self.requests[0].traceparent):
             await self._call(scope, receive, send)
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,6 +98,7 @@ class Exchange(Response):
         finally:
             if self._connection is not None:
                 self._connection.unfollow(self)
+            self._copy(status)
             for active in self._active:
                 active.status = status
                 self._router.gateway.cancel(active)
@@ -116,7 +124,7 @@ class Exchange(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> int:
         try:
-            if self._router.quotas.quotas.has_limits(self._requests[0].tenant):
+            if self._router.quotas.quotas.has_limits(self.requests[0].tenant):
                 await self._reserve()
             if not await self._submit_all(self._router.gateway):
                 return 499
@@ -124,7 +132,7 @@ class Exchange(Response):
                 if active.record.error is not None:
                     raise active.record.error
         except BatonError as error:
-            tenant = self._requests[0].tenant
+            tenant = self.requests[0].tenant
             self._refused = error.code
             self._router.observer.rejected(error.code, tenant)
             if not self._active:  # otherwise the log entry is written at the end
@@ -140,7 +148,7 @@ class Exchange(Response):
         return await self._respond(send)
 
     def _keep_refused(self, error: BatonError, status: int) -> None:
-        request = self._requests[0]
+        request = self.requests[0]
         self._router.refused.add(
             RefusedRequest(
                 id=self._context.request_id,
@@ -157,7 +165,7 @@ class Exchange(Response):
 
     async def _reserve(self) -> None:
         """Reserve the tokens of all prompts, each once, and of all answers."""
-        requests = self._requests
+        requests = self.requests
         answer_tokens = [
             0 if one.pooling or one.prompt_logprobs_only else one.sampling.max_tokens
             for one in requests
@@ -186,15 +194,15 @@ class Exchange(Response):
         """
         counter = self._router.gateway.usage
         if self._refused:
-            counter.failed(self._requests[0], self._refused)
+            counter.failed(self.requests[0], self._refused)
             return
         placed = [active for active in self._active if active.record.attempt]
         if placed or status == 200:
-            counter.answered(self._requests[0], usage(placed))
+            counter.answered(self.requests[0], usage(placed))
 
     def _limit_headers(self) -> Headers:
         feed = self._router.quotas
-        standings = feed.quotas.standing(self._requests[0].tenant, monotonic_ns())
+        standings = feed.quotas.standing(self.requests[0].tenant, monotonic_ns())
         if not standings:
             return []
         headers = self._context.errors.limit_headers(standings)
@@ -202,7 +210,7 @@ class Exchange(Response):
 
     async def _submit_all(self, gateway: Gateway) -> bool:
         """Submit all requests and wait for the response to start; False after a disconnect."""
-        for request in self._requests:
+        for request in self.requests:
             self._active.append(gateway.submit(request, self._wakeup))
         return await self._wait(self._may_start)
 
@@ -273,7 +281,7 @@ class Exchange(Response):
         self._router.observer.answered(
             context.endpoint,
             status,
-            self._requests[0].tenant,
+            self.requests[0].tenant,
             failed_stream=status == 200 and errors,
         )
         self._weigh(status)
@@ -281,9 +289,15 @@ class Exchange(Response):
             self._describe(context.span, status)
         context.span.end()
 
+    def _copy(self, status: int) -> None:
+        """Let a shadow run a copy of an answered call, before the tokens are dropped."""
+        failed = any(active.record.error is not None for active in self._active)
+        if self.on_answered is not None and status == 200 and not failed:
+            self.on_answered(self._active)
+
     def _weigh(self, status: int) -> None:
         """Pass the outcome to the gate of a canary, unless the client caused it."""
-        routed = self._requests[0].routed
+        routed = self.requests[0].routed
         gate = self._router.gates.get(routed.requested) if routed is not None else None
         if gate is None or routed is None or 400 <= status < 500:
             return
@@ -493,19 +507,6 @@ class Answer(Exchange):
     async def _end(self, send: Send, body: bytes) -> None:
         if not self._gone:
             await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def outcome_of(active: ActiveRequest) -> Outcome:
-    """Return the outcome of an answered request, with its latencies if it has generated tokens."""
-    record = active.record
-    if active.request.pooling or not record.first_token_ns:
-        return Outcome(failed=False)
-    later = record.completion_tokens // active.request.sampling.n - 1
-    return Outcome(
-        failed=False,
-        ttft_s=(record.first_token_ns - active.request.arrived_ns) / 1e9,
-        itl_s=(record.last_token_ns - record.first_token_ns) / 1e9 / later if later > 0 else None,
-    )
 
 
 def _bulk_bytes(active: ActiveRequest) -> int:

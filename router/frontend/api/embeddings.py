@@ -30,7 +30,7 @@ class EmbeddingAnswer(Exchange):
 
     async def _submit_all(self, gateway: Gateway) -> bool:
         """Submit the next input whenever one has ended."""
-        for request in self._requests:
+        for request in self.requests:
             if not await self._wait(lambda: self._failed or self._open < self._at_once):
                 return False
             if self._failed:

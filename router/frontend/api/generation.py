@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.common import ModelBody
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.embedding import EmbeddingBody
+from router.frontend.api.bodies.fields import Ignored
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import client_id_of, ignored_of
@@ -42,6 +43,7 @@ from router.frontend.conversation import opening_of
 from router.frontend.http.departure import ended_by_departure
 from router.frontend.http.intake import arrived_ns_of
 from router.request import GenerationRequest, Routed
+from router.routing.lanes.shadow import Shadow
 from router.routing.watch.refusals import RefusedRequest
 from router.served_model import ServedModel
 
@@ -104,7 +106,40 @@ class Calls:
                 lane, caller, name = await self._routed(body, caller)
                 if body.model != name:
                     body = body.model_copy(update={"model": name})
-                return await respond(self._of(lane), body, len(raw), caller, now_ns)
+                response = await respond(self._of(lane), body, len(raw), caller, now_ns)
+                if isinstance(response, Answer):
+                    self._follow(response, caller, partial(self._again, respond, body, len(raw)))
+                return response
+
+    def _follow(
+        self,
+        response: Answer,
+        caller: Caller,
+        again: Callable[[Caller], Awaitable[Sequence[GenerationRequest]]],
+    ) -> None:
+        """Let the shadow of a name, if it has one, run a copy of an answered call."""
+        router = self._router
+        if caller.routed is None or not router.lanes.serves(caller.shadow):
+            return
+        gateway = router.lanes.of(caller.shadow).gateway
+        shadow = Shadow(caller.routed.requested, caller.shadow, gateway)
+        response.on_answered = lambda ended: router.shadows.copy(
+            shadow, ended, lambda: again(caller)
+        )
+
+    async def _again(
+        self,
+        respond: Callable[[Self, _Body, int, Caller, int], Awaitable[Response]],
+        body: _Body,
+        size: int,
+        caller: Caller,
+    ) -> Sequence[GenerationRequest]:
+        """Return the requests of a call for the shadow, with its own tokenizer and template."""
+        calls = self._of(self._router.lanes.of(caller.shadow))
+        body = body.model_copy(update={"model": caller.shadow})
+        caller = replace(caller, routed=None, models=None, shadow="", ignored=Ignored())
+        response = await respond(calls, body, size, caller, time.monotonic_ns())
+        return response.requests if isinstance(response, Answer) else ()
 
     async def _routed(self, body: ModelBody, caller: Caller) -> tuple[RouterParts, Caller, str]:
         """Return the lane that answers a call, the caller with the reason, and the model.
@@ -128,7 +163,8 @@ class Calls:
         model = lane.model.own_name(found.model)
         routed = Routed(model, lane.model.version, found.why, found.rollback_to, name)
         models = caller.models if found.model == name else None
-        return lane, replace(caller, routed=routed, models=models), found.model
+        caller = replace(caller, routed=routed, models=models, shadow=found.shadow)
+        return lane, caller, found.model
 
     async def conversation(self, body: ModelBody, caller: Caller) -> str:
         """Return the text that the requests of a conversation have in common."""

@@ -40,7 +40,7 @@ def routes(router: RouterParts) -> Endpoints:
         known = {record["id"] for record in records}
         aliases = [
             _alias_record(router, name, access)
-            for name in router.routes.table.names
+            for name in dict.fromkeys((*router.routes.table.names, *lanes.stems()))
             if name not in known and (access.models is None or name in access.models)
         ]
         return {"object": "list", "data": [*records, *filter(None, aliases)]}
@@ -94,7 +94,7 @@ def routes(router: RouterParts) -> Endpoints:
 
 def _alias_record(router: RouterParts, name: str, access: Access) -> dict[str, Any] | None:
     """Return the record of a name that leads to another model; None if it does not."""
-    entry = router.routes.table.names.get(name)
+    entry = router.lanes.entry(router.routes.table, name)
     if entry is None:
         return None
     lane = next((one for one in router.lanes if one.model.serves(entry.target, access.sees)), None)
@@ -151,7 +151,7 @@ def _model_of(lanes: LaneTable[RouterParts], name: str | None, access: Access) -
     first = next(iter(lanes))
     if name is None:
         return first.model
-    entry = first.routes.table.names.get(name)
+    entry = lanes.entry(first.routes.table, name)
     if entry is not None and (access.models is None or name in access.models):
         return lanes.of(entry.target, access.sees).model
     return lanes.of(name, access.sees, access.models).model

@@ -31,12 +31,14 @@ from baton.types.errors import (
     PayloadTooLargeError,
     SlowRequestError,
 )
+from baton.types.lanes import split_version
 from router.frontend.api.prepare import Preparer
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
 from router.frontend.lanes import LaneTable
 from router.routing.lanes.gate import GateBook
 from router.routing.lanes.mirror import RouteMirror
+from router.routing.lanes.shadow import Shadows
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import fitted_rates
 from router.routing.requests.gateway import Gateway
@@ -62,7 +64,8 @@ class RouterParts:
     Attributes:
         lanes: All lanes of the router.
         routes: Table that leads names to lanes.
-        gates: Gates of the canaries in this table.
+        gates: Gates of the canaries and shadows in this table.
+        shadows: Copies of requests that shadows run.
         created: Start of the router in Unix seconds.
         audit: Audit log; None: there is none.
         stored_responses: Storage of responses for later turns; None: responses are not stored.
@@ -92,6 +95,7 @@ class RouterParts:
     lanes: "LaneTable[RouterParts]"
     routes: RouteMirror
     gates: GateBook
+    shadows: Shadows
     audit: AuditLog | None = None
 
     @classmethod
@@ -109,7 +113,7 @@ class RouterParts:
         """Build the parts for one model and the workers in ``directory``."""
         metrics = Metrics("router", model=model.names[0])
         prefix_index = PrefixIndex()
-        _show_engine(metrics, settings)
+        _show_lane(metrics, settings, model)
         metrics.set("baton_worker_price_per_hour", settings.price_per_hour)
         observer = Observer(metrics)
         tasks = BackgroundTasks(
@@ -117,11 +121,13 @@ class RouterParts:
         )
         gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer)
         observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
+        gates = GateBook()
         routes_file = Path(settings.state_dir) / "routes.json" if settings.state_dir else None
         made = cls(
             lanes=LaneTable(),
             routes=RouteMirror(shared_routes, routes_file, observer.task_failed),
-            gates=GateBook(),
+            gates=gates,
+            shadows=Shadows(gates, metrics, tasks),
             settings=settings,
             model=model,
             metrics=metrics,
@@ -170,7 +176,7 @@ class RouterParts:
         self, settings: RouterSettings, model: ServedModel, directory: WorkerDirectory
     ) -> Self:
         """Build the parts of another model with its own workers, and serve it, too."""
-        _show_engine(self.metrics, settings)
+        _show_lane(self.metrics, settings, model)
         prefix_index = PrefixIndex()
         observer = Observer(self.metrics, self.observer)
         ledger = self.gateway.usage.ledger
@@ -194,10 +200,13 @@ class RouterParts:
         return made
 
 
-def _show_engine(metrics: Metrics, settings: RouterSettings) -> None:
+def _show_lane(metrics: Metrics, settings: RouterSettings, model: ServedModel) -> None:
     timing = settings.emulated
     kind = settings.external or ("emulated" if timing else "real")
     metrics.set("baton_engine_info", 1, engine=kind, timing=timing)
+    name = model.names[0]
+    number = str(split_version(name)[1])
+    metrics.set("baton_model_info", 1, model=name, version=model.version, number=number)
 
 
 class Endpoints(APIRouter):

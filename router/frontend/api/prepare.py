@@ -57,6 +57,7 @@ class Caller:
     key_id: str = ""
     routed: Routed | None = None
     may_fall_back: bool = False
+    shadow: str = ""  # model that runs a copy of the call
     ignored: Ignored = field(default_factory=Ignored)
 
 

@@ -10,7 +10,7 @@ from router.routing.lanes.gate import Gate
 
 
 def gate_state(gate: Gate | None) -> dict[str, Any] | None:
-    """Return the state of a canary's gate; None without a canary."""
+    """Return the state of the gate of a canary or shadow; None without a gate."""
     if gate is None:
         return None
     return {
@@ -41,6 +41,8 @@ def _tally(tally: Tally) -> dict[str, Any]:
         "ttft_p95_s": p95_s(tally.ttft),
         "ttft": _cumulative(tally.ttft),
         "itl_p95_s": p95_s(tally.itl),
+        "same": tally.same,
+        "different": tally.different,
     }
 
 

@@ -1,4 +1,4 @@
-"""Task of a router that follows the gates of all canaries, and takes canaries out."""
+"""Task of a router that follows the gates of canaries and shadows, and takes these out."""
 
 import asyncio
 import logging
@@ -67,14 +67,14 @@ class GateWatch:
         if task is not None and not task.done():
             return
         try:
-            has_golden = bool(golden_of(self._router, gate.entry.canary))
+            has_golden = bool(golden_of(self._router, gate.entry.candidate))
         except ModelNotFoundError:  # an adapter that was unloaded
             return
         if has_golden and gate.round_due(monotonic_ns()):
             self._running[gate.name] = self._router.tasks.spawn(self._round(gate), "golden prompts")
 
     async def _round(self, gate: Gate) -> None:
-        found = await self._golden.run(gate.entry.canary)
+        found = await self._golden.run(gate.entry.candidate)
         gate.on_round(found)  # the next exchange acts on a reason
         try:
             await self._shared.put_round(gate.name, gate.entry.since_ms, found)
@@ -82,22 +82,24 @@ class GateWatch:
             _LOG.warning("cannot write the result of golden prompts: %s", error)
 
     async def _take_out(self, gate: Gate) -> None:
-        """Roll a canary back at all routers. The next exchange tries again if this fails."""
+        """End a canary or shadow at all routers. The next exchange tries again if this fails."""
         routes = self._router.routes
         name = gate.name
-        canary = gate.entry
+        tried = gate.entry
+        kind = "canary" if tried.canary else "shadow"
+        model = tried.candidate
         try:
             before, after = await routes.change(
-                lambda table: thrown_out(table, name, canary, gate.reason)
+                lambda table: thrown_out(table, name, tried, gate.reason)
             )
         except RouteChangeError:
             return  # another router or an operator was faster
         except RegistryUnavailableError as error:
-            _LOG.error("cannot roll back name=%s canary=%s: %s", name, canary.canary, error)
+            _LOG.error("cannot roll back name=%s %s=%s: %s", name, kind, model, error)
             return
         self._router.gates.follow(after)
-        self._router.metrics.inc("baton_model_rollbacks", model=canary.canary)
-        _LOG.warning("rolled back name=%s canary=%s: %s", name, canary.canary, gate.reason)
+        self._router.metrics.inc("baton_model_rollbacks", model=model)
+        _LOG.warning("rolled back name=%s %s=%s: %s", name, kind, model, gate.reason)
         if self._router.audit is not None:
             await self._router.audit.record(
                 "models rollback",

@@ -1,4 +1,4 @@
-// Table of models: a row for each lane, with the gate of its canary. Only operators see it.
+// Table of models: a row for each lane, with the gate of its canary or shadow. Only operators see it.
 "use strict";
 
 const CURVE_WIDTH = 120, CURVE_HEIGHT = 32;
@@ -17,7 +17,7 @@ async function showModels() {
 
 function modelRow(model, names) {
   const is = (name) => name === model.name || model.names.includes(name);
-  const canaries = names.filter(([, entry]) => is(entry.canary));
+  const tried = names.filter(([, entry]) => is(entry.canary) || (is(entry.shadow) && entry.shadow_share));
   const workers = Object.entries(model.workers).map(([kind, count]) => `${count} ${kind}`).join(", ");
   return element("tr", {},
     element("td", { text: model.name, className: "name" }),
@@ -25,24 +25,26 @@ function modelRow(model, names) {
     labelled("workers", workers || "–"),
     labelled("requests", `${model.running} running, ${model.waiting} waiting`),
     labelled("answers", names.map(([name, entry]) => shareText(name, entry, is)).filter(Boolean).join("; ") || "–"),
-    gateCell(model, canaries, names.filter(([, entry]) => is(entry.thrown_out))),
-    curveCell(canaries),
-    buttonCell(canaries));
+    gateCell(model, tried, names.filter(([, entry]) => is(entry.thrown_out) || (is(entry.shadow) && !entry.shadow_share))),
+    curveCell(tried),
+    buttonCell(tried));
 }
 
 function shareText(name, entry, is) {
   const percent = Math.round(entry.share * 1000) / 10;
   const tenants = entry.tenants.map((tenant) => `tenant ${tenant}`);
+  const copied = Math.round(entry.shadow_share * 1000) / 10;
+  if (is(entry.shadow) && copied) return `${name}: shadow ${copied} %`;
   if (is(entry.canary)) return `${name}: canary ${[...(percent ? [`${percent} %`] : []), ...tenants].join(", ")}`;
   if (is(entry.target)) return `${name}: ${entry.canary ? `${Math.round((100 - percent) * 10) / 10} %` : "all"}`;
   return "";
 }
 
-// Golden prompts and errors of a canary, or why the model was rolled back.
-function gateCell(model, canaries, thrownOut) {
+// Golden prompts, errors and compared answers of a canary or shadow, or why it was rolled back.
+function gateCell(model, tried, thrownOut) {
   const cell = labelled("gate", "");
   const lines = thrownOut.map(([name, entry]) => ["bad", `✗ ${name}: rolled back: ${entry.reason}`]);
-  for (const [, { gate }] of canaries) {
+  for (const [, { gate }] of tried) {
     if (!gate) continue;
     const { canary, golden } = gate;
     if (golden) {
@@ -50,16 +52,18 @@ function gateCell(model, canaries, thrownOut) {
       lines.push(golden.passed ? ["good", `✓ ${golden.right} golden prompts`] : ["bad", `✗ ${wrong} golden prompts`]);
     }
     lines.push(["", `${canary.errors} of ${canary.requests} requests failed`]);
+    const compared = canary.same + canary.different;
+    if (compared) lines.push(["", `${canary.same} of ${compared} answers have the same tokens`]);
   }
   if (!lines.length) lines.push(["", model.golden ? `${model.golden} golden prompts` : "–"]);
   cell.append(...lines.map(([className, text]) => element("div", { className, text })));
   return cell;
 }
 
-// Two curves: the share of requests whose first token came within a time, for canary and stable.
-function curveCell(canaries) {
+// Two curves: the share of requests whose first token came within a time, for the tried model and stable.
+function curveCell(tried) {
   const cell = labelled("first tokens", "");
-  const gate = canaries[0]?.[1].gate;
+  const gate = tried[0]?.[1].gate;
   const curves = gate ? [["moving", gate.canary.ttft], ["leased", gate.stable.ttft]] : [];
   const times = curves.flatMap(([, points]) => points.map(([took_s]) => Math.log(took_s)));
   if (!times.length) {
@@ -79,9 +83,9 @@ function curveCell(canaries) {
   return cell;
 }
 
-function buttonCell(canaries) {
+function buttonCell(tried) {
   const cell = element("td");
-  for (const [name] of canaries) {
+  for (const [name] of tried) {
     const button = element("button", { text: `Roll back ${name}` });
     button.type = "button";
     button.addEventListener("click", () => rollBack(name));
@@ -91,7 +95,7 @@ function buttonCell(canaries) {
 }
 
 async function rollBack(name) {
-  if (!confirm(`Roll back ${name}? Its canary gets no more requests.`)) return;
+  if (!confirm(`Roll back ${name}? Its canary or shadow gets no more requests.`)) return;
   const answer = await fetch("fleet/models", {
     method: "POST", body: JSON.stringify({ verb: "rollback", name }),
     headers: { ...headers(), "content-type": "application/json" },

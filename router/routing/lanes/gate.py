@@ -1,16 +1,17 @@
-"""Gates of canaries at one router: evidence, and the decision to take one out. Pure.
+"""Gates of canaries and shadows at one router: evidence, and the decision to end one. Pure.
 
     ended ──▶ fresh ──take──▶ (Redis adds up all routers) ──▶ judge ──▶ reason
     round_due ──▶ (one router runs golden prompts) ──▶ on_round ──▶ reason
 
-Every router judges the same sums, so they decide alike. A reason is final: the shell takes the
+A shadow has ``compared`` in place of ``ended``. Every router judges the same sums, so they decide
+alike. A reason is final: the shell takes the
 canary out of the table that all routers share.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from baton.types.gates import Evidence, GoldenRound
+from baton.types.gates import Evidence, GoldenRound, Tally
 from baton.types.routes import NameRoute, RouteTable
 from router.routing.lanes.comparison import bucket_of, too_many_errors, too_slow
 
@@ -34,7 +35,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Gate:
-    """Gate of the canary of one name."""
+    """Gate of the canary or shadow of one name."""
 
     name: str
     entry: NameRoute
@@ -48,15 +49,21 @@ class Gate:
 
     def ended(self, model: str, outcome: Outcome) -> None:
         """Take the end of a request for the name, which ``model`` has answered."""
-        if model not in (self.entry.canary, self.entry.target):
-            return  # a fallback
-        tally = self._fresh.canary if model == self.entry.canary else self._fresh.stable
-        tally.requests += 1
-        tally.errors += outcome.failed
-        for counts, took_s in ((tally.ttft, outcome.ttft_s), (tally.itl, outcome.itl_s)):
-            if took_s is not None:
-                bucket = bucket_of(took_s)
-                counts[bucket] = counts.get(bucket, 0) + 1
+        if not self.entry.canary or model not in (self.entry.canary, self.entry.target):
+            return  # a fallback, or a request without a copy
+        _count(self._fresh.canary if model == self.entry.canary else self._fresh.stable, outcome)
+
+    def compared(self, copy: Outcome, answered: Outcome, *, same: bool | None) -> None:
+        """Take the end of a copy that the shadow has run, and that of the client's request.
+
+        ``same`` is whether both answers have the same tokens; None if they need not.
+        """
+        tally = self._fresh.canary
+        _count(tally, copy)
+        _count(self._fresh.stable, answered)
+        if same is not None:
+            tally.same += same
+            tally.different += not same
 
     def take(self) -> Evidence:
         """Return the evidence since the last call."""
@@ -109,8 +116,17 @@ class Gate:
         return self.reason
 
 
+def _count(tally: Tally, outcome: Outcome) -> None:
+    tally.requests += 1
+    tally.errors += outcome.failed
+    for counts, took_s in ((tally.ttft, outcome.ttft_s), (tally.itl, outcome.itl_s)):
+        if took_s is not None:
+            bucket = bucket_of(took_s)
+            counts[bucket] = counts.get(bucket, 0) + 1
+
+
 class GateBook:
-    """Gates of all names with a canary."""
+    """Gates of all names with a canary or a shadow."""
 
     def __init__(self) -> None:
         self._gates: dict[str, Gate] = {}
@@ -123,10 +139,10 @@ class GateBook:
         return self._gates.get(name)
 
     def follow(self, table: RouteTable) -> None:
-        """Begin gates of new canaries, and drop those of canaries that have ended."""
+        """Begin gates of new canaries and shadows, and drop those of ended ones."""
         kept: dict[str, Gate] = {}
         for name, entry in table.names.items():
-            if not entry.canary:
+            if not entry.candidate:
                 continue
             gate = self._gates.get(name)
             if gate is None or gate.entry.since_ms != entry.since_ms:

@@ -50,7 +50,7 @@ class RouteMirror:
     def needs_conversation(self, name: str) -> bool:
         """Return whether the model of a name depends on the conversation."""
         entry = self.table.names.get(name)
-        return entry is not None and entry.share > 0
+        return entry is not None and (entry.share > 0 or entry.shadow_share > 0)
 
     async def start(self) -> None:
         """Read the copy on disk, and follow Redis; return after the first attempt."""

@@ -5,7 +5,7 @@ same. A larger share of a canary moves conversations to it, and none away from i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -31,12 +31,14 @@ class Route:
             ``rollback: …`` or ``fallback: …``.
         rollback_to: Model to which a rollback would lead; empty: none.
         requested: Name that the client sent.
+        shadow: Model that runs a copy of the request; empty: none.
     """
 
     model: str
     why: str
     rollback_to: str
     requested: str
+    shadow: str = ""
 
 
 def route(
@@ -55,7 +57,7 @@ def route(
         name: Name that the client sent.
         tenant: Sender.
         conversation: Returns a text that all requests of a conversation have in common. It is read
-            only if the name has a canary.
+            only if the name has a canary or a shadow.
         ready: Whether a model has a worker that takes requests.
         may_fall_back: Whether the client accepts the answer of another model.
     """
@@ -71,6 +73,8 @@ def route(
         if other is not None:
             why = f"fallback: {chosen.model} has no ready worker"
             return Route(other, why, chosen.model, name)
+    if entry.shadow_share and position(name, tenant, conversation()) < entry.shadow_share:
+        return replace(chosen, shadow=entry.shadow)
     return chosen
 
 
@@ -105,13 +109,13 @@ def with_alias(table: RouteTable, name: str, target: str) -> RouteTable:
     before = entry.target if entry is not None else ""
     fallbacks = entry.fallbacks if entry is not None else ()
     previous = before if before != target else (entry.previous if entry is not None else "")
-    return _with(table, name, NameRoute(target=target, fallbacks=fallbacks, previous=previous))
+    return with_entry(table, name, NameRoute(target=target, fallbacks=fallbacks, previous=previous))
 
 
 def with_fallbacks(table: RouteTable, name: str, fallbacks: tuple[str, ...]) -> RouteTable:
     """Return the table with the fallbacks of a name; a name without an entry is its own target."""
     entry = table.names.get(name) or NameRoute(target=name)
-    return _with(table, name, msgspec.structs.replace(entry, fallbacks=fallbacks))
+    return with_entry(table, name, msgspec.structs.replace(entry, fallbacks=fallbacks))
 
 
 def with_canary(
@@ -154,7 +158,39 @@ def with_canary(
         previous=entry.previous,
         since_ms=since_ms,
     )
-    return _with(table, name, made)
+    return with_entry(table, name, made)
+
+
+def with_shadow(
+    table: RouteTable, name: str, shadow: str, share: float | None, *, now_ms: int = 0
+) -> RouteTable:
+    """Return the table in which a shadow gets copies of a share of a name's conversations.
+
+    ``now_ms`` is the start of a new one in Unix milliseconds.
+
+    Raises:
+        RouteChangeError: There is no share, the name has a canary, or the shadow is its target.
+    """
+    entry = table.names.get(name) or NameRoute(target=name)
+    if entry.canary:
+        raise RouteChangeError(
+            f"{name} has the canary {entry.canary}: use `baton models promote` or `rollback` first"
+        )
+    if shadow == entry.target:
+        raise RouteChangeError(f"{shadow} already answers all requests for {name}")
+    if not share or not 0 < share <= 1:
+        raise RouteChangeError(
+            f"a shadow needs a share above 0 and up to 100 % (got {(share or 0) * 100:g} %)"
+        )
+    made = NameRoute(
+        target=entry.target,
+        fallbacks=entry.fallbacks,
+        previous=entry.previous,
+        since_ms=entry.since_ms if entry.candidate == shadow else now_ms,
+        shadow=shadow,
+        shadow_share=share,
+    )
+    return with_entry(table, name, made)
 
 
 def promoted(table: RouteTable, name: str) -> RouteTable:
@@ -167,34 +203,38 @@ def promoted(table: RouteTable, name: str) -> RouteTable:
     if entry is None or not entry.canary:
         raise RouteChangeError(f"{name} has no canary to promote")
     done = NameRoute(target=entry.canary, fallbacks=entry.fallbacks, previous=entry.target)
-    return _with(table, name, done)
+    return with_entry(table, name, done)
 
 
 def rolled_back(table: RouteTable, name: str) -> RouteTable:
-    """Return the table without a name's canary, or else with the target before its promotion.
+    """Return the table without a name's canary or shadow, or else with the target before.
 
     Raises:
         RouteChangeError: The name has neither.
     """
     entry = table.names.get(name)
-    if entry is None or not (entry.canary or entry.previous):
+    if entry is None or not (entry.candidate or entry.previous):
         raise RouteChangeError(f"{name} has nothing to roll back")
-    target = entry.target if entry.canary else entry.previous
-    previous = entry.previous if entry.canary else ""
-    return _with(
+    target = entry.target if entry.candidate else entry.previous
+    previous = entry.previous if entry.candidate else ""
+    return with_entry(
         table, name, NameRoute(target=target, fallbacks=entry.fallbacks, previous=previous)
     )
 
 
-def thrown_out(table: RouteTable, name: str, canary: NameRoute, reason: str) -> RouteTable:
-    """Return the table without the canary of the entry ``canary``, for a reason.
+def thrown_out(table: RouteTable, name: str, tried: NameRoute, reason: str) -> RouteTable:
+    """Return the table without the canary or shadow of the entry ``tried``, for a reason.
 
     Raises:
-        RouteChangeError: It is not the canary any more.
+        RouteChangeError: It is not the canary or shadow any more.
     """
     entry = table.names.get(name)
-    if entry is None or (entry.canary, entry.since_ms) != (canary.canary, canary.since_ms):
-        raise RouteChangeError(f"{canary.canary} is no longer the canary of {name}")
+    if entry is None or (entry.candidate, entry.since_ms) != (tried.candidate, tried.since_ms):
+        kind = "canary" if tried.canary else "shadow"
+        raise RouteChangeError(f"{tried.candidate} is no longer the {kind} of {name}")
+    if entry.shadow_share:
+        ended = msgspec.structs.replace(entry, shadow_share=0.0, reason=reason)
+        return with_entry(table, name, ended)
     made = NameRoute(
         target=entry.target,
         fallbacks=entry.fallbacks,
@@ -202,7 +242,7 @@ def thrown_out(table: RouteTable, name: str, canary: NameRoute, reason: str) -> 
         thrown_out=entry.canary,
         reason=reason,
     )
-    return _with(table, name, made)
+    return with_entry(table, name, made)
 
 
 def with_golden(table: RouteTable, model: str, prompts: tuple[GoldenPrompt, ...]) -> RouteTable:
@@ -232,10 +272,15 @@ def route_entry(entry: NameRoute | None) -> dict[str, Any] | None:
 
 def models_of(entry: NameRoute) -> frozenset[str]:
     """Return all models that an entry names."""
-    return frozenset({entry.target, entry.canary, entry.previous, *entry.fallbacks} - {""})
+    return frozenset({entry.target, entry.candidate, entry.previous, *entry.fallbacks} - {""})
 
 
-def _with(table: RouteTable, name: str, entry: NameRoute) -> RouteTable:
+def with_entry(table: RouteTable, name: str, entry: NameRoute) -> RouteTable:
+    """Return the table with an entry of a name, unless it leads to the model of this name only.
+
+    Raises:
+        RouteChangeError: The table has too many names.
+    """
     plain = NameRoute(target=name)
     names = {key: one for key, one in table.names.items() if key != name}
     if entry != plain:

@@ -134,7 +134,7 @@ class Dispatcher:
             traceparent=request.traceparent,
             router_id=self.router_id,
             lease_ms=self.settings.lease_ms,
-            probe=request.probe,
+            probe=request.probe and not request.shadow,
             adapter=adapter_to_wire(request.adapter),
             pooling=request.pooling,
             prefix=prefix[0] if prefix else None,

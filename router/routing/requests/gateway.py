@@ -114,6 +114,7 @@ class Gateway:
         )
         self._stream_repair = StreamRepair()
         self._active: dict[str, ActiveRequest] = {}
+        self._shadows: dict[str, ActiveRequest] = {}  # copies that run, the oldest first
         self.kept = KeptRecords(settings.kept_records)
         self._pumping = False
         self._closing = False
@@ -168,6 +169,8 @@ class Gateway:
         delay_s = max((request.deadline_ns - now_ns) / 1e9, 0)
         active.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, active)
         if request.probe:
+            if request.shadow:
+                self._shadows[active.id] = active
             active.record.ticket = self.tickets.draw()
             self._place(active)
         else:
@@ -192,11 +195,29 @@ class Gateway:
         """Number of requests that have not ended, or whose worker has not confirmed the end."""
         return len(self._active)
 
+    @property
+    def has_spare_place(self) -> bool:
+        """True if a copy of a request may run: no request waits, and the window is not full."""
+        return len(self._shadows) < self._places_for_shadows(self._window)
+
+    @property
+    def _window(self) -> int:
+        return self.shares.window(len(self.workers.usable) * self.settings.window_requests)
+
+    def _places_for_shadows(self, window: int) -> int:
+        waiting = self.admission.waiting + self._slo.waiting
+        return 0 if waiting else max(window - self.admission.running, 0)
+
+    def _shed(self, window: int) -> None:
+        """End the copies whose places requests need, the newest first."""
+        for active in list(self._shadows.values())[self._places_for_shadows(window) :]:
+            self._finish(active, CancelledError_("requests of clients need its place"))
+
     def pump(self) -> None:
         """Place the requests that fit into this router's part of the window."""
         if self._pumping:  # a placement failed at once and freed its place: the loop sees it
             return
-        window = self.shares.window(len(self.workers.usable) * self.settings.window_requests)
+        window = self._window
         self._pumping = True
         try:
             while not self._awaits_start() and (entry := self.admission.pop(window)) is not None:
@@ -207,6 +228,8 @@ class Gateway:
                     self._admit(active, entry)
                 else:
                     self._slo.admit(active, entry, slo)
+            if self._shadows:
+                self._shed(window)
         finally:
             self._pumping = False
         waiting = self.admission.waiting + self._slo.waiting
@@ -274,6 +297,7 @@ class Gateway:
         now_ns = monotonic_ns()
         active.stop_timers()
         active.wants_prefill = False
+        self._shadows.pop(active.id, None)
         self._book.release(active.id, now_ns)
         self.work.ended(active.id, served=active.record.error is None)
         if active.admitted:
@@ -384,7 +408,8 @@ class Gateway:
     def _move_away(self, link: WorkerLink) -> None:
         leaves = UnavailableError(f"{link.worker_id} is leaving")
         for active in self._held_by(link.worker_id):
-            if active.record.ended or active.request.probe or not may_try_again(active.record):
+            pinned = active.request.pinned is not None
+            if active.record.ended or pinned or not may_try_again(active.record):
                 continue
             if self._placer.could_place(active.record.to_place, link.incarnation):
                 active.record.note(f"{link.worker_id} is leaving", monotonic_ns())

@@ -90,7 +90,7 @@ def test_a_planner_that_stays_below_is_said_to():
 
 def test_the_fleet_that_the_lab_starts_is_valid(tmp_path):
     file = tmp_path / "fleet.yaml"
-    file.write_text(_emulated(6, "secret-key"))
+    file.write_text(_emulated(6, "secret-key", {}))
     config = load_config(file)
     assert (config.pools.prefill, config.pools.decode) == (1, 5)
     assert config.slo is not None

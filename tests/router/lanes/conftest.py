@@ -44,15 +44,18 @@ async def two_lanes(make_fleet, model, artifact):
         stored_responses=None,
         shared_usage=None,
         price=0.0,
+        names=("smollm2", OTHER),
         **settings,
     ) -> TwoLanes:
-        other = ServedModel(artifact, (OTHER,), max_context_tokens=CONTEXT, chat_template=LETTERS)
+        own, beside = names
+        other = ServedModel(artifact, (beside,), max_context_tokens=CONTEXT, chat_template=LETTERS)
+        served = model if own == "smollm2" else ServedModel(artifact, (own,))
         directory = StaticDirectory()
         sources = LaneSources(
             settings=RouterSettings(
                 fleet=f"local.{OTHER}",
                 model=DEFAULT_MODEL,
-                model_names=(OTHER,),
+                model_names=(beside,),
                 fleet_token=FleetToken("secret"),
                 price_per_hour=price,
                 **settings,
@@ -63,6 +66,7 @@ async def two_lanes(make_fleet, model, artifact):
         )
         fleet = await make_fleet(
             {},
+            served=served,
             others=[sources],
             fleet_orders=first_orders,
             shared_routes=shared_routes,

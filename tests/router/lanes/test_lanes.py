@@ -72,6 +72,12 @@ async def test_models_and_workers_are_listed_with_their_lane(two_lanes) -> None:
     workers = (await http.get("/fleet")).json()["workers"]
     found = {worker["id"]: worker["model"] for worker in workers}
     assert found == {"decode-0": "smollm2", "other-decode-0": OTHER}
+    version = lanes.fleet.router.model.version
+    assert {worker["model_version"] for worker in workers} == {version}
+    page = (await http.get("/metrics")).text
+    for name in found.values():
+        labels = f'model="{name}",number="1",version="{version}"'
+        assert f"baton_model_info{{{labels}}} 1.0" in page
     ready = (await http.get("/health/ready")).json()
     assert ready["status"] == "ready"
     assert {pair["decode"] for pair in ready["pairs"]} == {"decode-0", "other-decode-0"}

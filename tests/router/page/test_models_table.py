@@ -40,6 +40,13 @@ async def test_operators_see_the_gate_of_a_canary_and_roll_it_back(two_lanes, re
     await http.post("/fleet/models", json=canary)
     lanes.second.script.answer = [9]
     await tab.until(f"{ROWS}[1].textContent.includes('rolled back: golden prompt')")
+    await http.post("/fleet/models", json={"verb": "gate", "name": OTHER, "golden": []})
+    shadow = {"verb": "shadow", "name": "smollm2", "model": OTHER, "share": 1.0}
+    await http.post("/fleet/models", json=shadow)
+    await tab.until(f"{ROWS}[1].textContent.includes('smollm2: shadow 100 %')")
+    await lanes.fleet.complete("hi", max_tokens=1, temperature=0)
+    await tab.until(f"{ROWS}[1].textContent.includes('0 of 1 answers have the same tokens')")
+    assert "smollm2: all" in await tab.js(f"{ROWS}[0].textContent")
     for width in (390, 1400):
         await tab.show_as(width, 800, "dark")
         assert await tab.js("document.documentElement.scrollWidth") <= width

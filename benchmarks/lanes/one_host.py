@@ -1,6 +1,6 @@
 """Throughput of a model on a host that it shares with an idle model, beside the model alone.
 
-    python -m benchmarks.lanes [--rounds 3]
+    python -m benchmarks.lanes.one_host [--rounds 3]
 
 SmolLM2 on one prefill and one decode worker, with 4 and 16 clients. In the second fleet Gemma 3
 270M has a worker, too, and gets no requests. The fleets take turns; figures are medians of rounds.

@@ -1,0 +1,1 @@
+"""Costs of models beside others in one fleet."""

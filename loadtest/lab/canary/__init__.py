@@ -1,0 +1,1 @@
+"""Lab: good and bad versions of a model as canaries."""

@@ -1,0 +1,81 @@
+"""Table, plot and conclusion of the lab ``canary``."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadtest.lab.results import Findings, Plot, Series
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Canary that was tried.
+
+    Attributes:
+        kind: ``equal``, ``slow`` or ``wrong``.
+        requests: Requests that it answered until its rollback, or until the end.
+        out_s: Time until its rollback in seconds; None if it stayed.
+        reason: Reason of the rollback.
+        sent: Requests that clients sent in all.
+        failed: Those of them that failed.
+    """
+
+    kind: str
+    model: str
+    requests: int
+    out_s: float | None
+    reason: str
+    sent: int
+    failed: int
+
+    @property
+    def is_right(self) -> bool:
+        """True if a good candidate stayed, or a bad one was rolled back."""
+        return (self.out_s is None) == (self.kind == "equal")
+
+
+def findings_of(
+    candidates: Sequence[Candidate], *, rate: float, share: float, seconds: float
+) -> Findings:
+    """Return the results of all candidates.
+
+    Args:
+        candidates: Canaries in the order in which they were tried.
+        rate: Requests per second to the name.
+        share: Share of the canary.
+        seconds: Length of the load of each.
+    """
+    parts = [
+        f"{one.kind}: stayed"
+        if one.out_s is None
+        else f"{one.kind}: rolled back after {one.out_s:.1f} s and {one.requests} of its requests"
+        for one in candidates
+    ]
+    wrong = [one.kind for one in candidates if not one.is_right]
+    verdict = f"Not as it should be: {', '.join(wrong)}." if wrong else "All as they should be."
+    failed = sum(one.failed for one in candidates)
+    sent = sum(one.sent for one in candidates)
+    return Findings(
+        parameters={
+            "requests/s": rate,
+            "share of the canary": share,
+            "seconds of load for each": seconds,
+        },
+        columns=["candidate", "model", "rolled back after, s", "its requests until then", "reason"],
+        rows=[[one.kind, one.model, one.out_s, one.requests, one.reason] for one in candidates],
+        plots=[
+            Plot(
+                title="Requests of each candidate until its rollback",
+                x_label="candidate",
+                y_label="requests",
+                x=[float(place) for place in range(len(candidates))],
+                labels=[one.kind for one in candidates],
+                series=[Series("requests", [float(one.requests) for one in candidates])],
+                caption="A candidate that stayed has all its requests.",
+            )
+        ],
+        sentence=f"{'; '.join(parts)}. {verdict} {failed} of {sent} requests of clients failed.",
+        notes=[
+            "Latencies are compared from 100 requests of each model on.",
+            "The time of `wrong` counts from its golden prompts on.",
+        ],
+    )
