@@ -68,13 +68,13 @@ def status(
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)  # at most 80 columns with one model
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # fits into 80 columns
     models = [worker.get("model", "") for worker in workers]  # absent in older routers' responses
     with_models = len(set(models)) > 1
     if with_models:
         table.add_column("model", overflow="fold")
     for name in ("worker", "role", "state", "epoch", "run", "wait", "KV leased+cached", "process"):
-        table.add_column(name, no_wrap=name != "process")
+        table.add_column(name, no_wrap=name != "process", overflow="fold")
     colours = {"ready": "green", "dead": "red", "parked": "dim"}
     for worker, model in zip(workers, models, strict=True):
         blocks = worker["kv_blocks"]
@@ -93,7 +93,12 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def _processes(worker: dict[str, Any]) -> str:
-    """Return ``host:pid``; of ranks on several hosts one line each, the leader's first."""
+    """Return ``host:pid``; of ranks on several hosts one line each, the leader's first.
+
+    A worker that has no process has a dash.
+    """
+    if not worker["pid"]:
+        return "–"
     hosts = worker.get("rank_hosts", [])
     if len(set(hosts)) < 2:
         return f"{worker['host']}:{worker['pid']}"
