@@ -25,8 +25,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # $(call pip,WHAT,ARGUMENTS): install quietly, show the progress in one line, keep the full log.
 define pip
 	@echo "installing $(1) into $(VENV) (log: $(VENV)/install.log)"
-	@$(BIN)/python -m pip install --no-input --progress-bar off $(2) 2>&1 | tee -a $(VENV)/install.log \
-	  | awk -v tty="$$([ -t 1 ] && echo 1 || true)" '/^(Collecting|Building|Installing)/ \
+	@tty=; if [ -t 1 ]; then tty=1; fi; \
+	  $(BIN)/python -m pip install --no-input --progress-bar off $(2) 2>&1 | tee -a $(VENV)/install.log \
+	  | awk -v tty="$$tty" '/^(Collecting|Building|Installing)/ \
 	      { if (tty) printf "\r\033[K  %.76s", $$0; else if (++n % 10 == 1) printf "  %.76s\n", $$0; fflush() } \
 	      END { if (tty) printf "\r\033[K" }' \
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }

@@ -10,6 +10,7 @@ import typer
 
 from fleet.cli.common import FleetOption, fail
 from fleet.cli.reach import client_of
+from loadtest.reasons import answer_reason, http_reason
 
 _ENDED = ("completed", "failed", "expired", "cancelled")
 _POLL_S = 1.0
@@ -35,7 +36,7 @@ def batch(
         try:
             _run(client, file, window, wait=wait)
         except httpx.HTTPError as error:
-            fail(f"{client.base_url}: {error}")
+            fail(f"{client.base_url}: {http_reason(error)}")
 
 
 def _run(client: httpx.Client, file: str, window: str, *, wait: bool) -> None:
@@ -113,7 +114,9 @@ def _fetch(client: httpx.Client, record: dict[str, Any], path: Path) -> None:
             client.stream("GET", f"/v1/files/{file_id}/content") as answer,
             target.open("wb") as to,
         ):
-            answer.raise_for_status()
+            if not answer.is_success:
+                answer.read()
+                fail(answer_reason(answer))
             for piece in answer.iter_bytes():
                 to.write(piece)
         typer.echo(str(target))
@@ -123,8 +126,8 @@ def _json(answer: httpx.Response) -> dict[str, Any]:
     """Return the object in a response, or exit with the router's error message."""
     try:
         found = answer.json()
-        if answer.is_success and isinstance(found, dict):
-            return found
-        fail(f"{answer.status_code}: {found['error']['message']}")
-    except (ValueError, KeyError, TypeError):
-        fail(f"{answer.status_code}: {answer.text[:200]}")
+    except ValueError:
+        found = None
+    if not answer.is_success or not isinstance(found, dict):
+        fail(answer_reason(answer))
+    return found

@@ -85,9 +85,9 @@ def capacity(
     if as_json:
         typer.echo(json.dumps(plan.as_json(), indent=1))
         raise typer.Exit(0 if plan.fits else 1)
-    table = Table(title="one worker", show_header=False)
-    table.add_column("part")
-    table.add_column("MiB", justify="right")
+    table = Table(title="one worker, in MiB", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
     need = plan.need
     ranks = f" of {tensor_parallel} ranks" if tensor_parallel > 1 else ""
     for what, size in (

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from fleet.cli.common import FleetOption, emulated_note, fail
+from fleet.cli.common import FleetOption, emulated_note, fail, show_error
 from fleet.cli.reach import client_of
+from loadtest.reasons import answer_reason, http_reason
 
 
 def chat(
@@ -36,7 +37,7 @@ def chat(
         try:
             _talk(client, prompt, {"max_tokens": max_tokens, "temperature": temperature})
         except httpx.HTTPError as error:
-            fail(f"{client.base_url}: {error}")
+            fail(f"{client.base_url}: {http_reason(error)}")
 
 
 def _talk(client: httpx.Client, prompt: str | None, sampling: dict[str, float]) -> None:
@@ -76,7 +77,7 @@ def _ask(
     with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         if answer.status_code != httpx.codes.OK:
             answer.read()
-            typer.secho(_reason(answer), fg="red", err=True)
+            show_error(answer_reason(answer))
             return None
         for line in answer.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
@@ -94,10 +95,3 @@ def _ask(
         if timing := answer.headers.get("x-baton-emulated"):
             typer.secho(emulated_note(timing), fg="yellow", err=True)
     return "".join(parts)
-
-
-def _reason(answer: httpx.Response) -> str:
-    try:
-        return f"{answer.status_code}: {answer.json()['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.status_code}: {answer.text[:200]}"

@@ -17,6 +17,7 @@ from baton.config.fleet_file import ConfigError, FleetConfig, load_config
 from fleet.local import state as fleet_state
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
+from loadtest.reasons import http_reason
 
 DEFAULT_FILE = Path("deploy/local.yaml")
 NOT_RUNNING = 3  # exit code, as systemctl's
@@ -88,6 +89,9 @@ def running_fleet(fleet: str | None) -> FleetState:
     """Return the selected fleet's state; exit with an error if it is not running."""
     state = known_fleet(fleet)
     if state is None or not state.running:
+        running = ", ".join(one.name for one in fleet_state.load_all() if one.running)
+        if running:
+            fail(f"no fleet {fleet} is running on this machine (running: {running})", NOT_RUNNING)
         fail("no fleet is running on this machine: start one with `baton up`", NOT_RUNNING)
     return state
 
@@ -110,7 +114,7 @@ def get_json(state: FleetState | RemoteFleet, path: str, **parameters: str | int
             fail(f"{path}: {answer.json()['error']['message']}")
         return answer.raise_for_status().json()
     except httpx.HTTPError as error:
-        fail(f"{state.url}{path}: {error}; see `baton logs router`")
+        fail(f"{state.url}{path}: {http_reason(error)}; see `baton logs router`")
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -72,9 +72,9 @@ def status(
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)  # at most 80 columns with short names
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # fits into 80 columns
     for name in ("worker", "role", "state", "epoch", "run", "wait", "KV leased+cached", "process"):
-        table.add_column(name, no_wrap=name != "process")
+        table.add_column(name, no_wrap=name != "process", overflow="fold")
     colours = {"ready": "green", "dead": "red", "parked": "dim"}
     for worker in workers:
         blocks = worker["kv_blocks"]
@@ -92,7 +92,12 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def _processes(worker: dict[str, Any]) -> str:
-    """Return ``host:pid``; of ranks on several hosts one line each, the leader's first."""
+    """Return ``host:pid``; of ranks on several hosts one line each, the leader's first.
+
+    A worker that has no process has a dash.
+    """
+    if not worker["pid"]:
+        return "–"
     hosts = worker.get("rank_hosts", [])
     if len(set(hosts)) < 2:
         return f"{worker['host']}:{worker['pid']}"

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from baton.config.clients import KEYS_IN_REDIS
 from baton.config.fleet_file import FleetConfig
 from baton.registry.redis_store import RegistryUnavailableError
 from fleet.cli.common import (
@@ -172,10 +173,20 @@ def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> 
     timings = {lane.pools.engine.emulated for lane in config.lanes}
     for timing in sorted(filter(None, timings)):
         console.print(f"[bold yellow]{emulated_note(timing)}[/]")
-    console.print(
-        f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
-        markup=False,
-    )
+    lines = [
+        f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        f"page: {url}/",
+    ]
+    if config.clients.api_keys_file == KEYS_IN_REDIS:
+        lines.append("keys: baton keys create TENANT")
+    if supervisor.chats:
+        export = "OPENAI_API_KEY=YOUR_KEY " * config.has_keys
+        apart = any(lane.pools.prefill for lane in config.lanes)
+        mode = " --mode disaggregated" * apart  # shows a KV transfer
+        lines.append(f"chat: {export}baton chat{mode}")
+    lines.append("stop: Ctrl-C")
+    for line in lines:
+        console.print(f"  {line}", markup=False)
 
 
 def down(

@@ -221,7 +221,8 @@ def _wait(
 
 def _shown(worker: dict[str, Any]) -> str:
     reason = f" ({worker['reason']})" if worker["reason"] else ""
-    return f"{worker['role']}, {worker['state']}, epoch {worker['epoch']}{reason}"
+    state = "stopped" if worker["state"] == "dead" else worker["state"]  # as the command ordered
+    return f"{worker['role']}, {state}, epoch {worker['epoch']}{reason}"
 
 
 def plan(

@@ -16,6 +16,7 @@ from fleet.audit.local import operator_name
 from fleet.cli.common import RemoteFleet, bearer, fail, running_fleet
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
+from loadtest.reasons import http_reason
 
 UrlOption = Annotated[
     str | None,
@@ -135,5 +136,7 @@ def ask_router(
         if not isinstance(found, dict):
             raise TypeError("the response is no JSON object")
         return found
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+    except httpx.HTTPError as error:
+        fail(f"{place.url}{path}: {http_reason(error)}")
+    except (ValueError, KeyError, TypeError) as error:
         fail(f"{place.url}{path}: {error}")

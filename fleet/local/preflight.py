@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -17,6 +18,7 @@ from baton.config.network import is_loopback
 from baton.engine.vllm.interpreter import vllm_version
 from fleet.host_limits import available_memory, open_files
 from fleet.local.redis_server import server_binary
+from fleet.local.state import FleetState, load_all
 from fleet.pools.resources import engine_settings
 
 _LEAST_MEMORY_GIB = 4
@@ -61,13 +63,24 @@ def claim_socket(host: str, port: int) -> socket.socket:
         held.listen(BACKLOG)
     except OSError as error:
         held.close()
+        other = "set another port with BATON_PORT=N or `port:` in the fleet file"
+        problem = f"cannot listen on port {port} of {host} ({error.strerror})"
+        fleet = _fleet_on(port)
+        if fleet is not None:
+            raise PortTakenError(
+                f"{problem}: used by the running fleet {fleet.name}; stop it with "
+                f"`baton down {fleet.config_file}`, or {other}"
+            ) from error
         owner = port_owner(port)
         raise PortTakenError(
-            f"cannot listen on port {port} of {host} ({error.strerror})"
-            f"{f': used by {owner}' if owner else ''}; stop that process, or set another port with "
-            "BATON_PORT=N or `port:` in the fleet file"
+            f"{problem}{f': used by {owner}' if owner else ''}; stop that process, or {other}"
         ) from error
     return held
+
+
+def _fleet_on(port: int) -> FleetState | None:
+    """Return this user's running fleet whose router has a port."""
+    return next((one for one in load_all() if one.running and urlsplit(one.url).port == port), None)
 
 
 def port_owner(port: int) -> str | None:
@@ -133,7 +146,7 @@ def doctor(config: FleetConfig) -> list[Finding]:
         _finding("redis-server", lambda: str(server_binary())),
         *(_finding("model", partial(_described, lane)) for lane in config.lanes),
         *(_finding("vllm", partial(vllm_version, *engine)) for engine in engines),
-        _finding("port", lambda: f"{claim_port(config.host, config.port)} is free"),
+        _finding("port", lambda: _port(config)),
         _finding("memory", lambda: available_memory(_LEAST_MEMORY_GIB)),
         _finding("open files", open_files),
         _finding("temp folder", _temp),
@@ -190,6 +203,13 @@ def _finding(name: str, check: Callable[[], str]) -> Finding:
         return Finding(name, True, check())
     except (OSError, ValueError, RuntimeError, importlib.metadata.PackageNotFoundError) as error:
         return Finding(name, False, str(error))
+
+
+def _port(config: FleetConfig) -> str:
+    user = _fleet_on(config.port)
+    if user is not None and user.fleet == config.fleet:
+        return f"{config.port} is used by this fleet, which is running"
+    return f"{claim_port(config.host, config.port)} is free"
 
 
 def _packages() -> str:

@@ -315,7 +315,7 @@ class OrderDesk:
                 "workers": [
                     worker_id
                     for worker_id in self.machine.slots
-                    if node.address in self.placements.addresses_of(worker_id)
+                    if self.placements.is_on(worker_id, node, nodes)
                 ],
             }
             for node in nodes

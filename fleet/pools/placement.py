@@ -87,6 +87,15 @@ class Placements:
         place = self._places.get(worker_id)
         return place.addresses if place is not None else ()
 
+    def is_on(self, worker_id: str, node: Node, nodes: Collection[Node]) -> bool:
+        """Return whether a slot has a rank on ``node``, one of the cluster's ``nodes``."""
+        place = self._places.get(worker_id)
+        if place is None:
+            return False
+        if not place.nodes:  # Ray chose, on a single machine
+            return len(nodes) == 1
+        return node.address in place.addresses
+
     async def place(
         self, worker_id: str, role: Role, settled: asyncio.Event, *, move: bool = False
     ) -> PlacementGroup:

@@ -7,6 +7,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.client.records import ServerOptions
+from loadtest.reasons import answer_reason, http_reason
 
 _TIMEOUT_S = 60.0
 _TOOL = {"type": "function", "function": {"name": "wait", "parameters": {"type": "object"}}}
@@ -44,8 +45,12 @@ class Server:
         try:
             answer = self._http.get("/v1/models").raise_for_status().json()
             return str(answer["data"][0]["id"])
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise ServerError(f"{self.url}/v1/models: {error}; set --model") from error
+        except httpx.HTTPError as error:
+            raise ServerError(f"{self.url}/v1/models: {http_reason(error)}") from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ServerError(
+                f"{self.url}/v1/models: not a list of models ({error!r}); set --model"
+            ) from error
 
     def emulated(self) -> str:
         """Return the timing model of a Baton with emulated workers; "" for all other servers."""
@@ -75,7 +80,7 @@ class Server:
                 return attempt
             if answer.status_code not in (400, 422):
                 break
-        raise ServerError(f"{self.url} responds {answer.status_code}: {answer.text[:300]}")
+        raise ServerError(f"{self.url}: {answer_reason(answer)}")
 
     def _probe(self, options: ServerOptions) -> httpx.Response:
         body: dict[str, object] = {"model": options.model, "max_tokens": 1, "stream": True}
@@ -94,7 +99,7 @@ class Server:
         try:
             return self._http.post(f"/v1/{path}", json=body, headers=options.headers)
         except httpx.HTTPError as error:
-            raise ServerError(f"{self.url}: {error}") from error
+            raise ServerError(f"{self.url}: {http_reason(error)}") from error
 
     def prefix_tokens_by_source(self) -> dict[str, float]:
         """Return Baton's counter ``baton_prefix_tokens`` by source; empty for other servers."""

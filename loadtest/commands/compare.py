@@ -14,6 +14,7 @@ from loadtest.commands.loads import Arrivals, Recording
 from loadtest.commands.running import INTERRUPTED, run, write_folder
 from loadtest.comparison import compare as rows_of
 from loadtest.comparison import unlike
+from loadtest.reasons import file_reason
 from loadtest.results.files import Results, ResultsError, read_results
 from loadtest.results.tables import comparison_table
 
@@ -87,7 +88,9 @@ def compare(
                 plan = recording.plan(trace, seed)
             else:
                 plan = arrivals.plan("poisson", seed)
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            o.fail(file_reason(error))
+        except ValueError as error:
             o.fail(str(error))
         for side in (0, 1) if seed % 2 == 0 else (1, 0):
             name = f"{'ab'[side]}-seed-{seed}"

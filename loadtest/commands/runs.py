@@ -12,6 +12,7 @@ from loadtest.commands import options as o
 from loadtest.commands.loads import AgentSessions, Disturbed, Recording, Users
 from loadtest.commands.running import INTERRUPTED, run, run_and_show, show_and_write
 from loadtest.metrics.turns import turn_figures
+from loadtest.reasons import file_reason
 from loadtest.results.files import write_results
 from loadtest.workloads.agents import alone as alone_plan
 
@@ -34,7 +35,9 @@ def replay(
     """
     try:
         plan = recording.plan(trace, seed)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        o.fail(file_reason(error))
+    except ValueError as error:
         o.fail(str(error))
     run_and_show(plan, o.run_options(choices, ctx.obj), out, resume=resume)
 

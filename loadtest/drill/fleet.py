@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from loadtest.drill.verdict import WorkerState
+from loadtest.reasons import http_reason
 
 _TIMEOUT_S = 10.0
 _CHANGE_S = 60.0
@@ -53,7 +54,9 @@ class FleetView:
         try:
             answer = (await self._http.get("/fleet")).raise_for_status()
             return msgspec.json.decode(answer.content, type=_Fleet).workers
-        except (httpx.HTTPError, msgspec.DecodeError) as error:
+        except httpx.HTTPError as error:
+            raise DrillError(f"{self._http.base_url}/fleet: {http_reason(error)}") from error
+        except msgspec.DecodeError as error:
             raise DrillError(f"{self._http.base_url}/fleet: {error}") from error
 
     async def models(self) -> dict[str, Any]:
@@ -61,7 +64,9 @@ class FleetView:
         try:
             answer = (await self._http.get("/fleet/models")).raise_for_status()
             found: dict[str, Any] = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
+        except httpx.HTTPError as error:
+            raise DrillError(f"{self._http.base_url}/fleet/models: {http_reason(error)}") from error
+        except ValueError as error:
             raise DrillError(f"{self._http.base_url}/fleet/models: {error}") from error
         return found
 
@@ -70,7 +75,7 @@ class FleetView:
         try:
             answer = await self._http.post("/fleet/models", json=body, timeout=_CHANGE_S)
         except httpx.HTTPError as error:
-            raise DrillError(f"{self._http.base_url}/fleet/models: {error}") from error
+            raise DrillError(f"{self._http.base_url}/fleet/models: {http_reason(error)}") from error
         return "" if answer.is_success else answer.text
 
     async def victim(self, role: str) -> WorkerState:

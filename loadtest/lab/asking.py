@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.client.server import ServerError
 from loadtest.lab.table import LabContext
+from loadtest.reasons import http_reason
 
 _TIMEOUT_S = 300.0
 
@@ -100,7 +101,7 @@ class Fleet:
         try:
             return self._http.get(path).raise_for_status()
         except httpx.HTTPError as error:
-            raise ServerError(f"{path}: {error}") from error
+            raise ServerError(f"{path}: {http_reason(error)}") from error
 
 
 def _take(streamed: Streamed, event: dict[str, Any]) -> None:

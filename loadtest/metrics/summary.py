@@ -53,7 +53,10 @@ def parse_slo(text: str, quantile: float = 0.9) -> Slo:
         key, _, value = part.partition("=")
         if key not in ("ttft_s", "tpot_s", "e2e_s"):
             raise ValueError(f"unknown limit {key!r}: use ttft_s, tpot_s or e2e_s")
-        limits[key] = float(value)
+        try:
+            limits[key] = float(value)
+        except ValueError:
+            limits[key] = 0.0
         if not limits[key] > 0:
             raise ValueError(f"{part}: a limit must be a positive number of seconds")
     if not 0 < quantile <= 1:

@@ -16,6 +16,7 @@ from rich.text import Text
 from baton.engine.emulated_timing import H100_70B, TIMINGS
 from loadtest.commands.options import echo, with_options
 from loadtest.commands.running import INTERRUPTED
+from loadtest.reasons import file_reason
 from loadtest.simulator.network import LINKS
 from loadtest.simulator.planning import Decided
 from loadtest.simulator.policies import FLEET, POLICIES
@@ -160,7 +161,9 @@ def replay(trace: Path, setup: Setup, limit: int | None = None, *, as_json: bool
 def _requests(trace: Path, limit: int | None, option: str) -> list[TraceRequest]:
     try:
         return read_trace(trace, limit)
-    except (TraceError, OSError) as error:
+    except OSError as error:
+        raise typer.BadParameter(file_reason(error), param_hint=option) from error
+    except TraceError as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
 
 

@@ -55,16 +55,28 @@ def fields(entry: object) -> dict:
 
 def test_entries_are_listed_newest_last(log: Path) -> None:
     lines = run("ls").splitlines()
-    assert [line.split()[2:5] for line in lines if "2026" in line or "7k2m" in line] == [
-        ["operator", "ann@a", "a"],
-        ["key", "7k2m9x4qp1zc", "10.0.0.1"],
+    assert [line.split("  ", 1)[1] for line in lines[:2]] == [
+        "operator ann@a from a: up fleet.yaml",
+        "key 7k2m9x4qp1zc from 10.0.0.1: scale",
     ]
-    assert '{"n": 1} → {"n": 2}' in lines[-1] or any('{"n": 1} → {"n": 2}' in one for one in lines)
+    assert lines[2].strip() == "n: 1 → 2"
     for since in ("1h", "2026-01-02T03:04:06", "2026-01-02T03:04:06+00:00"):
         shown = run("ls", "--json", "--since", since).splitlines()
         assert [json.loads(line)["verb"] for line in shown] == ["scale"]
     assert len(run("ls", "--json", "--since", "2026-01-01").splitlines()) == 2
     assert "--since soon: use an age" in run("ls", "--since", "soon", code=1)
+
+
+def test_entries_read_at_80_columns(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    refused = "pools need 3 ranks of 1 CPUs, the cluster has room for 2: lower pools.prefill"
+    after = {"arguments": {"prefill": 1, "decode": 2}, "drained": [], "refused": refused}
+    entry = audit_file.entry("scale", who="operator ann@a", before={"drained": ["a"]}, after=after)
+    audit_file.append(log, [entry])
+    lines = [line.rstrip() for line in run("ls").splitlines()]
+    assert max(map(len, lines)) <= 80
+    shown = "\n".join(lines)
+    assert "    drained: a → none\n    arguments: prefill=1 decode=2\n    refused: pools" in shown
 
 
 def test_a_changed_log_is_named_with_its_line(log: Path) -> None:

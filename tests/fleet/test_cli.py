@@ -1,6 +1,7 @@
 """The `baton` command: what it says, and its exit codes."""
 
 import json
+import os
 import socket
 import subprocess
 from dataclasses import replace
@@ -14,9 +15,13 @@ from typer.testing import CliRunner
 
 from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
 from baton.model.artifact import resolve_model
+from fleet.cli.inspection import _worker_table
 from fleet.cli.lifecycle import _announce
 from fleet.cli.main import app
-from fleet.local.preflight import PortTakenError, claim_port, describe_model
+from fleet.local import preflight
+from fleet.local.preflight import Finding, PortTakenError, claim_port, describe_model
+from fleet.local.state import FleetState, save
+from fleet.process_key import ProcessKey
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -121,6 +126,22 @@ def test_the_first_request_that_is_shown_is_one_that_the_model_takes(
         text = console.file.getvalue()
         assert f"curl {supervisor.announced_url}{path} -H" in text
         assert field in text
+        assert ("baton chat --mode disaggregated\n" in text) is chats
+
+
+def test_the_start_shows_the_page_the_way_to_a_key_and_the_stop() -> None:
+    for config, keyed in (
+        (FleetConfig(), False),
+        (FleetConfig.model_validate({"clients": {"api_keys_file": "redis"}}), True),
+    ):
+        console = Console(file=StringIO(), soft_wrap=True)
+        supervisor = SimpleNamespace(announced_url="http://127.0.0.1:8000", chats=True)
+        _announce(console, supervisor, config)
+        text = console.file.getvalue()
+        assert "page: http://127.0.0.1:8000/\n" in text
+        assert "stop: Ctrl-C\n" in text
+        assert ("keys: baton keys create TENANT\n" in text) is keyed
+        assert ("chat: OPENAI_API_KEY=YOUR_KEY baton chat" in text) is keyed
 
 
 def test_without_a_fleet_status_ends_with_3_and_says_how_to_start_one() -> None:
@@ -140,3 +161,63 @@ def test_a_taken_port_names_its_owner_and_the_way_out(monkeypatch: pytest.Monkey
         code, text = baton("up", str(DEPLOY / "local.yaml"))
         assert code == 1 and f"port {port}" in text
     assert claim_port("127.0.0.1", 0) > 0
+
+
+def test_a_port_of_a_running_fleet_is_named_by_the_fleet() -> None:
+    """The process with the port is a router, which its supervisor would start again."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        save(
+            FleetState(
+                name="mine",
+                fleet="mine",
+                supervisor=ProcessKey.of(os.getpid()),
+                run_folder="",
+                url=f"http://127.0.0.1:{port}",
+                redis_url="",
+                log_dir="",
+                config_file="/etc/mine.yaml",
+            )
+        )
+        with pytest.raises(PortTakenError, match=r"fleet mine; stop it with `baton down /etc/mine"):
+            claim_port("127.0.0.1", port)
+        found = {name: preflight_port(name, port) for name in ("mine", "other")}
+        assert found["mine"].ok
+        assert not found["other"].ok
+        code, text = baton("status", "--fleet", "other")
+        assert code == 3
+        assert "no fleet other is running on this machine (running: mine)" in text
+
+
+def preflight_port(fleet: str, port: int) -> Finding:
+    config = FleetConfig(fleet=fleet, port=port)
+    return next(one for one in preflight.doctor(config) if one.name == "port")
+
+
+def test_a_worker_without_a_process_has_a_dash_and_the_table_fits_into_80_columns() -> None:
+    worker = {
+        "id": "worker-10",
+        "role": "prefill",
+        "state": "starting",
+        "epoch": 1,
+        "running": 0,
+        "waiting": 0,
+        "kv_blocks": {"leased": 100, "cached": 1000, "total": 10000},
+        "host": "",
+        "pid": 0,
+    }
+    other = worker | {"id": "worker-11", "host": "node-7", "pid": 12345}
+    console = Console(file=StringIO(), width=80)
+    console.print(_worker_table([worker, other]))
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    assert "node-7:12345" in shown
+    assert [line.split()[-1] for line in shown.splitlines() if "worker-10" in line] == ["–"]
+
+
+def test_the_memory_of_a_worker_is_shown_with_its_unit() -> None:
+    code, text = baton("capacity", "--context", "1024", "--memory", "64")
+    assert code == 0
+    assert "one worker, in MiB" in text

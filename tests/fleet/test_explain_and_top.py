@@ -1,6 +1,7 @@
 """What `baton explain` and `baton top` print of what the router says."""
 
 import io
+import re
 import time
 
 from rich.console import Console
@@ -54,7 +55,14 @@ STORY = {
     "timeline": [{"event": "arrived", "at_s": 0.0}, {"event": "first token", "at_s": 1.2}],
 }
 BLOCKS = {"total": 100, "free": 59, "cached": 20, "leased": 20, "quarantined": 1}
-WORKER = {"id": "prefill-0", "state": "ready", "kv_blocks": BLOCKS, "running": 1, "waiting": 2}
+WORKER = {
+    "id": "prefill-0",
+    "role": "prefill",
+    "state": "ready",
+    "kv_blocks": BLOCKS,
+    "running": 1,
+    "waiting": 2,
+}
 SAMPLE = {"ttft_p99_s": 0.25, "itl_p99_s": None, "generated_tokens": 90, "took_s": 1.0}
 SAMPLE |= {"queued": 3, "handoffs": {"prefill-0>decode-0": 4}}
 LISTED = {"id": "chatcmpl-1", "state": "ended", "elapsed_s": 1.5, "first_token_s": None}
@@ -165,6 +173,9 @@ def test_a_frame_of_a_busy_and_of_an_empty_fleet() -> None:
     rates = {"prefill-0": {"prefill_tokens_per_s": 1234.5, "decode_step_s": None}}
     series = {"samples": [SAMPLE] * 70, "workers": rates}
     text = printed(frame("f", {"workers": [WORKER], "transfers": moved}, series, []))
+    narrow = printed(frame("f", {"workers": [WORKER], "transfers": moved}, series, []), 80)
+    assert "…" not in narrow
+    assert re.search(r"prefill-0 +prefill +ready", narrow)
     for words in ("prefill-0", "20+20/100", "1234", "250 ms", "90 (best)", "40"):
         assert words in text, words
     empty = {"samples": [], "workers": {}}

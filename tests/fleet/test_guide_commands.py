@@ -1,9 +1,11 @@
 """Commands in the guide: each exists, with the options that the guide gives it."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from fleet.cli.main import app
@@ -30,6 +32,29 @@ def test_each_command_exists_with_its_options(page: Path, monkeypatch: pytest.Mo
             shown = CliRunner().invoke(app, [words[0], "--help"])
         assert shown.exit_code == 0, command
         assert [option for option in options if option not in shown.output] == [], command
+        assert surplus(command) == [], command
+
+
+def surplus(text: str) -> list[str]:
+    """Return the arguments that a command of the guide has beyond those that it takes."""
+    typed = re.sub(r"\$\([^)]*\)", "X", text)
+    words = shlex.split(re.sub(r"[\[\]…&]|[|>].*", " ", typed))
+    command = get_command(app)
+    context = command.context_class(command, info_name="baton")
+    while words and hasattr(command, "get_command"):
+        found = command.get_command(context, words[0])
+        assert found is not None, text
+        command = found
+        context = command.context_class(command, parent=context)
+        words = words[1:]
+    if words and words[-1].startswith("-"):  # the text may name an option without its value
+        words.pop()
+    return command.make_parser(context).parse_args(words)[1]
+
+
+def test_an_argument_too_many_is_found() -> None:
+    assert surplus("usage TENANT --by tenant") == ["TENANT"]
+    assert surplus("drain WORKER") == []
 
 
 def test_the_guide_has_commands() -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from baton.registry.usage.shared import SharedUsage
 from fleet.cli.main import app
+from fleet.cli.usage.command import _print_table
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, artifact, make_fleet, model
 
@@ -63,3 +64,35 @@ async def test_the_command_shows_a_table_csv_and_json(make_fleet, registry) -> N
 )
 def test_wrong_times_are_refused(arguments, said) -> None:
     assert said in run("http://127.0.0.1:1", *arguments, code=1)
+
+
+LINE = {
+    "tenant": "team-of-search",
+    "requests": 123_456,
+    "refusals": {"queue_full": 1234},
+    "input_tokens": 87_654_321,
+    "cached_tokens": 7_654_321,
+    "output_tokens": 8_765_432,
+    "worker_s": 86_400.0,
+    "cost": 0.0,
+    "cost_per_1000_input": 0.0,
+    "cost_per_1000_output": 0.0,
+}
+
+
+def test_a_table_reads_at_80_columns_and_cuts_no_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _print_table([LINE], ["tenant"])
+    plain = capsys.readouterr().out
+    _print_table([LINE | {"cost": 12.5, "cost_per_1000_input": 0.000123}], ["tenant"])
+    priced = capsys.readouterr().out
+    for shown in (plain, priced):
+        assert "…" not in shown
+        for figure in ("requests", "refused", "123,456", "87,654,321", "86,400.0"):
+            assert figure in shown
+    assert max(map(len, plain.splitlines())) <= 80
+    assert "cost" not in plain
+    assert "0.000123" in priced
+    assert "12.5000" in priced

@@ -45,14 +45,17 @@ def test_orders_wait_until_they_are_done(url: str, tmp_path: Path) -> None:
 
     first = ("prefill", "ready", 1)
     assert states() == {"worker-0": first, "worker-1": ("decode", "ready", 1)}
+    assert "worker-0, worker-1" in baton("nodes")
     told = baton("drain", "worker-1", "--wait")
     assert states()["worker-1"] == ("decode", "parked", 1)
     assert "worker-1: decode, parked, epoch 1 (drained by an operator)" in told
+    assert "dead" not in told
     assert "worker-0 is the only worker in use" in baton("restart", "--rolling", "--wait", code=1)
     baton("restart", "worker-1", "--wait")
     assert states() == {"worker-0": first, "worker-1": ("decode", "ready", 2)}
     told = baton("restart", "--rolling", "--wait")
     assert states() == {"worker-0": ("prefill", "ready", 2), "worker-1": ("decode", "ready", 3)}
+    assert "worker-0: prefill, stopped, epoch" in told
     assert told.index("worker-0: prefill, ready, epoch 2") < told.index("ready, epoch 3")
     baton("scale", "decode=2", "--wait")
     assert [one[:2] for one in states().values()].count(("decode", "ready")) == 2

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.padding import Padding
 
 from baton.registry.audit.chain import Head, verify
 from baton.registry.audit.file import NAME
@@ -44,15 +43,17 @@ def ls(
         for entry in entries:
             typer.echo(json.dumps(entry))
         return
-    columns = [Column(name, no_wrap=True) for name in ("time", "who", "from", "verb")]
-    columns += [Column("what", overflow="fold"), Column("change", overflow="fold")]
-    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    console = Console(highlight=False)
     for one in entries:
-        at = datetime.fromisoformat(one["time"]).astimezone()
-        texts = [at.strftime("%Y-%m-%d %H:%M:%S"), one["who"], one["from"], one["verb"]]
-        texts += [one["what"], _change(one["before"], one["after"])]
-        table.add_row(*map(escape, texts))
-    Console().print(table)
+        at = datetime.fromisoformat(one["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        origin = f" from {one['from']}" if one["from"] else ""
+        console.print(
+            f"[dim]{at}[/]  {escape(one['who'] + origin)}: [bold]{escape(one['verb'])}[/]"
+            f" {escape(one['what'])}".rstrip(),
+            soft_wrap=True,
+        )
+        for change in _changes(one["before"], one["after"]):
+            console.print(Padding(escape(change), (0, 0, 0, 4), expand=False))
 
 
 @audit_app.command("verify")
@@ -132,6 +133,22 @@ def _begin(since: str | None) -> datetime:
     return at if at.tzinfo is not None else at.astimezone()
 
 
-def _change(before: Any, after: Any) -> str:
-    texts = [json.dumps(value) for value in (before, after) if value is not None]
-    return " → ".join(texts)
+def _changes(before: Any, after: Any) -> list[str]:
+    """Return one line for each field that an entry changed."""
+    if not all(isinstance(value, dict) for value in (before, after) if value is not None):
+        return [" → ".join(_text(value) for value in (before, after) if value is not None)]
+    old: dict[str, Any] = before or {}
+    new: dict[str, Any] = after or {}
+    lines = []
+    for name in dict.fromkeys((*old, *new)):
+        values = [_text(fields[name]) for fields in (old, new) if name in fields]
+        lines.append(f"{name}: {' → '.join(values)}")
+    return lines
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={_text(inner)}" for name, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_text, value)) or "none"
+    return value if isinstance(value, str) else json.dumps(value)

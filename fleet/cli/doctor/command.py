@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from baton.config.fleet_file import FleetConfig
 from baton.wire.tls import FleetTls
@@ -72,7 +72,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
         raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
-    table = Table(show_header=False, box=None)
+    table = Table(Column(), Column(), Column(overflow="fold"), show_header=False, box=None)
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]!![/]"
         table.add_row(mark, finding.name, escape(finding.text))

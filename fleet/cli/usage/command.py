@@ -17,6 +17,8 @@ from fleet.cli.common import FleetOption, fail
 from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
 
 _DAY_S = 24 * 3600
+_WIDEST = 400  # columns of a table
+_WIDEST_NAME = 24
 _NAMES = ("hour", "tenant", "key", "model")
 _COUNTS = ("requests", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
 _COSTS = (
@@ -26,10 +28,8 @@ _COSTS = (
     "cost_per_1000_computed",
     "cost_per_1000_output",
 )
-_TITLES = (
-    *("requests", "refused", "input", "cached", "output", "worker s", "cost"),
-    *("per 1000 input", "per 1000 output"),
-)
+_TITLES = ("requests", "refused", "input", "cached", "output", "worker\ns")
+_PRICE_TITLES = ("cost", "per 1000\ninput", "per 1000\noutput")  # if workers have a price
 
 
 def usage(
@@ -93,22 +93,25 @@ def _print_csv(lines: list[dict[str, Any]], names: list[str]) -> None:
 
 
 def _print_table(lines: list[dict[str, Any]], names: list[str]) -> None:
-    columns = [Column(name, overflow="fold") for name in names]
-    columns += [Column(name, justify="right") for name in _TITLES]
+    priced = any(line["cost"] for line in lines)
+    titles = (*_TITLES, *_PRICE_TITLES * priced)
+    columns = [Column(name, overflow="fold", max_width=_WIDEST_NAME) for name in names]
+    columns += [Column(name, justify="right", no_wrap=True) for name in titles]
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for line in lines:
         texts = [_hour(line) if name == "hour" else escape(line[name] or "–") for name in names]
         counts = (line["requests"], sum(line["refusals"].values()))
         tokens = (line["input_tokens"], line["cached_tokens"], line["output_tokens"])
-        table.add_row(
-            *texts,
-            *(f"{count:,}" for count in (*counts, *tokens)),
-            f"{line['worker_s']:,.1f}",
+        prices = [
             f"{line['cost']:,.4f}",
             _price(line["cost_per_1000_input"]),
             _price(line["cost_per_1000_output"]),
-        )
-    Console().print(table)
+        ]
+        figures = [*(f"{count:,}" for count in (*counts, *tokens)), f"{line['worker_s']:,.1f}"]
+        table.add_row(*texts, *figures, *prices * priced)
+    console = Console()
+    whole = console.measure(table, options=console.options.update(width=_WIDEST)).maximum
+    Console(width=max(whole, console.width)).print(table)  # never cuts a figure
 
 
 def _price(cost: float | None) -> str:

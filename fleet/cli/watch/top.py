@@ -20,7 +20,7 @@ from fleet.local.state import FleetState
 
 _COLOURS = {"ready": "green", "dead": "red", "parked": "dim"}
 _BLOCKS = (("leased", "blue"), ("cached", "cyan"), ("quarantined", "red"), ("free", "bright_black"))
-_BAR = 10
+_BAR = 6
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SHOWN_S = 40
 _SHOWN_REQUESTS = 8
@@ -113,8 +113,8 @@ def frame(
 def _workers(
     workers: list[dict[str, Any]], rates: dict[str, Any], samples: list[dict[str, Any]]
 ) -> Table:
-    headers = ("worker", "state", "KV leased+cached/all", "run", "wait", "tok/s", "step")
-    table = Table(*headers, "moved", box=None, padding=(0, 1))
+    headers = ("worker", "role", "state", "KV leased+cached/all", "run", "wait")
+    table = Table(*headers, "prefill/s", "step", "moved", box=None, padding=(0, 1, 0, 0))
     for column in table.columns:
         column.no_wrap = True
     for worker in sorted(workers, key=_not_ready_first):
@@ -129,6 +129,7 @@ def _workers(
         )
         table.add_row(
             escape(worker["id"]),
+            escape(worker["role"]),
             Text(worker["state"], style=_COLOURS.get(worker["state"], "yellow")),
             _block_bar(worker["kv_blocks"]),
             str(worker["running"]),
