@@ -1,4 +1,4 @@
-"""Hand-offs between two vLLM workers (`make test-vllm`), on this machine's CPU."""
+"""Hand-offs by NIXL between two vLLM workers (`make test-vllm-hand-off`), on this machine's CPU."""
 
 import asyncio
 from collections.abc import Iterator

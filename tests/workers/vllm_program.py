@@ -39,6 +39,7 @@ class Pool:
         os.ftruncate(descriptor, int(np.prod(shape)))
         self.bytes = np.memmap(extra["pool"], np.uint8, "r+", shape=shape)
         os.close(descriptor)
+        Path(extra["generations"]).write_bytes(bytes(8 * shape[2]))
         Path(extra["order"]).write_text("amx")
 
     def save(self, pages: list[int], tokens: list[int]) -> None:

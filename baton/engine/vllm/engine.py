@@ -15,7 +15,7 @@ from baton.engine.vllm.events_client import KvEventsClient
 from baton.engine.vllm.live_request import LiveRequest
 from baton.engine.vllm.load import LoadMeter, Row
 from baton.engine.vllm.protocol import ChoiceStream
-from baton.engine.vllm.server import VllmFacts
+from baton.engine.vllm.server import GENERATIONS, VllmFacts
 from baton.engine.vllm.staging import Staging
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
@@ -66,7 +66,9 @@ class VllmEngine:
         self._hands_over = bool(facts.hand_off)
         self._staging: Staging | None = None  # of Baton's own transports
         if facts.hand_off.startswith("baton/"):
-            self._staging = Staging(total_blocks, facts.block_tokens)
+            file = f"{folder}/{GENERATIONS}"
+            generations = np.memmap(file, np.int64, "r+", shape=(total_blocks,))
+            self._staging = Staging(generations, facts.block_tokens)
         self._generation = 0  # of the latest hand-off to this worker
         self._eos = eos
         self._requests: dict[str, LiveRequest] = {}

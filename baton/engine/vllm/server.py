@@ -21,6 +21,9 @@ _INSIDE = Path(__file__).parent / "inside"
 _POLL_S = 0.2
 _PROGRESS_S = 5.0
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "fp8": "fp8", "int8": "int8"}
+GENERATIONS = "generations"
+"""File of vLLM's folder with the generation of each page, see ``staging.py``."""
+
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _LOGPROBS = 21  # the 20 alternatives of a client, and the sampled token
 
@@ -119,7 +122,8 @@ def _hand_off_arguments(engine: ExternalEngine, folder: Path, pool: str) -> list
     if engine.hand_off == "baton":
         connector["kv_connector"] = "BatonConnector"
         connector["kv_connector_module_path"] = "baton_kv"
-        connector["kv_connector_extra_config"] = {"pool": pool, "order": f"{folder}/order"}
+        files = {name: f"{folder}/{name}" for name in ("order", GENERATIONS)}
+        connector["kv_connector_extra_config"] = {"pool": pool, **files}
     return ["--kv-transfer-config", msgspec.json.encode(connector).decode()]
 
 

@@ -11,6 +11,9 @@ of the tokens behind them travel unused, and the decode worker's vLLM computes t
 import heapq
 from collections import deque
 
+import numpy as np
+from numpy.typing import NDArray
+
 from baton.engine.vllm.live_request import LiveRequest
 from baton.engine.vllm.transfer import Parameters
 from baton.types import events as ev
@@ -22,11 +25,14 @@ class Staging:
     """Pages of the requests of one vLLM.
 
     Args:
-        total: Pages of the pool.
+        generations: Generation of the hand-off to which each page belongs, one for each page of
+            the pool; 0: none. vLLM reads them.
         block_tokens: Tokens of a block of vLLM.
     """
 
-    def __init__(self, total: int, block_tokens: int) -> None:
+    def __init__(self, generations: NDArray[np.int64], block_tokens: int) -> None:
+        total = len(generations)
+        self._generations = generations
         self._total = total
         self._block_tokens = block_tokens
         self._free = list(range(total))
@@ -62,6 +68,7 @@ class Staging:
         if request in self._waiting:
             self._waiting.remove(request)
         if request.saving is None:
+            self._generations[[*request.pages]] = 0
             for page in request.pages:
                 heapq.heappush(self._free, page)
             request.pages = ()
@@ -73,7 +80,8 @@ class Staging:
 
     def to_load(self, request: LiveRequest) -> Parameters:
         """Return vLLM's parameters for a request that loads the pages."""
-        return {"load_pages": self._whole(request), "first_token": 0}
+        pages = self._whole(request)
+        return {"load_pages": pages, "first_token": 0, "generation": request.generation}
 
     def check_saved(self, request: LiveRequest, returned: Parameters | None) -> None:
         """Check what vLLM returned for a prompt that it had to save.
@@ -125,4 +133,5 @@ class Staging:
         if count > len(self._free):
             return False
         request.pages = tuple(heapq.heappop(self._free) for _ in range(count))
+        self._generations[[*request.pages]] = request.generation
         return True

@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
 from baton.engine.vllm.live_request import LiveRequest
+from baton.engine.vllm.server import GENERATIONS
 from baton.engine.vllm.staging import Staging
 from baton.engine.vllm.transfer import hand_off_id
 from baton.types import events as ev
@@ -17,6 +19,7 @@ from baton.types.params import SamplingParams
 from tests.engine.vllm import test_engine
 from tests.engine.vllm.record import LONG, SEEDS
 from tests.engine.vllm.test_engine import (
+    BLOCKS,
     END,
     HEAD,
     RECORDED,
@@ -36,8 +39,13 @@ SAVED = msgspec.json.encode({**PREFILL, "kv_transfer_params": {"saved_tokens": l
 
 @pytest.fixture
 async def running(tmp_path: Path) -> AsyncIterator[Running]:
+    make_generations(tmp_path)
     async with translating(Replay(tmp_path), HAND_OFF) as running:
         yield running
+
+
+def make_generations(folder: Path) -> None:
+    (folder / GENERATIONS).write_bytes(bytes(8 * BLOCKS))
 
 
 async def bound(running: Running) -> tuple[int, ...]:
@@ -131,7 +139,11 @@ async def test_a_response_goes_on_behind_pages_that_vllm_loads(running: Running)
     assert (ended.error_code, ended.computed_tokens) == ("", 0)
     (body,) = running.replay.bodies
     assert body["token_ids"] == [*LONG, 7]
-    assert body["kv_transfer_params"] == {"load_pages": [*pages[:WHOLE]], "first_token": 0}
+    assert body["kv_transfer_params"] == {
+        "load_pages": [*pages[:WHOLE]],
+        "first_token": 0,
+        "generation": 1,
+    }
     assert [run.index for run in running.of(ev.Tokens)] == [1, 2, 3]
     assert used_pages(running) == 0
 
@@ -168,6 +180,7 @@ async def test_a_prompt_without_free_pages_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(test_engine, "BLOCKS", PAGES - 1)
+    make_generations(tmp_path)
     async with translating(Replay(tmp_path), HAND_OFF) as running:
         running.submit(LONG, Kind.PREFILL)
         ended = await running.end()
@@ -180,9 +193,10 @@ async def test_a_reservation_waits_for_free_pages() -> None:
     def live(name: str) -> LiveRequest:
         spec = RequestSpec(kind=Kind.FULL, params=SamplingParams(max_tokens=4), hash_seed=SEEDS[0])
         submit = messages.Submit(request_id=name, prompt_token_ids=b"", spec=spec)
-        return LiveRequest(submit, LONG, generation=1)
+        return LiveRequest(submit, LONG, generation=len(name))
 
-    staging = Staging(PAGES + 1, 32)
+    generations = np.zeros(PAGES + 1, np.int64)
+    staging = Staging(generations, 32)
     saved = live("saved")
     first = live("first")
     second = live("second")
@@ -193,6 +207,8 @@ async def test_a_reservation_waits_for_free_pages() -> None:
     staging.saved(saved)
     (bound,) = staging.release(saved)
     assert (bound.request_id, len(bound.blocks)) == ("first", PAGES)
+    assert [*generations] == [len("first")] * PAGES + [0]
     assert staging.release(second) == []  # does not wait any more
     assert staging.release(first) == []
     assert staging.used == 0
+    assert not generations.any()

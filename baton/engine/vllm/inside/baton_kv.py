@@ -9,6 +9,9 @@ backend orders them for its kernels: page p has the p-th part of them. So only w
 
 Requests name their pages in ``kv_transfer_params``: ``save_pages`` has one for each page of the
 whole blocks of the prompt, and ``load_pages`` the same, from ``first_token`` on.
+
+A cancelled load may still run when its pages belong to another request. So a file has the
+generation of each page, and a load fails unless that is its own when the bytes are copied.
 """
 
 import mmap
@@ -38,6 +41,7 @@ class Copy:
     request_id: str
     blocks: list[int]
     pages: list[int]
+    generation: int = 0  # of a load
 
 
 @dataclass
@@ -59,6 +63,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._loads: list[Copy] = []  # for the next step
         self._layers: list[torch.Tensor] = []  # bytes of vLLM's blocks, one row for each
         self._pool = torch.empty(0)
+        self._generations = torch.empty(0)  # by page
         self._loading: dict[str, Future[None]] = {}
         self._loader = ThreadPoolExecutor(1, "baton-load")
 
@@ -88,7 +93,7 @@ class BatonConnector(KVConnectorBase_V1):
         (ids,) = blocks.get_block_ids()
         own = ids[(end - num_external_tokens) // self._block_tokens : end // self._block_tokens]
         pages = pages[-(num_external_tokens // _PAGE_TOKENS) :]
-        self._loads.append(Copy(request.request_id, own, pages))
+        self._loads.append(Copy(request.request_id, own, pages, parameters["generation"]))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         """Return the copies of the step; a prompt is saved with the step that computes its end."""
@@ -154,6 +159,8 @@ class BatonConnector(KVConnectorBase_V1):
         finally:
             os.close(descriptor)
         self._pool = torch.frombuffer(mapped, dtype=torch.uint8).view(shape)
+        path = extra["generations"]
+        self._generations = torch.from_file(path, shared=True, size=pages, dtype=torch.long)
         kind = self._vllm_config.cache_config.cache_dtype
         order = _get_attn_isa(first.dtype, self._block_tokens, values // 2, kind)
         Path(extra["order"]).write_text(order)
@@ -211,3 +218,5 @@ class BatonConnector(KVConnectorBase_V1):
         pages = torch.tensor(copy.pages, dtype=torch.long)
         for layer, of_layer in zip(self._layers, self._pool, strict=True):
             layer[blocks] = of_layer[:, pages].transpose(0, 1).reshape(len(copy.blocks), -1)
+        if bool((self._generations[pages] != copy.generation).any()):
+            raise RuntimeError("its pages were given to another request")
