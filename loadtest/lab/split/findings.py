@@ -22,6 +22,7 @@ KEPT = 0.9
 
 MINUTE_S = 60.0
 _WIDTH_S = 10.0
+_COLUMNS = ["split", "offered/s", "good/s", "good", "refused", "good of admitted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +85,14 @@ def findings_of(
     ratio = later.good_per_s / base.good_per_s
     return Findings(
         parameters={
-            "prompt and output tokens": f"{PROMPT_TOKENS} and {answer_tokens}",
-            "limits": f"TTFT {limits.ttft_s:g} s + twice the prompt's own time, "
-            f"ITL {limits.itl_s:g} s",
-            "TTFT of a prompt alone, s": limits.own_s,
+            **_parameters(limits, answer_tokens),
             "rate that the best split holds (1.0 x), 1/s": base.rate,
             "decisions of the planner": "; ".join(
                 f"at {at_s:.0f} s {text}" for at_s, text in steered.decisions
             )
             or "none",
         },
-        columns=["split", "offered/s", "good/s", "good", "refused", "good of admitted"],
+        columns=_COLUMNS,
         rows=[
             *(_row(split.name, split.figures) for split in splits),
             _row(f"{best.name} at 1.0 x", base),
@@ -102,15 +100,7 @@ def findings_of(
             _row(f"{steered.start} with the planner at {OVERLOAD:g} x, {later.name}", later),
         ],
         plots=[
-            Plot(
-                title="Goodput of each split",
-                x_label="prefill + decode workers",
-                y_label="good responses/s",
-                x=[float(place) for place in range(len(splits))],
-                labels=[split.name for split in splits],
-                series=[Series("good", [split.figures.good_per_s for split in splits])],
-                caption=f"Each was offered {splits[0].figures.rate:.2f} requests/s.",
-            ),
+            _plot_of_splits(splits),
             Plot(
                 title=f"{steered.start} with the planner at {OVERLOAD:g} x",
                 x_label="seconds",
@@ -133,6 +123,42 @@ def findings_of(
             "Requests count at the time when they were to be sent. All are disaggregated.",
             "Good of admitted: without the requests that got 429.",
         ],
+    )
+
+
+def findings_so_far(
+    splits: Sequence[Split], limits: Limits, answer_tokens: int, left_out: int
+) -> Findings:
+    """Return the table and the plot of the splits that were measured before Ctrl-C."""
+    best = max(splits, key=lambda split: split.figures.good_per_s)
+    return Findings(
+        parameters=_parameters(limits, answer_tokens),
+        columns=_COLUMNS,
+        rows=[_row(split.name, split.figures) for split in splits],
+        plots=[_plot_of_splits(splits)],
+        sentence=f"{best.name} is the best of the measured splits: "
+        f"{best.figures.good_per_s:.2f} good responses/s. The planner was not measured.",
+        left_out=left_out,
+    )
+
+
+def _parameters(limits: Limits, answer_tokens: int) -> dict[str, Cell]:
+    return {
+        "prompt and output tokens": f"{PROMPT_TOKENS} and {answer_tokens}",
+        "limits": f"TTFT {limits.ttft_s:g} s + twice the prompt's own time, ITL {limits.itl_s:g} s",
+        "TTFT of a prompt alone, s": limits.own_s,
+    }
+
+
+def _plot_of_splits(splits: Sequence[Split]) -> Plot:
+    return Plot(
+        title="Goodput of each split",
+        x_label="prefill + decode workers",
+        y_label="good responses/s",
+        x=[float(place) for place in range(len(splits))],
+        labels=[split.name for split in splits],
+        series=[Series("good", [split.figures.good_per_s for split in splits])],
+        caption=f"Each was offered {splits[0].figures.rate:.2f} requests/s.",
     )
 
 
