@@ -494,6 +494,8 @@ def _problem(item: Any) -> str:
         return sentence.format(context[key])
     if item["type"] == "value_error":
         return str(context["error"])
+    if item["type"] == "missing":
+        return f"the key `{item['loc'][-1]}` is missing"
     message = re.sub(r"^Input should be ", "must be ", str(item["msg"]))
     return message[0].lower() + message[1:]
 

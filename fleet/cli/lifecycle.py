@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,9 +95,18 @@ def up(
     config_file, config = load_fleet_file(file, port)
     console = LastingConsole(file=terminal(), highlight=False, soft_wrap=True)
     began_s = time.monotonic()
+    serving = threading.Event()
 
     def say(line: str) -> None:
-        console.print(f"[dim]{time.monotonic() - began_s:6.1f} s[/]  {escape(line)}")
+        """Print a line with the seconds of the start; once the fleet serves, with date and time."""
+        stamp = f"{time.monotonic() - began_s:6.1f} s"
+        if serving.is_set():
+            stamp = datetime.now(UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        console.print(f"[dim]{stamp}[/]  {escape(line)}")
+
+    def on_ready() -> None:
+        _announce(console, supervisor, config)
+        serving.set()
 
     if address is not None and config.pools.roles == "auto":
         fail(
@@ -120,7 +131,7 @@ def up(
         reread=lambda: _with_roles(read_fleet_file(file_again, port)[1], say),
     )
     try:
-        supervisor.run(lambda: _announce(console, supervisor, config))
+        supervisor.run(on_ready)
     except RayLostError as error:
         show_error(str(error))
         os._exit(1)

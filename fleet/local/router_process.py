@@ -21,6 +21,7 @@ import psutil
 
 from fleet.local.preflight import BACKLOG, claim_socket
 from fleet.local.subprocesses import die_with_parent
+from fleet.pools.resources import exit_reason
 from fleet.private_logs import open_log
 from router.routing.group.member import alive_path
 
@@ -204,7 +205,7 @@ class RouterProcesses:
                 self._begin_again(index, now_s, say)
             elif life is not None and life.ended:
                 self._note_death(index, life, now_s)
-                say(f"{_name(index)} died (exit code {life.process.returncode}); restarting it")
+                say(f"{_name(index)} died ({exit_reason(life.process.returncode)}); restarting it")
                 self._lives[index] = None
                 if now_s >= self._start_at_s[index]:
                     self._begin_again(index, now_s, say)
@@ -224,7 +225,7 @@ class RouterProcesses:
         self._failures[index] = failures = 1 if healthy else self._failures[index] + 1
         if failures > _FAILURES:
             raise RouterFailedError(
-                f"{_name(index)} died {failures} times (exit code {life.process.returncode})",
+                f"{_name(index)} died {failures} times ({exit_reason(life.process.returncode)})",
                 log_name(index),
             )
         self._start_at_s[index] = now_s + 0.2 * (failures - 1)

@@ -24,6 +24,19 @@ _ALL = "all"
 _FILE = "drill.json"
 
 
+class DrillsResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of drill.json: the verdicts of the drills that have ended.
+
+    Attributes:
+        interrupted: Whether Ctrl-C ended the drills before all that were asked for.
+        asked: Names of the drills that were asked for.
+    """
+
+    interrupted: bool
+    asked: list[str]
+    drills: list[Verdict]
+
+
 def drill(
     ctx: typer.Context,
     name: Annotated[
@@ -79,7 +92,8 @@ def drill(
         DrillOptions(server=server, local=local, rate=rate, holds=holds, seed=seed)
     )
     verdicts, interrupted = _run_all(runner, names)
-    written = msgspec.json.format(msgspec.json.encode(verdicts))
+    result = DrillsResult(interrupted=interrupted, asked=names, drills=verdicts)
+    written = msgspec.json.format(msgspec.json.encode(result))
     if out is not None:
         write_whole(out / _FILE, written)
     passed = all(v.passed for v in verdicts) and len(verdicts) == len(names)

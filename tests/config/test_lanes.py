@@ -79,7 +79,7 @@ def test_a_fleet_with_one_model_is_its_only_lane() -> None:
             "models.a: `roles: auto` needs a fleet with one model",
         ),
         ("{models: {a: {modl: x}}}", "models.a.modl: unknown key; did you mean `model`?"),
-        ("{models: {a: {pools: {}}}}", "models.a = {'pools': {}}: field required"),
+        ("{models: {a: {pools: {}}}}", "models.a = {'pools': {}}: the key `model` is missing"),
         (
             "{models: {a: {model: x, pools: {prefill: 0, decode: 0}}}}",
             "models.a.pools: needs at least one worker in prefill or decode",

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import StringIO
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -148,6 +150,31 @@ def test_up_shows_its_lines_on_such_a_console(
     with contextlib.suppress(OSError):
         full.close()
     assert (done.exit_code, told) == (0, ["before", "after"])
+
+
+def test_lines_have_the_time_of_day_once_the_fleet_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After days, seconds since the start lead to no other log."""
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    (tmp_path / "fleet.yaml").write_text("fleet: f\n")
+
+    class Talks(Supervisor):
+        announced_url = "http://127.0.0.1:8000"
+        chats = True
+
+        def run(self, on_ready: Callable[[], None]) -> None:
+            self._say("starting")
+            on_ready()
+            self._say("worker-0 died")
+
+    out = StringIO()
+    monkeypatch.setattr("fleet.cli.lifecycle.Supervisor", Talks)
+    monkeypatch.setattr("fleet.cli.lifecycle.terminal", lambda: out)
+    assert CliRunner().invoke(app, ["up", str(tmp_path / "fleet.yaml")]).exit_code == 0
+    shown = out.getvalue()
+    assert re.search(r"^ +\d+\.\d s  starting$", shown, re.MULTILINE)
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  worker-0 died$", shown, re.MULTILINE)
 
 
 def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_one(

@@ -251,7 +251,12 @@ class VllmEngine:
             self._end_choice(request, choice)
         if not command.choices:
             self._end(request, CancelledError_(command.reason or "cancelled"))
-        elif not request.open_choices:
+            return
+        if request.loading:
+            request.loading.difference_update(command.choices)
+            if not request.loading:  # the other choices have waited for these
+                self._loaded(request)
+        if not request.open_choices:
             self._end(request, None)
 
     async def _forget(self) -> None:

@@ -22,6 +22,7 @@ KEPT = 0.9
 
 MINUTE_S = 60.0
 _WIDTH_S = 10.0
+_COLUMNS = ["split", "offered/s", "good/s", "good", "refused", "good of admitted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,29 +75,18 @@ def findings_of(
     results = [_result(one, best, base, limits) for one in steered]
     return Findings(
         parameters={
-            "prompt and output tokens": f"{PROMPT_TOKENS} and {answer_tokens}",
-            "limits": f"TTFT {limits.ttft_s:g} s + twice the prompt's own time, "
-            f"ITL {limits.itl_s:g} s",
-            "TTFT of a prompt alone, s": limits.own_s,
+            **_parameters(limits, answer_tokens),
             "rate that the best split holds (1.0 x), 1/s": base.rate,
             **{f"decisions of the planner from {one.start}": _decisions(one) for one in steered},
         },
-        columns=["split", "offered/s", "good/s", "good", "refused", "good of admitted"],
+        columns=_COLUMNS,
         rows=[
             *(_row(split.name, split.figures) for split in splits),
             _row(f"{best.name} at 1.0 x", base),
             *(row for result in results for row in result.rows),
         ],
         plots=[
-            Plot(
-                title="Goodput of each split",
-                x_label="prefill + decode workers",
-                y_label="good responses/s",
-                x=[float(place) for place in range(len(splits))],
-                labels=[split.name for split in splits],
-                series=[Series("good", [split.figures.good_per_s for split in splits])],
-                caption=f"Each was offered {splits[0].figures.rate:.2f} requests/s.",
-            ),
+            _plot_of_splits(splits),
             *(result.plot for result in results),
         ],
         sentence=f"{best.name} is the best split: {best.figures.good_per_s:.2f} good responses/s, "
@@ -155,6 +145,42 @@ def _result(steered: Steered, best: Split, base: PhaseFigures, limits: Limits) -
 
 def _decisions(steered: Steered) -> str:
     return "; ".join(f"at {at_s:.0f} s {text}" for at_s, text in steered.decisions) or "none"
+
+
+def findings_so_far(
+    splits: Sequence[Split], limits: Limits, answer_tokens: int, left_out: int
+) -> Findings:
+    """Return the table and the plot of the splits that were measured before Ctrl-C."""
+    best = max(splits, key=lambda split: split.figures.good_per_s)
+    return Findings(
+        parameters=_parameters(limits, answer_tokens),
+        columns=_COLUMNS,
+        rows=[_row(split.name, split.figures) for split in splits],
+        plots=[_plot_of_splits(splits)],
+        sentence=f"{best.name} is the best of the measured splits: "
+        f"{best.figures.good_per_s:.2f} good responses/s. The planner was not measured.",
+        left_out=left_out,
+    )
+
+
+def _parameters(limits: Limits, answer_tokens: int) -> dict[str, Cell]:
+    return {
+        "prompt and output tokens": f"{PROMPT_TOKENS} and {answer_tokens}",
+        "limits": f"TTFT {limits.ttft_s:g} s + twice the prompt's own time, ITL {limits.itl_s:g} s",
+        "TTFT of a prompt alone, s": limits.own_s,
+    }
+
+
+def _plot_of_splits(splits: Sequence[Split]) -> Plot:
+    return Plot(
+        title="Goodput of each split",
+        x_label="prefill + decode workers",
+        y_label="good responses/s",
+        x=[float(place) for place in range(len(splits))],
+        labels=[split.name for split in splits],
+        series=[Series("good", [split.figures.good_per_s for split in splits])],
+        caption=f"Each was offered {splits[0].figures.rate:.2f} requests/s.",
+    )
 
 
 def _kept_from_s(good_per_s: Sequence[float], kept_per_s: float) -> float | None:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from loadtest.client.records import RequestRecord, ServerOptions
 from loadtest.client.server import Server, ServerError
 from loadtest.commands.options import echo
+from loadtest.commands.points import measured
 from loadtest.goodput.fleet import SizedFleet
 from loadtest.goodput.measure import alone_s, goodput, held_rate, send_phases
 from loadtest.goodput.phases import Limits, PhaseFigures, phases_of
 from loadtest.lab.results import Findings
-from loadtest.lab.split.findings import OVERLOAD, Split, Steered, findings_of
+from loadtest.lab.split.findings import OVERLOAD, Split, Steered, findings_of, findings_so_far
 from loadtest.lab.table import LabContext
 
 ANSWER_TOKENS = 200
@@ -27,6 +28,7 @@ _QUICK_SPLIT_S = 20.0
 _STEERED_S = 90.0
 _FORGET_S = 60.0  # without load, the planner forgets the load before
 _REQUEST_LIMIT_S = 120.0
+_LATER_POINTS = 2  # the rate that the best split holds, and the planner's runs
 
 
 def run(context: LabContext) -> Findings:
@@ -64,7 +66,18 @@ class _Lab:
 
     def run(self) -> Findings:
         rate = self.workers / self.limits.own_s  # more than all workers together can compute
-        splits = [self._split(prefill, rate) for prefill in range(1, self.workers)]
+        splits = measured(range(1, self.workers), lambda prefill: self._split(prefill, rate))
+        if splits.left_out:
+            return self._so_far(splits, splits.left_out + _LATER_POINTS)
+        try:
+            return self._compared(splits)
+        except KeyboardInterrupt:
+            return self._so_far(splits, _LATER_POINTS)
+
+    def _so_far(self, splits: list[Split], left_out: int) -> Findings:
+        return findings_so_far(splits, self.limits, ANSWER_TOKENS, left_out)
+
+    def _compared(self, splits: list[Split]) -> Findings:
         ordered = sorted(splits, key=lambda split: split.figures.good_per_s)
         best = ordered[-1]
         others = [split for split in splits if split is not best] or splits

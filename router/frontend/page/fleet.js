@@ -9,7 +9,7 @@ const ROLES = ["prefill", "decode"];
 const BLOCK_STATES = ["leased", "cached", "quarantined", "free"];
 const STATE_SIGNS = { dead: "×", parked: "–", starting: "…", draining: "↓" };
 const natural = new Intl.Collator("en", { numeric: true });
-const pools = { shown: "", cells: new Map(), seen: new Map() };
+const pools = { shown: "", cells: new Map(), seen: new Map(), drawnSize: "" };
 
 function showFleet(found) {
   state.fleet = found;
@@ -245,11 +245,13 @@ function drawEdges(size) {
     line.append(title);
     lines.push(line);
   }
+  pools.drawnSize = size;
   byId("edges").classList.toggle("many", size !== "cards");
   byId("edges").replaceChildren(...lines);
 }
 
 function startFleet() {
+  addEventListener("resize", () => { if (pools.drawnSize) drawEdges(pools.drawnSize); });
   const picture = byId("picture");
   const opened = (event) => {
     const edge = event.target.closest("[data-edge]")?.dataset.edge;

@@ -459,6 +459,28 @@ async def test_no_choice_is_reported_before_the_kv_of_all_has_come(running: Runn
         assert runs == [1, 2, 3]
 
 
+async def test_the_choices_that_remain_do_not_wait_for_a_cancelled_one(running: Running) -> None:
+    gate = asyncio.Event()
+
+    async def one_by_one(writer: asyncio.StreamWriter) -> None:
+        if len(running.replay.bodies) == 2:  # the second choice never begins
+            await gate.wait()
+        writer.write(HEAD + chunk((RECORDED / "length.sse").read_bytes()) + END)
+        writer.close()
+
+    running.replay.reply = one_by_one
+    running.submit(LONG, Kind.REMOTE, max_tokens=4, n=2, temperature=1.0)
+    commit(running, (7, 8))
+    await asyncio.sleep(0.2)
+    assert running.of(ev.Tokens) == []
+    begun = running.replay.bodies[0]["request_id"]
+    running.engine.handle(messages.Cancel("r", choices=(0 if begun.endswith("1") else 1,)))
+    async with asyncio.timeout(5):
+        assert (await running.end()).error_code == ""
+    assert {run.choice for run in running.of(ev.Tokens)} == {1 if begun.endswith("1") else 0}
+    gate.set()
+
+
 async def test_a_choice_that_has_ended_is_not_loaded(running: Running) -> None:
     running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
     running.submit(LONG, Kind.REMOTE, max_tokens=4, n=2, temperature=1.0)

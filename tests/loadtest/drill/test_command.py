@@ -57,6 +57,7 @@ def test_an_overload_that_is_held(typed, tmp_path):
     rows = [[c.strip() for c in line.split("│")[1:-1]] for line in result.output.splitlines()]
     assert ["3 x", "6.00", "2.00", "180", "120", "0", "0", "100.0 %"] in rows
     assert '"refused": 120' in (tmp_path / "drill.json").read_text()
+    assert '"interrupted": false' in (tmp_path / "drill.json").read_text()
 
 
 def test_an_overload_that_is_not_held_fails_and_says_why(typed):
@@ -92,6 +93,7 @@ def test_ctrl_c_keeps_the_drills_that_have_ended(monkeypatch, tmp_path):
     assert result.exit_code == 130
     assert "1 of 2, overload" in result.output
     assert "PARTIAL: interrupted, 1 of 2 drills have ended" in result.output
-    assert [one["drill"] for one in json.loads((tmp_path / "drill.json").read_text())] == [
-        "overload"
-    ]
+    written = json.loads((tmp_path / "drill.json").read_text())
+    assert written["interrupted"] is True
+    assert written["asked"] == ["overload", "kill-prefill"]
+    assert [one["drill"] for one in written["drills"]] == ["overload"]

@@ -4,8 +4,10 @@ import msgspec
 import pytest
 
 from baton.config.fleet_file import load_config
+from loadtest.client.records import ServerOptions
 from loadtest.goodput.phases import Limits, PhaseFigures
 from loadtest.lab.places import _emulated
+from loadtest.lab.split import lab
 from loadtest.lab.split.findings import Split, Steered, findings_of
 from tests.loadtest.metrics.test_metrics import record
 
@@ -95,3 +97,31 @@ def test_the_fleet_that_the_lab_starts_is_valid(tmp_path):
     assert (config.pools.prefill, config.pools.decode) == (1, 5)
     assert config.slo is not None
     assert config.api_keys["secret-key"].role == "operator"
+
+
+@pytest.mark.parametrize(
+    ("ends_at", "rows", "left_out"), [("split 3", 2, 3), ("rate", 3, 2), ("planner", 3, 2)]
+)
+def test_ctrl_c_keeps_the_splits_that_were_measured(monkeypatch, ends_at, rows, left_out):
+    def measured_split(self, prefill, rate):
+        if ends_at == f"split {prefill}":
+            raise KeyboardInterrupt
+        return SPLITS[prefill - 1]
+
+    async def held(measure, figures):
+        if ends_at == "rate":
+            raise KeyboardInterrupt
+        return BASE
+
+    def steer(self, worst, rate):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lab._Lab, "_split", measured_split)
+    monkeypatch.setattr(lab._Lab, "_become", lambda self, prefill: None)
+    monkeypatch.setattr(lab._Lab, "_steer", steer)
+    monkeypatch.setattr(lab, "held_rate", held)
+    options = ServerOptions(url="http://a", model="m")
+    found = lab._Lab(None, options, LIMITS, workers=4, seconds=1.0, quick=False).run()
+    assert [row[0] for row in found.rows] == ["1 + 3", "2 + 2", "3 + 1"][:rows]
+    assert found.left_out == left_out
+    assert found.sentence.startswith("2 + 2 is the best of the measured splits: 3.00 good")

@@ -18,6 +18,12 @@ __all__ = ["tab"]
 
 SIZES = ((390, 844), (1040, 800), (1600, 900))
 LIMITS = SloConfig(ttft_s=5, itl_s=1)
+GAPS = """(() => {
+    const line = document.querySelector('#edges path').getBoundingClientRect();
+    const left = byId('prefill').getBoundingClientRect();
+    const right = byId('decode').getBoundingClientRect();
+    return [line.left - left.right, right.left - line.right];
+})()"""
 IDS = "[...document.querySelectorAll('#prefill .worker')].map(cell => cell.dataset.worker)"
 
 
@@ -99,13 +105,15 @@ async def test_edges_are_drawn_where_kv_moved_and_lead_to_their_story(make_fleet
     await tab.until("document.querySelectorAll('#edges path').length === 0", 10)
     series.handed_over("prefill-3", "decode-7")
     await tab.until("document.querySelectorAll('#edges path').length === 1")
-    ends = await tab.js("""(() => {
-        const line = document.querySelector('#edges path').getBoundingClientRect();
-        const left = byId('prefill').getBoundingClientRect();
-        const right = byId('decode').getBoundingClientRect();
-        return [line.left - left.right, right.left - line.right];
-    })()""")
-    assert min(ends) > -2, "lines do not cross workers"
+    assert min(await tab.js(GAPS)) > -2, "lines do not cross workers"
+    await tab.js("document.querySelector('#edges path').remove()")
+    await tab.show_as(1040, 800, "light")
+    drawn = await tab.js(
+        "new Promise(done => requestAnimationFrame(() => requestAnimationFrame("
+        "() => done(document.querySelectorAll('#edges path').length))))"
+    )
+    assert drawn == 1, "drawn again at once, not with the next refresh"
+    assert min(await tab.js(GAPS)) > -2, "nor after a change of the window"
     await tab.js(
         "document.querySelector('#edges path')"
         ".dispatchEvent(new MouseEvent('click', {bubbles: true}))"
@@ -116,6 +124,7 @@ async def test_edges_are_drawn_where_kv_moved_and_lead_to_their_story(make_fleet
     assert "hand-offs" in await tab.js("byId('detail-lines').textContent")
     await tab.key("Escape")
     await tab.until("location.hash === ''")
+    tab.problems.clear()  # there is no controller to ask for its plans
     tab.problems.clear()
 
 
