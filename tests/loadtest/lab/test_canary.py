@@ -113,3 +113,4 @@ def test_the_fleet_that_the_lab_starts_is_valid(tmp_path) -> None:
         *("epyc-135m", "epyc-135m", "h100-70b")
     ]
     assert {lane.pools.total for lane in config.lanes} == {1}
+    assert config.slo is None  # which would refuse requests
