@@ -102,21 +102,23 @@ def emulated_fleet(
 
 
 def _emulated(workers: int, key: str, timings: Mapping[str, str]) -> str:
-    models = (
-        f"model: {DEFAULT_MODEL}\npools: {{prefill: 1, decode: {workers - 1}, engine: emulated}}"
-    )
+    own = [
+        f"model: {DEFAULT_MODEL}",
+        f"pools: {{prefill: 1, decode: {workers - 1}, engine: emulated}}",
+        "slo: {ttft_s: 3, itl_s: 0.06}",
+    ]
     if timings:
         lines = [
             f"  {name}: {{model: {DEFAULT_MODEL}, pools: {{engine: {{emulated: {timing}}}}}}}"
             for name, timing in timings.items()
         ]
-        models = "\n".join(["models:", *lines, "pools: {prefill: 0, decode: 1}"])
+        own = ["models:", *lines, "pools: {prefill: 0, decode: 1}"]
+    models = "\n".join(own)
     return f"""fleet: lab
 {models}
 max_context_tokens: 4096
 kv_blocks_per_worker: 4096
 cpus_per_rank: 0.04
-slo: {{ttft_s: 3, itl_s: 0.06}}
 api_keys: {{{key}: {{role: operator}}}}
 host: 127.0.0.1
 redis: embedded

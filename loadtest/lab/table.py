@@ -74,7 +74,7 @@ LABS = {
             "fleet",
             own_fleet=True,
             module="canary.lab",
-            timings={"chat@1": "epyc-135m", "chat@2": "epyc-135m", "chat@3": "h100-70b"},
+            timings={"chat@1": "h100-70b", "chat@2": "h100-70b", "chat@3": "epyc-135m"},
         ),
     )
 }

@@ -3,7 +3,8 @@
 The fleet serves three versions of one model. Each candidate in turn becomes a canary of version 1:
 
 - ``equal``: version 2, which is as fast; it should stay.
-- ``slow``: version 3, whose workers have another timing; its latency should end it.
+- ``slow``: version 3, whose timing needs nearly twice as long for the prompts; its TTFT should end
+  it.
 - ``wrong``: version 2, which fails the golden prompts that it receives under load; these should
   end it.
 """
@@ -127,7 +128,7 @@ async def _load(context: LabContext, seconds: float, ended: asyncio.Event) -> li
     shape = OpenLoop(
         requests=round(_RATE * seconds),
         rate=_RATE,
-        prompt_tokens=parse_lengths("uniform:64-192"),
+        prompt_tokens=parse_lengths("uniform:384-640"),
         answer_tokens=parse_lengths("uniform:16-32"),
     )
     records: list[RequestRecord] = []

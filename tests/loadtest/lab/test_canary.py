@@ -110,6 +110,7 @@ def test_the_fleet_that_the_lab_starts_is_valid(tmp_path) -> None:
     file.write_text(_emulated(4, "secret-key", LABS["canary"].timings))
     config = load_config(file)
     assert [lane.pools.engine.emulated for lane in config.lanes] == [
-        *("epyc-135m", "epyc-135m", "h100-70b")
+        *("h100-70b", "h100-70b", "epyc-135m")
     ]
     assert {lane.pools.total for lane in config.lanes} == {1}
+    assert config.slo is None  # which would refuse requests
