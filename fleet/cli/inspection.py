@@ -174,3 +174,7 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
         typer.echo(f"note: {note}")
     for line in missing:
         typer.echo(f"not on this machine: {line}")
+
+
+config_app = typer.Typer(help="Check fleet files.", no_args_is_help=True)
+config_app.command("check")(config_check)

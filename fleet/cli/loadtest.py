@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Mapping
 
 import psutil
-import typer
 
 from baton.registry.orders import Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
@@ -13,11 +12,6 @@ from fleet.local.state import FleetState
 from loadtest.commands.options import LocalFleet
 
 _ANSWER_LIMIT_S = 15.0
-
-
-def give_local_fleet(ctx: typer.Context) -> None:
-    """Load-test any OpenAI-compatible server and report its users' latency."""
-    ctx.obj = local_fleet
 
 
 def local_fleet() -> LocalFleet | None:

@@ -1,35 +1,80 @@
-"""The `baton` command. Each listed function is one command; its docstring is the help text."""
+"""The `baton` command. The docstring of a command's function is its help text."""
 
 import os
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
 from baton.telemetry.version import version as installed
-from fleet.cli.audit.command import audit_app
-from fleet.cli.batch import batch
-from fleet.cli.capacity import capacity
-from fleet.cli.certs.command import certs
-from fleet.cli.chat import chat
-from fleet.cli.common import fail
-from fleet.cli.doctor.command import doctor
-from fleet.cli.explain import explain
-from fleet.cli.inspection import config_check, logs, status
-from fleet.cli.keys import keys_app
-from fleet.cli.lifecycle import down, up
-from fleet.cli.loadtest import give_local_fleet, local_fleet
-from fleet.cli.models.command import models_app
-from fleet.cli.orders import drain, nodes, plan, restart, scale
-from fleet.cli.router import router
-from fleet.cli.tenants.command import tenants_app
-from fleet.cli.usage.command import usage
-from fleet.cli.watch.top import top
-from loadtest.cli import app as loadtest_app
-from loadtest.lab.cli import lab
-from loadtest.simulator.cli import simulate
+
+_PLACES = {
+    "capacity": "fleet.cli.capacity:capacity",
+    "up": "fleet.cli.lifecycle:up",
+    "down": "fleet.cli.lifecycle:down",
+    "status": "fleet.cli.inspection:status",
+    "top": "fleet.cli.watch.top:top",
+    "explain": "fleet.cli.explain:explain",
+    "doctor": "fleet.cli.doctor.command:doctor",
+    "chat": "fleet.cli.chat:chat",
+    "batch": "fleet.cli.batch:batch",
+    "logs": "fleet.cli.inspection:logs",
+    "drain": "fleet.cli.orders:drain",
+    "restart": "fleet.cli.orders:restart",
+    "scale": "fleet.cli.orders:scale",
+    "plan": "fleet.cli.orders:plan",
+    "nodes": "fleet.cli.orders:nodes",
+    "usage": "fleet.cli.usage.command:usage",
+    "router": "fleet.cli.router:router",
+    "certs": "fleet.cli.certs.command:certs",
+    "lab": "loadtest.lab.cli:lab",
+    "simulate": "loadtest.simulator.cli:simulate",
+    "config": "fleet.cli.inspection:config_app",
+    "keys": "fleet.cli.keys:keys_app",
+    "tenants": "fleet.cli.tenants.command:tenants_app",
+    "models": "fleet.cli.models.command:models_app",
+    "audit": "fleet.cli.audit.command:audit_app",
+    "loadtest": "loadtest.cli:app",
+}
+"""Module and name of each command's function, or of the app with its subcommands."""
+
+
+class _Commands(Mapping[str, Any]):
+    """Commands by name, imported when they are looked up: all together take half a second."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            module, _, attribute = _PLACES[name].partition(":")
+            found = getattr(import_module(module), attribute)
+            holder = typer.Typer()
+            if isinstance(found, typer.Typer):
+                holder.add_typer(found, name=name)
+            else:
+                holder.command(name)(found)
+            self._made[name] = get_group(holder).commands[name]
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_PLACES)
+
+    def __len__(self) -> int:
+        return len(_PLACES)
+
+
+class _Root(TyperGroup):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "commands": _Commands()})
+
 
 app = typer.Typer(
+    cls=_Root,
     help="Baton serves a large language model from a fleet: prefill workers compute prompts and "
     "hand the KV cache to decode workers, which generate the responses.\n\nStart with `baton up`, "
     "then `baton chat`. `baton doctor` checks this machine.",
@@ -38,20 +83,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
-    *(capacity, up, down, status, top, explain, doctor, chat, batch, logs, drain, restart),
-    *(scale, plan, nodes, usage, router, certs, lab, simulate),
-):
-    app.command()(command)
-
-config_app = typer.Typer(help="Check fleet files.", no_args_is_help=True)
-config_app.command("check")(config_check)
-app.add_typer(config_app, name="config")
-app.add_typer(keys_app, name="keys")
-app.add_typer(tenants_app, name="tenants")
-app.add_typer(models_app, name="models")
-app.add_typer(audit_app, name="audit")
-app.add_typer(loadtest_app, name="loadtest", callback=give_local_fleet)
 
 
 @app.callback(invoke_without_command=True)
@@ -66,12 +97,16 @@ def root(
     """Apply the options that precede a command."""
     if cacert is not None:
         if not cacert.is_file():
-            fail(f"--cacert {cacert}: no such file")
+            import_module("fleet.cli.common").fail(f"--cacert {cacert}: no such file")
         os.environ["SSL_CERT_FILE"] = str(cacert.resolve())
-    ctx.obj = local_fleet  # for commands that are given no URL
+    ctx.obj = _local_fleet  # for commands that are given no URL
     if version:
         typer.echo(f"baton {installed()}")
         raise typer.Exit
+
+
+def _local_fleet() -> Any:
+    return import_module("fleet.cli.loadtest").local_fleet()
 
 
 def main() -> None:
