@@ -119,7 +119,7 @@ def logs(
 ) -> None:
     """Show the logs of a fleet's processes on all nodes, also after the fleet has stopped.
 
-    --follow shows the files of this machine only.
+    --follow shows the files of this machine only, and ends at once if the fleet does not run.
     """
     state = known_fleet(fleet) if url is None else None
     if url is not None or (state is not None and state.running and state.on_cluster and not follow):
@@ -134,7 +134,8 @@ def logs(
     if not files:
         names = ", ".join(sorted(path.stem for path in folder.glob("*.log"))) or "none yet"
         fail(f"no log of {worker or 'any process'} in {folder} (found: {names})")
-    command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
+    writing = follow and state is not None and state.running
+    command = ["tail", "-n", str(lines), *(["-F"] if writing else []), *map(str, files)]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 

@@ -245,7 +245,9 @@ def _print_key(key: str, made: Mapping[str, Any], *, as_json: bool) -> None:
         return
     typer.echo(key)
     expires = f"expires {_moment(made['expires'])}" if made["expires"] else "no expiry"
-    note = f"id {made['id']}, tenant {made['tenant']}, {made['role']}, {expires}; not shown again"
+    note = (
+        f"id {made['id']}, tenant {made['tenant']}, role {made['role']}, {expires}; not shown again"
+    )
     Console(stderr=True, highlight=False, soft_wrap=True).print(escape(note))
 
 

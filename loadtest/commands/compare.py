@@ -126,6 +126,6 @@ def _show(a: list[Results], b: list[Results], names: tuple[str, str], *, as_json
         reasons = {reason for run in runs for reason in run.summary.client.reasons}
         if reasons:
             console.print(
-                f"[bold yellow]{escape(name)}: THE CLIENT WAS THE BOTTLENECK: "
+                f"[bold yellow]{escape(name)}: the client was the bottleneck: "
                 f"{escape('; '.join(sorted(reasons)))}[/]"
             )

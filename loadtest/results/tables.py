@@ -151,7 +151,7 @@ def _verdicts(results: Results) -> list[Text | Group]:
     ]
     if client.was_bottleneck:
         reasons = "; ".join(client.reasons)
-        lines.append(Text(f"THE CLIENT WAS THE BOTTLENECK: {reasons}", style="bold yellow"))
+        lines.append(Text(f"the client was the bottleneck: {reasons}", style="bold yellow"))
     if summary.uncounted:
         lines.append(
             Text(

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -13,14 +14,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
+from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig, load_config
 from baton.model.artifact import resolve_model
 from fleet.cli.inspection import _worker_table
 from fleet.cli.lifecycle import _announce
 from fleet.cli.main import app
 from fleet.local import preflight
 from fleet.local.preflight import Finding, PortTakenError, claim_port, describe_model
-from fleet.local.state import FleetState, save
+from fleet.local.state import FleetState, log_folder, save
 from fleet.process_key import ProcessKey
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -55,6 +56,38 @@ def test_the_version_is_the_packages_with_the_commit() -> None:
     head = ["git", "-C", str(DEPLOY), "rev-parse", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, check=True).stdout
     assert baton("--version") == (0, f"baton 0.1.0+{commit[:10]}\n")
+
+
+def test_a_command_imports_only_what_it_needs() -> None:
+    heavy = {"redis", "numpy", "fastapi", "opentelemetry.sdk", "httpx"}
+    code = (
+        "import sys\n"
+        "from fleet.cli.main import app\n"
+        "try:\n"
+        "    app(['--version'])\n"
+        "except SystemExit:\n"
+        f"    print({heavy!r} & set(sys.modules))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert found.splitlines()[-1] == "set()"
+
+
+def test_following_the_logs_of_a_stopped_fleet_ends(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("fleet: stopped\n")
+    folder = log_folder(load_config(file), "stopped")
+    (folder / "router.log").write_text("the last line\n")
+    command = [sys.executable, "-m", "fleet.cli.main", "logs", "--follow"]
+    ended = subprocess.run(
+        command,
+        env={**os.environ, "BATON_CONFIG": str(file)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "the last line"), ended.stderr
 
 
 def test_a_good_file_is_checked_with_its_model() -> None:

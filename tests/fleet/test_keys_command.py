@@ -46,7 +46,7 @@ async def test_a_team_gets_a_key_and_loses_it_again(fleet) -> None:
     made = await run(fleet, "create", "team-a", "--expires", "90d")
     key = made.stdout.strip()
     key_id = KEY.fullmatch(key)[1]
-    assert f"id {key_id}, tenant team-a, tenant, expires" in made.stderr
+    assert f"id {key_id}, tenant team-a, role tenant, expires" in made.stderr
     assert "not shown again" in made.stderr
     assert await status(fleet, key) == 200
     shown = (await run(fleet, "ls")).output

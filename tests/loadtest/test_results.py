@@ -96,7 +96,7 @@ def test_the_table_says_what_happened_and_how_it_was_counted():
     assert "50.0% of the requests sent were good" in text
     assert "1 × 429 queue_full" in text
     assert "tpot_s = (last chunk − first chunk) ÷ (output tokens − 1)" in text
-    assert "THE CLIENT WAS THE BOTTLENECK: 1 % of requests were sent over 500 ms late" in text
+    assert "the client was the bottleneck: 1 % of requests were sent over 500 ms late" in text
     assert "interrupted after 2 of 9" in printed(results(complete=False, planned_requests=9))
 
 
