@@ -69,6 +69,9 @@ async def test_a_team_is_limited_and_freed_again(fleet) -> None:
     late = "decode-0: has not confirmed; it erases its KV later"
     assert f"  not deleted        {late}" in receipt, "this worker is a script"
     assert not quotas.has_limits("team-a")
+    note = "  Nothing of this tenant was found: check the name (`baton keys ls`)."
+    assert note not in receipt
+    assert note in (await run(fleet, "delete", "taem-a", code=1)).splitlines()
 
 
 async def test_retention_is_set_and_unset(fleet) -> None:

@@ -22,5 +22,8 @@ def receipt_text(receipt: Mapping[str, Any]) -> str:
         lines.append("  The KV of all tenants was erased: share_cache_between_tenants is true.")
     if receipt["valid_keys"]:
         lines.append(f"  {receipt['valid_keys']} API keys of the tenant stay valid (`baton keys`).")
+    counts = [*deleted["kv_blocks"].values(), *(n for n in deleted.values() if isinstance(n, int))]
+    if not (receipt["limits"] or receipt["valid_keys"] or any(counts)):
+        lines.append("  Nothing of this tenant was found: check the name (`baton keys ls`).")
     lines += [f"  not deleted        {what}" for what in receipt["not_deleted"]]
     return "\n".join(lines)
