@@ -127,7 +127,7 @@ proto: $(VENV)/.dev ## generate proto/batonpb from the .proto files
 	$(BIN)/python proto/build.py
 
 stop: ## stop all fleets of this user, and clean up after killed ones
-	@if [ -x $(BIN)/baton ]; then $(BIN)/baton down; else echo "nothing is installed"; fi
+	@if [ -x $(BIN)/baton ]; then $(BIN)/baton down --all; else echo "nothing is installed"; fi
 
 clean: stop ## remove the environment and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

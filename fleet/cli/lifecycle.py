@@ -208,17 +208,27 @@ def down(
             help="Ray cluster in which the file's fleet is ended, wherever it was started."
         ),
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Stop all fleets of this user on this machine.")
+    ] = False,
 ) -> None:
     """Stop a running fleet, and clean up after one that was killed.
 
-    Without a file and without BATON_CONFIG: all fleets of this user on this machine. With
-    --address: the file's fleet in that cluster, with its controller, workers and placement groups.
+    Without a file and without BATON_CONFIG: the only running fleet of this user on this machine.
+    With --address: the file's fleet in that cluster, with its controller, workers and placement
+    groups.
     """
     if address is not None:
         _clean_cluster(load_fleet_file(file, None)[1], address)
         return
-    if file is None and not os.environ.get("BATON_CONFIG"):
+    if every or (file is None and not os.environ.get("BATON_CONFIG")):
         states = fleet_state.load_all()
+        running = sorted(state.name for state in states if state.running)
+        if len(running) > 1 and not every:
+            fail(
+                f"{len(running)} fleets run here ({', '.join(running)}): name the file of one, or "
+                "stop all with `baton down --all`"
+            )
     else:
         fleet = load_fleet_file(file, None)[1].fleet
         states = [state for state in fleet_state.load_all() if state.fleet == fleet]

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig, load_config
 from baton.model.artifact import resolve_model
+from fleet.cli import lifecycle
 from fleet.cli.inspection import _worker_table
 from fleet.cli.lifecycle import _announce
 from fleet.cli.main import app
@@ -248,6 +249,22 @@ def test_a_worker_without_a_process_has_a_dash_and_the_table_fits_into_80_column
     assert "…" not in shown
     assert "node-7:12345" in shown
     assert [line.split()[-1] for line in shown.splitlines() if "worker-10" in line] == ["–"]
+
+
+def test_down_stops_several_fleets_only_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    states = [SimpleNamespace(name=name, running=name != "dead") for name in ("a", "b", "dead")]
+    monkeypatch.setattr(lifecycle.fleet_state, "load_all", lambda: states)
+    monkeypatch.setattr(lifecycle, "_bring_down", lambda state: ended.append(state.name) or True)
+    code, text = baton("down")
+    assert (code, ended) == (1, [])
+    assert "2 fleets run here (a, b)" in " ".join(text.split())
+    assert baton("down", "--all")[0] == 0
+    assert ended == ["a", "b", "dead"]
+    ended.clear()
+    states[1].running = False
+    assert baton("down")[0] == 0
+    assert ended == ["a", "b", "dead"]
 
 
 def test_the_memory_of_a_worker_is_shown_with_its_unit() -> None:
