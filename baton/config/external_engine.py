@@ -24,15 +24,16 @@ _TAKEN = {
     "--max-num-seqs": "use `max_batch_requests` of the fleet file",
     "--chat-template": "use `chat_template` of the fleet file",
     "--tokens-only": "it disables structured output: remove it",
+    "--lora-modules": "use `adapters.load` of the fleet file",
     "--kv-events-config": "workers set it: remove it",
     "--kv-transfer-config": "use `hand_off`",
     "--scheduling-policy": "workers set it to `priority`: remove it",
     "--structured-outputs-config": "workers set its backend to `guidance`: remove it",
     "--no-enable-prefix-caching": "routers place requests by cached prefixes: remove it",
     "--max-logprobs": "workers set it: remove it",
-    "--enable-lora": "vLLM workers serve no LoRA adapters: remove it",
 }
 
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM
 _TENSOR = ("--tensor-parallel-size", "-tp")
 _PIPELINE = ("--pipeline-parallel-size", "-pp")
 
@@ -70,6 +71,11 @@ class VllmConfig(Section):
                 raise ValueError(f"args: {name}: {_TAKEN[name]}")
         return self
 
+    @property
+    def serves_adapters(self) -> bool:
+        """True if the workers serve LoRA adapters."""
+        return any(word.replace("_", "-") == "--enable-lora" for word in self.args)
+
     @model_validator(mode="after")
     def _copies_on_one_cpu(self) -> Self:
         width = self._number(_TENSOR) * self._number(_PIPELINE)
@@ -95,6 +101,11 @@ class VllmConfig(Section):
             if name.replace("_", "-") in names:
                 found = value if has_value else following
         return int(found) if found.isdecimal() else 1  # vLLM refuses what is no number
+
+
+def adapter_rank_limit(most: int) -> int:
+    """Return the value of vLLM's ``--max-lora-rank`` for ranks up to ``most``, at most 512."""
+    return next(rank for rank in _LORA_RANKS if rank >= most)
 
 
 def refuse_unsupported(kind: str, requested: dict[str, bool]) -> None:

@@ -286,7 +286,10 @@ class FleetConfig(Section):
                 f"quantisation: {arguments}": self.quantisation != QuantisationConfig(),
                 f"speculation: {arguments}": self.speculation != SpeculationConfig(),
                 f"kv_blocks_per_worker: {arguments}": self.kv_blocks_per_worker != "auto",
-                "adapters.load: not served by this engine": bool(self.adapters.load),
+                f"adapters.load: needs --enable-lora in pools.{kind}.args": (
+                    bool(self.adapters.load)
+                    and not (self.pools.vllm is not None and self.pools.vllm.serves_adapters)
+                ),
             },
         )
         return self

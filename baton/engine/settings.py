@@ -43,6 +43,7 @@ class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
         kind: Name in ``ENGINE_MODULES``.
         python: Interpreter in whose environment it is installed.
         args: Further arguments of its server.
+        adapters: Whether it serves LoRA adapters.
         hand_off: How it moves KV to other workers by itself; empty: it does not.
         role: Role of the worker in hand-offs, ``prefill`` or ``decode``; empty: both.
         address: HOST:PORT at which other workers' engines ask for KV.
@@ -52,6 +53,7 @@ class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     python: str
     args: tuple[str, ...] = ()
+    adapters: bool = False
     hand_off: str = ""
     role: str = ""
     address: str = ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from baton.config.external_engine import adapter_rank_limit
 from baton.config.fleet_file import FleetConfig
 from baton.engine.core.speculative.proposers import SpeculationSettings
 from baton.engine.settings import (
@@ -194,8 +195,18 @@ def _external(config: FleetConfig) -> ExternalEngine | None:
     vllm = config.pools.vllm
     if vllm is None:
         return None
-    hand_off = vllm.hand_off or ""
-    return ExternalEngine(kind="vllm", python=vllm.python, args=vllm.args, hand_off=hand_off)
+    adapters = vllm.serves_adapters and config.adapters.max_loaded > 0
+    limits: tuple[str, ...] = ()
+    if adapters:
+        rank = adapter_rank_limit(config.adapters.max_rank)
+        limits = ("--max-cpu-loras", f"{config.adapters.max_loaded}", "--max-lora-rank", f"{rank}")
+    return ExternalEngine(
+        kind="vllm",
+        python=vllm.python,
+        args=(*limits, *vllm.args),
+        adapters=adapters,
+        hand_off=vllm.hand_off or "",
+    )
 
 
 def _emulated(config: FleetConfig) -> EmulatedModel | None:

@@ -32,6 +32,21 @@ def test_a_hand_off_lets_a_fleet_have_prefill_workers() -> None:
     assert external.hand_off == "nixl"
 
 
+def test_adapters_are_served_with_vllms_own_argument() -> None:
+    with_lora = {"vllm": {"python": PYTHON, "args": ["--enable-lora", "--max-loras", 4]}}
+    fleet = config(with_lora, adapters={"load": {"a": "/a"}, "max_rank": 40})
+    external = engine_settings(fleet, "decode").external
+    assert external is not None
+    assert external.adapters
+    assert external.args == (
+        *("--max-cpu-loras", "8", "--max-lora-rank", "64"),
+        *("--enable-lora", "--max-loras", "4"),
+    )
+    none = engine_settings(config(with_lora, adapters={"max_loaded": 0}), "decode").external
+    assert none is not None
+    assert not none.adapters
+
+
 def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_REDIS_URL", "redis://localhost")
     assert not RouterSettings.from_config(config()).pull_prefixes
@@ -46,7 +61,12 @@ def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.Mon
         ({}, {"kv_blocks_per_worker": 100}, "kv_blocks_per_worker: use pools.vllm.args"),
         ({}, {"quantisation": {"weights": "int8"}}, "quantisation: use pools.vllm.args"),
         ({}, {"speculation": "ngram"}, "speculation: use pools.vllm.args"),
-        ({}, {"adapters": {"load": {"a": "/a"}}}, "adapters.load: not served by this engine"),
+        ({}, {"adapters": {"load": {"a": "/a"}}}, "needs --enable-lora in pools.vllm.args"),
+        (
+            {"vllm": {"python": PYTHON, "args": ["--lora-modules", "a=/a"]}},
+            {},
+            "--lora-modules: use `adapters.load`",
+        ),
         ({"prefill": 1}, {}, "hand over KV only with `vllm: {hand_off: nixl}`: set it"),
         ({"roles": "auto", "prefill": 1}, {}, "`roles: auto`: not for vllm workers"),
         (

@@ -22,6 +22,7 @@ FIELDS = {
     *("rank_hosts", "reason", "model"),
     *("kv_blocks", "kv_tiers", "running", "waiting", "threads", "age_s", "engine", "refused"),
     "version",
+    "model_version",
 }
 
 

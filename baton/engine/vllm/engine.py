@@ -11,12 +11,14 @@ import numpy as np
 from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
 from baton.engine.vllm import http, protocol, transfer
+from baton.engine.vllm.adapters import VllmAdapters
 from baton.engine.vllm.events_client import KvEventsClient
 from baton.engine.vllm.live_request import LiveRequest
 from baton.engine.vllm.load import LoadMeter, Row
 from baton.engine.vllm.protocol import ChoiceStream
 from baton.engine.vllm.server import GENERATIONS, VllmFacts
 from baton.engine.vllm.staging import Staging
+from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
 from baton.types.block_hashes import block_hashes
@@ -44,6 +46,8 @@ class VllmEngine:
         folder: Folder with vLLM's sockets.
         eos: End tokens of the model.
         total_blocks: Baton's blocks in vLLM's pool.
+        adapters_of: Configuration of the model if it serves LoRA adapters; None: it does not.
+        max_adapters: Number of adapters that are loaded at most.
 
     Attributes:
         broken: Set to the reason if vLLM can serve no more requests.
@@ -57,6 +61,8 @@ class VllmEngine:
         facts: VllmFacts,
         eos: tuple[int, ...],
         total_blocks: int,
+        adapters_of: ModelConfig | None = None,
+        max_adapters: int = 0,
     ) -> None:
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._send = send
@@ -75,6 +81,11 @@ class VllmEngine:
         self._meter = LoadMeter(total_blocks)
         self._events = KvEventsClient(folder, self._send, _log)
         self._tasks = BackgroundTasks("vllm engine")
+        self._adapters: VllmAdapters | None = None
+        if adapters_of is not None and max_adapters:
+            self._adapters = VllmAdapters(
+                max_adapters, self._socket, adapters_of, send, self._start, self._tasks
+            )
         for work, name in (
             (self._events.run(), "kv events"),
             (self._events.fill_gaps(), "kv event gaps"),
@@ -110,10 +121,16 @@ class VllmEngine:
         await self._tasks.close()
 
     def _submit(self, command: messages.Submit) -> None:
-        error = protocol.refusal(command.spec, self._hands_over)
+        ref = command.spec.adapter
+        error = protocol.refusal(command.spec, self._hands_over, self._adapters is not None)
         if error is not None:
             self._send(ev.Ended(command.request_id, error.code, error.message))
-            return
+        elif ref is not None and self._adapters is not None:
+            self._adapters.add(command, ref)
+        else:
+            self._start(command)
+
+    def _start(self, command: messages.Submit) -> None:
         prompt: list[int] = np.frombuffer(command.prompt_token_ids, dtype="<u4").tolist()
         remote = command.spec.kind is Kind.REMOTE
         self._generation += remote
@@ -121,6 +138,7 @@ class VllmEngine:
         if not self._can_hold(request):
             full = UnavailableError("this worker holds KV for other workers and has no more room")
             self._send(ev.Ended(command.request_id, full.code, full.message))
+            self._leave_adapter(command.request_id)
             return
         self._requests[command.request_id] = request
         self._queue(request)
@@ -146,6 +164,10 @@ class VllmEngine:
     def _free_pages(self, request: LiveRequest) -> None:
         if self._staging is not None:
             self._send(*self._staging.release(request))
+
+    def _leave_adapter(self, request_id: str) -> None:
+        if self._adapters is not None:
+            self._adapters.ended(request_id)
 
     def _queue(self, request: LiveRequest) -> None:
         """Count the choices of a request as waiting."""
@@ -243,6 +265,8 @@ class VllmEngine:
     def _cancel(self, command: messages.Cancel) -> None:
         request = self._requests.get(command.request_id)
         if request is None:
+            if self._adapters is not None:
+                self._adapters.cancel(command)
             return
         for choice in command.choices or tuple(request.open_choices):
             exchange = request.exchanges.get(choice)
@@ -484,6 +508,7 @@ class VllmEngine:
             self._end_choice(request, choice)
         del self._requests[request_id]
         self._free_pages(request)
+        self._leave_adapter(request_id)
         prompt_tokens = len(request.prompt)
         cached = min(request.cached_tokens, prompt_tokens)
         computed_tokens = prompt_tokens - cached if request.admitted and request.computes else 0

@@ -91,8 +91,10 @@ async def begin(socket_path: str, request: bytes, on_body: Callable[[bytes], Non
     return exchange
 
 
-async def fetch(socket_path: str, method: str, target: str, timeout_s: float) -> bytes:
-    """Return the body of a response with status 200.
+async def fetch(
+    socket_path: str, method: str, target: str, timeout_s: float, body: bytes = b""
+) -> bytes:
+    """Send a request with a JSON body; return the body of a response with status 200.
 
     Raises:
         UnavailableError: The server does not respond in time.
@@ -101,7 +103,7 @@ async def fetch(socket_path: str, method: str, target: str, timeout_s: float) ->
     parts: list[bytes] = []
     try:
         async with asyncio.timeout(timeout_s):
-            exchange = await begin(socket_path, request_bytes(method, target), parts.append)
+            exchange = await begin(socket_path, request_bytes(method, target, body), parts.append)
             try:
                 complete = await exchange.done
             finally:

@@ -106,7 +106,16 @@ class VllmProcess:
                 self._check_pool(geometry.pool_bytes)
             eos = artifact.config.eos_token_ids
             blocks = geometry.num_blocks
-            self._engine = VllmEngine(self._send, vllm, self._folder, facts, eos, blocks)
+            self._engine = VllmEngine(
+                self._send,
+                vllm,
+                self._folder,
+                facts,
+                eos,
+                blocks,
+                adapters_of=artifact.config if self._external.adapters else None,
+                max_adapters=settings.max_adapters,
+            )
             self._send(
                 messages.Ready(
                     pid=vllm.pid,

@@ -14,13 +14,15 @@ from baton.engine.core.model_runner import RunnerCapabilities
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.types import events as ev
 from baton.types.errors import BatonError, InternalError, InvalidRequestError, UnavailableError
-from baton.types.params import SampledToken, SamplingParams
+from baton.types.params import AdapterRef, SampledToken, SamplingParams
 
 GENERATE = "/inference/v1/generate"
 NO_LOGPROB = -9999.0
 """Log-probability that vLLM sends for minus infinity and NaN."""
 
-CAPABILITIES = RunnerCapabilities(engine="vLLM workers", grammars=True, bad_words=False)
+CAPABILITIES = RunnerCapabilities(
+    engine="vLLM workers", grammars=True, bad_words=False, adapters=True
+)
 
 _SEED_MASK = (1 << 63) - 1  # vLLM takes signed 64-bit seeds
 
@@ -93,10 +95,18 @@ class Chunk(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(Chunk)
 
 
-def refusal(spec: RequestSpec, hands_over: bool) -> BatonError | None:
+def adapter_model(ref: AdapterRef) -> str:
+    """Return the name of an adapter in vLLM, which does not look like a cache salt."""
+    return f"adapter-{ref.digest}"
+
+
+def refusal(spec: RequestSpec, hands_over: bool, adapters: bool = False) -> BatonError | None:
     """Return the error of a request that vLLM workers do not serve, or None.
 
-    ``hands_over``: these workers hand KV over to others.
+    Args:
+        spec: The request.
+        hands_over: Whether these workers hand KV over to others.
+        adapters: Whether they serve LoRA adapters.
     """
     if spec.kind is Kind.HELD or (spec.kind is not Kind.FULL and not hands_over):
         return UnavailableError("these vLLM workers do not hand over KV")
@@ -111,6 +121,11 @@ def refusal(spec: RequestSpec, hands_over: bool) -> BatonError | None:
         return UnavailableError(
             "a response with a format cannot be resumed by vLLM workers, which would begin the "
             "format again"
+        )
+    if spec.adapter is not None and not adapters:
+        return InvalidRequestError(
+            "LoRA adapters are not served by these vLLM workers: add `--enable-lora` to "
+            "pools.vllm.args, and set adapters.max_loaded"
         )
     return CAPABILITIES.refusal(spec)
 
@@ -138,6 +153,8 @@ def generate_body(
         "cache_salt": spec.hash_seed.hex(),
         "priority": spec.priority,
     }
+    if spec.adapter is not None:
+        body["model"] = adapter_model(spec.adapter)
     if transfer is not None:
         body["kv_transfer_params"] = transfer
     return msgspec.json.encode(body)
@@ -165,6 +182,8 @@ def prefill_body(
         "cache_salt": spec.hash_seed.hex(),
         "priority": spec.priority,
     }
+    if spec.adapter is not None:
+        body["model"] = adapter_model(spec.adapter)
     if transfer is not None:
         body["kv_transfer_params"] = transfer
     return msgspec.json.encode(body)

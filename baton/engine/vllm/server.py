@@ -155,6 +155,7 @@ def environment(outer: Mapping[str, str], threads: int, engine: ExternalEngine) 
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two workers would bind the same cores
         "OMP_NUM_THREADS": str(threads),
         **outer,
+        **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if engine.adapters else {}),
         "VLLM_SERVER_DEV_MODE": "1",  # serves /server_info and /reset_prefix_cache
     }
 

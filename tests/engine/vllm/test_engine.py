@@ -45,16 +45,23 @@ class Replay:
         self.live = (RECORDED / "events.zmtp").read_bytes()
         self.reset = b'{"success":true}'
         self.health = b"200 OK"
+        self.adapter_status = b"200 OK"
+        self.adapter_calls: list[tuple[str, dict[str, Any]]] = []
 
     async def http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer):
             head = await reader.readuntil(b"\r\n\r\n")
             target = head.split(b" ", 2)[1]
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
+            if target.endswith(b"_lora_adapter"):
+                body = msgspec.json.decode(await reader.readexactly(length))
+                self.adapter_calls.append((target.decode(), body))
+                writer.write(HEAD.replace(b"200 OK", self.adapter_status) + chunk(b"told") + END)
+                return
             if target != b"/inference/v1/generate":
                 body = self.reset if target.startswith(b"/reset") else b""
                 writer.write(HEAD.replace(b"200 OK", self.health) + chunk(body) + END)
                 return
-            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0])
             self.bodies.append(msgspec.json.decode(await reader.readexactly(length)))
             await self.reply(writer)
             await reader.read(1)
@@ -101,7 +108,7 @@ def sending(data: bytes, end: bytes = END) -> Reply:
 class Running:
     """A translator, and what it has reported."""
 
-    def __init__(self, replay: Replay, hand_off: str = "nixl/block32") -> None:
+    def __init__(self, replay: Replay, hand_off: str = "nixl/block32", **options: Any) -> None:
         self.replay = replay
         self.reports: list[messages.Report] = []
         self.returncode: int | None = None
@@ -112,6 +119,7 @@ class Running:
             facts(hand_off),
             EOS,
             BLOCKS,
+            **options,
         )
 
     def submit(self, prompt: list[int], kind: Kind = Kind.FULL, **params: Any) -> None:
@@ -145,7 +153,9 @@ async def running(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
 
 
 @contextlib.asynccontextmanager
-async def translating(replay: Replay, hand_off: str = "nixl/block32") -> AsyncIterator[Running]:
+async def translating(
+    replay: Replay, hand_off: str = "nixl/block32", **options: Any
+) -> AsyncIterator[Running]:
     servers = [
         await asyncio.start_unix_server(handler, replay.folder / name)
         for name, handler in (
@@ -154,7 +164,7 @@ async def translating(replay: Replay, hand_off: str = "nixl/block32") -> AsyncIt
             ("replay", replay.replay),
         )
     ]
-    running = Running(replay, hand_off)
+    running = Running(replay, hand_off, **options)
     yield running
     await running.engine.close()
     for server in servers:

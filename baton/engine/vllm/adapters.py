@@ -1,0 +1,133 @@
+"""LoRA adapters of one vLLM, loaded by its own calls when a request needs them."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from baton.engine.process import messages
+from baton.engine.process.adapter_cache import AdapterCache
+from baton.engine.vllm import http
+from baton.engine.vllm.protocol import adapter_model
+from baton.model.lora_artifact import read_adapter
+from baton.model.model_config import ModelConfig
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types import events as ev
+from baton.types.errors import AdapterLoadError, BatonError, CancelledError_
+from baton.types.params import AdapterRef
+
+_MOST_RANK = 512  # of vLLM
+_LOAD_S = 120.0
+
+
+class VllmAdapters:
+    """Adapters of one vLLM, and the requests that wait for them.
+
+    Args:
+        most: Number of adapters that are loaded at most.
+        socket: Path of vLLM's socket.
+        config: Configuration of the model that the adapters change.
+        send: Sends reports to the shell.
+        begin: Starts a request whose adapter is loaded.
+        tasks: Tasks of the engine.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        socket: str,
+        config: ModelConfig,
+        send: Callable[..., None],
+        begin: Callable[[messages.Submit], None],
+        tasks: BackgroundTasks,
+    ) -> None:
+        self._cache: AdapterCache[messages.Submit] = AdapterCache(most)
+        self._socket = socket
+        self._config = config
+        self._send = send
+        self._begin = begin
+        self._tasks = tasks
+        self._names: dict[str, str] = {}
+        self._turn = asyncio.Lock()  # vLLM loads and unloads in the order of the decisions
+
+    def add(self, command: messages.Submit, ref: AdapterRef) -> None:
+        """Start a request for an adapter as soon as that is loaded."""
+        self._cache.add(command.request_id, ref, command)
+        self._advance()
+
+    def cancel(self, command: messages.Cancel) -> bool:
+        """End a request that waits for its adapter; False if it does not wait."""
+        if not self._cache.drop(command.request_id):
+            return False
+        self._end(command.request_id, CancelledError_(command.reason or "cancelled"))
+        return True
+
+    def ended(self, request_id: str) -> None:
+        """Note the end of a request, which may have used an adapter."""
+        self._cache.ended(request_id)
+        self._advance()
+
+    def _advance(self) -> None:
+        evicted, to_load, ready = self._cache.advance()
+        for digest in evicted:
+            self._tasks.spawn(self._unload(digest), "unload adapter")
+        for ref in to_load:
+            self._tasks.spawn(self._load(ref), "load adapter")
+        for command in ready:
+            self._begin(command)
+
+    async def _load(self, ref: AdapterRef) -> None:
+        began_s = time.monotonic()
+        error: BatonError | None = None
+        try:
+            async with self._turn:
+                check = partial(_check, ref, self._config)
+                await asyncio.get_running_loop().run_in_executor(None, check)
+                await self._call("load", {"lora_name": adapter_model(ref), "lora_path": ref.path})
+        except BatonError as fault:
+            error = AdapterLoadError(f"adapter {ref.name}: {fault.message}")
+        load_s = time.monotonic() - began_s
+        if error is None:
+            self._cache.loaded(ref.digest)
+            self._names[ref.digest] = ref.name
+            self._changed(ref, "loaded", load_s)
+        else:
+            for request_id in self._cache.failed(ref.digest):
+                self._end(request_id, error)
+            self._changed(ref, "failed", load_s)
+        self._advance()
+
+    async def _unload(self, digest: str) -> None:
+        ref = AdapterRef(self._names.pop(digest), digest, "")
+        async with self._turn:
+            await self._call("unload", {"lora_name": adapter_model(ref)})
+        self._changed(ref, "evicted")
+
+    async def _call(self, verb: str, body: dict[str, str]) -> None:
+        target = f"/v1/{verb}_lora_adapter"
+        await http.fetch(self._socket, "POST", target, _LOAD_S, msgspec.json.encode(body))
+
+    def _changed(self, ref: AdapterRef, what: str, load_s: float = 0.0) -> None:
+        held = self._cache.held
+        self._send(
+            ev.AdapterChanged(name=ref.name, digest=ref.digest, what=what, held=held, load_s=load_s)
+        )
+
+    def _end(self, request_id: str, error: BatonError) -> None:
+        self._send(ev.Ended(request_id, error.code, error.message))
+
+
+def _check(ref: AdapterRef, config: ModelConfig) -> None:
+    """Check that the adapter's files are those that the router has read.
+
+    Raises:
+        BatonError: They are not, or do not fit the model.
+    """
+    found = read_adapter(ref.path, config, _MOST_RANK).digest.hex()
+    if found != ref.digest:
+        raise AdapterLoadError(
+            f"{ref.path} has changed since it was loaded (digest {found}, not {ref.digest}); "
+            "unload it and load it again"
+        )
