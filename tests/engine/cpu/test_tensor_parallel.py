@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from baton.engine.core.plan import StepPlan
 from baton.engine.core.split import rank_geometries
 from baton.engine.cpu.parallel.rank import AdapterDesk, Rank, orders_of
 from baton.engine.cpu.parallel.rank_processes import (
+    GROUP_BROKE,
     Adapt,
     Forward,
     Loaded,
@@ -29,6 +31,8 @@ from baton.engine.cpu.parallel.rank_processes import (
     Prepared,
     RankError,
     RankProcesses,
+    _answer_reader,
+    _Rank,
     frame,
 )
 from baton.engine.cpu.parallel.selftest import product_split_fault
@@ -145,6 +149,24 @@ def test_one_kv_head_for_three_ranks_until_one_is_killed(tiny: str) -> None:
         assert time.monotonic() - began_s < 3.0
         with pytest.raises(RankError, match="rank 2"):
             group.ranks.check()
+
+
+def test_the_rank_that_has_ended_is_named_before_those_that_report_it() -> None:
+    """Another rank reports the broken group while the killed one is still ending."""
+    ending = subprocess.Popen(["sleep", "0.2"])
+    near, far = socket.socketpair()
+    with near, far:
+        ranks = [
+            _Rank(process, near, _answer_reader(), near, _answer_reader())
+            for process in (None, ending)
+        ]
+        ranks[0].failed = f"RankError: {GROUP_BROKE}: Read error"
+        group = RankProcesses.__new__(RankProcesses)
+        group._ranks = ranks
+        error = str(group.failure())
+    first, second = error.split("; ")
+    assert first == f"rank 2 (pid {ending.pid}) ended with code 0"
+    assert GROUP_BROKE in second
 
 
 @pytest.mark.slow

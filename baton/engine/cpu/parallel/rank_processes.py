@@ -44,6 +44,10 @@ LOAD_TIMEOUT_S = 600.0  # the shell has its own, shorter timeout
 _T = TypeVar("_T")
 
 
+GROUP_BROKE = "the group of ranks broke"
+"""Beginning of the error of a rank whose collective operation has lost another rank."""
+
+
 class RankError(InternalError):
     """A rank died or hangs, so the replica fails."""
 
@@ -342,12 +346,16 @@ class RankProcesses:
                         rank.reached.append(type(answer))
 
     def failure(self, cause: Exception | None = None) -> RankError:
-        """Return an error that names the ranks that are gone, or else that one hangs."""
+        """Return an error that names the ranks that are gone, or else that one hangs.
+
+        Other ranks may report that the group broke before the rank that broke it has ended.
+        """
         until = time.monotonic() + 0.5  # a rank that breaks the group ends soon
         while True:
             self._listen()
             gone = [text for n, r in enumerate(self._ranks, 1) if (text := _end_of(n, r))]
-            if gone or time.monotonic() > until:
+            gone.sort(key=lambda text: GROUP_BROKE in text)  # the cause first
+            if (gone and GROUP_BROKE not in gone[0]) or time.monotonic() > until:
                 break
             time.sleep(0.02)
         if gone:

@@ -42,6 +42,7 @@ from baton.engine.core.plan import PlanRow
 from baton.engine.cpu.attention import AttentionTiling
 from baton.engine.cpu.linear import Linear
 from baton.engine.cpu.parallel.rank_processes import (
+    GROUP_BROKE,
     LOAD_TIMEOUT_S,
     STEP_TIMEOUT_S,
     Adapt,
@@ -146,7 +147,7 @@ class Group:
 
 
 def _broken(cause: Exception) -> RankError:
-    return RankError(f"the group of ranks broke: {str(cause).splitlines()[0]}")
+    return RankError(f"{GROUP_BROKE}: {str(cause).splitlines()[0]}")
 
 
 def _meet(store: str, ranks: int, patience: timedelta, meeting: socket.socket | None) -> Store:
