@@ -69,8 +69,7 @@ def routes(router: RouterParts, shared: SharedUsage) -> Endpoints:
             raise InvalidRequestError.at(
                 "by", f"{unknown[0][:40]!r} is none of {', '.join(GROUPS)}"
             )
-        now_s = int(time.time())
-        end_s = _seconds(given, "end_time", now_s)
+        end_s = _seconds(given, "end_time", _open_end_s())
         begin_s = _seconds(given, "start_time", end_s - _DAY_S)
         found = await read(begin_s // HOUR_S, -(-end_s // HOUR_S))
         price = router.settings.price_per_hour
@@ -109,7 +108,7 @@ class _Query(msgspec.Struct):
             raise InvalidRequestError.at("limit", f"must be from 1 to {most} (got {limit})")
         if "start_time" not in given:
             raise InvalidRequestError.at("start_time", "is required, in Unix seconds")
-        last_s = _seconds(given, "end_time", int(time.time()))
+        last_s = _seconds(given, "end_time", _open_end_s())
         last_s = -(-last_s // width_s) * width_s
         begin_s = _seconds(given, "start_time", 0)
         if "page" in given:
@@ -212,6 +211,11 @@ def _prices(router: RouterParts) -> Prices:
             for name in lane.model.served_names()
         },
     )
+
+
+def _open_end_s() -> int:
+    """Return the end of the current second, so that a full hour begins its own bucket."""
+    return int(time.time()) + 1
 
 
 def _seconds(given: QueryParams, name: str, default: int) -> int:

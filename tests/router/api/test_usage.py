@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from types import SimpleNamespace
 from typing import Self
 
 import openai
@@ -18,6 +19,7 @@ from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.usage.ledger import HOUR_S
 from baton.registry.usage.shared import SharedUsage
 from fleet.local.redis_server import EmbeddedRedis
+from router.frontend import usage as usage_calls
 from tests.registry.conftest import redis_server, registry
 from tests.registry.relay import Relay
 from tests.router.conftest import MODEL, events_of
@@ -261,12 +263,14 @@ async def test_a_key_is_shown_by_its_id_and_never_itself(start) -> None:
 
 async def test_the_official_client_reads_all_pages(start) -> None:
     fleet = await start()
+    hour = int(time.time()) // HOUR_S  # the calls end in this one or in the next
     for _ in range(2):
         await fleet.chat(headers=headers_of("team"))
     client = openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="x", admin_api_key="key-of-ops")
     usage = client.admin.organization.usage
-    now_s = int(time.time())
-    query = {"start_time": now_s - 3 * HOUR_S, "end_time": now_s, "bucket_width": "1h"}
+    start_s = hour * HOUR_S - 3 * HOUR_S
+    query = {"start_time": start_s + 600, "end_time": start_s + 5 * HOUR_S - 600}
+    query |= {"bucket_width": "1h"}
     found = []
     cursor = openai.omit
     while True:
@@ -277,14 +281,29 @@ async def test_the_official_client_reads_all_pages(start) -> None:
         if not page.has_more:
             break
         cursor = page.next_page
-    assert [bucket.end_time - bucket.start_time for bucket in found] == [HOUR_S] * 4
-    assert found[0].start_time == query["start_time"] // HOUR_S * HOUR_S
-    (result,) = found[-1].results
-    assert (result.num_model_requests, result.project_id, result.model) == (2, "team", MODEL)
-    assert result.output_tokens == 8 and result.api_key_id is None
+    assert [bucket.end_time - bucket.start_time for bucket in found] == [HOUR_S] * 5
+    assert found[0].start_time == start_s
+    assert not any(bucket.results for bucket in found[:3])
+    results = [result for bucket in found[3:] for result in bucket.results]
+    assert {(one.project_id, one.model, one.api_key_id) for one in results} == {
+        ("team", MODEL, None)
+    }
+    assert sum(one.num_model_requests for one in results) == 2
+    assert sum(one.output_tokens for one in results) == 8
     own = await usage.completions(**query, project_ids=["free"])
     assert not any(bucket.results for bucket in own.data)
     await client.close()
+
+
+async def test_the_first_second_of_an_hour_is_in_its_bucket(start, monkeypatch) -> None:
+    fleet = await start()
+    at_s = int(time.time()) // (24 * HOUR_S) * 24 * HOUR_S
+    monkeypatch.setattr(usage_calls, "time", SimpleNamespace(time=lambda: at_s + 0.5))
+    for width in ("1h", "1d"):
+        found = await page(fleet, start_time=at_s, bucket_width=width)
+        assert [bucket["start_time"] for bucket in found["data"]] == [at_s]
+    answer = await fleet.http.get("/fleet/usage", headers=OPS)
+    assert answer.json()["end_time"] == at_s + HOUR_S
 
 
 async def test_a_tenant_sees_only_itself(start) -> None:
