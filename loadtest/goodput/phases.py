@@ -1,7 +1,8 @@
 """Load in phases of different rates, and what became of the requests of each. Does no I/O.
 
 A response is good if its first token comes within ``ttft_s`` plus twice the prompt's own time, at
-``itl_s`` per later token on average: the definition of the fleet, by the client's clock.
+``itl_s`` per later token on average, counted from the first token or from a second one in time: the
+definition of the fleet (`router.request.Slo`), by the client's clock.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def slo(self) -> Slo:
         """Return the limits of this load's prompts, which all have the same length."""
-        return Slo(ttft_s=self.ttft_s + 2 * self.own_s, tpot_s=self.itl_s)
+        ttft_s = self.ttft_s + 2 * self.own_s
+        return Slo(ttft_s=ttft_s, tpot_s=self.itl_s, from_second=True)
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):

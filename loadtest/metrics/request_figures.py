@@ -76,6 +76,14 @@ def tpot_s(record: RequestRecord) -> float | None:
     return (record.chunk_s[-1] - record.chunk_s[0]) / (tokens - 1)
 
 
+def tpot_from_second_s(record: RequestRecord) -> float | None:
+    """Return the time per output token after the second chunk, without the KV transfer."""
+    tokens = answer_tokens(record)
+    if len(record.chunk_s) < 3 or tokens < 3:
+        return None
+    return (record.chunk_s[-1] - record.chunk_s[1]) / (tokens - 2)
+
+
 def e2e_s(record: RequestRecord) -> float | None:
     """Return the time from the intended send to the end of a complete response."""
     return record.ended_s - record.intended_s if record.end == "ok" else None

@@ -90,6 +90,6 @@ def is_good(record: Record, setup: Setup, slo: Slo) -> bool:
     if record.error:
         return False
     own_s = setup.timing.step_s + setup.timing.prompt_s(record.prompt_tokens)
-    first_s = (record.first_ns - record.request.arrived_ns) / 1e9
-    itl_s = (record.last_ns - record.first_ns) / 1e9 / max(record.tokens - 1, 1)
-    return first_s <= slo.ttft_s + 2 * own_s and itl_s <= slo.itl_s
+    times_ns = (record.first_ns, record.second_ns, record.last_ns)
+    first_s, second_s, last_s = ((at_ns - record.request.arrived_ns) / 1e9 for at_ns in times_ns)
+    return slo.met_by(own_s, first_s, second_s, last_s, record.tokens)

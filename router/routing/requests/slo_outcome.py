@@ -19,10 +19,12 @@ def outcome(active: ActiveRequest, slo: Slo, now_ns: int) -> str:
         return "refused"
     if record.error is not None or active.placement is None:
         return "failed"
-    later = record.completion_tokens // active.request.sampling.n - 1
-    itl_s = (record.last_token_ns - record.first_token_ns) / 1e9 / max(later, 1)
-    kept = later < 1 or itl_s <= slo.itl_s
-    return "good" if kept and _began_in_time(active, active.placement, slo, now_ns) else "late"
+    arrived_ns = active.request.arrived_ns
+    times_ns = (record.first_token_ns or now_ns, record.second_token_ns, record.last_token_ns)
+    first_s, second_s, last_s = ((at_ns - arrived_ns) / 1e9 for at_ns in times_ns)
+    tokens = record.completion_tokens // active.request.sampling.n
+    own_s = _own_s(active, active.placement)
+    return "good" if slo.met_by(own_s, first_s, second_s, last_s, tokens) else "late"
 
 
 def slo_header(requests: Iterable[ActiveRequest], now_ns: int) -> str:
@@ -47,7 +49,11 @@ def slo_header(requests: Iterable[ActiveRequest], now_ns: int) -> str:
 
 
 def _began_in_time(active: ActiveRequest, placement: Placement, slo: Slo, now_ns: int) -> bool:
-    length = len(active.request.prompt)
-    own_s = placement.chosen.computes.prompt_s(length, context_tokens(0, length))
     first_ns = active.record.first_token_ns or now_ns
-    return (first_ns - active.request.arrived_ns) / 1e9 <= slo.ttft_s + 2 * own_s
+    limit_s = slo.ttft_s + 2 * _own_s(active, placement)
+    return (first_ns - active.request.arrived_ns) / 1e9 <= limit_s
+
+
+def _own_s(active: ActiveRequest, placement: Placement) -> float:
+    length = len(active.request.prompt)
+    return placement.chosen.computes.prompt_s(length, context_tokens(0, length))

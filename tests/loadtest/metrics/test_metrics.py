@@ -133,6 +133,13 @@ def any_record(draw) -> RequestRecord:
     )
 
 
+@pytest.mark.parametrize(("ttft_s", "good"), [(2.0, True), (1.0, False)])
+def test_a_limit_may_count_from_the_second_token_if_it_is_in_time(ttft_s, good):
+    one = record(intended_s=0.0, sent_s=0.0, chunk_s=[0.5, 1.5, 1.6, 1.7], answer_tokens=4)
+    assert not Slo(ttft_s=ttft_s, tpot_s=0.2).met_by(one)
+    assert Slo(ttft_s=ttft_s, tpot_s=0.2, from_second=True).met_by(one) == good
+
+
 @given(st.lists(any_record(), max_size=12), st.floats(0.1, 5), st.floats(0, 50))
 @settings(deadline=None)
 def test_no_run_breaks_the_sums(records, limit, warmup_s):

@@ -5,8 +5,11 @@ import time
 
 import httpx
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from baton.config.clients import ApiKeyConfig, SloConfig
+from router.request import Slo
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 
@@ -173,6 +176,37 @@ async def test_a_response_says_whether_it_kept_its_limits(make_fleet):
     assert (await call(fleet)).headers["x-baton-slo"] == "met"
     await until(lambda: outcomes(fleet) == {"late": 1, "good": 1})
     assert wasted(fleet) == late.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(("ttft_s", "value"), [(1.0, "met"), (0.2, "late")])
+async def test_a_late_second_token_is_no_slow_step_if_the_first_could_come_with_it(
+    make_fleet, ttft_s, value
+):
+    script = Script(second_s=0.4)
+    fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=ttft_s, itl_s=0.1))
+    assert (await call(fleet)).headers["x-baton-slo"] == value
+
+
+@given(
+    st.tuples(*[st.floats(0, 2)] * 3), st.integers(1, 9), st.floats(0.01, 2), st.floats(0.001, 1)
+)
+def test_a_response_is_good_if_it_would_be_with_its_first_token_then_or_later(
+    gaps_s, tokens, ttft_s, itl_s
+):
+    """Tries the moments at which a server could have sent the first token."""
+    slo = Slo(ttft_s=ttft_s, itl_s=itl_s)
+    first_s, wait_s, rest_s = gaps_s
+    second_s = first_s + wait_s
+    last_s = second_s + rest_s if tokens > 2 else second_s if tokens > 1 else first_s
+    expected = False
+    for shown_s in (first_s, second_s) if tokens > 1 else (first_s,):
+        later = tokens - 1 if shown_s == first_s else max(tokens - 2, 1)
+        mean_s = (last_s - shown_s) / max(later, 1)
+        expected |= shown_s <= ttft_s + 0.2 and mean_s <= itl_s
+    edges = (first_s - ttft_s - 0.2, second_s - ttft_s - 0.2)
+    edges += ((last_s - first_s) - itl_s * (tokens - 1), (last_s - second_s) - itl_s * (tokens - 2))
+    assume(min(map(abs, edges)) > 1e-9 or tokens <= 2)
+    assert slo.met_by(0.1, first_s, second_s, last_s, tokens) == expected
 
 
 @pytest.mark.parametrize(("prefill_s", "value"), [(0.0, "met"), (0.4, "late")])
