@@ -77,7 +77,7 @@ def parse_slo(text: str, quantile: float = 0.9) -> Slo:
             raise ValueError(f"{part}: a limit must be a positive number of seconds")
     if not 0 < quantile <= 1:
         raise ValueError(f"quantile {quantile:g} must be in (0, 1]")
-    return Slo(**limits, quantile=quantile)
+    return msgspec.structs.replace(Slo(quantile=quantile), **limits)
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
