@@ -44,6 +44,14 @@ when these have enough work for the whole fleet."""
 YIELD_STEP = 0.05
 """The same share of the ITL limit."""
 
+CALM = 0.1
+"""Time without new late requests until those of the lane run beside others, in multiples of the
+limit: under lasting overload they would take the place of requests on time."""
+
+STEP_QUANTILE = 0.95
+"""Quantile of the errors of predicted steps by which predictions are corrected: the share of
+responses to keep the ITL limit when the fleet is full."""
+
 _IDLE = 0.01  # a worker with a shorter queue, in multiples of the limit, takes late requests
 _ASKED = 4  # requests of the lane at once: each is priced anew
 _SAMPLES = 500  # in the quantile of errors
@@ -99,10 +107,11 @@ class SloGate:
         self._wait_errors_s = _Quantile(0.9, prior=0.0)
         self._firsts_s = _Quantile(0.5, prior=inf)
         self._prompts_tokens = _Quantile(0.5, prior=inf)
-        self._step_ratios = _Quantile(0.9, prior=1.0)
+        self._step_ratios = _Quantile(STEP_QUANTILE, prior=1.0)
         self._lane: dict[str, _Late] = {}  # in the order of arrival
         self._returned: dict[str, int] = {}  # those of the lane that came again: until when on time
         self._work_s = 0.0
+        self._late_ns = -(10**18)  # when a new request was last found late
         self.promises = Promises()
 
     def predict(self, chosen: Candidate, prompt_tokens: int, answer_tokens: float) -> Prediction:
@@ -178,7 +187,9 @@ class SloGate:
         strict = over_share or early
         behind = not returned and self._is_awaited(now_ns)
         on_time = not behind and self._is_on_time(prediction, slo, waited_s, strict, pressure)
-        if on_time or (late is not None and self._may_run_late(prediction, slo)):
+        if late is None and not on_time:
+            self._late_ns = now_ns
+        if on_time or (late is not None and self._may_run_late(prediction, slo, now_ns)):
             self.leave(request_id)
             self.promises.came(caller)
             self.promises.placed(prediction.compute_s, now_ns)
@@ -216,11 +227,12 @@ class SloGate:
         wait_s = waited_s + prediction.wait_s + self._wait_errors_s.value
         return wait_s <= slo.ttft_s * share and self._keeps_step(prediction, slo, pressure)
 
-    def _may_run_late(self, prediction: Prediction, slo: Slo) -> bool:
-        """Return whether the chosen workers are idle enough for a late request."""
+    def _may_run_late(self, prediction: Prediction, slo: Slo, now_ns: int) -> bool:
+        """Return whether the chosen workers are idle, or idle enough while no others are late."""
         alone = prediction.streams < 1
         idle = prediction.wait_s <= _IDLE * slo.ttft_s
-        return idle and (alone or self._keeps_step(prediction, slo))
+        calm = now_ns - self._late_ns >= CALM * slo.ttft_s * 1e9
+        return idle and (alone or (calm and self._keeps_step(prediction, slo)))
 
     def _keeps_step(self, prediction: Prediction, slo: Slo, pressure: float = 0.0) -> bool:
         step_s = prediction.step_s * self._step_ratios.value

@@ -72,6 +72,25 @@ def test_a_late_request_is_placed_when_it_is_on_time_after_all_or_a_worker_is_id
     assert not gate.late
 
 
+def test_a_late_request_runs_beside_others_when_no_new_one_was_late_for_a_while():
+    gate = SloGate(64, 256)
+    idle = prediction(0.0, streams=2)
+    assert judge(gate, "a", prediction(20.0)) is Verdict.WAIT
+    assert judge(gate, "b", prediction(20.0), now_s=24.0) is Verdict.WAIT
+    assert judge(gate, "a", idle, now_s=24.9, waited_s=24.9) is Verdict.WAIT, "b was late just now"
+    assert judge(gate, "a", idle, now_s=25.0, waited_s=25.0) is Verdict.PLACE
+
+
+def test_steps_are_predicted_so_that_all_but_one_of_20_keep_the_limit():
+    gate = SloGate(64, 256)
+    for number in range(1000):
+        gate.learn_step(0.04, 0.04 * (1.2 if number % 25 == 0 else 1.0), 64)
+    assert judge(gate, "a", prediction(step_s=0.049, streams=2)) is Verdict.PLACE
+    for number in range(1000):
+        gate.learn_step(0.04, 0.04 * (1.2 if number % 13 == 0 else 1.0), 64)
+    assert judge(gate, "b", prediction(step_s=0.049, streams=2)) is Verdict.WAIT
+
+
 def test_a_full_lane_refuses_with_a_later_time_for_each():
     gate = SloGate(64, 256)
     names = [f"r{number}" for number in range(1000)]
