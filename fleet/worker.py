@@ -52,8 +52,9 @@ from decode_worker.parts import WorkerParts
 from decode_worker.peers import Peers
 from decode_worker.prefix_pull import PrefixPuller
 from decode_worker.service import DecodeService
-from fleet.canary import Canary
 from fleet.draining import drained
+from fleet.engine_check.canary import Canary
+from fleet.engine_check.idle_sleep import sleep_when_idle
 from fleet.engine_metrics import EngineMetrics
 from fleet.erasure.worker import erase_forever
 from fleet.ports import chosen_port, free_port, kv_listener
@@ -61,7 +62,7 @@ from fleet.private_logs import open_log
 from fleet.quarantine_watch import QuarantineWatch
 from fleet.rank_links import open_links, serve_links
 from fleet.worker_identity import capabilities_of, identity_of, record_of
-from fleet.worker_settings import WorkerSettings
+from fleet.worker_settings import CANARY_S, WorkerSettings
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.ranks.link import RankLink
 from kvtransfer.ranks.pools import RankPools
@@ -138,8 +139,12 @@ class Worker:
         self._vital(erase_forever(parts.engine, erasures, settings.worker_id), "erasure")
         for link in parts.links:
             self._vital(self._watch_rank(link), "rank")
+        canary = _canary(settings, parts.engine)
         if settings.canary_s:
-            self._vital(self._watch_canary(), "canary")
+            self._vital(self._watch_canary(canary), "canary")
+        if settings.idle_sleep_s:
+            rest = sleep_when_idle(parts.engine, canary, settings.idle_sleep_s, parts.metrics)
+            self._vital(rest, "sleep")
 
     @classmethod
     async def start(cls, settings: WorkerSettings) -> "Worker":
@@ -280,16 +285,7 @@ class Worker:
     async def _watch_rank(self, link: RankLink) -> None:
         await self._fail(await asyncio.shield(link.broken), 1)
 
-    async def _watch_canary(self) -> None:
-        engine = self._settings.engine
-        interval_s = self._settings.canary_s
-        canary = Canary(
-            engine=self._parts.engine,
-            interval_s=interval_s,
-            # the steps of an external engine are seen by their tokens only
-            limit_s=interval_s if engine.external is None else 3 * interval_s,
-            exact=engine.numerics == "exact",
-        )
+    async def _watch_canary(self, canary: Canary) -> None:
         await self._fail(await canary.run(), 1)
 
     async def _watch_quarantine(self) -> None:
@@ -302,6 +298,17 @@ class Worker:
                 self._parts.metrics.inc("baton_quarantines")
                 await self._fail(f"{load.blocks.quarantined} KV blocks are stuck in quarantine", 1)
                 return
+
+
+def _canary(settings: WorkerSettings, engine: EngineHandle) -> Canary:
+    interval_s = settings.canary_s or CANARY_S
+    return Canary(
+        engine=engine,
+        interval_s=interval_s,
+        # the steps of an external engine are seen by their tokens only
+        limit_s=interval_s if settings.engine.external is None else 3 * interval_s,
+        exact=settings.engine.numerics == "exact",
+    )
 
 
 def _check_trust(settings: WorkerSettings) -> None:

@@ -41,6 +41,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ranks_apart: bool = False  # ranks 1 and up are started separately, not as children
     rank_addresses: tuple[str, ...] = ()  # of the separate ranks (``fleet.rank``)
     canary_s: float = CANARY_S
+    idle_sleep_s: float = 0.0  # time without requests before the worker sleeps; 0: never
     trust: TrustRules = TrustRules()  # checked before the engine loads the model
 
     def token(self) -> FleetToken:

@@ -139,6 +139,11 @@ class ServedModel:
         """Digest of the weights, shortened."""
         return self.artifact.weights_digest.hex()[:12]
 
+    def version_of(self, name: str) -> str:
+        """Return the version of the model or of an adapter: the shortened digest of its weights."""
+        entry = None if name in self.names else self.adapters.find(name)
+        return self.version if entry is None else entry.digest[:12]
+
     @property
     def hidden_size(self) -> int:
         """Length of a hidden state and of an embedding."""

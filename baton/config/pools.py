@@ -146,6 +146,8 @@ class PoolsConfig(Section):
         int8_chunks: In ``numerics: fast``, send KV as int8 over links where that is faster.
         receive_cpu_share: Largest share of a core for receiving KV while a worker generates
             responses; 0 is no limit. See ``docs/design/handoff.md``.
+        idle_sleep_s: Time without requests after which a worker gives back the memory of its KV
+            pool; 0: never. See ``docs/guide/models.md``.
         routers: Router processes that share the port; ``auto`` is one per `CORES_OF_A_ROUTER`
             cores of the host. ``docs/guide/operate.md`` lists the state that they share.
     """
@@ -167,6 +169,7 @@ class PoolsConfig(Section):
     int8_chunks: bool = True
     pull_prefixes: bool = True  # let workers pull prefixes of a prompt from each other's caches
     receive_cpu_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.025
+    idle_sleep_s: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
 
     @field_validator("ports")
     @classmethod
@@ -187,6 +190,14 @@ class PoolsConfig(Section):
         tiers = self.kv_tiers.memory_mb or self.kv_tiers.disk_mb
         if self.tensor_parallel.memory == "own" and tiers:
             raise ValueError("kv_tiers need `tensor_parallel: {memory: shared}`")
+        return self
+
+    @model_validator(mode="after")
+    def _only_pools_in_host_memory_sleep(self) -> Self:
+        if self.idle_sleep_s and (self.engine.external is not None or self.widest > 1):
+            raise ValueError(
+                "idle_sleep_s: only for Baton's own engine without tensor_parallel; remove one"
+            )
         return self
 
     @model_validator(mode="after")

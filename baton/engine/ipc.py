@@ -39,6 +39,13 @@ class FrameReader(Generic[M]):
         return messages
 
 
+def give_back(pool: memoryview) -> None:
+    """Free the memory of a pool, which stays mapped everywhere and reads as zeros."""
+    mapped = pool.obj
+    if isinstance(mapped, mmap.mmap):
+        mapped.madvise(mmap.MADV_REMOVE)
+
+
 def map_pool(pool_fd: int, geometry: KvGeometry) -> memoryview:
     """Size the memory file for ``geometry`` and map it writable and shared."""
     os.ftruncate(pool_fd, geometry.pool_bytes)

@@ -99,6 +99,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int = 512
     max_adapters: int = 0  # limit of loaded adapters; 0: none are served
     max_adapter_rank: int = 64
+    sleeps: bool = False  # the memory of the KV pool is given back while the worker is idle
     check_every_step: bool = False  # tests: recount all blocks after each step
     speculation: SpeculationSettings = SpeculationSettings()
     tensor_parallel: int = 1  # ranks of this replica

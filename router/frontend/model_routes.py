@@ -21,14 +21,17 @@ from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.gates import MAX_GOLDEN, GoldenPrompt, GoldenRound
 from baton.types.routes import NameRoute, RouteTable
+from router.adapter_table import AdapterEntry
 from router.frontend.access import check_operator, who_of
 from router.frontend.api.orders import ask
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import audited
 from router.frontend.gates.golden import GoldenRunner, golden_of
 from router.frontend.gates.report import gate_state, round_state
+from router.frontend.gates.warm import warm
 from router.routing.lanes.routes import (
     RouteChangeError,
+    leads_to,
     models_of,
     promoted,
     rolled_back,
@@ -115,6 +118,7 @@ def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
         golden = None
         if body.verb == "canary" and body.model is not None:
             golden = await _passed(router, runner, body.model)
+        await _warm(router, body)
         now_ms = time.time_ns() // 10**6
         before, after = await _change(router, lambda table: _edited(router, table, body, now_ms))
         _LOG.info("changed the route: name=%s verb=%s", body.name, body.verb)
@@ -145,7 +149,7 @@ def _lane_to_load(router: RouterParts, body: _ChangeBody) -> RouterParts:
     if body.verb == "load":
         return lane
     for name, entry in router.routes.table.names.items():
-        if any(lane.model.serves(model) for model in (entry.target, entry.candidate) if model):
+        if any(lane.model.serves(model) for model in leads_to(entry)):
             raise InvalidRequestError.at(
                 "name",
                 f"{name} leads to {body.name}: use `baton models alias`, `rollback` or `remove` "
@@ -192,6 +196,16 @@ async def _passed(router: RouterParts, runner: GoldenRunner, model: str) -> Gold
     return found
 
 
+async def _warm(router: RouterParts, body: _ChangeBody) -> None:
+    """Load the adapter that is to answer a name, if it is one, at all workers of its model."""
+    entry = router.routes.table.names.get(body.name)
+    model = body.model if body.verb in ("alias", "canary", "shadow") else None
+    if body.verb == "promote" and entry is not None:
+        model = entry.canary
+    if model and router.lanes.serves(model):
+        await warm(router.lanes.of(model), model)
+
+
 def _prompts(raw: list[dict[str, Any]]) -> tuple[GoldenPrompt, ...]:
     try:
         return msgspec.convert(raw, tuple[GoldenPrompt, ...])
@@ -227,6 +241,12 @@ def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody, now_ms: i
         if not router.lanes.serves(name):
             served = ", ".join(router.lanes.served_names())
             raise RouteChangeError(f"{name} is not served; this fleet serves {served}")
+        adapter = router.lanes.of(name).model.adapters.find(name)
+        if adapter is not None and adapter.owner:
+            raise RouteChangeError(
+                f"{name} is an adapter of the tenant {adapter.owner}; a name needs an adapter that "
+                "all tenants may use"
+            )
     return made
 
 
@@ -245,4 +265,12 @@ def _lane(router: RouterParts, lane: RouterParts) -> dict[str, Any]:
         "workers": dict(workers),
         "running": lane.gateway.in_flight - lane.gateway.admission.waiting,
         "waiting": lane.gateway.admission.waiting,
+        "adapters": [_adapter(lane, entry) for entry in lane.model.adapters.served()],
     }
+
+
+def _adapter(lane: RouterParts, entry: AdapterEntry) -> dict[str, Any]:
+    statuses = [slot.link.status for slot in lane.gateway.workers.usable if slot.link is not None]
+    digest = bytes.fromhex(entry.digest)
+    held = sum(status is not None and digest in status.adapters for status in statuses)
+    return {"name": entry.name, "version": entry.digest[:12], "held_by_workers": held}

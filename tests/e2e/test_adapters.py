@@ -74,6 +74,35 @@ async def test_adapters_are_loaded_mixed_and_unloaded_while_the_fleet_runs(share
 
 
 @pytest.mark.slow
+async def test_loads_under_streams_change_no_running_answer(shared, paths, tmp_path):
+    """As in vLLM #47724, where a load moved running requests to another adapter."""
+    loaded(shared.url, "red", paths["red"])
+    config = resolve_model(MODEL).config
+    names = [f"new-{number}" for number in range(3)]
+    made = {
+        name: write_adapter(tmp_path / name, config, seed=9 + number, size=0.1)
+        for number, name in enumerate(names)
+    }
+    long = {"max_tokens": 48}
+    try:
+        asked = [(model, mode) for model in (NAME, "red") for mode in MODES]
+        alone = [await text(shared.url, model, mode, **long) for model, mode in asked]
+        assert len(set(alone)) == 2
+        running = [
+            asyncio.create_task(text(shared.url, model, mode, **long)) for model, mode in asked
+        ]
+        answers = []
+        for name, path in made.items():
+            await asyncio.to_thread(loaded, shared.url, name, path)
+            answers.append(await text(shared.url, name, "colocated", max_tokens=1))
+        assert not all(task.done() for task in running), "loaded while they ran"
+        assert await asyncio.gather(*running) == alone
+    finally:
+        for name in ("red", *names):
+            httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+@pytest.mark.slow
 async def test_the_fleet_answers_as_the_engine_alone(shared, paths):
     loaded(shared.url, "red", paths["red"])
     try:

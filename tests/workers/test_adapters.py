@@ -23,9 +23,11 @@ def adapters_in_use(worker: WorkerProcess) -> str:
     return labels
 
 
-async def ask(router: MiniRouter, name: str, lora=None, prefill=None, **sampling) -> list[int]:
+async def ask(
+    router: MiniRouter, name: str, lora=None, prefill=None, prompt=PROMPT, **sampling
+) -> list[int]:
     seed = lora.digest if lora else b"s" * 16  # as the router does: names differ by adapter
-    await router.submit(name, PROMPT, prefill, lora, sampling=sampling, hash_seed=seed)
+    await router.submit(name, prompt, prefill, lora, sampling=sampling, hash_seed=seed)
     end = await router.ended(name)
     assert not end.HasField("error"), end.error.message
     return router.tokens[name][0]
@@ -63,6 +65,30 @@ async def test_more_adapters_than_places_are_served_in_turn(tmp_path):
         assert "baton_adapters_held 2.0" in page
         assert 'baton_adapter_evictions_total{adapter="a1"}' in page
         assert 'baton_adapter_loads_total{adapter="a3",outcome="loaded"}' in page
+
+
+async def test_loads_under_streams_change_no_running_answer(tmp_path):
+    """As in vLLM #47724, where a load moved running requests to another adapter."""
+    loras = [None, adapter(1, tmp_path), adapter(2, tmp_path)]
+    long = {"max_tokens": 150, "prompt": PROMPT[:24]}
+    settings = {"max_adapters": 3, "emulated_token_s": 0.002}
+    async with workers("prefill-0", "decode-0", **settings) as (prefill, decode):
+        async with routed(decode) as router:
+            alone = [await ask(router, f"alone {i}", one, **long) for i, one in enumerate(loras)]
+            assert len({tuple(tokens) for tokens in alone}) == 3
+            running = [
+                asyncio.create_task(
+                    ask(router, f"r{i}", loras[i % 3], [None, prefill][i % 2], **long)
+                )
+                for i in range(6)
+            ]
+            await router.until(lambda: all(router.tokens.get(f"r{i}", {}).get(0) for i in range(6)))
+            few = {"max_tokens": 2, "prompt": PROMPT[:4]}
+            for i in range(3, 8):
+                await ask(router, f"load {i}", adapter(i, tmp_path), **few)
+            assert not any(task.done() for task in running), "loaded while they ran"
+            assert await asyncio.gather(*running) == [alone[i % 3] for i in range(6)]
+            await router.baseline()
 
 
 async def test_one_that_cannot_be_loaded_ends_its_request_alone(tmp_path):

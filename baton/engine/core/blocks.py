@@ -198,6 +198,12 @@ class BlockPool:
             self.drop_forgotten(block)
         return len(found)
 
+    def drop_cached(self) -> None:
+        """Free all cached blocks that are not being copied."""
+        for block in [one for one in self._cached if one not in self.guarded]:
+            self._forget_cached(block)
+            self._free.add(block)
+
     def drop_forgotten(self, block: int) -> None:
         """Free a block that is to be forgotten, or only its hash while sequences use it.
 

@@ -98,6 +98,12 @@ class EngineCore:
         number = self.tiers.forget(tags)  # before the pool, whose blocks count as saved there
         return self.pool.forget(tags), number
 
+    def drop_cached(self) -> int:
+        """Drop all cached blocks; return the number of blocks that still hold data."""
+        self.pool.drop_cached()
+        counts = self.pool.counts()
+        return counts.total - counts.free
+
     def publications(self, plan: StepPlan) -> list["Publication"]:
         """Return publications of the plan's PREFILL rows, each in groups of layers."""
         publications = []

@@ -110,6 +110,8 @@ class EngineClient:
         self.pools = tuple(pools)
         self.pool_fd = pool_fd
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.wanted = asyncio.Event()  # set while commands are held
+        self._held: list[messages.Command] | None = None
         self._process = process
         self._writer = writer
         self._inbox = inbox
@@ -150,7 +152,7 @@ class EngineClient:
                 shapes = rank_geometries(ready.geometry, ranks)
                 pools = [map_pool(fd, shape) for fd, shape in zip(pool_fds, shapes, strict=False)]
                 for fd in pool_fds:
-                    _seal(fd, alone=settings.tensor_parallel == 1)
+                    _seal(fd, alone=settings.tensor_parallel == 1 and not settings.sleeps)
                 alone = not settings.own_pools
                 reading_fd = os.open(f"/proc/self/fd/{pool_fds[0]}", os.O_RDONLY) if alone else -1
             finally:
@@ -175,14 +177,38 @@ class EngineClient:
         return self._inbox.fatal
 
     def send(self, *commands: messages.Command) -> None:
-        """Send commands; they are dropped if the process is ending."""
+        """Send commands, or hold them; they are dropped if the process is ending."""
+        if self._held is None:
+            self.send_now(*commands)
+        else:
+            self._held += commands
+            self.wanted.set()
+
+    @property
+    def holds(self) -> bool:
+        """Return whether commands are held."""
+        return self._held is not None
+
+    def hold(self) -> None:
+        """Hold commands from now on, until `release`."""
+        self._held = []
+        self.wanted.clear()
+
+    def release(self) -> None:
+        """Send the held commands, in order."""
+        held, self._held = self._held, None
+        if held:
+            self.send_now(*held)
+
+    def send_now(self, *commands: messages.Command) -> None:
+        """Send commands before those that are held."""
         if not self._writer.is_closing():
             self._writer.write(messages.frame(list(commands)))
 
     async def stop(self, grace_s: float = 3.0) -> int:
         """Stop the process, by force after ``grace_s``, and return its exit code."""
         if self._process.returncode is None:
-            self.send(messages.Stop())
+            self.send_now(messages.Stop())
             try:
                 async with asyncio.timeout(grace_s):
                     await self._process.wait()
@@ -218,9 +244,10 @@ def _pool_file() -> int:
 
 
 def _seal(pool_fd: int, *, alone: bool) -> None:
-    """Seal the size of a pool. With one engine process, also prevent new writable mappings.
+    """Seal the size of a pool. If ``alone``, also prevent new writable mappings.
 
-    Ranks may map the pool after this.
+    Ranks may map the pool after this. The kernel frees no memory of a file without writable
+    mappings, so pools that are given back stay without the second seal.
     """
     fcntl.fcntl(pool_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     if alone:

@@ -9,6 +9,7 @@ from typing import IO
 
 import msgspec
 
+from baton.engine.ipc import give_back
 from baton.engine.process import messages
 from baton.engine.process.client import EngineClient
 from baton.engine.process.step_rates import DecodeFit, PromptFit, StepRates
@@ -21,6 +22,9 @@ from baton.types.pool_counts import BlockCounts
 _LOG = logging.getLogger(__name__)
 
 Handler = Callable[[messages.RequestReport | ev.Ended], None]
+
+PROBES = ("d/probe-", "p/probe-")
+"""Begins of the ids of routers' probes, which come also to an idle worker."""
 
 SILENCE_NS = 3_000_000_000
 """Silence after which an engine with short steps counts as hung; a loop without steps reports."""
@@ -47,6 +51,8 @@ class EngineHandle:
         self._names = 0  # number of names issued
         self._canaries: set[str] = set()  # ids of live canary requests
         self._adapters_asked: dict[str, AdapterRef] = {}  # adapters of live requests
+        self.used_ns = ALIVE.now_ns()  # last begin or end of a request other than canaries, probes
+        self._slept: asyncio.Future[int] | None = None
         self._erasures: deque[asyncio.Future[dict[str, int]]] = deque()
         self._rates = StepRates()
         self._durations_ns: deque[int] = deque([0], maxlen=_RECENT_STEPS)
@@ -80,10 +86,29 @@ class EngineHandle:
         self._handlers[command.request_id] = handler
         if is_canary:
             self._canaries.add(command.request_id)
+        self._note_use(command.request_id)
         self._submitted_ns = time.monotonic_ns()
         if command.spec.adapter is not None:
             self._adapters_asked[command.request_id] = command.spec.adapter
-        self.client.send(msgspec.structs.replace(command, sent_ns=self._submitted_ns))
+        send = self.client.send_now if is_canary else self.client.send
+        send(msgspec.structs.replace(command, sent_ns=self._submitted_ns))
+
+    async def sleep(self) -> bool:
+        """Give back the memory of the KV pool; False if requests run.
+
+        All commands for the engine are held until `EngineClient.release`, except those of canaries.
+        """
+        if self._handlers:
+            return False
+        self.client.hold()
+        self._slept = asyncio.get_running_loop().create_future()
+        self.client.send_now(messages.Sleep())
+        if await self._slept:  # blocks are being copied to a tier
+            self.client.release()
+            return False
+        for pool in self.client.pools:
+            give_back(pool)
+        return True
 
     async def forget(self, tags: frozenset[bytes]) -> dict[str, int]:
         """Erase all cached blocks with these tags; return their number by tier, -1: an error."""
@@ -168,7 +193,11 @@ class EngineHandle:
                 self.sick = report.message
             case messages.Forgotten():
                 self._note_erasure(report.blocks)
+            case messages.Slept():
+                if self._slept is not None and not self._slept.done():
+                    self._slept.set_result(report.left)
             case ev.Ended():
+                self._note_use(report.request_id)
                 self._adapters_asked.pop(report.request_id, None)
                 self._canaries.discard(report.request_id)
                 self._deliver(self._handlers.pop(report.request_id, None), report)
@@ -190,6 +219,10 @@ class EngineHandle:
                 return  # its end was delivered
             self.client.send(messages.Cancel(name))
             handler(ev.Ended(name, "internal_error", f"{type(error).__name__}: {error}"))
+
+    def _note_use(self, request_id: str) -> None:
+        if request_id not in self._canaries and not request_id.startswith(PROBES):
+            self.used_ns = ALIVE.now_ns()
 
     def _note_erasure(self, blocks: dict[str, int]) -> None:
         done = self._erasures.popleft()

@@ -85,12 +85,26 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     tags: frozenset[bytes]
 
 
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Command: drop all cached blocks, so that the memory of the pool can be given back."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Command: end the process."""
 
 
 Command = (
-    Submit | Bind | Commit | ComputeLocally | Drained | Release | Cancel | Withdraw | Forget | Stop
+    Submit
+    | Bind
+    | Commit
+    | ComputeLocally
+    | Drained
+    | Release
+    | Cancel
+    | Withdraw
+    | Forget
+    | Sleep
+    | Stop
 )
 
 
@@ -131,6 +145,12 @@ class Forgotten(msgspec.Struct, frozen=True, tag=True):
     blocks: dict[str, int]
 
 
+class Slept(msgspec.Struct, frozen=True, tag=True):
+    """Report that cached blocks were dropped, and of how many blocks still hold data."""
+
+    left: int
+
+
 class Sick(msgspec.Struct, frozen=True, tag=True):
     """Report that the model produced NaN or Inf."""
 
@@ -159,6 +179,7 @@ Report = (
     | Alive
     | Sick
     | Forgotten
+    | Slept
     | RequestReport
     | ev.Ended
     | ev.CacheChanged

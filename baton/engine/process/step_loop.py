@@ -139,6 +139,9 @@ class StepLoop:
                 self._stopping = True
             case messages.Forget():
                 self._forget(command.tags)
+            case messages.Sleep():
+                left = self._core.drop_cached()
+                self._send([*self._core.take_events(), messages.Slept(left)])
             case messages.Submit():
                 self._prepare(command)
             case messages.Cancel() if command.request_id in self._waiting and not command.choices:

@@ -15,9 +15,14 @@ _KEPT_MS = 24 * 3600 * 1000
 _LEASE_MS = 3000
 _COUNTS = ("requests", "errors", "same", "different")
 
-# KEYS: sums, runner. ARGV: router, lease in ms, life of the key in ms, then fields and increments.
+# KEYS: sums, runner. ARGV: router, lease in ms, life of the key in ms, number of the evidence, then
+# fields and increments. Redis may receive evidence again, if it did not answer in time.
 _EXCHANGE = """
-for i = 4, #ARGV, 2 do redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1]) end
+local seen = 'seen.' .. ARGV[1]
+if tonumber(redis.call('HGET', KEYS[1], seen) or '0') < tonumber(ARGV[4]) then
+    redis.call('HSET', KEYS[1], seen, ARGV[4])
+    for i = 5, #ARGV, 2 do redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1]) end
+end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 if (redis.call('GET', KEYS[2]) or ARGV[1]) == ARGV[1] then
     redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
@@ -46,14 +51,20 @@ class SharedGates:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    async def exchange(self, router_id: str, name: str, since_ms: int, fresh: Evidence) -> GateSums:
-        """Add evidence about a canary, and return the sums of all routers."""
+    async def exchange(
+        self, router_id: str, name: str, since_ms: int, fresh: Evidence, number: int
+    ) -> GateSums:
+        """Add evidence about a canary, and return the sums of all routers.
+
+        Evidence with a number that Redis has already received from this router is not added again.
+        """
         key = self._key(name, since_ms)
         added: list[object] = []
         for side, tally in (("canary", fresh.canary), ("stable", fresh.stable)):
             for field, count in _fields(side, tally).items():
                 added += [field, count]
-        call = ("EVAL", _EXCHANGE, 2, key, key + b":runner", router_id, _LEASE_MS, _KEPT_MS, *added)
+        keys = (key, key + b":runner")
+        call = ("EVAL", _EXCHANGE, 2, *keys, router_id, _LEASE_MS, _KEPT_MS, number, *added)
         ((runner, flat),) = await self._registry.send(call)
         raw = {bytes(flat[i]): bytes(flat[i + 1]) for i in range(0, len(flat), 2)}
         found = raw.pop(b"round", None)
@@ -89,6 +100,8 @@ def _evidence(raw: dict[bytes, bytes]) -> Evidence:
     found = Evidence()
     for field, value in raw.items():
         side, kind, *bucket = field.decode().split(".")
+        if side == "seen":
+            continue
         tally = found.canary if side == "canary" else found.stable
         if kind in _COUNTS:
             setattr(tally, kind, int(value))

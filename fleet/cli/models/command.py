@@ -50,6 +50,9 @@ def ls(
         workers = ", ".join(f"{count} {state}" for state, count in one["workers"].items())
         figures = (str(one["running"]), str(one["waiting"]))
         models.add_row(escape(one["name"]), one["version"], workers or "–", *figures)
+        for adapter in one["adapters"]:
+            held = f"held by {adapter['held_by_workers']}"
+            models.add_row(f"  {escape(adapter['name'])}", adapter["version"], held, "", "")
     console.print(models)
     if found["routes"]:
         names = _table("name", "answered by", "previous", "gate")

@@ -161,7 +161,9 @@ class Calls:
         )
         lane = router.lanes.of(found.model, caller.tenant)
         model = lane.model.own_name(found.model)
-        routed = Routed(model, lane.model.version, found.why, found.rollback_to, name)
+        routed = Routed(
+            model, lane.model.version_of(found.model), found.why, found.rollback_to, name
+        )
         models = caller.models if found.model == name else None
         caller = replace(caller, routed=routed, models=models, shadow=found.shadow)
         return lane, caller, found.model

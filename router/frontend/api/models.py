@@ -19,6 +19,7 @@ from router.frontend.api.prepare import off_loop
 from router.frontend.api.tool_use.offered import messages_of, offered
 from router.frontend.audited import audited
 from router.frontend.lanes import LaneTable
+from router.routing.lanes.routes import leads_to
 from router.served_model import ServedModel
 
 
@@ -74,6 +75,15 @@ def routes(router: RouterParts) -> Endpoints:
         served = next(
             (lane for lane in lanes if lane.model.adapters.find(body.lora_name)), router
         ).model
+        for name, entry in router.routes.table.names.items():
+            if served.adapters.find(body.lora_name, owner or None) and (
+                body.lora_name in leads_to(entry)
+            ):
+                raise InvalidRequestError.at(
+                    "lora_name",
+                    f"{name} leads to {body.lora_name}: use `baton models alias`, `rollback` or "
+                    "`remove` first",
+                )
         await served.adapters.unload(body.lora_name, owner)
         await audited(router, request, "adapters unload", body.lora_name, after={"owner": owner})
         message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."

@@ -16,6 +16,7 @@ from router.frontend.api.parts import RouterParts
 from router.request import GenerationRequest, Pinned
 from router.routing.lanes.golden import GoldenAnswer, difference
 from router.routing.requests.readiness import FIRST, probed, usable_pairs
+from router.served_model import ServedModel
 
 _AT_ONCE = 4
 _TIMEOUT_S = 10.0
@@ -25,11 +26,16 @@ _SCOPE = "golden"  # of their cached prefixes, which no tenant shares
 def golden_of(router: RouterParts, model: str) -> tuple[GoldenPrompt, ...]:
     """Return the golden prompts of a model: those of ``baton models gate``, or of the fleet file.
 
+    An adapter has those of ``baton models gate`` only, because its answers are not the model's.
+
     Raises:
         ModelNotFoundError: The model is not served.
     """
     own = router.routes.table.golden.get(model)
-    return own if own is not None else router.lanes.of(model).settings.golden
+    if own is not None:
+        return own
+    lane = router.lanes.of(model)
+    return lane.settings.golden if model in lane.model.names else ()
 
 
 class _Checked(NamedTuple):
@@ -81,16 +87,16 @@ class GoldenRunner:
             elif found.error:
                 left_out.add(prompt.name)
         found_right = {prompt.name for prompt in prompts} - wrong.keys() - failed.keys() - left_out
-        self._count(lane, len(found_right), len(wrong), len(failed))
+        self._count(lane.model, model, len(found_right), len(wrong), len(failed))
         return _round(wrong, failed, len(found_right))
 
-    def _count(self, lane: RouterParts, right: int, wrong: int, failed: int) -> None:
+    def _count(self, served: ServedModel, model: str, right: int, wrong: int, failed: int) -> None:
         for result, count in (("right", right), ("wrong", wrong), ("failed", failed)):
             self._router.metrics.inc(
                 "baton_golden_prompts",
                 count,
-                model=lane.model.names[0],
-                version=lane.model.version,
+                model=served.own_name(model),
+                version=served.version_of(model),
                 result=result,
             )
 
@@ -111,7 +117,8 @@ class GoldenRunner:
     async def _other(self, prompt: GoldenPrompt) -> GoldenAnswer:
         """Return the answer of the model that a prompt names, which runs once."""
         lane = self._router.lanes.of(prompt.same_as)
-        key = (prompt.same_as, lane.model.version, msgspec.json.encode(prompt))
+        version = lane.model.version_of(prompt.same_as)
+        key = (prompt.same_as, version, msgspec.json.encode(prompt))
         if (found := self._known.get(key)) is None:
             pairs = usable_pairs(lane.gateway, self._rounds)
             if not pairs:

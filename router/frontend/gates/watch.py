@@ -4,9 +4,10 @@ import asyncio
 import logging
 from time import monotonic_ns
 
-from baton.registry.lanes.gates import GateSums, SharedGates
+from baton.registry.lanes.gates import SharedGates
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import ModelNotFoundError
+from baton.types.routes import NameRoute
 from router.frontend.api.parts import RouterParts
 from router.frontend.gates.golden import GoldenRunner, golden_of
 from router.routing.lanes.gate import Gate
@@ -22,6 +23,9 @@ class GateWatch:
 
     One router, which has a lease in Redis, runs the golden prompts of a canary. Each router takes a
     canary out as soon as it has a reason.
+
+    Without Redis each router runs the golden prompts, and judges by its own requests. It ends a
+    canary for itself, and for all routers when Redis answers.
     """
 
     def __init__(self, router: RouterParts, shared: SharedGates) -> None:
@@ -29,6 +33,8 @@ class GateWatch:
         self._shared = shared
         self._golden = GoldenRunner(router)
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._calls: dict[str, asyncio.Task[None]] = {}
+        self._ended_here: dict[str, Gate] = {}
 
     def start(self) -> None:
         """Start to follow the gates of canaries."""
@@ -39,30 +45,53 @@ class GateWatch:
         while True:
             gates.follow(self._router.routes.table)
             for gate in gates:
-                try:
-                    await self._exchange(gate)
-                except RegistryUnavailableError:
-                    continue  # the registry counts it
+                call = self._calls.get(gate.name)
+                if call is None or call.done():
+                    self._calls[gate.name] = self._router.tasks.spawn(self._exchange(gate), "gate")
+            if not self._router.routes.away:
+                for gate in list(self._ended_here.values()):
+                    await self._take_out(gate)
             await asyncio.sleep(PERIOD_S)
+            for gate in gates:
+                if gate.name in self._calls and not self._calls[gate.name].done():
+                    self._judge_alone(gate)
 
     async def _exchange(self, gate: Gate) -> None:
-        fresh = gate.take()
+        number, fresh = gate.take()
         since_ms = gate.entry.since_ms
         router_id = self._router.gateway.router_id
         try:
-            sums = await self._shared.exchange(router_id, gate.name, since_ms, fresh)
-        except RegistryUnavailableError:
-            gate.give_back(fresh)
-            raise
+            sums = await self._shared.exchange(router_id, gate.name, since_ms, fresh, number)
+        except RegistryUnavailableError:  # the registry counts it
+            self._run_golden(gate)
+            self._judge_alone(gate)
+            return
+        gate.confirmed()
         reason = gate.judge(sums.evidence)
-        self._run_golden(gate, sums)
+        if sums.is_runner:
+            self._run_golden(gate)
+        else:
+            gate.last_round = sums.last_round
         if reason:
             await self._take_out(gate)
 
-    def _run_golden(self, gate: Gate, sums: GateSums) -> None:
-        if not sums.is_runner:
-            gate.last_round = sums.last_round
+    def _judge_alone(self, gate: Gate) -> None:
+        """End a canary or shadow at this router, by what it has counted itself."""
+        name = gate.name
+        is_current = self._router.gates.get(name) is gate and name not in self._ended_here
+        if not is_current or not gate.judge_alone():
             return
+        self._ended_here[name] = gate
+        self._router.routes.end_here(name, gate.entry, gate.reason)
+        _LOG.error(
+            "rolled back at this router, and at the others when Redis answers: name=%s %s=%s: %s",
+            name,
+            _kind(gate.entry),
+            gate.entry.candidate,
+            gate.reason,
+        )
+
+    def _run_golden(self, gate: Gate) -> None:
         task = self._running.get(gate.name)
         if task is not None and not task.done():
             return
@@ -82,24 +111,25 @@ class GateWatch:
             _LOG.warning("cannot write the result of golden prompts: %s", error)
 
     async def _take_out(self, gate: Gate) -> None:
-        """End a canary or shadow at all routers. The next exchange tries again if this fails."""
+        """End a canary or shadow at all routers; without Redis at this one."""
         routes = self._router.routes
         name = gate.name
         tried = gate.entry
-        kind = "canary" if tried.canary else "shadow"
         model = tried.candidate
         try:
             before, after = await routes.change(
                 lambda table: thrown_out(table, name, tried, gate.reason)
             )
-        except RouteChangeError:
-            return  # another router or an operator was faster
-        except RegistryUnavailableError as error:
-            _LOG.error("cannot roll back name=%s %s=%s: %s", name, kind, model, error)
+        except RouteChangeError:  # another router or an operator was faster
+            self._ended_here.pop(name, None)
             return
+        except RegistryUnavailableError:
+            self._judge_alone(gate)
+            return
+        self._ended_here.pop(name, None)
         self._router.gates.follow(after)
         self._router.metrics.inc("baton_model_rollbacks", model=model)
-        _LOG.warning("rolled back name=%s %s=%s: %s", name, kind, model, gate.reason)
+        _LOG.warning("rolled back name=%s %s=%s: %s", name, _kind(tried), model, gate.reason)
         if self._router.audit is not None:
             await self._router.audit.record(
                 "models rollback",
@@ -108,3 +138,7 @@ class GateWatch:
                 before=route_entry(before.names.get(name)),
                 after=route_entry(after.names.get(name)),
             )
+
+
+def _kind(entry: NameRoute) -> str:
+    return "canary" if entry.canary else "shadow"

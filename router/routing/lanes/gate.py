@@ -1,6 +1,7 @@
 """Gates of canaries and shadows at one router: evidence, and the decision to end one. Pure.
 
-    ended ──▶ fresh ──take──▶ (Redis adds up all routers) ──▶ judge ──▶ reason
+    ended ──▶ fresh ──take──▶ (Redis adds up all routers) ──confirmed──▶ judge ──▶ reason
+                └──────────── (Redis does not answer) ────────────▶ judge_alone ──▶ reason
     round_due ──▶ (one router runs golden prompts) ──▶ on_round ──▶ reason
 
 A shadow has ``compared`` in place of ``ended``. Every router judges the same sums, so they decide
@@ -43,6 +44,9 @@ class Gate:
     last_round: GoldenRound | None = None
     reason: str = ""
     _fresh: Evidence = field(default_factory=Evidence)
+    _sent: Evidence = field(default_factory=Evidence)
+    _is_sent: bool = False
+    _number: int = 0
     _due_ns: int = 0
     _due_requests: int = 0
     _failed_rounds: int = 0
@@ -65,20 +69,34 @@ class Gate:
             tally.same += same
             tally.different += not same
 
-    def take(self) -> Evidence:
-        """Return the evidence since the last call."""
-        fresh = self._fresh
-        self._fresh = Evidence()
-        return fresh
+    def take(self) -> tuple[int, Evidence]:
+        """Return the next evidence for Redis with its number; the same until `confirmed`."""
+        if not self._is_sent:
+            self._is_sent = True
+            self._number += 1
+            self._sent = self._fresh
+            self._fresh = Evidence()
+        return self._number, self._sent
 
-    def give_back(self, evidence: Evidence) -> None:
-        """Keep evidence for the next call of `take`, because Redis has not received it."""
-        self._fresh.canary.add(evidence.canary)
-        self._fresh.stable.add(evidence.stable)
+    def confirmed(self) -> None:
+        """Record that Redis has added the evidence of the last call of `take`."""
+        self._is_sent = False
+        self._sent = Evidence()
 
     def judge(self, totals: Evidence) -> str:
         """Return the reason to take the canary out by the sums of all routers; empty: none."""
         self.totals = totals
+        return self._judged(totals)
+
+    def judge_alone(self) -> str:
+        """Return the same by the last sums, and what only this router has counted since."""
+        sums = Evidence()
+        for one in (self.totals, self._sent, self._fresh):
+            sums.canary.add(one.canary)
+            sums.stable.add(one.stable)
+        return self._judged(sums)
+
+    def _judged(self, totals: Evidence) -> str:
         canary = totals.canary
         stable = totals.stable
         reason = (

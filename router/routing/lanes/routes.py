@@ -275,6 +275,11 @@ def models_of(entry: NameRoute) -> frozenset[str]:
     return frozenset({entry.target, entry.candidate, entry.previous, *entry.fallbacks} - {""})
 
 
+def leads_to(entry: NameRoute) -> frozenset[str]:
+    """Return the models that run requests of a name now: its target, and its canary or shadow."""
+    return frozenset({entry.target, entry.candidate} - {""})
+
+
 def with_entry(table: RouteTable, name: str, entry: NameRoute) -> RouteTable:
     """Return the table with an entry of a name, unless it leads to the model of this name only.
 

@@ -57,19 +57,35 @@ def test_golden_prompts_run_every_20_requests_and_every_5_seconds() -> None:
     assert machine.round_due(2 * EVERY_NS - 1)
 
 
-def test_evidence_is_taken_once_and_comes_back_if_redis_did_not_get_it() -> None:
+def test_evidence_is_the_same_until_redis_confirms_it() -> None:
     machine = gate()
     machine.ended("v2", Outcome(failed=True))
     machine.ended("v1", Outcome(failed=False, ttft_s=0.1, itl_s=0.01))
     machine.ended("fallback", Outcome(failed=True))
-    taken = machine.take()
-    assert (taken.canary.requests, taken.canary.errors) == (1, 1)
+    number, taken = machine.take()
+    assert (number, taken.canary.requests, taken.canary.errors) == (1, 1, 1)
     assert (taken.stable.requests, taken.stable.errors) == (1, 0)
     assert sum(taken.stable.ttft.values()) == sum(taken.stable.itl.values()) == 1
-    assert machine.take() == Evidence()
     machine.ended("v2", Outcome(failed=False))
-    machine.give_back(taken)
-    assert machine.take().canary.requests == 2
+    assert machine.take() == (1, taken)
+    machine.confirmed()
+    number, later = machine.take()
+    assert (number, later.canary.requests, later.canary.errors) == (2, 1, 0)
+    machine.confirmed()
+    assert machine.take() == (3, Evidence())
+
+
+def test_a_router_alone_judges_by_the_last_sums_and_its_own_requests() -> None:
+    machine = gate()
+    machine.judge(Evidence(canary=Tally(requests=2, errors=2)))
+    for _ in range(3):
+        machine.ended("v2", Outcome(failed=True))
+    machine.take()
+    assert machine.judge_alone() == ""
+    machine.ended("v2", Outcome(failed=True))
+    reason = "6 of 6 requests failed, and 0 of 0 of the stable model"
+    assert machine.judge_alone() == reason
+    assert machine.totals.canary.requests == 2
 
 
 def test_a_new_canary_of_a_name_has_a_new_gate_and_a_larger_share_keeps_it() -> None:

@@ -1,8 +1,12 @@
 """Golden prompts and automatic rollback through the router's HTTP. Real Redis."""
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from baton.registry.lanes.gates import GateSums, SharedGates
 from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.types.gates import Evidence, GoldenRound, Tally
+from fleet.local.redis_server import EmbeddedRedis
 from router.routing.lanes.mirror import RouteMirror
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import until
@@ -149,11 +154,13 @@ class Forgetful(SharedGates):
         super().__init__(registry)
         self.lost: list[int] = []
 
-    async def exchange(self, router_id: str, name: str, since_ms: int, fresh: Evidence) -> GateSums:
+    async def exchange(
+        self, router_id: str, name: str, since_ms: int, fresh: Evidence, number: int
+    ) -> GateSums:
         if fresh.canary.requests and not self.lost:
             self.lost.append(fresh.canary.requests)
             raise RegistryUnavailableError("away")
-        return await super().exchange(router_id, name, since_ms, fresh)
+        return await super().exchange(router_id, name, since_ms, fresh, number)
 
 
 async def test_no_evidence_is_lost_while_redis_does_not_answer(two_lanes, registry) -> None:
@@ -166,6 +173,63 @@ async def test_no_evidence_is_lost_while_redis_does_not_answer(two_lanes, regist
         await lanes.fleet.chat(f"question {number}", max_tokens=1)
     await until(lambda: gates.get("smollm2").totals.canary.requests == 3, 3.0)
     assert len(shared.lost) == 1
+
+
+@contextlib.contextmanager
+def hanging(server: EmbeddedRedis) -> Iterator[None]:
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+async def test_without_redis_a_router_stops_sending_to_a_canary_that_fails(
+    lanes: TwoLanes, registry, redis_server, caplog, tmp_path
+) -> None:
+    """The others follow when Redis answers."""
+    follower = RouteMirror(SharedRoutes(registry))
+    await follower.start()
+    await change(lanes, "canary", "smollm2", model=OTHER, share=1.0)
+    router = lanes.fleet.router
+    await until(lambda: router.gates.get("smollm2") and "smollm2" in follower.table.names, 2.0)
+    lanes.second.script.fail = ("internal", "broken", False)
+    with hanging(redis_server):
+        for number in range(6):
+            assert (await lanes.fleet.chat(f"question {number}")).status_code == 500
+        await until(lambda: not router.routes.table.names["smollm2"].canary, 1.0)
+        answer = await lanes.fleet.chat("hi")
+        assert answer.json()["model"] == "smollm2"
+        reason = "6 of 6 requests failed, and 0 of 0 of the stable model"
+        assert f"why=rollback: {reason}" in answer.headers["x-baton-model"]
+        said = "rolled back at this router, and at the others when Redis answers: name=smollm2"
+        assert f"{said} canary=other: {reason}" in caplog.text
+        await asyncio.sleep(4.0)  # longer than a call waits for an answer
+        assert follower.table.names["smollm2"].canary == OTHER
+        assert caplog.text.count(said) == 1
+    await until(lambda: follower.table.names["smollm2"].thrown_out == OTHER, 5.0)
+    assert follower.table.names["smollm2"].reason == reason
+    assert router.metrics.value("baton_model_rollbacks", model=OTHER) == 1
+    entries = list(map(json.loads, (tmp_path / "audit.jsonl").read_text().splitlines()))
+    assert [one["what"] for one in entries if one["verb"] == "models rollback"] == ["smollm2"]
+    await follower.close()
+    lanes.second.script.fail = None
+    assert (await change(lanes, "canary", "smollm2", model=OTHER, share=1.0)).status_code == 200
+    assert (await lanes.fleet.chat("hi")).json()["model"] == OTHER  # an operator may try again
+
+
+async def test_without_redis_each_router_runs_the_golden_prompts(
+    lanes: TwoLanes, redis_server
+) -> None:
+    await change(lanes, "gate", OTHER, golden=[GOLDEN])
+    await change(lanes, "canary", "smollm2", model=OTHER, share=1.0)
+    routes = lanes.fleet.router.routes
+    await until(lambda: lanes.fleet.router.gates.get("smollm2"), 2.0)
+    with hanging(redis_server):
+        await asyncio.sleep(3.5)  # until the lease of the router that runs them has lapsed
+        lanes.second.script.answer = [9, 9, 9, 9]
+        await until(lambda: routes.table.names["smollm2"].thrown_out == OTHER, 10.0)
+    assert routes.table.names["smollm2"].reason.startswith("golden prompt 'greeting': token 0 is 9")
 
 
 async def test_errors_that_clients_cause_are_no_evidence(lanes: TwoLanes) -> None:
@@ -206,22 +270,24 @@ async def test_tokens_equal_those_of_another_model(lanes: TwoLanes) -> None:
 async def test_routers_add_up_their_evidence_and_one_runs_the_golden_prompts(registry) -> None:
     shared = SharedGates(registry)
     tally = Tally(requests=3, errors=1, ttft={7: 2}, itl={4: 1})
-    first = await shared.exchange("router-a", "chat", 5, Evidence(canary=tally))
+    first = await shared.exchange("router-a", "chat", 5, Evidence(canary=tally), 1)
     assert (first.is_runner, first.evidence.canary, first.last_round) == (True, tally, None)
     found = GoldenRound(at_ms=8, right=2, wrong={"a": "b"})
     await shared.put_round("chat", 5, found)
     more = Evidence(canary=Tally(requests=1, ttft={7: 1}), stable=Tally(requests=9))
-    second = await shared.exchange("router-b", "chat", 5, more)
+    second = await shared.exchange("router-b", "chat", 5, more, 1)
     assert not second.is_runner
     assert second.evidence.canary == Tally(requests=4, errors=1, ttft={7: 3}, itl={4: 1})
     assert second.evidence.stable.requests == 9
     assert second.last_round == found
-    other = await shared.exchange("router-b", "chat", 6, Evidence())
+    again = await shared.exchange("router-b", "chat", 5, more, 1)
+    assert again.evidence == second.evidence, "sent again, because the answer was lost"
+    other = await shared.exchange("router-b", "chat", 6, Evidence(), 1)
     assert (other.is_runner, other.evidence) == (True, Evidence())
     ttl_ms = (await registry.send(("PTTL", registry.key("gate:5:chat"))))[0]
     assert 0 < ttl_ms <= 24 * 3600 * 1000
     await registry.send(("DEL", registry.key("gate:5:chat:runner")))
-    assert (await shared.exchange("router-b", "chat", 5, Evidence())).is_runner
+    assert (await shared.exchange("router-b", "chat", 5, Evidence(), 2)).is_runner
 
 
 async def test_golden_prompts_survive_a_redis_that_lost_them(lanes: TwoLanes, registry) -> None:

@@ -316,11 +316,12 @@ def test_a_shadow_that_was_ended_can_begin_again_and_its_end_is_no_rollback() ->
 def test_a_gate_of_a_shadow_takes_pairs_only() -> None:
     gate = Gate("chat", NameRoute(target="v1", shadow="v2", shadow_share=0.5, since_ms=7))
     gate.ended("v1", Outcome(failed=True))
-    assert gate.take() == Evidence()
+    assert gate.take() == (1, Evidence())
+    gate.confirmed()
     gate.compared(Outcome(failed=False, ttft_s=0.2), Outcome(failed=False, ttft_s=0.1), same=True)
     gate.compared(Outcome(failed=False), Outcome(failed=False), same=False)
     gate.compared(Outcome(failed=True), Outcome(failed=False), same=None)
-    taken = gate.take()
+    _, taken = gate.take()
     canary = taken.canary
     assert (canary.requests, canary.errors, canary.same, canary.different) == (3, 1, 1, 1)
     assert (taken.stable.requests, taken.stable.errors) == (3, 0)
@@ -329,8 +330,10 @@ def test_a_gate_of_a_shadow_takes_pairs_only() -> None:
 
 async def test_routers_add_up_compared_answers(registry) -> None:
     shared = SharedGates(registry)
-    await shared.exchange("a", "chat", 5, Evidence(canary=Tally(requests=2, same=1, different=1)))
-    found = await shared.exchange("b", "chat", 5, Evidence(canary=Tally(requests=1, same=1)))
+    await shared.exchange(
+        "a", "chat", 5, Evidence(canary=Tally(requests=2, same=1, different=1)), 1
+    )
+    found = await shared.exchange("b", "chat", 5, Evidence(canary=Tally(requests=1, same=1)), 1)
     assert found.evidence.canary == Tally(requests=3, same=2, different=1)
 
 

@@ -15,7 +15,7 @@ _PROMPT = tuple(range(100, 124))
 _TOKENS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Canary:
     """Check of an engine by a request that precedes all others.
 
@@ -28,23 +28,29 @@ class Canary:
     interval_s: float
     limit_s: float
     exact: bool
+    _expected: tuple[int, ...] | None = None
 
     async def run(self) -> str:
-        """Run canaries until one fails, and return the reason."""
-        expected: tuple[int, ...] | None = None
+        """Run canaries until one fails, and return the reason. A sleeping engine runs none."""
         await asyncio.sleep(min(1.0, self.interval_s))
         while True:
-            step_before = self.engine.load.step
-            tokens, error = await self._run_once()
-            if error:
-                return f"canary: {error}"
-            if tokens is None and self.engine.load.step == step_before:
-                return f"no engine step for {self.limit_s:.0f} s"
-            if tokens is not None and self.exact:
-                expected = expected or tokens
-                if tokens != expected:
-                    return f"canary: {tokens} instead of {expected}"
+            if not self.engine.client.holds and (problem := await self.check()):
+                return problem
             await asyncio.sleep(self.interval_s)
+
+    async def check(self) -> str:
+        """Run one canary, and return what is wrong; empty: nothing."""
+        step_before = self.engine.load.step
+        tokens, error = await self._run_once()
+        if error:
+            return f"canary: {error}"
+        if tokens is None and self.engine.load.step == step_before:
+            return f"no engine step for {self.limit_s:.0f} s"
+        if tokens is not None and self.exact:
+            self._expected = self._expected or tokens
+            if tokens != self._expected:
+                return f"canary: {tokens} instead of {self._expected}"
+        return ""
 
     async def _run_once(self) -> tuple[tuple[int, ...] | None, str]:
         """Return the tokens of one canary (None: timed out) and its error."""
@@ -74,6 +80,6 @@ class Canary:
             async with asyncio.timeout(self.limit_s):
                 error = await ended
         except TimeoutError:
-            self.engine.client.send(messages.Cancel(name))
+            self.engine.client.send_now(messages.Cancel(name))
             return None, ""
         return tuple(tokens), error

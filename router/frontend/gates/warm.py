@@ -1,0 +1,60 @@
+"""Loading of an adapter at all workers of its model, before a name leads to it."""
+
+import asyncio
+import secrets
+from time import monotonic_ns
+
+from baton.types.errors import BatonError, UnavailableError
+from baton.types.params import AdapterRef, SamplingParams
+from router.frontend.api.parts import RouterParts
+from router.request import GenerationRequest, Pinned
+from router.routing.requests.readiness import FIRST, probed, usable_pairs
+
+_AT_ONCE = 4
+_PROMPT = (1, 2, 3)
+_TOKENS = 2  # prefill samples the first; the second proves the decode worker
+_TIMEOUT_S = 30.0
+
+
+async def warm(lane: RouterParts, name: str) -> None:
+    """Let each ready worker of a lane run a short request with an adapter, which loads it.
+
+    Nothing happens if the name is that of the lane's model.
+
+    Raises:
+        UnavailableError: No worker is ready, or one cannot load the adapter.
+    """
+    adapter = lane.model.adapter_of(name)
+    if adapter is None:
+        return
+    pairs = usable_pairs(lane.gateway, 0)
+    if not pairs:
+        raise UnavailableError(f"no worker of {lane.model.names[0]} is ready to load {name}")
+    gate = asyncio.Semaphore(_AT_ONCE)
+    await asyncio.gather(*(_load(lane, adapter, pair, gate) for pair in pairs))
+
+
+async def _load(
+    lane: RouterParts, adapter: AdapterRef, pair: Pinned, gate: asyncio.Semaphore
+) -> None:
+    async with gate:
+        now_ns = monotonic_ns()
+        request = GenerationRequest(
+            request_id=f"warm-{secrets.token_hex(16)}",
+            prompt=_PROMPT,
+            sampling=SamplingParams(max_tokens=_TOKENS, temperature=0.0, ignore_eos=True),
+            adapter=adapter,
+            priority=FIRST,
+            mode="disaggregated" if pair.prefill else "colocated",
+            arrived_ns=now_ns,
+            deadline_ns=now_ns + int(_TIMEOUT_S * 1e9),
+            probe=True,
+            pinned=pair,
+        )
+        try:
+            error: BatonError | None = (await probed(lane.gateway, request)).record.error
+        except BatonError as refused:
+            error = refused
+        if error is not None:
+            where = " and ".join(filter(None, (pair.prefill, pair.decode)))
+            raise UnavailableError(f"{where} cannot run {adapter.name}: {error.message}")
