@@ -24,6 +24,9 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "fp8": "fp8
 GENERATIONS = "generations"
 """File of vLLM's folder with the generation of each page, see ``staging.py``."""
 
+SAVES = "saves"
+"""Socket in vLLM's folder that receives reports of saved pages, see ``saves.py``."""
+
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _LOGPROBS = 21  # the 20 alternatives of a client, and the sampled token
 
@@ -122,7 +125,7 @@ def _hand_off_arguments(engine: ExternalEngine, folder: Path, pool: str) -> list
     if engine.hand_off == "baton":
         connector["kv_connector"] = "BatonConnector"
         connector["kv_connector_module_path"] = "baton_kv"
-        files = {name: f"{folder}/{name}" for name in ("order", GENERATIONS)}
+        files = {name: f"{folder}/{name}" for name in ("order", GENERATIONS, SAVES)}
         connector["kv_connector_extra_config"] = {"pool": pool, **files}
     return ["--kv-transfer-config", msgspec.json.encode(connector).decode()]
 
