@@ -126,13 +126,14 @@ async def check_tenants(router: MiniRouter, prefill: WorkerProcess) -> None:
 
 
 async def check_cancels(router: MiniRouter, prefill: WorkerProcess) -> None:
-    """Cancel 100 requests in any phase."""
+    """Cancel 100 requests in any phase. They have seeds, and their prompts share steps."""
     random = Random(3)
+    sampling = {"max_tokens": 100, "temperature": 1.0, "seed": 7}
 
     async def one(number: int) -> None:
         name = f"cancelled {number}"
         prompt = list(range(number * 100, number * 100 + random.randint(20, 600)))
-        await router.submit(name, prompt, prefill, sampling={"max_tokens": 100})
+        await router.submit(name, prompt, prefill, sampling=sampling)
         await asyncio.sleep(random.uniform(0, 0.5))
         await router.send(cancel={"request_id": name, "attempt": 1})
         await router.ended(name, 60.0)

@@ -114,7 +114,7 @@ def test_nothing_is_left_after_100_clients_that_disconnect_at_random(fleet: Flee
         ("prefill", "shell", PREFILL),
         ("decode", "shell", ANSWER),
         ("prefill", "translator", HAND_OFF),
-        ("decode", "translator", PREFILL),
+        ("decode", "translator", HAND_OFF),
         ("prefill", "shell", HAND_OFF),
         ("decode", "shell", HAND_OFF),
         ("prefill", "server", PREFILL),

@@ -105,6 +105,7 @@ def command(
         *("--scheduling-policy", "priority"),
         *("--structured-outputs-config.backend", "guidance"),
         *("--max-logprobs", str(_LOGPROBS)),
+        *("--worker-extension-cls", "baton_worker.Worker"),
         *("--max-num-seqs", str(settings.max_batch_requests)),
         *_hand_off_arguments(engine, folder, pool),
         *limits,
@@ -131,14 +132,11 @@ def _hand_off_arguments(engine: ExternalEngine, folder: Path, pool: str) -> list
 
 
 def _hand_off_environment(engine: ExternalEngine) -> dict[str, str]:
-    """Return the path of our connector, and the addresses at which other vLLMs reach the KV."""
-    if not engine.hand_off:
+    """Return the addresses at which other vLLMs reach the KV."""
+    if engine.hand_off != "nixl":
         return {}
-    if engine.hand_off == "baton":
-        return {"PYTHONPATH": str(_INSIDE)}
     host, _, port = engine.address.rpartition(":")
     variables = {
-        "PYTHONPATH": str(_INSIDE),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host.strip("[]"),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": port,
     }
@@ -151,6 +149,7 @@ def _hand_off_environment(engine: ExternalEngine) -> dict[str, str]:
 
 def environment(outer: Mapping[str, str], threads: int, engine: ExternalEngine) -> dict[str, str]:
     """Return the environment; variables of the outer one win."""
+    path = [str(_INSIDE), *outer.get("PYTHONPATH", "").split(os.pathsep)]
     return {
         **_hand_off_environment(engine),
         "HF_HUB_OFFLINE": "1",  # the model is a folder
@@ -158,6 +157,7 @@ def environment(outer: Mapping[str, str], threads: int, engine: ExternalEngine) 
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two workers would bind the same cores
         "OMP_NUM_THREADS": str(threads),
         **outer,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),  # our connectors and extension
         **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if engine.adapters else {}),
         "VLLM_SERVER_DEV_MODE": "1",  # serves /server_info and /reset_prefix_cache
     }

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import baton.engine.vllm.inside
 from baton.engine.vllm.saves import SaveReports
@@ -44,9 +45,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None
 def inside(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     """Import a module as vLLM does."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module(name)
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # forgotten after the test
+    del sys.modules[name]
+    return importlib.import_module(name)
 
 
 def test_the_progress_thread_of_nixl_gets_a_delay(nixl: Any) -> None:
@@ -66,6 +67,23 @@ def test_steps_that_compute_nothing_sleep(nixl: Any, monkeypatch: pytest.MonkeyP
     connector.start_load_kv(SimpleNamespace(attn_metadata=None))
     assert slept == [0.001]
     assert len(connector.started) == 2
+
+
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_generators_of_cpus_can_be_rewound(monkeypatch: pytest.MonkeyPatch, is_cpu: bool) -> None:
+    monkeypatch.setattr(torch, "Generator", torch.Generator)
+    platform = SimpleNamespace(is_cpu=lambda: is_cpu)
+    stand_in(monkeypatch, "vllm.platforms", current_platform=platform)
+    inside(monkeypatch, "baton_worker")
+    generator = torch.Generator("cpu")
+    generator.manual_seed(5)
+    first = torch.rand(3, generator=generator)
+    if not is_cpu:
+        assert type(generator) is torch._C.Generator
+        return
+    generator.set_offset(generator.get_offset() - 4)  # as vLLM does
+    assert torch.equal(torch.rand(3, generator=generator), first)
+    assert not torch.equal(torch.rand(3, generator=generator), first)
 
 
 @pytest.fixture

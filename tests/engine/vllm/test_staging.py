@@ -161,6 +161,8 @@ async def test_the_pages_of_a_cancelled_prompt_stay_until_vllm_writes_no_more(
     running.engine.handle(messages.Cancel("r"))
     assert (await running.end()).error_code == "cancelled"
     assert used_pages(running) == PAGES
+    running.engine._saved(1, 4)
+    assert running.of(ev.Published) == []
     gate.set()
     async with asyncio.timeout(10):
         while used_pages(running):
