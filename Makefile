@@ -79,7 +79,7 @@ test-vllm: $(VENV)/.dev ## test a fleet of real vLLM workers; its environment ta
 	@$(BIN)/python -m tests.vllm.environment
 	$(PYTEST) -q tests/vllm/test_fleet.py tests/vllm/test_adapters.py tests/vllm/test_baton_hand_off.py
 
-test-vllm-hand-off: $(VENV)/.dev ## test KV hand-offs by NIXL between two and three vLLM workers, and kills of each process
+test-vllm-hand-off: $(VENV)/.dev ## test KV hand-offs by NIXL and by Baton between two and three vLLM workers, and kills of each process
 	@$(BIN)/python -m tests.vllm.environment
 	$(PYTEST) -q tests/vllm/test_pair.py tests/vllm/test_hand_off.py
 

@@ -3,21 +3,21 @@
 import asyncio
 import contextlib
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import psutil
 
-from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.vllm import http, protocol
-from baton.types.params import SampledToken, SamplingParams
+from baton.engine.vllm.server import GENERATIONS
 from tests.fleet.test_up import Served, wait_for
 from tests.vllm.places import ARGS, MODEL, PYTHON
 from tests.vllm.test_fleet import READY_S, Fleet, alive, kill
@@ -25,7 +25,8 @@ from tests.vllm.test_fleet import READY_S, Fleet, alive, kill
 LEASE_S = 30.0  # of vLLM, for KV that no other vLLM reads
 REST_S = LEASE_S + 20.0
 TIE = 0.2  # of log-probabilities in bf16
-HAND_OFF = 1  # tokens that the client has: the first one, and decode's vLLM is loading the KV
+PREFILL = 0  # tokens that the client has
+HAND_OFF = 1  # the first one, and decode's vLLM is loading the KV
 ANSWER = 20
 APART = {"x-baton-mode": "disaggregated"}
 CONFIG = f"""
@@ -84,6 +85,12 @@ def sockets(fleet: Fleet) -> dict[str, str]:
     return {name: line[line.index("--uds") + 1] for name, line in lines.items()}
 
 
+def pages_in_use(socket: str) -> int:
+    """Return the pages of a worker's pool that belong to a request, with Baton's transports."""
+    file = Path(socket).with_name(GENERATIONS)
+    return np.count_nonzero(np.fromfile(file, np.int64)) if file.exists() else 0
+
+
 def vllm_metric(socket: str, name: str) -> float:
     page = asyncio.run(http.fetch(socket, "GET", "/metrics", 30.0)).decode()
     rows = [row for row in page.splitlines() if row.startswith(f"vllm:{name}{{")]
@@ -91,12 +98,14 @@ def vllm_metric(socket: str, name: str) -> float:
 
 
 def at_rest(fleet: Fleet) -> bool:
-    """Return whether no worker and no vLLM has a request or holds a block for one."""
+    """Return whether no worker and no vLLM has a request, or holds a block or page for one."""
     workers = fleet.ready()
     if any(one["running"] or one["waiting"] or one["kv_blocks"]["leased"] for one in workers):
         return False
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     found = sockets(fleet)
+    if any(map(pages_in_use, found.values())):
+        return False
     return not any(vllm_metric(found[one["id"]], name) for one in workers for name in names)
 
 
@@ -110,37 +119,63 @@ def cores_used(fleet: Fleet, duration_s: float) -> float:
     return (after - before) / duration_s
 
 
-async def near_tie(socket: str, prompt: list[int], tokens: list[int]) -> bool:
-    """Return whether tokens differ from those of vLLM alone at first by a near tie in bf16."""
-    params = SamplingParams(max_tokens=len(tokens), temperature=0.0, logprobs=5)
-    spec = RequestSpec(kind=Kind.FULL, params=params, hash_seed=os.urandom(16))
-    stream = protocol.ChoiceStream("alone", 0, spec, (2,))
-    own: list[SampledToken] = []
+async def doubtful(socket: str, prompt: list[int], tokens: list[int]) -> list[int]:
+    """Return the tokens that vLLM alone would not choose behind those before them.
 
-    def take(data: bytes) -> None:
-        own.extend(token for run in stream.feed(data) for token in run.tokens)
+    Near ties in bf16 are not counted.
+    """
+    body = {
+        "request_id": "alone",
+        "token_ids": [*prompt, *tokens],
+        "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1},
+        "cache_salt": os.urandom(16).hex(),
+    }
+    answer = await http.fetch(socket, "POST", protocol.GENERATE, 60.0, msgspec.json.encode(body))
+    rows = msgspec.json.decode(answer)["prompt_logprobs"][len(prompt) :]
+    found: list[int] = []
+    for token, row in zip(tokens, rows, strict=True):
+        best = max(one["logprob"] for one in row.values())
+        if best - row[str(token)]["logprob"] > TIE:
+            found.append(token)
+    return found
 
-    body = protocol.generate_body("alone", prompt, spec, 0, (2,))
-    request = http.request_bytes("POST", protocol.GENERATE, body)
-    assert await (await http.begin(socket, request, take)).done
-    for token, chosen in zip(tokens, own, strict=False):
-        if token != chosen.token:
-            best = max(logprob for _, logprob in chosen.top)
-            return best - dict(chosen.top).get(token, -math.inf) < TIE
-    return len(tokens) == len(own)
 
-
-def stream_through_a_kill(
-    fleet: Fleet, role: str, victim: str, after_tokens: int
-) -> tuple[list[int], list[psutil.Process]]:
-    """Stream a response of 60 tokens, and kill a process of its pair after so many of them."""
+def check_a_kill(fleet: Fleet, role: str, victim: str, after_tokens: int) -> None:
+    """Stream 60 tokens, kill a process of the pair after some of them, and check the tokens."""
     # takes a second and more
     prompt = [int(time.time()) % 10_000 + 7 * number for number in range(1200)]
     body = {"model": "smol", "prompt": prompt, "max_tokens": 60, "stream": True}
     body |= {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
     tokens: list[int] = []
     group = asyncio.run(_killing(fleet, body, tokens, role, victim, after_tokens))
-    return tokens, group
+    assert len(tokens) == 60
+    wait_for(lambda: not any(alive(one) for one in group), 20)
+    socket = next(iter(sockets(fleet).values()))
+    assert asyncio.run(doubtful(socket, prompt, tokens)) == []
+
+
+async def abort_at_random(fleet: Fleet, count: int) -> None:
+    """Send streams whose clients disconnect after up to 2 s, in any phase of their requests."""
+    random = Random(3)
+    headers = {"authorization": "Bearer key-of-tenant-a", **APART}
+    numbers = list(range(count))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        while numbers:
+            begin = numbers.pop() * 100
+            prompt = list(range(begin, begin + random.randint(20, 800)))
+            body = {"model": "smol", "prompt": prompt, "stream": True}
+            body |= {"max_tokens": 200, "ignore_eos": True}
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(random.uniform(0, 2)):
+                    async with client.stream("POST", "/v1/completions", json=body) as answer:
+                        async for _ in answer.aiter_lines():
+                            pass
+
+    async with httpx.AsyncClient(
+        base_url=fleet.url, headers=headers, timeout=300, trust_env=False
+    ) as client:
+        await asyncio.gather(*(work(client) for _ in range(8)))
 
 
 async def _killing(

@@ -7,12 +7,13 @@ Every third frame is damaged on its way. The drills beside a recorded vLLM are i
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from random import Random
 
 import psutil
 import pytest
 
 from baton.engine.settings import ExternalEngine
-from tests.vllm.hand_offs import near_tie, vllm_metric
+from tests.vllm.hand_offs import doubtful, pages_in_use, vllm_metric
 from tests.vllm.places import ARGS, MODEL, PYTHON
 from tests.vllm.test_fleet import READY_S, alone
 from tests.workers.harness import MiniRouter, WorkerProcess
@@ -24,12 +25,14 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` makes the environment"),
 ]
 ANSWER = {"max_tokens": 12}
+EXTERNAL_HITS = "external_prefix_cache_hits_total"
 
 
 @contextlib.asynccontextmanager
 async def pair() -> AsyncIterator[tuple[WorkerProcess, WorkerProcess]]:
     async with contextlib.AsyncExitStack() as undo:
-        external = ExternalEngine(kind="vllm", python=str(PYTHON), args=ARGS, hand_off="baton")
+        args = (*ARGS, "--max-num-batched-tokens", "256")  # long prompts take several steps
+        external = ExternalEngine(kind="vllm", python=str(PYTHON), args=args, hand_off="baton")
 
         async def start(worker_id: str) -> WorkerProcess:
             worker = await WorkerProcess.start(
@@ -48,36 +51,100 @@ async def pair() -> AsyncIterator[tuple[WorkerProcess, WorkerProcess]]:
         yield started[0], started[1]
 
 
-async def test_the_tokens_are_those_of_vllm_alone_and_damage_is_repaired() -> None:
-    """But for near ties in bf16. Prompts of 17 to 1,567 tokens; a block of vLLM has 32."""
+def vllm_of(worker: WorkerProcess) -> str:
+    """Return the socket of a worker's vLLM."""
+    line = psutil.Process(worker.record.pid).cmdline()
+    return line[line.index("--uds") + 1]
+
+
+async def test_hand_offs_with_damage_then_of_two_tenants_then_with_cancels() -> None:
     async with pair() as (prefill, decode):
-        router = MiniRouter(decode)
-        await router.connect()
-        line = psutil.Process(decode.record.pid).cmdline()
-        own_socket = line[line.index("--uds") + 1]
-        different: list[int] = []
-        repaired = 0
-        loaded_tokens = 0
-        for number in range(32):
-            name = f"r{number}"
-            prompt = list(range(300 + 40 * number, 300 + 40 * number + 17 + 50 * number))
-            await router.submit(name, prompt, prefill, sampling=ANSWER)
-            ended = await router.ended(name, 60.0)
-            assert not ended.HasField("error"), ended
-            assert router.routes[name].mode == "disaggregated"
-            repaired += ended.times.repaired_chunks
-            tokens = router.tokens[name][0]
-            if tokens != await alone(own_socket, prompt):
-                different.append(number)
-                assert await near_tie(own_socket, prompt, tokens), (number, tokens)
-            loaded_tokens += len(prompt) // 32 * 32
-        assert len(different) <= 4, different
-        hits = await asyncio.to_thread(vllm_metric, own_socket, "external_prefix_cache_hits_total")
-        assert hits == loaded_tokens
-        assert repaired > 0
-        await router.baseline()
-        at_prefill = MiniRouter(prefill)
-        await at_prefill.connect()
-        await at_prefill.baseline()
-        await at_prefill.close()
-        await router.close()
+        at_decode = MiniRouter(decode)
+        await at_decode.connect()
+        await check_tokens(at_decode, prefill)
+        await check_tenants(at_decode, prefill)
+        await check_cancels(at_decode, prefill)
+        await at_decode.baseline(30.0)
+        await at_decode.close()
+        for worker in (prefill, decode):
+            await check_rest(vllm_of(worker))
+
+
+async def check_tokens(router: MiniRouter, prefill: WorkerProcess) -> None:
+    """Check that the tokens are those of vLLM alone, but for near ties in bf16.
+
+    Prompts have 17 to 1,567 tokens, and a block of vLLM has 32.
+    """
+    own_socket = vllm_of(router.worker)
+    different: list[int] = []
+    overlaps: list[bool] = []
+    repaired = 0
+    loaded_tokens = 0
+    for number in range(32):
+        name = f"r{number}"
+        prompt = list(range(300 + 40 * number, 300 + 40 * number + 17 + 50 * number))
+        await router.submit(name, prompt, prefill, sampling=ANSWER)
+        ended = await router.ended(name, 60.0)
+        assert not ended.HasField("error"), ended
+        assert router.routes[name].mode == "disaggregated"
+        repaired += ended.times.repaired_chunks
+        tokens = router.tokens[name][0]
+        if tokens != await alone(own_socket, prompt):
+            different.append(number)
+            assert not await doubtful(own_socket, prompt, tokens), (number, tokens)
+        if len(prompt) > 1024:  # transferred from the end of its first step on
+            overlaps.append(ended.times.transfer_ns > ended.times.prefill_ns / 2)
+        loaded_tokens += len(prompt) // 32 * 32
+    assert len(different) <= 4, different
+    hits = await asyncio.to_thread(vllm_metric, own_socket, EXTERNAL_HITS)
+    assert hits == loaded_tokens
+    assert repaired > 0
+    assert sum(overlaps) > len(overlaps) / 2, overlaps  # a busy machine delays some
+
+
+async def check_tenants(router: MiniRouter, prefill: WorkerProcess) -> None:
+    """Check that two tenants share no block, neither at the prefill nor at the decode worker."""
+    prompt = list(range(5000, 5170))
+
+    async def ask(name: str, seed: bytes) -> tuple[float, float]:
+        """Return the tokens that prefill's vLLM had cached, and those that decode's loaded."""
+        places = ((prefill, "prefix_cache_hits_total"), (router.worker, EXTERNAL_HITS))
+        before = [
+            await asyncio.to_thread(vllm_metric, vllm_of(at), metric) for at, metric in places
+        ]
+        await router.submit(name, prompt, prefill, sampling=ANSWER, hash_seed=seed)
+        assert not (await router.ended(name, 60.0)).HasField("error")
+        after = [await asyncio.to_thread(vllm_metric, vllm_of(at), metric) for at, metric in places]
+        return after[0] - before[0], after[1] - before[1]
+
+    assert await ask("first of a", b"a" * 16) == (0, 160)
+    assert await ask("again of a", b"a" * 16) == (160, 0)
+    assert await ask("first of b", b"b" * 16) == (0, 160)
+
+
+async def check_cancels(router: MiniRouter, prefill: WorkerProcess) -> None:
+    """Cancel 100 requests in any phase. They have seeds, and their prompts share steps."""
+    random = Random(3)
+    sampling = {"max_tokens": 100, "temperature": 1.0, "seed": 7}
+
+    async def one(number: int) -> None:
+        name = f"cancelled {number}"
+        prompt = list(range(number * 100, number * 100 + random.randint(20, 300)))
+        await router.submit(name, prompt, prefill, sampling=sampling)
+        await asyncio.sleep(random.uniform(0, 0.5))
+        await router.send(cancel={"request_id": name, "attempt": 1})
+        await router.ended(name, 60.0)
+
+    for begin in range(0, 100, 10):
+        await asyncio.gather(*(one(begin + number) for number in range(10)))
+
+
+async def check_rest(socket: str) -> None:
+    """Check that no block and no page stays in use; vLLM completes cancelled prompts first."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    async with asyncio.timeout(90):
+        while pages_in_use(socket):
+            await asyncio.sleep(0.2)
+        for name in names:
+            while await asyncio.to_thread(vllm_metric, socket, name):
+                await asyncio.sleep(0.2)

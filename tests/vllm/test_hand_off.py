@@ -1,4 +1,4 @@
-"""Hand-offs by NIXL between three vLLM workers (`make test-vllm-hand-off`), on this machine's CPU.
+"""Hand-offs between three vLLM workers (`make test-vllm-hand-off`), on this machine's CPU.
 
 Two prefill workers, so that there is another one after each kill. A prefill worker resumes the
 responses of the decode worker. The tests of a pair are in ``test_pair.py``.
@@ -16,14 +16,19 @@ from tests.vllm.hand_offs import (
     ANSWER,
     APART,
     HAND_OFF,
+    PREFILL,
     REST_S,
+    abort_at_random,
     at_rest,
+    check_a_kill,
     complete,
+    route,
     serving,
-    stream_through_a_kill,
+    sockets,
+    vllm_metric,
 )
 from tests.vllm.places import PYTHON
-from tests.vllm.test_fleet import READY_S, Fleet, alive, load
+from tests.vllm.test_fleet import READY_S, Fleet, load
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,9 +38,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with serving(tmp_path_factory.mktemp("vllm"), 2, 1) as fleet:
+@pytest.fixture(scope="module", params=["nixl", "baton"])
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    with serving(tmp_path_factory.mktemp("vllm"), 2, 1, request.param) as fleet:
         yield fleet
 
 
@@ -69,12 +76,17 @@ def test_a_format_is_kept_on_one_worker(fleet: Fleet) -> None:
 
 
 def test_two_tenants_never_share_a_block(fleet: Fleet) -> None:
+    """Neither at the prefill worker nor at the decode worker."""
     prompt = list(range(5000, 5160))
     first = complete(fleet, prompt, max_tokens=2)
-    assert first.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert cached(first) == 0
     wait_for(lambda: cached(complete(fleet, prompt, max_tokens=2)) == 128, 30)  # 4 of 5 blocks
+    decode = sockets(fleet)[route(first)["decode"]]
+    before = vllm_metric(decode, "external_prefix_cache_hits_total")
     stranger = complete(fleet, prompt, "b", max_tokens=2)
     assert cached(stranger) == 0
+    loaded = vllm_metric(decode, "external_prefix_cache_hits_total") - before
+    assert loaded >= len(prompt)  # NIXL counts the first token, too
     assert stranger.json()["choices"][0]["token_ids"] == first.json()["choices"][0]["token_ids"]
 
 
@@ -88,22 +100,32 @@ def test_nothing_is_left_after_many_requests_of_which_half_are_aborted(fleet: Fl
     wait_for(lambda: at_rest(fleet), REST_S)
 
 
+def test_nothing_is_left_after_100_clients_that_disconnect_at_random(fleet: Fleet) -> None:
+    asyncio.run(abort_at_random(fleet, 100))
+    wait_for(lambda: at_rest(fleet), REST_S)
+
+
+# in turns, so that a worker of each role is ready while the others start
 @pytest.mark.parametrize(
     ("role", "victim", "after_tokens"),
     [
-        ("prefill", "core", 0),
+        ("prefill", "core", PREFILL),
         ("decode", "core", HAND_OFF),
-        ("prefill", "shell", HAND_OFF),
+        ("prefill", "shell", PREFILL),
         ("decode", "shell", ANSWER),
+        ("prefill", "translator", HAND_OFF),
+        ("decode", "translator", HAND_OFF),
+        ("prefill", "shell", HAND_OFF),
+        ("decode", "shell", HAND_OFF),
+        ("prefill", "server", PREFILL),
+        ("decode", "server", ANSWER),
     ],
 )
 def test_a_stream_goes_on_when_a_process_of_its_pair_is_killed(
     fleet: Fleet, role: str, victim: str, after_tokens: int
 ) -> None:
-    wait_for(lambda: len(fleet.ready()) == 3, READY_S)
-    tokens, group = stream_through_a_kill(fleet, role, victim, after_tokens)
-    assert len(tokens) == 60
-    wait_for(lambda: not any(alive(one) for one in group), 20)
+    wait_for(lambda: {"prefill", "decode"} <= {one["role"] for one in fleet.ready()}, READY_S)
+    check_a_kill(fleet, role, victim, after_tokens)
 
 
 def test_nothing_is_left_after_the_kills(fleet: Fleet) -> None:

@@ -9,19 +9,20 @@ from tests.fleet.test_up import wait_for
 from tests.vllm.hand_offs import (
     ANSWER,
     APART,
+    PREFILL,
     REST_S,
     at_rest,
+    check_a_kill,
     complete,
     cores_used,
-    near_tie,
+    doubtful,
     route,
     serving,
     sockets,
-    stream_through_a_kill,
     vllm_metric,
 )
 from tests.vllm.places import PYTHON
-from tests.vllm.test_fleet import READY_S, Fleet, alive, alone, load
+from tests.vllm.test_fleet import READY_S, Fleet, alone, load
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,7 +76,7 @@ def test_the_tokens_are_those_of_vllm_alone(fleet: Fleet) -> None:
         if answer.json()["choices"][0]["token_ids"] != own:
             different.append(number)
             tokens = answer.json()["choices"][0]["token_ids"]
-            assert asyncio.run(near_tie(socket, prompt, tokens)), (number, tokens, own)
+            assert not asyncio.run(doubtful(socket, prompt, tokens)), (number, tokens, own)
     assert len(different) <= 4, different
 
 
@@ -90,10 +91,8 @@ def test_nothing_is_left_after_many_requests_of_which_half_are_aborted(fleet: Fl
     wait_for(lambda: at_rest(fleet), REST_S)
 
 
-@pytest.mark.parametrize(("role", "after_tokens"), [("prefill", 0), ("decode", ANSWER)])
+@pytest.mark.parametrize(("role", "after_tokens"), [("prefill", PREFILL), ("decode", ANSWER)])
 def test_a_stream_goes_on_when_a_vllm_is_killed(fleet: Fleet, role: str, after_tokens: int) -> None:
     wait_for(lambda: len(fleet.ready()) == 2, READY_S)
-    tokens, group = stream_through_a_kill(fleet, role, "core", after_tokens)
-    assert len(tokens) == 60
-    wait_for(lambda: not any(alive(one) for one in group), 20)
+    check_a_kill(fleet, role, "core", after_tokens)
     wait_for(lambda: at_rest(fleet), REST_S)

@@ -16,7 +16,8 @@ from baton.engine.vllm.events_client import KvEventsClient
 from baton.engine.vllm.live_request import LiveRequest
 from baton.engine.vllm.load import LoadMeter, Row
 from baton.engine.vllm.protocol import ChoiceStream
-from baton.engine.vllm.server import GENERATIONS, VllmFacts
+from baton.engine.vllm.saves import SaveReports
+from baton.engine.vllm.server import GENERATIONS, SAVES, VllmFacts
 from baton.engine.vllm.staging import Staging
 from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
@@ -71,11 +72,13 @@ class VllmEngine:
         self._block_tokens = facts.block_tokens
         self._hands_over = bool(facts.hand_off)
         self._staging: Staging | None = None  # of Baton's own transports
+        self._saves: SaveReports | None = None
         if facts.hand_off.startswith("baton/"):
             file = f"{folder}/{GENERATIONS}"
             generations = np.memmap(file, np.int64, "r+", shape=(total_blocks,))
             self._staging = Staging(generations, facts.block_tokens)
-        self._generation = 0  # of the latest hand-off to this worker
+            self._saves = SaveReports(f"{folder}/{SAVES}", self._saved)
+        self._generation = 0  # of the latest hand-off at this worker
         self._eos = eos
         self._requests: dict[str, LiveRequest] = {}
         self._meter = LoadMeter(total_blocks)
@@ -118,6 +121,8 @@ class VllmEngine:
 
     async def close(self) -> None:
         """Close all connections to vLLM."""
+        if self._saves is not None:
+            self._saves.close()
         await self._tasks.close()
 
     def _submit(self, command: messages.Submit) -> None:
@@ -133,8 +138,9 @@ class VllmEngine:
     def _start(self, command: messages.Submit) -> None:
         prompt: list[int] = np.frombuffer(command.prompt_token_ids, dtype="<u4").tolist()
         remote = command.spec.kind is Kind.REMOTE
-        self._generation += remote
-        request = LiveRequest(command, prompt, self._generation * remote)
+        hands_over = command.spec.kind is not Kind.FULL
+        self._generation += hands_over
+        request = LiveRequest(command, prompt, self._generation * hands_over)
         if not self._can_hold(request):
             full = UnavailableError("this worker holds KV for other workers and has no more room")
             self._send(ev.Ended(command.request_id, full.code, full.message))
@@ -160,6 +166,11 @@ class VllmEngine:
         request = self._requests.get(command.request_id)
         if request is not None and request.generation == command.generation and self._staging:
             self._send(*self._staging.bind(request))
+
+    def _saved(self, generation: int, pages: int) -> None:
+        """Publish the first pages of a prompt, while vLLM computes the rest."""
+        if self._staging is not None:
+            self._send(*self._staging.progressed(generation, pages))
 
     def _free_pages(self, request: LiveRequest) -> None:
         if self._staging is not None:

@@ -18,11 +18,12 @@ class LiveRequest:
     Attributes:
         spec: The submitted one; after a hand-off with the first tokens as emitted ones.
         run: Number of the current exchanges; those of earlier runs are ignored.
-        generation: Number of the hand-off to this worker; 0: none.
+        generation: Number of the hand-off at this worker; 0: none.
         loading: Choices whose KV is not known to be loaded; ``withheld`` are their reports.
         first: First tokens and parameters of a prompt for another worker, by choice.
         pages: Its pages of the worker's pool, see ``staging.py``.
         saving: Choice whose vLLM request may write into them; None: none does.
+        published_pages: Pages that other workers may read, from the first one on.
     """
 
     def __init__(self, submit: messages.Submit, prompt: list[int], generation: int) -> None:
@@ -37,6 +38,7 @@ class LiveRequest:
         self.first: dict[int, tuple[SampledToken, transfer.Parameters]] = {}
         self.pages: tuple[int, ...] = ()
         self.saving: int | None = None
+        self.published_pages = 0
         self.exchanges: dict[int, http.Exchange] = {}
         emitted = submit.spec.emitted
         choices = range(submit.spec.params.n)

@@ -24,6 +24,9 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "fp8": "fp8
 GENERATIONS = "generations"
 """File of vLLM's folder with the generation of each page, see ``staging.py``."""
 
+SAVES = "saves"
+"""Socket in vLLM's folder that receives reports of saved pages, see ``saves.py``."""
+
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _LOGPROBS = 21  # the 20 alternatives of a client, and the sampled token
 
@@ -102,6 +105,7 @@ def command(
         *("--scheduling-policy", "priority"),
         *("--structured-outputs-config.backend", "guidance"),
         *("--max-logprobs", str(_LOGPROBS)),
+        *("--worker-extension-cls", "baton_worker.Worker"),
         *("--max-num-seqs", str(settings.max_batch_requests)),
         *_hand_off_arguments(engine, folder, pool),
         *limits,
@@ -122,20 +126,17 @@ def _hand_off_arguments(engine: ExternalEngine, folder: Path, pool: str) -> list
     if engine.hand_off == "baton":
         connector["kv_connector"] = "BatonConnector"
         connector["kv_connector_module_path"] = "baton_kv"
-        files = {name: f"{folder}/{name}" for name in ("order", GENERATIONS)}
+        files = {name: f"{folder}/{name}" for name in ("order", GENERATIONS, SAVES)}
         connector["kv_connector_extra_config"] = {"pool": pool, **files}
     return ["--kv-transfer-config", msgspec.json.encode(connector).decode()]
 
 
 def _hand_off_environment(engine: ExternalEngine) -> dict[str, str]:
-    """Return the path of our connector, and the addresses at which other vLLMs reach the KV."""
-    if not engine.hand_off:
+    """Return the addresses at which other vLLMs reach the KV."""
+    if engine.hand_off != "nixl":
         return {}
-    if engine.hand_off == "baton":
-        return {"PYTHONPATH": str(_INSIDE)}
     host, _, port = engine.address.rpartition(":")
     variables = {
-        "PYTHONPATH": str(_INSIDE),
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host.strip("[]"),
         "VLLM_NIXL_SIDE_CHANNEL_PORT": port,
     }
@@ -148,6 +149,7 @@ def _hand_off_environment(engine: ExternalEngine) -> dict[str, str]:
 
 def environment(outer: Mapping[str, str], threads: int, engine: ExternalEngine) -> dict[str, str]:
     """Return the environment; variables of the outer one win."""
+    path = [str(_INSIDE), *outer.get("PYTHONPATH", "").split(os.pathsep)]
     return {
         **_hand_off_environment(engine),
         "HF_HUB_OFFLINE": "1",  # the model is a folder
@@ -155,6 +157,7 @@ def environment(outer: Mapping[str, str], threads: int, engine: ExternalEngine) 
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two workers would bind the same cores
         "OMP_NUM_THREADS": str(threads),
         **outer,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),  # our connectors and extension
         **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if engine.adapters else {}),
         "VLLM_SERVER_DEV_MODE": "1",  # serves /server_info and /reset_prefix_cache
     }

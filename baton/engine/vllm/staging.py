@@ -1,6 +1,6 @@
 """Pages in which KV lies between vLLM and other workers (``hand_off: baton``), without I/O.
 
-    prefill    take ──▶ vLLM saves the prompt ──▶ published, pulled ──▶ release
+    prefill    take ──▶ vLLM saves blocks, step by step ──▶ published, pulled ──▶ release
     decode     bind ──▶ pulled and verified ──▶ vLLM loads them ──▶ release
 
 The pages are the worker's KV pool, a file with holes: the lowest pages are taken first, so that
@@ -37,6 +37,7 @@ class Staging:
         self._block_tokens = block_tokens
         self._free = list(range(total))
         self._waiting: deque[LiveRequest] = deque()
+        self._filling: dict[int, LiveRequest] = {}  # by generation
 
     @property
     def used(self) -> int:
@@ -47,6 +48,7 @@ class Staging:
         """Give a prompt its pages, which vLLM fills with the request of ``choice``."""
         if not self._give(request):
             return False
+        self._filling[request.generation] = request
         request.saving = choice
         return True
 
@@ -65,6 +67,7 @@ class Staging:
         Returns:
             Reports of the reservations that have waited for them.
         """
+        self._filling.pop(request.generation, None)
         if request in self._waiting:
             self._waiting.remove(request)
         if request.saving is None:
@@ -76,7 +79,7 @@ class Staging:
 
     def to_save(self, request: LiveRequest) -> Parameters:
         """Return vLLM's parameters for the request that fills the pages."""
-        return {"save_pages": self._whole(request)}
+        return {"save_pages": self._whole(request), "generation": request.generation}
 
     def to_load(self, request: LiveRequest) -> Parameters:
         """Return vLLM's parameters for a request that loads the pages."""
@@ -95,25 +98,43 @@ class Staging:
         if tokens != len(request.prompt):
             raise InternalError(f"vLLM saved {tokens} of {len(request.prompt)} prompt tokens")
 
-    def published(self, request: LiveRequest) -> tuple[ev.Admitted, ev.Published]:
+    def progressed(self, generation: int, pages: int) -> list[ev.Admitted | ev.Published]:
+        """Return the reports for the first ``pages`` of a prompt, which vLLM has saved.
+
+        A report about a prompt that has ended is ignored.
+        """
+        request = self._filling.get(generation)
+        return [] if request is None else self._publish(request, pages)
+
+    def published(self, request: LiveRequest) -> list[ev.Admitted | ev.Published]:
         """Return the reports that all pages of a prompt can be read."""
-        skip_blocks = request.spec.skip_blocks
+        return self._publish(request, len(request.pages))
+
+    def _publish(self, request: LiveRequest, end: int) -> list[ev.Admitted | ev.Published]:
+        """Return the reports that the pages before ``end`` can be read, but for earlier ones."""
         request_id = request.submit.request_id
-        admitted = ev.Admitted(
-            request_id=request_id,
-            cached_tokens=min(request.cached_tokens, len(request.prompt)),
-            queue_ns=0,
-            blocks=request.pages,
-        )
-        rectangle = ev.Published(
-            request_id=request_id,
-            layer_begin=0,
-            layer_count=ev.ALL_LAYERS,
-            block_begin=skip_blocks,
-            block_count=len(request.pages) - skip_blocks,
-            valid_tokens=len(request.prompt) - skip_blocks * BLOCK_TOKENS,
-        )
-        return admitted, rectangle
+        reports: list[ev.Admitted | ev.Published] = []
+        if not request.published_pages:
+            admitted = ev.Admitted(
+                request_id=request_id,
+                cached_tokens=min(request.cached_tokens, len(request.prompt)),
+                queue_ns=0,
+                blocks=request.pages,
+            )
+            reports.append(admitted)
+        begin = max(request.published_pages, request.spec.skip_blocks)
+        if end > begin:
+            rectangle = ev.Published(
+                request_id=request_id,
+                layer_begin=0,
+                layer_count=ev.ALL_LAYERS,
+                block_begin=begin,
+                block_count=end - begin,
+                valid_tokens=min(end * BLOCK_TOKENS, len(request.prompt)) - begin * BLOCK_TOKENS,
+            )
+            reports.append(rectangle)
+        request.published_pages = max(end, request.published_pages)
+        return reports
 
     def _whole(self, request: LiveRequest) -> tuple[int, ...]:
         """Return the pages of the whole blocks of vLLM that a prompt fills."""

@@ -1,33 +1,158 @@
 """Modules that vLLM imports in its own interpreter, with packages in place of vLLM and NIXL."""
 
+import asyncio
 import importlib
+import logging
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import baton.engine.vllm.inside
+from baton.engine.vllm.saves import SaveReports
 
 FOLDER = Path(baton.engine.vllm.inside.__file__).parent
 
 
-def test_the_progress_thread_of_nixl_gets_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return Baton's module around NixlConnector beside stand-ins for NIXL and vLLM."""
+
+    class Connector:
+        def __init__(self) -> None:
+            self.started: list[Any] = []
+
+        def start_load_kv(self, forward_context: Any) -> None:
+            self.started.append(forward_context)
+
     bindings = SimpleNamespace(nixlAgentConfig=type("nixlAgentConfig", (), {}))
-    connectors = SimpleNamespace(NixlConnector=object())
-    package = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
-    for name, module in (
-        ("nixl", SimpleNamespace(_bindings=bindings)),
-        *((package.rsplit(".", n)[0], ModuleType("vllm")) for n in range(1, 6)),
-        (package, connectors),
-    ):
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "nixl", SimpleNamespace(_bindings=bindings))
+    package = "vllm.distributed.kv_transfer.kv_connector.v1"
+    stand_in(monkeypatch, package, nixl=SimpleNamespace(NixlConnector=Connector))
+    return inside(monkeypatch, "baton_nixl")
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    """Put a module in place of one of vLLM's."""
+    for number in range(1, name.count(".") + 1):
+        monkeypatch.setitem(sys.modules, name.rsplit(".", number)[0], ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+
+
+def inside(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    """Import a module as vLLM does."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module("baton_nixl")
-    monkeypatch.setitem(sys.modules, "baton_nixl", module)
-    assert module.NixlConnector is connectors.NixlConnector
-    config = bindings.nixlAgentConfig()  # as NIXL's Python API sets it
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # forgotten after the test
+    del sys.modules[name]
+    return importlib.import_module(name)
+
+
+def test_the_progress_thread_of_nixl_gets_a_delay(nixl: Any) -> None:
+    config = nixl._bindings.nixlAgentConfig()  # as NIXL's Python API sets it
     config.useProgThread = True
     config.pthrDelay = 0
     assert config.useProgThread
     assert config.pthrDelay == 1_000
+
+
+def test_steps_that_compute_nothing_sleep(nixl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(nixl.time, "sleep", slept.append)
+    connector = nixl.NixlConnector()
+    connector.start_load_kv(SimpleNamespace(attn_metadata={}))
+    assert slept == []
+    connector.start_load_kv(SimpleNamespace(attn_metadata=None))
+    assert slept == [0.001]
+    assert len(connector.started) == 2
+
+
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_generators_of_cpus_can_be_rewound(monkeypatch: pytest.MonkeyPatch, is_cpu: bool) -> None:
+    monkeypatch.setattr(torch, "Generator", torch.Generator)
+    platform = SimpleNamespace(is_cpu=lambda: is_cpu)
+    stand_in(monkeypatch, "vllm.platforms", current_platform=platform)
+    inside(monkeypatch, "baton_worker")
+    generator = torch.Generator("cpu")
+    generator.manual_seed(5)
+    first = torch.rand(3, generator=generator)
+    if not is_cpu:
+        assert type(generator) is torch._C.Generator
+        return
+    generator.set_offset(generator.get_offset() - 4)  # as vLLM does
+    assert torch.equal(torch.rand(3, generator=generator), first)
+    assert not torch.equal(torch.rand(3, generator=generator), first)
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return Baton's connector beside stand-ins for vLLM, whose blocks have 32 tokens."""
+
+    class Base:
+        def __init__(self, vllm_config: object, role: object, kv_cache_config: object) -> None:
+            self.metadata: object = None
+
+        def _get_connector_metadata(self) -> object:
+            return self.metadata
+
+    stand_in(monkeypatch, "vllm.v1.attention.backends.cpu_attn", _get_attn_isa=None)
+    stand_in(monkeypatch, "vllm.logger", init_logger=logging.getLogger)
+    stand_in(
+        monkeypatch,
+        "vllm.distributed.kv_transfer.kv_connector.v1.base",
+        KVConnectorBase_V1=Base,
+        KVConnectorMetadata=object,
+        KVConnectorTransferResults=object,
+    )
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=32))
+    one = inside(monkeypatch, "baton_kv").BatonConnector(config, None, None)
+    one._kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: ([50, 51, 52, 53],))
+    one._reports_path = str(tmp_path / "saves")
+    one._save = lambda copy: None
+    return one
+
+
+def engine_step(name: str, computed: int, scheduled: int) -> SimpleNamespace:
+    """Return a step of vLLM's scheduler that computes tokens of one running request."""
+    return SimpleNamespace(
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[name], num_computed_tokens=[computed]),
+        scheduled_new_reqs=[],
+        num_scheduled_tokens={name: scheduled},
+    )
+
+
+async def test_each_step_saves_the_blocks_that_it_fills_once(
+    connector: Any, tmp_path: Path
+) -> None:
+    reported: list[tuple[int, int]] = []
+    saves = SaveReports(str(tmp_path / "saves"), lambda *report: reported.append(report))
+    parameters = {"save_pages": [*range(10, 16)], "generation": 7}
+    request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
+    connector.update_state_after_alloc(request, None, 0)
+    copies = []
+    # 40 of 100 tokens, then a preemption: all is computed again
+    for computed, scheduled in ((0, 40), (0, 30), (30, 40), (70, 30)):
+        connector.metadata = connector.build_connector_meta(engine_step("r", computed, scheduled))
+        copies += [(copy.blocks, copy.pages) for copy in connector.metadata.saves]
+        connector.wait_for_save()
+    assert copies == [([50], [10, 11]), ([51], [12, 13]), ([52], [14, 15])]
+    await asyncio.sleep(0.05)
+    assert reported == [(7, 2), (7, 4), (7, 6)]
+    assert connector.request_finished(request, []) == (False, {"saved_tokens": 100})
+    saves.close()
+    connector.shutdown()
+
+
+async def test_a_prompt_that_ends_before_it_is_computed_was_not_saved(
+    connector: Any,
+) -> None:
+    parameters = {"save_pages": [*range(10, 16)], "generation": 7}
+    request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
+    connector.update_state_after_alloc(request, None, 0)
+    (copy,) = connector.build_connector_meta(engine_step("r", 0, 64)).saves
+    assert (copy.pages, copy.end) == ([10, 11, 12, 13], 4)
+    assert connector.request_finished(request, []) == (False, None)
+    assert connector.build_connector_meta(engine_step("r", 64, 36)).saves == []
+    connector.shutdown()

@@ -152,3 +152,14 @@ def test_without_a_hand_off_vllm_gets_no_connector() -> None:
     settings = EngineSettings(model="m", external=engine)
     assert "--kv-transfer-config" not in server.command(engine, settings, Path("/m"), Path("/f"))
     assert not [name for name in server.environment({}, 1, engine) if "NIXL" in name]
+
+
+def test_vllm_imports_our_extension_beside_the_modules_of_an_outer_path() -> None:
+    engine = external()
+    settings = EngineSettings(model="m", external=engine)
+    line = server.command(engine, settings, Path("/m"), Path("/f"))
+    module, _, name = line[line.index("--worker-extension-cls") + 1].partition(".")
+    variables = server.environment({"PYTHONPATH": "/outer"}, 1, engine)
+    inside, outer = variables["PYTHONPATH"].split(":")
+    assert f"class {name}:" in (Path(inside) / f"{module}.py").read_text()
+    assert outer == "/outer"

@@ -1,6 +1,8 @@
 """Hand-offs of the translator by Baton's own transports, beside sockets that repeat vLLM's."""
 
 import asyncio
+import socket
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
 from baton.engine.vllm.live_request import LiveRequest
-from baton.engine.vllm.server import GENERATIONS
+from baton.engine.vllm.server import GENERATIONS, SAVES
 from baton.engine.vllm.staging import Staging
 from baton.engine.vllm.transfer import hand_off_id
 from baton.types import events as ev
@@ -76,7 +78,10 @@ async def test_a_prompt_is_published_when_vllm_has_saved_it(running: Running) ->
     (body,) = running.replay.bodies
     (admitted,) = running.of(ev.Admitted)
     assert len(admitted.blocks) == PAGES
-    assert body["kv_transfer_params"] == {"save_pages": [*admitted.blocks[:WHOLE]]}
+    assert body["kv_transfer_params"] == {
+        "save_pages": [*admitted.blocks[:WHOLE]],
+        "generation": 1,
+    }
     (published,) = running.of(ev.Published)
     assert (published.block_begin, published.block_count) == (0, PAGES)
     assert (published.layer_count, published.valid_tokens) == (ev.ALL_LAYERS, len(LONG))
@@ -84,6 +89,42 @@ async def test_a_prompt_is_published_when_vllm_has_saved_it(running: Running) ->
     running.engine.handle(messages.Release("r"))
     assert (await running.end()).error_code == ""
     assert used_pages(running) == 0
+
+
+async def test_what_vllm_has_saved_is_published_while_it_computes_the_rest(
+    running: Running, tmp_path: Path
+) -> None:
+    gate = asyncio.Event()
+
+    async def late(writer: asyncio.StreamWriter) -> None:
+        await gate.wait()
+        writer.write(HEAD + chunk(SAVED) + END)
+        writer.close()
+
+    async def report(generation: int, pages: int) -> None:
+        reports.sendto(struct.pack("<qq", generation, pages), str(tmp_path / SAVES))
+        await asyncio.sleep(0.05)
+
+    def published() -> list[tuple[int, int, int]]:
+        rectangles = running.of(ev.Published)
+        return [(one.block_begin, one.block_count, one.valid_tokens) for one in rectangles]
+
+    running.replay.reply = late
+    running.submit(LONG, Kind.PREFILL)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
+        await report(1, 4)
+        await report(2, 8)  # of another hand-off
+        await report(1, 10)
+        await report(1, 10)
+        assert published() == [(0, 4, 64), (4, 6, 96)]
+        assert len(running.of(ev.Admitted)) == 1
+        gate.set()
+        await running.first(ev.PromptDone)
+        assert published()[2:] == [(10, 3, len(LONG) - 160)]
+        running.engine.handle(messages.Release("r"))
+        await running.end()
+        await report(1, 12)  # late: its pages may be those of another prompt
+        assert len(published()) == 3
 
 
 async def test_a_prompt_that_vllm_did_not_save_is_not_published(running: Running) -> None:
@@ -120,6 +161,8 @@ async def test_the_pages_of_a_cancelled_prompt_stay_until_vllm_writes_no_more(
     running.engine.handle(messages.Cancel("r"))
     assert (await running.end()).error_code == "cancelled"
     assert used_pages(running) == PAGES
+    running.engine._saved(1, 4)
+    assert running.of(ev.Published) == []
     gate.set()
     async with asyncio.timeout(10):
         while used_pages(running):

@@ -10,12 +10,19 @@ backend orders them for its kernels: page p has the p-th part of them. So only w
 Requests name their pages in ``kv_transfer_params``: ``save_pages`` has one for each page of the
 whole blocks of the prompt, and ``load_pages`` the same, from ``first_token`` on.
 
+With chunked prefill a prompt takes several engine steps. The blocks that a step has filled are
+saved when it ends, and a datagram reports them, so that they travel while the next step computes. A
+page is written once, as it may be read from then on.
+
 A cancelled load may still run when its pages belong to another request. So a file has the
 generation of each page, and a load fails unless that is its own when the bytes are copied.
 """
 
+import contextlib
 import mmap
 import os
+import socket
+import struct
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +39,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 _LOG = init_logger(__name__)
 _PAGE_TOKENS = 16
+_SAVED = struct.Struct("<qq")  # generation of a hand-off, pages of its prompt that are saved
 
 
 @dataclass
@@ -41,7 +49,8 @@ class Copy:
     request_id: str
     blocks: list[int]
     pages: list[int]
-    generation: int = 0  # of a load
+    generation: int
+    end: int = 0  # pages of the prompt that are saved with this copy
 
 
 @dataclass
@@ -59,13 +68,18 @@ class BatonConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_tokens: int = vllm_config.cache_config.block_size
         self._saving: dict[str, Any] = {}  # requests by id, until their prompt is computed
-        self._saved: set[str] = set()
+        self._saved: dict[
+            str, int
+        ] = {}  # pages of a prompt that are saved, or will be in this step
         self._loads: list[Copy] = []  # for the next step
         self._layers: list[torch.Tensor] = []  # bytes of vLLM's blocks, one row for each
         self._pool = torch.empty(0)
         self._generations = torch.empty(0)  # by page
+        self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._reports.setblocking(False)
         self._loading: dict[str, Future[None]] = {}
         self._loader = ThreadPoolExecutor(1, "baton-load")
+        self._reports_path = ""
 
     # ---------------------------------------------------------------- scheduler
 
@@ -96,7 +110,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._loads.append(Copy(request.request_id, own, pages, parameters["generation"]))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
-        """Return the copies of the step; a prompt is saved with the step that computes its end."""
+        """Return the copies of the step: loads, and the blocks of prompts that the step fills."""
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in scheduler_output.scheduled_new_reqs:
@@ -107,24 +121,36 @@ class BatonConnector(KVConnectorBase_V1):
             if name not in computed:
                 continue
             end = computed[name] + scheduler_output.num_scheduled_tokens[name]
-            if end < request.num_prompt_tokens:
-                continue
-            pages = request.kv_transfer_params["save_pages"]
-            (ids,) = self._kv_cache_manager.get_block_ids(name)
-            blocks = ids[: len(pages) * _PAGE_TOKENS // self._block_tokens]
-            step.saves.append(Copy(name, blocks, pages))
-            self._saved.add(name)
-            del self._saving[name]
+            copy = self._next_save(request, end)
+            if copy is not None:
+                step.saves.append(copy)
+            if end >= request.num_prompt_tokens:
+                del self._saving[name]
         return step
+
+    def _next_save(self, request: Any, end_token: int) -> Copy | None:
+        """Return the copy of the whole blocks up to ``end_token`` that are not saved yet."""
+        name = request.request_id
+        parameters = request.kv_transfer_params
+        pages_per_block = self._block_tokens // _PAGE_TOKENS
+        first = self._saved.get(name, 0)
+        end = min(end_token // self._block_tokens * pages_per_block, len(parameters["save_pages"]))
+        if end <= first:
+            return None
+        self._saved[name] = end
+        (ids,) = self._kv_cache_manager.get_block_ids(name)
+        blocks = ids[first // pages_per_block : end // pages_per_block]
+        pages = parameters["save_pages"][first:end]
+        return Copy(name, blocks, pages, parameters["generation"], end)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return that the prompt was saved, as a part of the response."""
-        self._saving.pop(request.request_id, None)
-        if request.request_id not in self._saved:
+        unfinished = self._saving.pop(request.request_id, None)
+        saved = self._saved.pop(request.request_id, 0)
+        if unfinished is not None or not saved:
             return False, None
-        self._saved.remove(request.request_id)
         return False, {"saved_tokens": request.num_prompt_tokens}
 
     # ---------------------------------------------------------------- worker
@@ -164,6 +190,7 @@ class BatonConnector(KVConnectorBase_V1):
         kind = self._vllm_config.cache_config.cache_dtype
         order = _get_attn_isa(first.dtype, self._block_tokens, values // 2, kind)
         Path(extra["order"]).write_text(order)
+        self._reports_path = extra["saves"]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the loads of the step in a thread."""
@@ -176,12 +203,14 @@ class BatonConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: prompts are saved when the step ends."""
+        """Do nothing: blocks are saved when the step ends."""
 
     def wait_for_save(self) -> None:
-        """Save the prompts whose end this step has computed."""
+        """Save the blocks that this step has filled, and report them."""
         for copy in self._step.saves:
             self._save(copy)
+            with contextlib.suppress(OSError):  # the response reports what no datagram did
+                self._reports.sendto(_SAVED.pack(copy.generation, copy.end), self._reports_path)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the loads that have ended."""
@@ -197,8 +226,9 @@ class BatonConnector(KVConnectorBase_V1):
         return results
 
     def shutdown(self) -> None:
-        """End the thread that loads."""
+        """End the thread that loads, and close the socket."""
         self._loader.shutdown()
+        self._reports.close()
 
     @property
     def _step(self) -> Step:

@@ -1,0 +1,34 @@
+"""Receives the reports of vLLM's connector on saved pages (``inside/baton_kv.py``)."""
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+
+_SAVED = struct.Struct("<qq")  # generation of a hand-off, pages of its prompt that are saved
+
+
+class SaveReports:
+    """Socket that vLLM's connector sends to.
+
+    Args:
+        path: Path of the socket, which must not exist.
+        on_saved: Called with the generation of a hand-off and the number of its first pages that
+            are saved.
+    """
+
+    def __init__(self, path: str, on_saved: Callable[[int, int], None]) -> None:
+        self._on_saved = on_saved
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(path)
+        asyncio.get_running_loop().add_reader(self._socket, self._receive)
+
+    def close(self) -> None:
+        """Close the socket, so that vLLM's reports are lost."""
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    def _receive(self) -> None:
+        generation, pages = _SAVED.unpack(self._socket.recv(_SAVED.size))
+        self._on_saved(generation, pages)
