@@ -7,9 +7,11 @@ optional; unknown keys and wrong types are refused. An error has the line, the v
 """
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
@@ -447,17 +449,34 @@ def load_config(
         raise ConfigError(f"{file}:{error}") from error
     source = _Source(parsed.lines, str(file))
     changes = dict(overrides or {})
-    try:
-        config = FleetConfig.model_validate({**parsed.data, **changes})
-    except ValidationError as error:
-        lines = [_explain(item, source, changes, said_by) for item in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+    config = _validated(parsed.data, source)
+    if changes:
+        config = _validated({**parsed.data, **changes}, source, changes, said_by)
     folder = file.absolute().parent
     lanes = {
         name: _with_absolute_paths(lane, folder, [key for key in _LANE_PATHS if _is_set(lane, key)])
         for name, lane in config.models.items()
     }
     return _with_absolute_paths(config, folder).model_copy(update={"models": lanes})
+
+
+def _validated(
+    data: Mapping[str, object],
+    source: _Source,
+    changes: Mapping[str, object] = MappingProxyType({}),
+    said_by: str = "",
+) -> FleetConfig:
+    try:
+        return FleetConfig.model_validate(data)
+    except ValidationError as error:
+        found = sorted(error.errors(), key=lambda item: _line_of(item, source))
+        lines = [_explain(item, source, changes, said_by) for item in found]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+
+
+def _line_of(item: Any, source: _Source) -> float:
+    """Return the line of a problem; infinity for a default, which has none."""
+    return source.lines.get(_known_path(item["loc"], source), math.inf)
 
 
 def _explain(item: Any, source: _Source, changes: Mapping[str, object], said_by: str) -> str:

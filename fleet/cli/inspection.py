@@ -157,6 +157,8 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
     config_file, config = load_fleet_file(file, None)
     models = []
     for lane in config.lanes:
+        if lane.model.startswith("hub:"):
+            typer.echo(f"looking for {lane.model} in the cache, then on the hub", err=True)
         try:
             model = preflight.describe_model(lane)
         except ValueError as error:

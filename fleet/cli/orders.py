@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from baton.config.fleet_file import FleetConfig
 from fleet.audit.local import audit_here
 from fleet.cli.common import (
     FleetOption,
@@ -24,6 +25,8 @@ from fleet.cli.common import (
     show_error,
 )
 from fleet.cli.reach import KeyOption, ModelOption, UrlOption, order, reach
+from fleet.local import state as fleet_state
+from fleet.local.router_process import group_folder, router_name, serving_pid
 from fleet.local.state import FleetState, audit_file
 from loadtest.simulator.cli import replay
 from loadtest.simulator.simulation import Setup
@@ -101,9 +104,7 @@ def restart(
     successor serves before the old router stops accepting, and the old one finishes its responses.
     """
     if worker in ("router", "routers"):
-        if wait:
-            fail("--wait is for workers; `baton up` tells when each router was replaced")
-        _restart_routers(running_fleet(fleet))
+        _restart_routers(running_fleet(fleet), timeout_s if wait else 0.0)
         return
     workers = [worker] if worker else []
     place = reach(fleet, url, api_key)
@@ -115,13 +116,45 @@ def restart(
         _wait(place, before, lambda now: _renewed(workers or in_use, before, now), timeout_s)
 
 
-def _restart_routers(state: FleetState) -> None:
+def _restart_routers(state: FleetState, wait_s: float) -> None:
     supervisor = state.supervisor.find()
     if supervisor is None:
         fail(f"{state.name} is not running")
+    before = _routers(state)
     supervisor.send_signal(signal.SIGUSR2)
     audit_here(audit_file(state.name), "restart", "routers", say=show_error)
     typer.echo("routers: restarting one by one")
+    if wait_s:
+        _wait_for_routers(state, before, wait_s)
+
+
+def _routers(state: FleetState) -> list[int]:
+    """Return the process id of the router that serves in each place."""
+    group = group_folder(Path(state.run_folder))
+    count = FleetConfig.model_validate_json(state.config_json).pools.router_count
+    return [serving_pid(group, index) for index in range(count)]
+
+
+def _wait_for_routers(state: FleetState, before: list[int], timeout_s: float) -> None:
+    """Show each router that was replaced; exit with code 1 if one was not."""
+    waiting = dict(enumerate(before))
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        pids = _routers(state)
+        for index, old in list(waiting.items()):
+            if pids[index] not in (0, old):
+                typer.echo(f"{router_name(index)} was replaced")
+                del waiting[index]
+        if not waiting:
+            return
+        now = fleet_state.load(state.name)
+        if now is None or not now.running:
+            fail("the fleet exited; see the output of its `baton up`")
+        if now.rolls_failed > state.rolls_failed:
+            fail(f"{now.roll_problem}; the present routers keep serving (`baton logs router`)")
+        if time.monotonic() > deadline_s:
+            fail(f"not done after {timeout_s:g} s; it goes on (`baton status`)")
+        time.sleep(_POLL_S)
 
 
 def scale(

@@ -205,7 +205,8 @@ class RouterProcesses:
                 self._begin_again(index, now_s, say)
             elif life is not None and life.ended:
                 self._note_death(index, life, now_s)
-                say(f"{_name(index)} died ({exit_reason(life.process.returncode)}); restarting it")
+                cause = exit_reason(life.process.returncode)
+                say(f"{router_name(index)} died ({cause}); restarting it")
                 self._lives[index] = None
                 if now_s >= self._start_at_s[index]:
                     self._begin_again(index, now_s, say)
@@ -218,15 +219,15 @@ class RouterProcesses:
             self._lives[index] = self._new_life(index)
         except OSError as error:  # out of memory, descriptors or disk space: temporary
             self._start_at_s[index] = now_s + _SPAWN_PAUSE_S
-            say(f"cannot start {_name(index)} ({error}); retrying in {_SPAWN_PAUSE_S:g} s")
+            say(f"cannot start {router_name(index)} ({error}); retrying in {_SPAWN_PAUSE_S:g} s")
 
     def _note_death(self, index: int, life: _Life, now_s: float) -> None:
         healthy = now_s - life.started_s > _HEALTHY_S
         self._failures[index] = failures = 1 if healthy else self._failures[index] + 1
         if failures > _FAILURES:
+            cause = exit_reason(life.process.returncode)
             raise RouterFailedError(
-                f"{_name(index)} died {failures} times ({exit_reason(life.process.returncode)})",
-                log_name(index),
+                f"{router_name(index)} died {failures} times ({cause})", log_name(index)
             )
         self._start_at_s[index] = now_s + 0.2 * (failures - 1)
 
@@ -248,7 +249,9 @@ class RouterProcesses:
             try:
                 self._next = self._new_life(index)
             except OSError as error:
-                self._break_off(f"cannot start the successor of {_name(index)} ({error})", say)
+                self._break_off(
+                    f"cannot start the successor of {router_name(index)} ({error})", say
+                )
             return
         if self.serving(index) == self._next.process.pid:
             last = self._lives[index]
@@ -256,11 +259,11 @@ class RouterProcesses:
             if last is not None and not last.ended:
                 last.process.send_signal(signal.SIGUSR1)
                 self._leaving.append(last)
-            say(f"{_name(index)} was replaced; the old process finishes its responses")
+            say(f"{router_name(index)} was replaced; the old process finishes its responses")
         elif self._next.ended or time.monotonic() - self._next.started_s > _START_LIMIT_S:
             self._next.wait(0.0)
             self._next = None
-            self._break_off(f"the successor of {_name(index)} does not serve", say)
+            self._break_off(f"the successor of {router_name(index)} does not serve", say)
             return
         else:
             return
@@ -274,14 +277,7 @@ class RouterProcesses:
 
     def serving(self, index: int) -> int:
         """Return the process id of the router that serves with this index; 0 if none does."""
-        with (
-            contextlib.suppress(OSError, ValueError),
-            socket.socket(socket.AF_UNIX) as asked,
-        ):
-            asked.settimeout(1.0)
-            asked.connect(str(alive_path(self._group, index)))
-            return int(asked.makefile("rb").readline())
-        return 0
+        return serving_pid(self._group, index)
 
     def begin_stop(self) -> None:
         """Stop accepting connections; active requests get until `finish_stop`'s limit."""
@@ -302,10 +298,25 @@ class RouterProcesses:
         return [life for life in lives if life is not None]
 
 
+def group_folder(run_folder: Path) -> Path:
+    """Return the folder of the sockets over which a fleet's routers communicate."""
+    return run_folder / "routers"
+
+
+def serving_pid(group: Path, index: int) -> int:
+    """Return the process id of the router that serves with this index; 0 if none does."""
+    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as asked:
+        asked.settimeout(1.0)
+        asked.connect(str(alive_path(group, index)))
+        return int(asked.makefile("rb").readline())
+    return 0
+
+
 def log_name(index: int) -> str:
     """Return the name of a router's log file, without its suffix."""
     return f"router-{index}" if index else "router"
 
 
-def _name(index: int) -> str:
+def router_name(index: int) -> str:
+    """Return the name of a router in messages."""
     return f"router {index}" if index else "the router"

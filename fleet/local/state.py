@@ -59,6 +59,8 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     keys_digest: str = ""  # of the API keys
     changes_done: int = 0  # how often the file was reread
     change_problem: str = ""  # why the last change failed
+    rolls_failed: int = 0  # how often new routers were given up
+    roll_problem: str = ""  # why, the last time
 
     @property
     def running(self) -> bool:

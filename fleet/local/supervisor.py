@@ -35,7 +35,13 @@ from fleet.local.machine_fit import missing_files, missing_resources
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_check import check_external, redacted
 from fleet.local.redis_server import EmbeddedRedis, RedisKeeper
-from fleet.local.router_process import RouterFailedError, RouterProcesses, log_name, url_of
+from fleet.local.router_process import (
+    RouterFailedError,
+    RouterProcesses,
+    group_folder,
+    log_name,
+    url_of,
+)
 from fleet.local.signals import StopRequestedError, StopSignal
 from fleet.local.state import FleetState
 from fleet.pools.resources import ControllerSpec
@@ -88,6 +94,9 @@ class Supervisor:
         self._changes_done = 0
         self._rolling = False  # routers are being replaced, the last step of a change
         self._routers_behind = False  # they failed to follow the last change
+        self._change_problem = ""  # why the last change failed
+        self._rolls_failed = 0
+        self._roll_problem = ""  # why new routers were given up
         self._shown: dict[str, str] = {}  # last line of each worker
         self._stop = StopSignal()
         self._token = KnownToken("", "")
@@ -186,7 +195,7 @@ class Supervisor:
             + ": stop it with `baton down`, or set another name with `fleet:`"
         )
 
-    def _save_state(self, problem: str = "") -> None:
+    def _save_state(self) -> None:
         if (me := ProcessKey.of(os.getpid())) is None:
             raise FleetError("cannot read /proc")
         fleet_state.save(
@@ -207,7 +216,9 @@ class Supervisor:
                 config_json=self._config.to_json(),
                 keys_digest=keys_digest(self._config, str(self._run_folder)),
                 changes_done=self._changes_done,
-                change_problem=problem,
+                change_problem=self._change_problem,
+                rolls_failed=self._rolls_failed,
+                roll_problem=self._roll_problem,
             )
         )
 
@@ -263,7 +274,7 @@ class Supervisor:
             "BATON_STATE_DIR": str(fleet_state.state_folder(self._name)),
             "BATON_AUDIT_FILE": str(fleet_state.audit_file(self._name)),
         }
-        group = self._run_folder / "routers"
+        group = group_folder(self._run_folder)
         routers.start(self._config_file, secrets_by_environment, group, self._logs)
 
     def _wait_until_ready(self, routers: RouterProcesses) -> None:
@@ -348,6 +359,12 @@ class Supervisor:
             self._routers.keep(self._say)
         except RouterFailedError as error:
             raise FleetError(f"{error}:\n{tail(self._logs, error.log)}") from error
+        failed = self._routers.roll_failed
+        if failed and failed != self._roll_problem:
+            self._rolls_failed += 1
+            self._roll_problem = failed
+            self._note_state()
+        self._roll_problem = failed
 
     def _follow_changes(self) -> None:
         """Start a requested change; finish one whose workers are ready."""
@@ -410,8 +427,12 @@ class Supervisor:
         self._say(problem or "the fleet matches its file")
         self._audit("file refused" if problem else "file applied", {"problem": problem or None})
         self._changes_done += 1
+        self._change_problem = problem
+        self._note_state()
+
+    def _note_state(self) -> None:
         try:
-            self._save_state(problem)
+            self._save_state()
         except OSError as error:
             self._say(f"warning: cannot write the fleet's state: {error}; it keeps serving")
 

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from loadtest.drill.fleet import DrillError, DrillFaultError, FleetView
+from loadtest.percent import percent
 
 _SUFFIX = "-damaged"
 _SHARE = 0.5
@@ -76,8 +77,8 @@ async def _drill(fleet: FleetView, name: str, copy: str) -> str:
             raise DrillFaultError(f"{copy} is still a canary after {took_s:.1f} s")
         await asyncio.sleep(_POLL_S)
     return (
-        f"{copy} was refused before traffic; with {_SHARE:.0%} of the traffic it was rolled back "
-        f"after {took_s:.1f} s and {after - before} of its requests: {entry['reason']}"
+        f"{copy} was refused before traffic; with {percent(_SHARE, 0)} of the traffic it was "
+        f"rolled back after {took_s:.1f} s and {after - before} of its requests: {entry['reason']}"
     )
 
 

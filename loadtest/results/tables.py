@@ -11,6 +11,7 @@ from loadtest.metrics.confidence import Interval
 from loadtest.metrics.request_figures import FORMULAS
 from loadtest.metrics.summary import Distribution, Summary
 from loadtest.metrics.turns import TurnFigures
+from loadtest.percent import percent
 from loadtest.results.files import Results, SearchPoint
 
 _COLUMNS = ("p50", "p90", "p95", "p99", "max")
@@ -77,7 +78,7 @@ def _rates(summary: Summary) -> Table:
     )
     cached = summary.cached_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
     table.add_row(
-        "prefix", f"{summary.cached_tokens} of {summary.prompt_tokens} cached ({cached:.1%})"
+        "prefix", f"{summary.cached_tokens} of {summary.prompt_tokens} cached ({percent(cached)})"
     )
     if summary.prefix_tokens_by_source:
         sources = summary.prefix_tokens_by_source.items()
@@ -85,7 +86,7 @@ def _rates(summary: Summary) -> Table:
     verdict = "met" if summary.slo_met else "missed"
     table.add_row(
         summary.slo.label(),
-        f"{verdict}: {summary.attainment:.1%} of the requests sent were good, "
+        f"{verdict}: {percent(summary.attainment)} of the requests sent were good, "
         f"{summary.good_per_s:.2f} good requests/s",
     )
     return table
@@ -114,7 +115,7 @@ def search_table(points: list[SearchPoint]) -> Table:
         mark = "[green]met[/]" if point.met else "[red]missed[/]"
         note = " [yellow](client was the bottleneck)[/]" if point.client_was_bottleneck else ""
         table.add_row(
-            f"{point.rate:.2f}", f"{point.attainment:.1%}", f"{point.good_per_s:.2f}", mark + note
+            f"{point.rate:.2f}", percent(point.attainment), f"{point.good_per_s:.2f}", mark + note
         )
     return table
 
@@ -132,7 +133,7 @@ def turn_table(turns: list[TurnFigures]) -> Table:
             str(turn.requests),
             *("–" if value is None else seconds(value) for value in times),
             "–" if turn.ttft_to_alone is None else f"{turn.ttft_to_alone:.2f}",
-            *("–" if share is None else f"{share:.1%}" for share in shares),
+            *("–" if share is None else percent(share) for share in shares),
         )
     for column in table.columns[1:]:
         column.justify = "right"
@@ -145,7 +146,7 @@ def _verdicts(results: Results) -> list[Text | Group]:
     lines: list[Text | Group] = [
         Text(
             f"client: sends late by {seconds(client.late_send_p99_s)} at p99, event loop lag "
-            f"{seconds(client.lag_p99_s)} at p99, {client.cpu_share:.0%} of a core",
+            f"{seconds(client.lag_p99_s)} at p99, {percent(client.cpu_share, 0)} of a core",
             style="dim",
         )
     ]

@@ -21,12 +21,15 @@ from loadtest.simulator.network import LINKS
 from loadtest.simulator.planning import Decided
 from loadtest.simulator.policies import FLEET, POLICIES
 from loadtest.simulator.report import (
+    GOODPUT_NOTES,
     Figures,
     Slo,
     as_json,
     figures,
     goodput_table,
+    legend,
     table,
+    table_notes,
     turns_table,
 )
 from loadtest.simulator.simulation import Plan, Setup, Simulation
@@ -128,8 +131,10 @@ def simulate(
         typer.echo(whole, nl=False)
         raise typer.Exit(code)
     Console().print(table(results))
+    Console().print(legend(table_notes(slo)), highlight=False)
     if limits is not None:
         Console().print(goodput_table(results))
+        Console().print(legend(GOODPUT_NOTES), highlight=False)
     if simulation.planner is not None:
         Console().print(turns_table(simulation.planner.decisions))
     raise typer.Exit(code)

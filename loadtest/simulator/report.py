@@ -13,6 +13,7 @@ from rich.table import Table
 from baton.planner.state import Figures as PlannerFigures
 from baton.planner.state import Resize, Turn
 from loadtest.metrics.summary import Distribution
+from loadtest.percent import percent
 from loadtest.simulator.goodput import Goodput, goodput
 from loadtest.simulator.planning import Decided
 from loadtest.simulator.records import Record
@@ -207,21 +208,56 @@ def as_json(simulation: Simulation, result: Figures, slo: Slo) -> bytes:
 def table(results: dict[str, Figures]) -> Table:
     """Return a table with one column per run, which reads at 80 columns."""
     rows: dict[str, Callable[[Figures], str]] = {
-        "hit": lambda one: f"{one.hit_share:.1%}",
-        "pulled": lambda one: f"{one.pulled_share:.1%}",
-        "bound": lambda one: f"{one.bound_share:.1%}",
+        "hit": lambda one: percent(one.hit_share),
+        "pulled": lambda one: percent(one.pulled_share),
+        "bound": lambda one: percent(one.bound_share),
         "max:mean": lambda one: f"{one.max_to_mean_work:.3f}",
-        "busy": lambda one: f"{one.busy_share:.0%}",
+        "busy": lambda one: percent(one.busy_share, 0),
         "TTFT p50, s": lambda one: f"{one.ttft.p50:.2f}",
         "TTFT p99, s": lambda one: f"{one.ttft.p99:.1f}",
         "TPOT p50, ms": lambda one: f"{one.tpot.p50 * 1e3:.1f}",
         "TPOT p99, ms": lambda one: f"{one.tpot.p99 * 1e3:.1f}",
         "E2E p50, s": lambda one: f"{one.e2e.p50:.1f}",
         "queue p50, s": lambda one: f"{one.queue.p50:.2f}",
-        "good": lambda one: f"{one.good_share:.1%}",
+        "good": lambda one: percent(one.good_share),
         "failed": lambda one: str(one.requests - one.answered),
     }
     return _by_run("simulated: virtual time, no model ran", results, rows)
+
+
+def table_notes(slo: Slo) -> dict[str, str]:
+    """Return explanations of the rows of `table`."""
+    return {
+        "hit": "share of prompt blocks that were cached at the worker that computed the prompt",
+        "pulled": "share of prompt blocks pulled from another worker's cache",
+        "bound": "share that one unlimited cache of all earlier prompts would have",
+        "max:mean": "computed prompt tokens of the busiest worker ÷ those of the mean worker",
+        "busy": "share of the time in which prefill workers computed",
+        "TTFT": "time from arrival to the first token",
+        "TPOT": "(last token − first token) ÷ (tokens − 1)",
+        "E2E": "time from arrival to the end",
+        "queue": "time from arrival to the first step of the prompt",
+        "good": f"share with TTFT ≤ {slo.ttft_s:g} s and TPOT ≤ {slo.tpot_s:g} s",
+    }
+
+
+GOODPUT_NOTES = {
+    "good/s, good": "requests within the limits of latency, per second and as a share of all",
+    "refused": "share that admission refused",
+    "good of admitted": "share of the admitted requests that were good",
+    "long": "admitted share of long prompts ÷ admitted share of all requests",
+    "wasted": "share of the computed prompt tokens that were for requests that were not good",
+    "turns": "changes of role",
+    "good/worker h": "good requests per hour of a worker",
+    "2nd try": "share of the refused clients that were let in when they came again",
+    "tries": "mean number of tries",
+}
+"""Explanations of the rows of `goodput_table`."""
+
+
+def legend(notes: Mapping[str, str]) -> str:
+    """Return one line a row of a table: its name and what it means."""
+    return "\n".join(f"{name} = {meaning}" for name, meaning in notes.items())
 
 
 def goodput_table(results: dict[str, Figures]) -> Table:
@@ -229,17 +265,17 @@ def goodput_table(results: dict[str, Figures]) -> Table:
     found = {name: one.goodput for name, one in results.items() if one.goodput is not None}
     rows: dict[str, Callable[[Goodput], str]] = {
         "good/s": lambda one: f"{one.good_per_s:.2f}",
-        "good": lambda one: f"{one.good_share:.1%}",
-        "refused": lambda one: f"{one.refused_share:.1%}",
-        "good of admitted": lambda one: f"{one.good_of_admitted_share:.1%}",
+        "good": lambda one: percent(one.good_share),
+        "refused": lambda one: percent(one.refused_share),
+        "good of admitted": lambda one: percent(one.good_of_admitted_share),
         "long": lambda one: (
             "" if one.long_admitted_ratio is None else f"{one.long_admitted_ratio:.2f}"
         ),
-        "wasted": lambda one: f"{one.wasted_share:.1%}",
+        "wasted": lambda one: percent(one.wasted_share),
         "turns": lambda one: str(one.turns),
         "good/worker h": lambda one: f"{one.good_per_worker_hour:.0f}",
         "2nd try": lambda one: (
-            "" if one.second_try_share is None else f"{one.second_try_share:.1%}"
+            "" if one.second_try_share is None else percent(one.second_try_share)
         ),
         "tries": lambda one: f"{one.mean_tries:.2f}",
     }

@@ -220,6 +220,18 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     assert len(problem(tmp_path, "port: -1\nfleet: A\nx: 1").splitlines()) == 3
 
 
+def test_problems_are_in_the_order_of_lines(tmp_path: Path) -> None:
+    said = problem(tmp_path, "x: 1\npools: {decode: -1}\nfleet: A\nport: -1\nkv: 2\n")
+    assert [line.split(":")[1] for line in said.splitlines()] == ["1", "2", "3", "4", "5"]
+
+
+def test_an_override_does_not_hide_a_wrong_value(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("port: nine\n")
+    with pytest.raises(ConfigError, match=r"fleet.yaml:1: port = 'nine': must be a valid integer"):
+        load_config(file, {"port": 9000}, said_by="BATON_PORT")
+
+
 def test_an_api_key_never_shows(tmp_path: Path) -> None:
     said = problem(tmp_path, "api_keys:\n  hunter2: team")
     assert "at least 8 characters" in said

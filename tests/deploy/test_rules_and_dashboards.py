@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,17 @@ def test_promtool_finds_nothing_wrong(arguments: tuple[str, ...]) -> None:
         [str(PROMTOOL), *arguments], cwd=DEPLOY, capture_output=True, text=True, check=False
     )
     assert told.returncode == 0, told.stdout + told.stderr
+
+
+@needs_promtool
+def test_the_head_of_the_file_has_the_command_for_another_port(tmp_path: Path) -> None:
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    lines = (DEPLOY / "prometheus.yml").read_text().splitlines()
+    (command,) = [line.removeprefix("#").strip() for line in lines if line.startswith("#   sed")]
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    made = tmp_path / "deploy" / "prometheus-9000.yml"
+    assert "url: http://127.0.0.1:9000/fleet/targets" in made.read_text()
+    subprocess.run([str(PROMTOOL), "check", "config", str(made)], check=True)
 
 
 @needs_promtool

@@ -65,7 +65,9 @@ class Load:
         return [report(self._url, name) for name in self._names if name]
 
 
-def send(url: str, number: int, words: int = 0, tokens: int = 0) -> str:
+def send(
+    url: str, number: int, words: int = 0, tokens: int = 0, mode: str = "disaggregated"
+) -> str:
     """Send a prompt of its own to both workers; return the request's id, "" if one is silent."""
     rng = random.Random(number)
     prompt = " ".join(rng.choices(WORDS, k=words or rng.randint(400, 1200)))
@@ -77,7 +79,7 @@ def send(url: str, number: int, words: int = 0, tokens: int = 0) -> str:
         "ignore_eos": True,
         "stream": True,
     }
-    headers = {"x-baton-mode": "disaggregated"}
+    headers = {"x-baton-mode": mode}
     answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=300)
     if "silent for" in answer.text:  # the machine is too busy for heartbeats
         return ""
@@ -112,13 +114,13 @@ def test_phases_add_up_and_the_cause_is_the_costliest_phase(pair: Fleet) -> None
 
 
 @contextlib.contextmanager
-def short_requests(fleet: Fleet) -> Iterator[None]:
+def short_requests(fleet: Fleet, mode: str = "disaggregated") -> Iterator[None]:
     """Two clients that keep both workers busy with short prompts."""
     over = threading.Event()
 
     def client(number: int) -> None:
         while not over.is_set():
-            send(fleet.url, number, words=40, tokens=16)
+            send(fleet.url, number, words=40, tokens=16, mode=mode)
 
     with ThreadPoolExecutor(2) as pool:
         clients = [pool.submit(client, number) for number in range(2)]
@@ -178,3 +180,22 @@ def test_a_prefill_worker_that_does_not_answer_is_named(pair: Fleet) -> None:
         found = report(pair.url, sent.result())
     assert found["why"]["cause"] == "between_workers", (found["why"], found["phases_s"])
     assert "between decode-0 and prefill-0" in found["why"]["sentence"]
+
+
+def test_a_lost_decode_worker_is_named_as_the_cause_of_the_pause(pair: Fleet) -> None:
+    """It stays silent, so the router resumes the response on the other worker."""
+    lost = pair.workers["decode-0"]
+    body = {"model": NAME, "prompt": "Once", "max_tokens": 40, "ignore_eos": True, "stream": True}
+    headers = {"x-baton-mode": "disaggregated"}
+    url = f"{pair.url}/v1/completions"
+    with short_requests(pair, mode="auto"):
+        try:
+            with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
+                for number, _ in enumerate(answer.iter_lines()):
+                    if number == 10:
+                        os.kill(lost.process.pid, signal.SIGSTOP)
+        finally:
+            os.kill(lost.process.pid, signal.SIGCONT)
+        found = report(pair.url, answer.headers["x-request-id"])
+    assert found["why"]["cause"] == "moved", (found["why"], found["phases_s"], found["moves"])
+    assert "until prefill-0 resumed it" in found["why"]["sentence"]

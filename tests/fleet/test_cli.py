@@ -91,6 +91,13 @@ def test_following_the_logs_of_a_stopped_fleet_ends(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "the last line"), ended.stderr
 
 
+def test_the_check_of_a_hub_model_tells_what_it_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("model: hub:nobody\n")
+    code, text = baton("config", "check", str(tmp_path / "f.yaml"))
+    assert code == 1
+    assert text.startswith("looking for hub:nobody in the cache, then on the hub")
+
+
 def test_a_good_file_is_checked_with_its_model() -> None:
     code, text = baton("config", "check", str(DEPLOY / "local.yaml"))
     assert code == 0

@@ -126,7 +126,8 @@ def test_routers_that_could_not_follow_are_replaced_by_the_next_try(
 def test_a_change_that_was_not_finished_is_no_nothing_has_changed(
     home: Path, supervisor: Supervisor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    supervisor._save_state("the successor of the router does not serve")
+    supervisor._change_problem = "the successor of the router does not serve"
+    supervisor._save_state()
     with subprocess.Popen([sys.executable, "-c", FOLLOWS], stdout=subprocess.PIPE) as own:
         try:
             assert own.stdout is not None

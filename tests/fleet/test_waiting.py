@@ -61,3 +61,9 @@ def test_orders_wait_until_they_are_done(url: str, tmp_path: Path) -> None:
     assert [one[:2] for one in states().values()].count(("decode", "ready")) == 2
     late = baton("restart", "worker-0", "--wait", "--timeout-s", "0.1", code=1)
     assert "not done after 0.1 s" in late
+    told = baton("restart", "routers", "--wait")
+    assert told.splitlines() == ["routers: restarting one by one", "the router was replaced"]
+    file = tmp_path / "fleet.yaml"
+    file.write_text(file.read_text() + "nonsense: 1\n")
+    told = baton("restart", "routers", "--wait", code=1)
+    assert "the successor of the router does not serve; the present routers keep serving" in told

@@ -93,7 +93,7 @@ def printed(run: Results) -> str:
 
 def test_the_table_says_what_happened_and_how_it_was_counted():
     text = printed(results())
-    assert "50.0% of the requests sent were good" in text
+    assert "50.0 % of the requests sent were good" in text
     assert "1 × 429 queue_full" in text
     assert "tpot_s = (last chunk − first chunk) ÷ (output tokens − 1)" in text
     assert "the client was the bottleneck: 1 % of requests were sent over 500 ms late" in text

@@ -22,6 +22,7 @@ from loadtest.drill.fleet import DrillError, FleetView
 from loadtest.lab.canary.findings import Candidate, findings_of
 from loadtest.lab.results import Findings
 from loadtest.lab.table import LABS, LabContext
+from loadtest.percent import percent
 from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.synthetic import OpenLoop, open_loop_plan
 
@@ -56,7 +57,7 @@ async def _run(context: LabContext, seconds: float) -> Findings:
         if missing := [name for name in LABS["canary"].timings if name not in names]:
             raise DrillError(f"the fleet does not serve {missing[0]}: the lab starts its own fleet")
         for kind, model in (("equal", f"{NAME}@2"), ("slow", f"{NAME}@3"), ("wrong", f"{NAME}@2")):
-            echo(f"[dim]{kind}: {model} gets {_SHARE:.0%} of {_RATE:g} requests/s[/]")
+            echo(f"[dim]{kind}: {model} gets {percent(_SHARE, 0)} of {_RATE:g} requests/s[/]")
             found.append(await _candidate(fleet, context, kind, model, seconds))
     return findings_of(found, rate=_RATE, share=_SHARE, seconds=seconds)
 

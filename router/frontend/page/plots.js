@@ -2,6 +2,7 @@
 "use strict";
 
 const hasLimits = () => state.samples.some((sample) => sum(sample.limited));
+const RIGHT = 8; // px beside a plot
 const narrow = matchMedia("(max-width: 46rem)");
 
 function makePlots() {
@@ -10,11 +11,16 @@ function makePlots() {
   const colour = (name) => style.getPropertyValue(name).trim();
   const font = "11px system-ui, sans-serif";
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 0.5 }, ticks: { show: false }, size: 38, font, gap: 3, space: 24 };
-  const clocks = (_, times) => times.map((time) => clock(time).slice(0, time % 60 ? 8 : 5));
+  const clocks = (plot, times) => times.map((time) => {
+    const text = clock(time).slice(0, time % 60 ? 8 : 5);
+    const { min, max } = plot.scales.x;
+    const room = ((max - time) / (max - min || 1)) * (plot.width - axis.size - RIGHT) + RIGHT;
+    return room < 3 * text.length ? "" : text; // else its right half is cut; a digit is 6 px wide
+  });
   const line = (label, name) => ({ label, stroke: colour(name), width: 1.5, points: { show: false } });
   const make = (id, series, values, now, { height = narrow.matches ? 80 : 104, whole = false, hooks = {} } = {}) => {
     const options = {
-      width: byId(id).clientWidth || 300, height, legend: { show: false }, cursor: { show: false }, padding: [6, 8, 0, 0],
+      width: byId(id).clientWidth || 300, height, legend: { show: false }, cursor: { show: false }, padding: [6, RIGHT, 0, 0],
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
       axes: [{ ...axis, size: 20, space: 60, values: clocks, incrs: [10, 30, 60, 120, 300, 600] }, whole ? { ...axis, space: 15, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500] } : axis],
       series: [{}, ...series], hooks,
@@ -49,7 +55,7 @@ function makePlots() {
       () => `${state.samples.at(-1).queued}, ${state.samples.at(-1).running}`, { whole: true }),
     make("errors", [line("failed", "--bad"), line("refused", "--warn")], [(sample) => sample.errors ?? 0, (sample) => sample.refused ?? 0],
       () => `${minute("errors")}, ${minute("refused")} a minute`, { whole: true }),
-    make("sizes", [steps("prefill", "--leased"), steps("decode", "--moving")], [size("prefill"), size("decode")],
+    make("sizes", [steps("prefill", "--leased"), { ...steps("decode", "--moving"), dash: [6, 4] }], [size("prefill"), size("decode")],
       () => `${splitText(state.samples.at(-1).sizes)} now`, { height: 90, whole: true }),
   ];
 }

@@ -54,7 +54,7 @@ def quickly(monkeypatch):
 async def test_a_copy_that_is_refused_and_rolled_back_passes_and_nothing_is_left() -> None:
     view = View()
     text = await drill.bad_canary(view)
-    assert "m-damaged was refused before traffic; with 50% of the traffic" in text
+    assert "m-damaged was refused before traffic; with 50 % of the traffic" in text
     assert "and 0 of its requests: golden prompt" in text
     assert [call["verb"] for call in view.calls[-2:]] == ["remove", "gate"]
     assert view.golden == []

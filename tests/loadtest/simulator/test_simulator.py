@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -563,6 +564,15 @@ def test_the_planner_needs_limits_and_pools_of_one_size(tmp_path):
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "decisions, simulated" in shown.output
+
+
+def test_each_row_of_the_tables_is_explained():
+    arguments = ["simulate", str(SAMPLE), "--limit", "20", "--slo-ttft-s", "3"]
+    shown = CliRunner().invoke(app, [*arguments, "--slo-itl-s", "0.03"], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.output
+    for words in ("max:mean = ", "bound = ", "good = share with TTFT ≤ 10 s", "wasted = ", " %"):
+        assert words in shown.stdout
+    assert not re.search(r"\d%", shown.stdout)
 
 
 def test_clients_that_come_again_when_they_are_told_to_are_let_in():

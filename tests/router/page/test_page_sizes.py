@@ -27,6 +27,23 @@ GAPS = """(() => {
 IDS = "[...document.querySelectorAll('#prefill .worker')].map(cell => cell.dataset.worker)"
 
 
+CUT_LABELS = """(async () => {
+    const cut = [], pen = document.createElement('canvas').getContext('2d');
+    pen.font = '11px system-ui, sans-serif';
+    for (const { id, uplot } of state.plots) {
+        uplot.setData([[1.8e9 - 600, 1.8e9], ...uplot.series.slice(1).map(() => [1, 2])]);
+        await new Promise((done) => setTimeout(done));
+        const { _splits, _values } = uplot.axes[0];
+        _values.forEach((text, at) => {
+            const right = uplot.over.offsetLeft + uplot.valToPos(_splits[at], 'x');
+            if (right + pen.measureText(text || '').width / 2 > uplot.width) cut.push([id, text]);
+        });
+        if (_values.filter(Boolean).length < 1) cut.push([id, _values]);
+    }
+    return cut;
+})()"""
+
+
 async def open_crowd(make_fleet, tab, workers: int, *, busy: bool = True) -> Crowd:
     fleet = await make_fleet({}, slo=LIMITS)
     crowd = Crowd(fleet, workers // 2, workers // 2, busy=busy)
@@ -65,6 +82,16 @@ async def test_nothing_overlaps_or_is_cut_and_the_first_screen_answers(make_flee
                 "the picture is as wide as the page"
             )
             keep(image, f"{workers}-workers-{width}-{scheme}")
+    tab.problems.clear()
+
+
+@needs_browser
+async def test_no_time_label_of_a_plot_is_cut(make_fleet, tab):
+    """The last label is of the last sample: half of it would be beyond the right edge."""
+    await open_crowd(make_fleet, tab, 2)
+    for width, height in SIZES:
+        await tab.show_as(width, height, "light")
+        assert await tab.js(CUT_LABELS) == [], width
     tab.problems.clear()
 
 

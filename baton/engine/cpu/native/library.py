@@ -80,13 +80,14 @@ def sums_name() -> str:
 
 
 def description() -> str:
-    """Return a description of the kernels for people: ``sums of tiles, by AMX``."""
+    """Return a description of the kernels for people: ``native, by AMX (native: tile)``."""
     if load() is None:
         return "torch (no native kernels)"
-    if sums() == PAIRS:
-        return f"sums of vdp, by {'VDPBF16PS' if 'avx512_bf16' in cpu_flags() else 'FMA'}"
-    by = {"amx": "AMX", "emulate": "FMA", "software": "tiles in software"}
-    return f"sums of tile, by {next(by[name] for name in by if TILES[name] == sums())}"
+    by = "VDPBF16PS" if "avx512_bf16" in cpu_flags() else "FMA"
+    if sums() != PAIRS:
+        ways = {"amx": "AMX", "emulate": "FMA", "software": "tiles in software"}
+        by = next(ways[name] for name in ways if TILES[name] == sums())
+    return f"native, by {by} (native: {sums_name()})"
 
 
 def widens_bf16() -> bool:
@@ -210,4 +211,4 @@ _FUNCTIONS: Functions = {
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"native kernels: {description()}\n")
+    sys.stdout.write(f"CPU kernels: {description()}\n")
