@@ -1,13 +1,17 @@
 """Reports of slow requests on a loaded pair with real weights: phases add up, causes are right."""
 
 import contextlib
+import json
 import os
 import random
+import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -199,3 +203,64 @@ def test_a_lost_decode_worker_is_named_as_the_cause_of_the_pause(pair: Fleet) ->
         found = report(pair.url, answer.headers["x-request-id"])
     assert found["why"]["cause"] == "moved", (found["why"], found["phases_s"], found["moves"])
     assert "until prefill-0 resumed it" in found["why"]["sentence"]
+
+
+def post_raw(url: str, body: dict[str, Any], *, body_after_s: float, read_after_s: float) -> str:
+    """Send a request by a socket that receives little at once; return the request's id."""
+    parts = httpx.URL(url)
+    content = json.dumps(body).encode()
+    head = f"POST {parts.path} HTTP/1.1\r\nHost: {parts.host}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((parts.host, parts.port))
+        client.sendall(head.encode())
+        time.sleep(body_after_s)
+        client.sendall(content)
+        first = client.recv(2048)
+        time.sleep(read_after_s)
+        while client.recv(65536):
+            pass
+    (name,) = re.findall(rb"x-request-id: (\S+)", first, re.IGNORECASE)
+    return name.decode()
+
+
+def test_a_client_that_sends_its_request_slowly_is_named(pair: Fleet) -> None:
+    body = {"model": NAME, "prompt": "Once", "max_tokens": 8, "ignore_eos": True}
+    with short_requests(pair):
+        url = f"{pair.url}/v1/completions"
+        found = report(pair.url, post_raw(url, body, body_after_s=3.0, read_after_s=0.0))
+    assert found["why"]["cause"] == "tokenize", (found["why"], found["phases_s"])
+    assert "Reading, checking and tokenizing the request took 3." in found["why"]["sentence"]
+
+
+def test_a_client_that_reads_slowly_is_named(pair: Fleet) -> None:
+    """Its response of some MB fits into no buffer."""
+    body = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "stream": True, "n": 4}
+    body |= {"max_tokens": 160, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    with short_requests(pair):
+        url = f"{pair.url}/v1/chat/completions"
+        found = report(pair.url, post_raw(url, body, body_after_s=0.0, read_after_s=25.0))
+    assert found["why"]["cause"] == "slow_client", (found["why"], found["phases_s"])
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[Fleet]:
+    """A pair whose decode worker receives no KV while it generates."""
+    running = Fleet(tmp_path)
+    try:
+        running.start("prefill-0", "decode-0", kv_blocks=600, receive_cpu_share=0.0002)
+        wait_for(running.all_ready, 60)
+        yield running
+    finally:
+        running.stop()
+
+
+def test_a_transfer_that_is_held_up_is_named(limited: Fleet) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(send, limited.url, 1, 8, 600)
+        time.sleep(1.0)
+        found = report(limited.url, send(limited.url, 2, 1500, 8))
+        other.result()
+    assert found["why"]["cause"] == "transfer", (found["why"], found["phases_s"])
+    assert "from prefill-0 to decode-0" in found["why"]["sentence"]
