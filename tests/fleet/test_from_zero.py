@@ -101,6 +101,7 @@ def test_the_first_requests_of_an_empty_fleet_wait_for_a_worker(empty: tuple[str
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_fleet_without_requests_ends_its_workers_and_starts_one_again() -> None:
     config = FleetConfig(
         fleet="sizes",
@@ -196,6 +197,7 @@ def growing_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_workers_without_room_are_demand_for_rays_autoscaler(
     growing_ray: str, tmp_path: Path
 ) -> None:

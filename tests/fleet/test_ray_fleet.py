@@ -117,6 +117,7 @@ async def test_kill_9_brings_a_new_incarnation(fleet: RayFleet, victim: str) -> 
     assert f"dead {reason}" in (fleet.logs / "controller.log").read_text()
 
 
+@pytest.mark.slow
 async def test_a_frozen_shell_is_replaced_and_does_not_come_back(fleet: RayFleet) -> None:
     """Defect 5d: SIGSTOP; a new life within the deadline, and SIGCONT revives nothing."""
     before = await record_of(fleet, "worker-1")
@@ -301,6 +302,7 @@ def controllers() -> list[ProcessKey]:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 async def test_a_frozen_controller_is_replaced_before_the_fleet_would_end(fleet: RayFleet) -> None:
     pools = LocalPools(CONFIG, Path())
     pools._controllers = {CONFIG.fleet: fleet.controller}

@@ -76,6 +76,7 @@ def test_a_frozen_one_is_ended_and_comes_back_under_the_same_url(
     assert len(told) == 1 and told[0].startswith("redis does not respond; restarting it")
 
 
+@pytest.mark.slow
 def test_one_that_cannot_come_back_is_tried_ever_less_often_and_ends_nothing(
     redis_server: EmbeddedRedis,
 ) -> None:

@@ -80,6 +80,7 @@ def test_the_section_fits_on_one_page() -> None:
     assert len(section().split()) <= 350
 
 
+@pytest.mark.slow
 def test_its_commands_give_a_team_a_key_and_take_it_away(fleet: Fleet) -> None:
     team = Team(fleet)
     verbs = []

@@ -158,6 +158,7 @@ def test_the_whole_story_from_make_serve_to_an_empty_machine(serve: Serve) -> No
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
 
 
+@pytest.mark.slow
 def test_auto_roles_are_the_workers_that_were_measured_for(serve: Serve) -> None:
     served = serve(["make", "serve"], AUTO)
     url = served.wait_ready()
@@ -178,6 +179,7 @@ def test_auto_roles_are_the_workers_that_were_measured_for(serve: Serve) -> None
     wait_for(lambda: not list(fleet_state.processes_of(state.run_folder)), 1)
 
 
+@pytest.mark.slow
 def test_the_users_own_modules_do_not_take_the_place_of_batons(
     serve: Serve, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ async def until_equal(one, other, within: float, timeout_s: float = 5.0) -> None
         await asyncio.sleep(0.2)
 
 
+@pytest.mark.slow
 async def test_costs_add_up_to_the_workers_and_a_killed_router_loses_a_second(
     fleet: Fleet,
 ) -> None:

@@ -47,6 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
 
 
+@pytest.mark.slow
 def test_hosts_that_are_cut_off_and_lost_under_load(cluster: Cluster) -> None:
     assert cluster.places() == WORKERS
     load = cluster.load(14)

@@ -81,6 +81,7 @@ def test_a_lab_without_a_point_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_simulation_has_the_figures_of_the_requests_so_far() -> None:
     arguments = ("simulate", str(SAMPLE), "--limit", "1500", "--prefill", "4", "--decode", "4")
     out, told = interrupted(

@@ -107,3 +107,4 @@ async def test_a_worker_that_is_wrong_after_a_sleep_serves_nothing(monkeypatch):
         await router.submit("a", prompt(1))
         assert await asyncio.wait_for(worker.wait(), 10) == 1
         assert not router.tokens.get("a")
+        await worker.closed()

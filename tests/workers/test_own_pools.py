@@ -58,6 +58,7 @@ async def golden(router: MiniRouter, like: str, **sampling: object) -> None:
     assert router.tokens[name] == router.tokens[like]
 
 
+@pytest.mark.slow
 async def test_two_ranks_of_own_pools_hand_over_to_one_and_back_and_die_as_one(
     tmp_path: Path,
 ) -> None:

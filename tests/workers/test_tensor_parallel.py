@@ -47,6 +47,7 @@ async def gone(pids: tuple[int, ...], timeout_s: float = 5.0) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_two_ranks_hand_over_to_one_and_back_and_die_as_one(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "tiny")
     async with workers("prefill-0", "decode-0", model=model, prefill_tensor_parallel=2) as (

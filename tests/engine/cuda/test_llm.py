@@ -68,6 +68,7 @@ def core_answers(
     return [found[choice] for choice in sorted(found)]
 
 
+@pytest.mark.slow
 def test_its_tokens_are_those_of_the_runner_alone(llm: LLM) -> None:
     assert isinstance(llm.runner, CudaRunner)
     kinds = (GREEDY, SEEDED)

@@ -490,6 +490,7 @@ async def flushed(fleet, limit_s: float = 10.0) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_the_export_is_the_sum_of_all_answers_after_outages_of_redis(
     make_fleet, redis_server
 ) -> None:

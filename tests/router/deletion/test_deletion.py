@@ -133,6 +133,7 @@ async def test_a_shared_cache_is_forgotten_as_a_whole(start, registry) -> None:
     assert set((await Erasures(registry).forgotten()).tags) == {tag_of("").hex()}
 
 
+@pytest.mark.slow
 async def test_no_old_salt_comes_back_without_redis_or_with_an_empty_one(
     start, registry, redis_server
 ) -> None:

@@ -139,6 +139,7 @@ class PlannerDesk:
 
 
 @needs_browser
+@pytest.mark.slow
 async def test_decisions_of_the_planner_are_marks_with_their_reasons_beside_the_sizes(
     make_fleet, tab
 ):
