@@ -49,7 +49,7 @@ class RouteMirror:
         self._lock = asyncio.Lock()
         self._tried = asyncio.Event()
         self.away = False
-        """Whether Redis did not answer the last comparison."""
+        """True if Redis did not answer the last comparison."""
 
     @property
     def table(self) -> RouteTable:
