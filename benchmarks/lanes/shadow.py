@@ -3,8 +3,8 @@
     python -m benchmarks.lanes.shadow [--rounds 6] [--seconds 12] [--rate 8] [--share 100]
 
 An emulated fleet (``h100-70b``) serves two versions of a model, with one worker each. Blocks with
-and without the shadow take turns, in alternating order, with the same prompts in both blocks of a
-round.
+and without the shadow take turns, in alternating order. Both blocks of a round have the same
+arrivals and lengths, and prompts of their own, so that neither finds the other's in the cache.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import httpx
+import msgspec
 import numpy as np
 import typer
 from rich.console import Console
@@ -77,13 +78,15 @@ def measure(
                 body |= {"verb": "shadow", "model": "chat@2", "share": share}  # type: ignore[dict-item]
             _post(url, body)
             time.sleep(_SETTLE_S)
-            found[on].append(asyncio.run(_block(url, seconds, rate, turn)))
+            found[on].append(asyncio.run(_block(url, seconds, rate, turn, on)))
             if on and (reason := _ended(url)):
                 typer.echo(f"round {turn}: the gate ended the shadow: {reason}")
     return found
 
 
-async def _block(url: str, seconds: float, rate: float, seed: int) -> list[RequestRecord]:
+async def _block(
+    url: str, seconds: float, rate: float, turn: int, shadowed: bool
+) -> list[RequestRecord]:
     load = OpenLoop(
         requests=round(seconds * rate),
         rate=rate,
@@ -92,7 +95,9 @@ async def _block(url: str, seconds: float, rate: float, seed: int) -> list[Reque
     )
     records: list[RequestRecord] = []
     options = ServerOptions(url=url, model="chat")
-    plan = open_loop_plan(load, name="shadow", seed=seed)
+    plan = msgspec.structs.replace(
+        open_loop_plan(load, name="shadow", seed=turn), seed=2 * turn + shadowed
+    )  # the plan's seed makes the words
     await run_clients(plan, options, clients=1, record=records.append)
     return records
 

@@ -82,7 +82,7 @@ def too_slow(what: str, canary: Mapping[int, int], stable: Mapping[int, int]) ->
     p95_s = seconds_of(_p95(canary))
     if p95_s < RATIO_LIMIT * usual_s:
         return ""
-    return f"p95 {what} is {p95_s * 1e3:.3g} ms, and {usual_s * 1e3:.3g} ms of the stable model"
+    return f"p95 {what} is {p95_s * 1e3:.4g} ms, and {usual_s * 1e3:.4g} ms of the stable model"
 
 
 def p95_s(counts: Mapping[int, int]) -> float | None:

@@ -5,8 +5,10 @@
     round_due ──▶ (one router runs golden prompts) ──▶ on_round ──▶ reason
 
 A shadow has ``compared`` in place of ``ended``. Every router judges the same sums, so they decide
-alike. A reason is final: the shell takes the
-canary out of the table that all routers share.
+alike. A reason is final: the shell takes the canary out of the table that all routers share.
+
+Latencies do not end a shadow. Its copies arrive when clients have their answers, which are closer
+together than the requests were, so that they wait longer at an equal model.
 """
 
 from collections.abc import Iterator
@@ -99,11 +101,10 @@ class Gate:
     def _judged(self, totals: Evidence) -> str:
         canary = totals.canary
         stable = totals.stable
-        reason = (
-            too_many_errors(canary, stable)
-            or too_slow("TTFT", canary.ttft, stable.ttft)
-            or too_slow("ITL", canary.itl, stable.itl)
-        )
+        reason = too_many_errors(canary, stable)
+        if not reason and self.entry.canary:
+            slow = too_slow("TTFT", canary.ttft, stable.ttft)
+            reason = slow or too_slow("ITL", canary.itl, stable.itl)
         return self._decided(reason)
 
     def round_due(self, now_ns: int) -> bool:

@@ -1,6 +1,7 @@
 """Shadow traffic through the router's HTTP: copies that answer no client. Real Redis."""
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.usage.shared import SharedUsage
 from baton.types.gates import Evidence, Tally
 from baton.types.routes import NameRoute, RouteTable
+from router.routing.lanes.comparison import bucket_of
 from router.routing.lanes.gate import Gate, Outcome
 from router.routing.lanes.routes import (
     RouteChangeError,
@@ -326,6 +328,22 @@ def test_a_gate_of_a_shadow_takes_pairs_only() -> None:
     assert (canary.requests, canary.errors, canary.same, canary.different) == (3, 1, 1, 1)
     assert (taken.stable.requests, taken.stable.errors) == (3, 0)
     assert sum(canary.ttft.values()) == sum(taken.stable.ttft.values()) == 1
+
+
+@pytest.mark.parametrize("ended", [{"canary": "v2", "share": 0.5}, {"shadow": "v2"}])
+def test_latencies_end_a_canary_but_no_shadow(ended: dict[str, Any]) -> None:
+    gate = Gate("chat", NameRoute(target="v1", since_ms=7, **ended))
+    slow = Evidence(
+        canary=Tally(requests=200, ttft={bucket_of(2.0): 200}),
+        stable=Tally(requests=200, ttft={bucket_of(0.5): 200}),
+    )
+    reason = gate.judge(slow)
+    if gate.entry.shadow:
+        assert reason == ""
+    else:
+        assert re.fullmatch(r"p95 TTFT is 2\d{3} ms, and \d{3}.* ms of the stable model", reason), (
+            reason
+        )
 
 
 async def test_routers_add_up_compared_answers(registry) -> None:
