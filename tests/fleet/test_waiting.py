@@ -30,6 +30,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_orders_wait_until_they_are_done(url: str, tmp_path: Path) -> None:
     def states() -> dict[str, tuple[str, str, int]]:
         workers = httpx.get(f"{url}/fleet", trust_env=False).json()["workers"]

@@ -170,11 +170,9 @@ async def memory_bytes(fleet: LadderFleet) -> dict[str, int]:
     return {"router": anonymous_bytes(os.getpid()), **await fleet.memory_bytes()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "transport",
-    ["shared_memory", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "grpc"))],
-)
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "grpc"])
 async def test_each_body_by_each_api(artifact, tiny_model, redis_server, holds, transport):
     settings = {
         "model": tiny_model,

@@ -4,7 +4,10 @@ import re
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_hand_off_goes_by_each_transport() -> None:
     """The bench stands where a worker's `Peers` does, and must know what a puller asks them."""
     asked = ["--rounds", "1", "--tokens", "512"]

@@ -83,7 +83,7 @@ def test_the_tokens_are_those_of_vllm_alone(fleet: Fleet) -> None:
 def test_idle_workers_do_not_poll(fleet: Fleet) -> None:
     """After a hand-off, when the progress threads of NIXL have connections."""
     wait_for(lambda: at_rest(fleet), REST_S)
-    assert cores_used(fleet, 4.0) < 0.5
+    wait_for(lambda: cores_used(fleet, 4.0) < 0.5, 20)  # threads that poll never rest
 
 
 def test_nothing_is_left_after_many_requests_of_which_half_are_aborted(fleet: Fleet) -> None:

@@ -162,6 +162,7 @@ async def test_a_busy_step_loop_is_ready() -> None:
         assert states == {"ready"}
 
 
+@pytest.mark.slow
 async def test_a_worker_that_stood_still_does_not_blame_its_router_for_that_time():
     """What the router sent meanwhile lies unread when the worker looks at its leases."""
     async with workers("decode-0", emulated_token_s=0.02) as (decode,), routed(decode) as router:

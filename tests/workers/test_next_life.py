@@ -42,7 +42,7 @@ async def die_at_work(*, pulls: bool) -> None:
         await holder.stop()
 
 
-@pytest.mark.parametrize("pulls", [False, True])
+@pytest.mark.parametrize("pulls", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_an_engine_that_dies_at_work_leaves_no_pool_mapped(pulls):
     """The deadline of its request, ten minutes away, kept the pool."""
     before = mapped_pools()

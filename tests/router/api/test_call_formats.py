@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from baton.text.grammar import GrammarCompiler
 from router.served_model import ServedModel
 from tests.engine.text.calls.families import FAMILIES, WEATHER
 from tests.router.conftest import events_of
 from tests.router.emulated_worker import Script
+from tests.router.grammars import matcher_of
 
 ASKED = {
     "messages": [{"role": "user", "content": "Weather in Rome?"}],
@@ -19,7 +19,7 @@ IN_TEXT = [family for family in FAMILIES if not family.format.in_channels]
 
 
 @pytest.mark.parametrize("family", IN_TEXT, ids=lambda family: family.template)
-async def test_a_call_arrives_in_the_form_of_the_api(make_fleet, artifact, family):
+async def test_a_call_arrives_in_the_form_of_the_api(make_fleet, model, artifact, family):
     served = ServedModel(artifact, ("smollm2",), chat_template=family.source)
     thinking = served.thinking_of(served.render_chat(ASKED["messages"], [WEATHER]), shown=True)
     begun = thinking is not None and thinking.begun
@@ -32,7 +32,7 @@ async def test_a_call_arrives_in_the_form_of_the_api(make_fleet, artifact, famil
     assert call["function"]["name"] == "get_weather"
     assert json.loads(call["function"]["arguments"]) == {"city": "Rome", "days": 3}
     [submission] = fleet.workers["decode-0"].submissions
-    matcher = GrammarCompiler(served.vocabulary()).compile(submission.sampling.grammar)
+    matcher = matcher_of(model, submission.sampling.grammar)
     assert matcher.try_consume_tokens(ids) == len(ids)
 
     answer = await fleet.chat(**ASKED, stream=True)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from baton.text.grammar import GrammarCompiler
 from router.served_model import ServedModel
 from tests.router.conftest import MODEL, events_of
 from tests.router.emulated_worker import Script
+from tests.router.grammars import fits
 
 # As Qwen 3 has it: the model writes the tag; without thinking, the prompt holds an empty one.
 WRITES_TAG = """
@@ -107,9 +107,7 @@ async def test_calls_and_shapes_come_behind_the_thinking(thinking_fleet, model):
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     await fleet.chat(guided_choice=["yes", "no"], max_tokens=100)
     grammar = fleet.workers["decode-0"].submissions[-1].sampling.grammar
-    matcher = GrammarCompiler(model.vocabulary()).compile(grammar)
-    ids = model.tokenizer.encode("Hm.</think>\n\nyes")
-    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    assert fits(model, grammar, "Hm.</think>\n\nyes")
 
 
 async def test_a_budget_needs_an_end_of_one_token(thinking_fleet, make_fleet):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from baton.text.grammar import GrammarCompiler
 from router.served_model import ServedModel
 from tests.router.conftest import events_of, until
 from tests.router.emulated_worker import Script
+from tests.router.grammars import fits
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -135,12 +135,6 @@ async def test_an_answer_that_is_no_call_is_text(make_fleet):
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 CALLED_TEXT = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-
-
-def fits(model, grammar: str, text: str) -> bool:
-    matcher = GrammarCompiler(model.vocabulary()).compile(grammar)
-    ids = model.tokenizer.encode(text)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 async def test_tools_and_a_schema_together(make_fleet, model):

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from baton.text.grammar import GrammarCompiler
 from baton.types.errors import GrammarError
 from router.routing.requests.grammar_checker import TIMED_OUT
 from router.served_model import ServedModel
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script
+from tests.router.grammars import fits
 
 USER = {"role": "user", "content": "hi"}
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -26,12 +26,6 @@ def function(name: str, parameters: dict, **more) -> dict:
 
 def call(name: str, arguments: str) -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
-
-
-def fits(model, grammar: str, text: str) -> bool:
-    matcher = GrammarCompiler(model.vocabulary()).compile(grammar)
-    ids = model.tokenizer.encode(text)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 def prompt_of(fleet, model) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 
 import msgspec
+import pytest
 import redis
 
 from baton.config.fleet_file import DEFAULT_MODEL
@@ -16,6 +17,7 @@ from tests.router.emulated_worker import EmulatedWorker, Script
 from tests.router.placement.test_registry_and_index import place
 
 
+@pytest.mark.slow
 async def test_requests_work_after_the_records_expired_in_a_full_redis(model, monkeypatch):
     """Defect 2: ten seconds after Redis was full the router hung up on every healthy worker."""
     monkeypatch.setattr("baton.registry.redis_store.WORKER_TTL_S", 0.5)
