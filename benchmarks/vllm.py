@@ -214,32 +214,35 @@ def _prompt(random_: random.Random, tokens: int) -> list[int]:
     return random_.choices(VOCABULARY, k=tokens)
 
 
-async def latency(url: str, requests: int) -> None:
+async def latency(url: str, requests: int, prompt_tokens: int) -> None:
     """Print latencies of single requests through Baton and to the vLLM behind it."""
     async with sides(url) as (baton, own):
-        await _in_turn(own[0], baton, requests)
+        await _in_turn(own[0], baton, requests, prompt_tokens)
 
 
-async def hand_off(url: str, requests: int) -> None:
+async def hand_off(url: str, requests: int, prompt_tokens: int) -> None:
     """Print latencies of single requests that are handed over, with and without Baton."""
     async with sides(url, "disaggregated") as (baton, own):
         by_role = {vllm.role: vllm for vllm in own}
-        await _in_turn(TwoVllms(by_role["prefill"], by_role["decode"]), baton, requests)
+        alone = TwoVllms(by_role["prefill"], by_role["decode"])
+        await _in_turn(alone, baton, requests, prompt_tokens)
 
 
-async def _in_turn(alone: Side, baton: ThroughBaton, requests: int) -> None:
-    """Print first tokens, second tokens and gaps of requests of 64 + 32 tokens."""
+async def _in_turn(alone: Side, baton: ThroughBaton, requests: int, prompt_tokens: int) -> None:
+    """Print first tokens, second tokens and gaps of requests with 32 tokens of response."""
     random_ = random.Random(1)
     runs: dict[str, list[Answer]] = {alone.name: [], baton.name: []}
     for number in range(-4, requests):
-        prompt = _prompt(random_, 64)  # in no cache
+        prompt = _prompt(random_, prompt_tokens)  # in no cache
         for side in (alone, baton) if number % 2 else (baton, alone):
             prompt[0] += 1  # nor after the other side's request
             answer = await side.ask(prompt, 32)
             if number >= 0:  # the first ones warm up
                 runs[side.name].append(answer)
-    titles = ("first token ms, median", "lower quartile", "second token, median", "gap, median")
-    print(f"| one at a time | {' | '.join(titles)} |\n|---|---|---|---|---|")
+    print(
+        "| one at a time | first token ms, median | lower quartile | second token, median", end=""
+    )
+    print(" | lower quartile | gap, median |\n|---|---|---|---|---|---|")
     for name, answers in runs.items():
         first_ms = [1e3 * one.arrivals_s[0] for one in answers]
         second_ms = [1e3 * one.arrivals_s[1] for one in answers]
@@ -249,7 +252,7 @@ async def _in_turn(alone: Side, baton: ThroughBaton, requests: int) -> None:
         print(
             f"| {name} | {statistics.median(first_ms):.1f} | "
             f"{statistics.quantiles(first_ms)[0]:.1f} | {statistics.median(second_ms):.1f} | "
-            f"{statistics.median(gaps_ms):.2f} |"
+            f"{statistics.quantiles(second_ms)[0]:.1f} | {statistics.median(gaps_ms):.2f} |"
         )
 
 
@@ -338,6 +341,7 @@ def main(
     ] = "latency,throughput,hand-off,sessions",
     own: Annotated[bool, typer.Option("--own", help="Also Baton's own engine.")] = False,
     requests: Annotated[int, typer.Option(help="Requests of `latency` and `hand-off`.")] = 60,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of their prompts.")] = 64,
     seconds: Annotated[float, typer.Option(help="Time of one run of `throughput`.")] = 15.0,
     rounds: Annotated[int, typer.Option(help="Runs of `throughput` per side.")] = 3,
     conversations: Annotated[int, typer.Option(help="Conversations of `sessions`.")] = 24,
@@ -348,13 +352,13 @@ def main(
     if "latency" in parts or "throughput" in parts:
         with vllm_fleet(1, 512) as url:
             if "latency" in parts:
-                asyncio.run(latency(url, requests))
+                asyncio.run(latency(url, requests, prompt_tokens))
             if "throughput" in parts:
                 print("| 64 + 64 tokens | requests/s | tokens/s |\n|---|---|---|")
                 asyncio.run(throughput(url, seconds, rounds, alone=True))
     if "hand-off" in parts:
         with vllm_fleet(2, 512, pair=True) as url:
-            asyncio.run(hand_off(url, requests))
+            asyncio.run(hand_off(url, requests, prompt_tokens))
     if own:
         settings = "numerics: fast\npools: {prefill: 0, decode: 1}\n"
         with TemporaryDirectory() as folder, bench_fleet(Path(folder) / "own", settings) as url:
