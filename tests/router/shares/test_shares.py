@@ -242,13 +242,19 @@ async def test_two_routers_keep_to_one_window_and_serve_tenants_alike(make_fleet
             assert answer.status_code == 200, answer.text
             served[tenant] += 1
 
-    places = [(fleets[0], "a"), (fleets[1], "a"), (fleets[1], "b")]
-    clients = [asyncio.create_task(client(*place)) for place in places for _ in range(16)]
+    # Enough of each that some always wait: a tenant with none waiting loses its turn.
+    places = [(fleets[0], "a", 24), (fleets[1], "a", 24), (fleets[1], "b", 48)]
+    clients = [
+        asyncio.create_task(client(fleet, tenant))
+        for fleet, tenant, count in places
+        for _ in range(count)
+    ]
     gateways = [fleet.router.gateway for fleet in fleets]
-    await until(lambda: sum(served.values()) > 100, 30.0)  # what came before they knew is over
+    await until(lambda: sum(served.values()) > 100, 30.0)
+    await asyncio.sleep(2)  # some exchanges: until then tenant a has more places
     served.clear()
     running: list[int] = []
-    while sum(served.values()) < 500:
+    while sum(served.values()) < 2000:
         running.append(sum(gateway.admission.running for gateway in gateways))
         await asyncio.sleep(0.01)
     over.set()
