@@ -324,6 +324,9 @@ def _uninstall(redis: Server, folder: Path, short: Path, walks: list[Walk]) -> N
     walk.type("baton up fleet.yaml")
     with Load(url) as load:
         load.goes_on()
+    asked = {"model": "default", "input": "Hello", "max_output_tokens": 4}
+    stored = httpx.post(f"{url}/v1/responses", json=asked, trust_env=False, timeout=30)
+    assert stored.status_code == 200, stored.text
     running = processes_of(folder / "home")
     assert len(running) > 4
     shared = {name for pid in running for name in shared_memory(pid)}
