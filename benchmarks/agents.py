@@ -31,6 +31,7 @@ from loadtest.client.records import RequestRecord, ServerOptions
 from loadtest.client.server import Server
 from loadtest.commands.loads import AgentSessions
 from loadtest.metrics.turns import turn_figures
+from loadtest.percent import percent
 from loadtest.results.files import Results, write_results
 from loadtest.results.tables import turn_table
 from loadtest.run import RunOptions, run_plan
@@ -203,7 +204,7 @@ def main(
             table = Table("simulated 4 + 4, from turn 2", "cached", "TTFT p50")
             for policy, figures in record["simulated"].items():
                 shown = f"{figures['ttft_p50_s']:.2f} s"
-                table.add_row(policy, f"{figures['cached']:.1%}", shown)
+                table.add_row(policy, percent(figures["cached"]), shown)
             console.print(table)
     (out / "agents.json").write_text(json.dumps(record, indent=1))
 

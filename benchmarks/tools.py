@@ -22,6 +22,7 @@ from baton.text.grammar import GrammarCompiler, translate
 from baton.types.params import SamplingParams
 from benchmarks.ladder.bodies import TOOLS_BYTES, conversation, tools_of
 from benchmarks.ladder.phases import phases_of
+from loadtest.percent import percent
 from router.frontend.api.bodies.chat import ChatBody
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.structured_output import requested_grammar
@@ -83,7 +84,7 @@ def main(
     verdict = "met" if share <= _GOAL_SHARE else "missed"
     console.print(
         f"step: {free * 1e3:.2f} ms free, {bound * 1e3:.2f} ms with the grammar: "
-        f"{share:+.1%} (goal {_GOAL_SHARE:.0%}: {verdict})"
+        f"{100 * share:+.1f} % (goal {percent(_GOAL_SHARE, 0)}: {verdict})"
     )
 
 

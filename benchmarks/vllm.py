@@ -35,6 +35,7 @@ from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.vllm import protocol
 from baton.types.params import SamplingParams
 from benchmarks.layouts import bench_fleet
+from loadtest.percent import percent
 from tests.vllm.places import MODEL, PYTHON
 
 START_LIMIT_S = 600.0
@@ -332,7 +333,7 @@ async def sessions(url: str, count: int, turns: int) -> None:
             await asyncio.sleep(2)
             total, cached, first_s = await _converse(choose, count, turns)
             p50, p90 = statistics.median(first_s), statistics.quantiles(first_s, n=10)[8]
-            print(f"| {name} | {cached / total:.1%} of {total} | {p50:.2f} | {p90:.2f} |")
+            print(f"| {name} | {percent(cached / total)} of {total} | {p50:.2f} | {p90:.2f} |")
 
 
 def main(

@@ -49,12 +49,13 @@ def unlike(a: Results, b: Results) -> list[str]:
         "workload": (a.workload, b.workload),
         "seed": (a.seed, b.seed),
         "model": (a.model, b.model),
-        "planned requests": (a.planned_requests, b.planned_requests),
         "SLO": (a.summary.slo.label(), b.summary.slo.label()),
         "warm-up": (a.summary.warmup_s, b.summary.warmup_s),
     }
     for key in sorted(a.parameters.keys() | b.parameters.keys()):
         pairs[key] = (a.parameters.get(key, "–"), b.parameters.get(key, "–"))
+    if a.parameters == b.parameters:  # else the number follows from them
+        pairs["planned requests"] = (a.planned_requests, b.planned_requests)
     return [f"{what}: {one} and {other}" for what, (one, other) in pairs.items() if one != other]
 
 

@@ -10,7 +10,10 @@ def http_reason(error: httpx.HTTPError) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         return answer_reason(error.response)
     if isinstance(error, httpx.ConnectError):
-        return f"cannot connect: {without_number(error)}"
+        hint = ""
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            hint = "; name the file of the CA with `baton --cacert FILE` or BATON_CACERT"
+        return f"cannot connect: {without_number(error)}{hint}"
     return str(error) or type(error).__name__
 
 

@@ -15,12 +15,14 @@ import contextlib
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from importlib import import_module, metadata, util
 from pathlib import Path
 
 from baton.model.model_config import ModelError
 
+_HUB_ANSWERS_S = 1.5
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "README.md"]
 
 
@@ -136,6 +138,7 @@ def _locate_in_hub(reference: str) -> tuple[Path, str | None]:
     except Exception:  # noqa: BLE001, S110 - the hub's errors have no common base; retry below
         pass
     try:
+        _check_that_the_hub_answers()
         path = snapshot(local=False)
     except Exception as error:
         raise ModelError(
@@ -143,6 +146,31 @@ def _locate_in_hub(reference: str) -> tuple[Path, str | None]:
             f"({type(error).__name__}); download it to the cache, or use a directory"
         ) from error
     return path, path.name
+
+
+def _check_that_the_hub_answers() -> None:
+    """Raise what a first call to the hub raises, or ``TimeoutError`` after `_HUB_ANSWERS_S`.
+
+    The hub's own calls are repeated for ten seconds and more. The thread bounds name resolution
+    too, which has no timeout of its own.
+    """
+    from huggingface_hub import constants, get_session
+
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_HUB_ANSWERS_S)
+        except Exception as error:  # noqa: BLE001 - the hub's errors have no common base
+            failed.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_HUB_ANSWERS_S)
+    if failed:
+        raise failed[0]
+    if asking.is_alive():
+        raise TimeoutError
 
 
 def _is_complete(folder: Path) -> bool:

@@ -26,6 +26,7 @@ from benchmarks.layouts import bench_fleet
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import Server
 from loadtest.metrics.summary import Slo
+from loadtest.percent import percent
 from loadtest.rate_search import RateSearch
 from loadtest.results.files import Results, SearchPoint, write_results
 from loadtest.run import RunOptions, run_plan
@@ -89,7 +90,7 @@ def held_rate(kind: Kind, url: str, console: Console) -> float:
     search = RateSearch(kind.first_rate, precision=0.15)
     while (rate := search.next_rate()) is not None:
         summary = run_at(kind, rate, _SEARCH_S, url, len(search.points)).summary
-        console.print(f"{rate:.2f} requests/s: {summary.attainment:.1%} good")
+        console.print(f"{rate:.2f} requests/s: {percent(summary.attainment)} good")
         search.add(
             SearchPoint(
                 rate=rate,
@@ -134,7 +135,7 @@ def row(
         "load": factor,
         "good_per_s": summary.good_per_s,
         "good_of_admitted": summary.good / max(summary.sent - refused, 1),
-        "good_by_fleet": "–" if by_fleet is None else f"{by_fleet:.1%}",
+        "good_by_fleet": "–" if by_fleet is None else percent(by_fleet),
         "refused": refused / summary.sent,
         "failed": failed,
         "ttft_p50_s": waited.p50 if waited else 0.0,
@@ -160,9 +161,9 @@ def shown(name: str, rows: list[dict[str, str | float]]) -> Table:
             str(one["side"]),
             f"{one['load']} ×",
             f"{one['good_per_s']:.3f}",
-            f"{one['good_of_admitted']:.1%}",
+            percent(float(one["good_of_admitted"])),
             str(one["good_by_fleet"]),
-            f"{one['refused']:.1%}",
+            percent(float(one["refused"])),
             str(one["failed"]),
             f"{one['ttft_p50_s']:.2f} / {one['ttft_p99_s']:.2f}",
         )

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from loadtest.percent import percent
 from loadtest.simulator.goodput import is_good
 from loadtest.simulator.simulation import TURN_NS, Plan, Setup, Simulation
 from loadtest.workloads.shifting import shifting
@@ -158,7 +159,7 @@ def main(
     rows += [(f"planner from {one}", good, found.turns[one]) for one, good in found.planner.items()]
     rows.append((f"oracle {order}", round(found.oracle), oracle_turns))
     for name, good, turns in rows:
-        shares = (f"{good / found.requests:.1%}", f"{good / found.oracle:.3f}")
+        shares = (percent(good / found.requests), f"{good / found.oracle:.3f}")
         table.add_row(name, str(good), *shares, str(turns))
     Console().print(table)
     if json is not None:

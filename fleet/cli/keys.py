@@ -246,7 +246,8 @@ def _print_key(key: str, made: Mapping[str, Any], *, as_json: bool) -> None:
     typer.echo(key)
     expires = f"expires {_moment(made['expires'])}" if made["expires"] else "no expiry"
     note = (
-        f"id {made['id']}, tenant {made['tenant']}, role {made['role']}, {expires}; not shown again"
+        f"id {made['id']}, tenant {made['tenant']}, role {made['role']}, {expires}\n"
+        "the key is not shown again"
     )
     Console(stderr=True, highlight=False, soft_wrap=True).print(escape(note))
 

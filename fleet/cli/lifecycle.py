@@ -169,7 +169,7 @@ def _show_plan(config: FleetConfig, address: str) -> None:
 def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> None:
     name = config.lanes[0].model_names[0]
     url = supervisor.announced_url
-    served = ", ".join(
+    served = "; ".join(
         f"{lane.model_names[0]}, {lane.pools.prefill} prefill + {lane.pools.decode} decode"
         for lane in config.lanes
     )

@@ -1,5 +1,6 @@
 """The `baton` command. The docstring of a command's function is its help text."""
 
+import inspect
 import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -58,7 +59,7 @@ class _Commands(Mapping[str, Any]):
                 holder.add_typer(found, name=name)
             else:
                 holder.command(name)(found)
-            self._made[name] = get_group(holder).commands[name]
+            self._made[name] = _with_whole_paragraphs(get_group(holder).commands[name])
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -66,6 +67,17 @@ class _Commands(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(_PLACES)
+
+
+def _with_whole_paragraphs(command: Any) -> Any:
+    """Join the lines of each paragraph of the help, which otherwise stay as in the docstring."""
+    for child in getattr(command, "commands", {}).values():
+        _with_whole_paragraphs(child)
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    command.help = "\n\n".join(
+        text if "\n " in text else text.replace("\n", " ") for text in paragraphs
+    )
+    return command
 
 
 class _Root(TyperGroup):

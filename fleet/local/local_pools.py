@@ -75,6 +75,12 @@ class LocalPools:
         nodes = cluster_nodes()
         for one in config.lanes:
             check_nodes(one, nodes)
+        cpus = sum(node.cpus for node in nodes)
+        if len(config.lanes) > 1 and config.cpus_total > cpus:  # each alone has room
+            raise CapacityError(
+                f"the models need {config.cpus_total:g} CPUs together, the running fleet has "
+                f"{cpus:g}: lower cpus_per_rank or pools, or stop and start the fleet"
+            )
         specs = specs_of(config, msgspec.structs.replace(spec, host=self.address))
         for lane, of_lane in specs.items():
             try:

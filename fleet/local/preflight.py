@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from baton.config.fleet_file import FleetConfig
+from baton.config.golden_file import read_golden
 from baton.config.network import is_loopback
 from baton.engine.vllm.interpreter import vllm_version
 from fleet.host_limits import available_memory, open_files
@@ -160,7 +161,7 @@ def engine_speed(config: FleetConfig) -> Finding:
 
 
 def describe_model(config: FleetConfig) -> ModelFinding:
-    """Check the fleet's model, draft model and adapters, and summarise the model.
+    """Check the fleet's model with its files, draft model and adapters, and summarise the model.
 
     Raises:
         ValueError: One of them cannot be found or is not supported.
@@ -188,10 +189,25 @@ def describe_model(config: FleetConfig) -> ModelFinding:
         raise ValueError(
             f"max_context_tokens = {config.max_context_tokens} exceeds the model's limit, {limit}"
         )
+    if config.chat_template is not None:
+        _check_template(Path(config.chat_template))
+    if config.gates.golden is not None:
+        read_golden(config.gates.golden)
     return ModelFinding(
         f"{artifact.architecture}, {artifact.quantisation}, {limit} tokens of context",
         chats=bool(config.chat_template or artifact.chat_template),
     )
+
+
+def _check_template(file: Path) -> None:
+    from baton.text.template import ChatTemplate
+
+    try:
+        ChatTemplate(file.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"chat_template: cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"chat_template: {file}: {error}") from error
 
 
 def _described(config: FleetConfig) -> str:

@@ -30,7 +30,7 @@ from fleet.local.cluster_pools import ClusterPools
 from fleet.local.fleet_token import KnownToken, fleet_token
 from fleet.local.http_trust import trusted
 from fleet.local.local_pools import LocalPools
-from fleet.local.log_files import OwnOutput, rotate, tail
+from fleet.local.log_files import OwnOutput, Progress, rotate, tail
 from fleet.local.machine_fit import missing_files, missing_resources
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_check import check_external, redacted
@@ -53,6 +53,7 @@ _ROUTER_STOP_S = 3.5
 _POLL_S = 0.25
 _CONTROLLER_POLL_S = 2.0
 _CONTROLLER_LOST_S = 30.0
+_NAMED = 3  # workers that a line of the start names
 _GIVE_UP_LIVES = 3  # failed starts of a worker after which the fleet's start fails
 _ANSWER_LIMIT_S = 3.0  # a starting router's socket accepts connections before it responds
 
@@ -85,7 +86,8 @@ class Supervisor:
     ) -> None:
         self._config = config
         self._config_file = Path(os.path.abspath(config_file))  # noqa: PTH100 - keep links: mounts replace their targets
-        self._say = say
+        self._progress = Progress(say)
+        self._say = self._progress.say
         self._address = address
         self._take_over = take_over
         self._leave = leave
@@ -131,7 +133,8 @@ class Supervisor:
         self._stop.install()
         self._stop.watch_make()
         try:
-            self._start()
+            with self._progress.shown():
+                self._start()
             on_ready()
             self._audit("up")
             self._stop.starting_done()
@@ -161,6 +164,7 @@ class Supervisor:
         if missing:
             raise FleetError("; ".join(missing))
         self.chats = True
+        self._progress.awaited = "the files of the model"
         for lane in self._config.lanes:
             model = describe_model(lane)
             self.chats = self.chats and model.chats
@@ -170,8 +174,10 @@ class Supervisor:
         self._run_folder = fleet_state.new_run_folder()
         fleet_state.enter(self._run_folder)
         self._save_state()
+        self._progress.awaited = "Redis"
         self._start_redis()
         self._save_state()
+        self._progress.awaited = "Ray and the controller"
         self._start_workers()
         sums = fleet_state.state_folder(self._name) / "transfers.json"
         sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
@@ -322,7 +328,13 @@ class Supervisor:
         return slots
 
     def _show_start(self, first: dict[str, int]) -> None:
-        for slot in self._show_slots():
+        slots = self._show_slots()
+        late = [slot["worker_id"] for slot in slots if slot["phase"] not in ("ready", "parked")]
+        more = f" and {len(late) - _NAMED} more workers" if len(late) > _NAMED else ""
+        self._progress.awaited = ", ".join(late[:_NAMED]) + more or (
+            "the router" if slots else "the controller"
+        )
+        for slot in slots:
             name = slot["worker_id"]
             reason = slot["reason"]
             lives = slot["epoch"] - first.setdefault(name, max(slot["epoch"], 1)) + 1

@@ -28,6 +28,7 @@ BACKOFF_LIMIT_NS = 30 * SECOND_NS
 HEALTHY_AFTER_NS = 30 * SECOND_NS
 START_LIMIT_NS = 300 * SECOND_NS
 DRAIN_LIMIT_NS = 30 * SECOND_NS
+KNOWN_AFTER_NS = 2 * SECOND_NS  # all routers use an incarnation that has been ready for so long
 MOVED_AFTER_STARTS = 2  # failed ones: the node may be the reason, such as a full disk
 _NEVER_NS = 1 << 62
 
@@ -563,8 +564,10 @@ class FleetController:
         return [self._published(slot, "dead"), Remove(slot.worker_id)]
 
     def _roll(self, now_ns: int) -> list[Action]:
-        """Restart the next slot of a rolling restart once all others are ready."""
-        while self._rolling and self.ready and not self.stopped:
+        """Restart the next slot of a rolling restart once routers use all others."""
+        begun = (slot.since_ns for slot in self.slots.values() if slot.phase is Phase.READY)
+        known = max(begun, default=-KNOWN_AFTER_NS) + KNOWN_AFTER_NS <= now_ns
+        while self._rolling and self.ready and known and not self.stopped:
             slot = self.slots.get(self._rolling.pop(0))
             if slot is not None:
                 return self._renew(slot, now_ns)

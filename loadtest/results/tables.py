@@ -176,21 +176,27 @@ def comparison_table(
 ) -> Table:
     """Return a table of A and B from rows (name, A, B, interval of B ÷ A over seeds).
 
-    ``names`` are the names of A and B.
+    ``names`` are the names of A and B, which may be long URLs: they stand above the table.
     """
-    table = Table("", *map(escape, names), "B ÷ A", "95 %", title="A and B", title_justify="left")
+    runs = max((ratio.runs for *_, ratio in rows if ratio is not None), default=1)
+    title = "\n".join(f"{side}: {escape(name)}" for side, name in zip("AB", names, strict=True))
+    interval = "95 %" if runs == 1 else f"95 %, {runs} seeds"
+    table = Table("", "A", "B", "B ÷ A", interval, title=title, title_justify="left")
     for what, a, b, ratio in rows:
         is_time = what.split()[0].endswith("_s")
         cells = ["–" if value is None else _value(value, is_time) for value in (a, b)]
         confidence = ""
         if ratio is not None and math.isfinite(ratio.half_width):
-            confidence = f"{ratio.low:.2f} to {ratio.high:.2f} ({ratio.runs} seeds)"
+            confidence = f"{ratio.low:.2f} to {ratio.high:.2f}"
         quotient = f"{ratio.mean:.2f}" if ratio is not None else "–"
         table.add_row(what, *cells, quotient, confidence)
     for column in table.columns[1:]:
         column.justify = "right"
+        column.no_wrap = True
     return table
 
 
 def _value(value: float, is_time: bool) -> str:
-    return seconds(value) if is_time else f"{value:.3g}"
+    if is_time:
+        return seconds(value)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

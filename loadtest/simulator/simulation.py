@@ -255,7 +255,8 @@ class Simulation:
         if setup.prefill_kv_tokens != setup.decode_kv_tokens:
             raise ValueError(
                 f"pools of {setup.prefill_kv_tokens} and {setup.decode_kv_tokens} tokens: "
-                "workers that change their role need pools of one size"
+                "workers that change their role need pools of one size; give --prefill-kv-tokens "
+                "and --decode-kv-tokens the same number"
             )
 
     def turn(self, worker_id: str, role: Role) -> None:

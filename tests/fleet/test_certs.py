@@ -21,7 +21,9 @@ def test_the_lines_that_it_prints_make_a_fleet_file_that_works(tmp_path: Path) -
     file.write_text("fleet: paris\n")
     code, said = baton("certs", folder, file, "--host", "10.0.0.1")
     assert code == 0, said
-    lines = said[said.index("pools:") : said.index("Clients:")]
+    lines = said[said.index("pools:") : said.index("Clients verify")]
+    short = said.replace(str(folder), "/etc/baton/certs")
+    assert [line for line in short.splitlines() if len(line) > 80] == []
     file.write_text(yaml.safe_dump({"fleet": "paris", "host": "0.0.0.0", **yaml.safe_load(lines)}))
     config = load_config(file)
     assert FleetTls(config.tls_files).name == "paris.baton.internal"
@@ -30,7 +32,10 @@ def test_the_lines_that_it_prints_make_a_fleet_file_that_works(tmp_path: Path) -
     code, said = baton("certs", folder, file)
     assert code == 1 and "already has a CA" in said and "--renew" in said
     before = (folder / "fleet.pem").read_bytes(), (folder / "ca.pem").read_bytes()
-    assert baton("certs", folder, "--renew")[0] == 0
+    code, said = baton("certs", folder, "--renew")
+    assert code == 0 and "new certificates" in said and "Keep ca.key" not in said
+    short = said.replace(str(folder), "/etc/baton/certs")
+    assert [line for line in short.splitlines() if len(line) > 80] == []
     assert (folder / "fleet.pem").read_bytes() != before[0]
     assert (folder / "ca.pem").read_bytes() == before[1]
     FleetTls(config.tls_files)

@@ -1,7 +1,9 @@
 """The `baton` command: what it says, and its exit codes."""
 
+import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -51,6 +53,20 @@ def test_help_lists_every_command() -> None:
 def test_each_command_explains_itself(command: str) -> None:
     code, text = baton(command, "--help")
     assert code == 0 and len(text) > 200
+
+
+@pytest.mark.parametrize("command", [["certs"], ["up"], ["keys", "revoke"]])
+def test_no_paragraph_of_the_help_is_ragged(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, text = baton(*command, "--help")
+    assert code == 0
+    above = text.partition("╭")[0]
+    for line, after in itertools.pairwise(above.splitlines()):
+        if line.strip() and after.strip() and not line.startswith(" Usage"):
+            first_word = after.split()[0]
+            assert len(line.rstrip()) + 1 + len(first_word) >= 78, f"{line!r} ends too early"
 
 
 def test_the_version_is_the_packages_with_the_commit() -> None:
@@ -149,14 +165,39 @@ def test_experts_are_served_by_one_rank_and_not_split(monkeypatch: pytest.Monkey
         describe_model(FleetConfig(pools=PoolsConfig.model_validate({"tensor_parallel": 2})))
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "problem"),
+    [
+        ("chat_template", None, "cannot read .*: No such file or directory"),
+        ("chat_template", "{% if %}", "the chat template does not compile"),
+        ("gates: {golden", None, "cannot read golden prompts"),
+        ("gates: {golden", "{}", "Object missing required field"),
+    ],
+)
+def test_a_file_of_the_model_that_is_missing_or_wrong_is_found_before_the_start(
+    tmp_path: Path, key: str, text: str | None, problem: str
+) -> None:
+    end = "}" if "{" in key else ""
+    (tmp_path / "fleet.yaml").write_text(
+        f"fleet: f\nmodels:\n  one:\n    model: {DEFAULT_MODEL}\n    {key}: the-file{end}\n"
+    )
+    if text is not None:
+        (tmp_path / "the-file").write_text(text)
+    code, told = baton("config", "check", str(tmp_path / "fleet.yaml"))
+    assert code == 1
+    assert re.search(problem, " ".join(told.split())), told
+    assert "the-file" in told.replace("\n", "")
+
+
 def test_the_first_request_that_is_shown_is_one_that_the_model_takes(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = replace(resolve_model(DEFAULT_MODEL), chat_template=None)
     assert describe_model(FleetConfig()).chats
     monkeypatch.setattr("baton.model.artifact.resolve_model", lambda reference, **_: base)
     assert not describe_model(FleetConfig()).chats
-    assert describe_model(FleetConfig(chat_template="mine.jinja")).chats
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    assert describe_model(FleetConfig(chat_template=str(tmp_path / "mine.jinja"))).chats
     for chats, path, field in (
         (True, "/v1/chat/completions", '"messages": ['),
         (False, "/v1/completions", '"prompt": "'),

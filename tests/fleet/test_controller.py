@@ -9,6 +9,7 @@ from fleet.pools.controller import (
     BACKOFF_LIMIT_NS,
     DRAIN_LIMIT_NS,
     HEALTHY_AFTER_NS,
+    KNOWN_AFTER_NS,
     SECOND_NS,
     START_LIMIT_NS,
     Action,
@@ -148,19 +149,21 @@ def test_a_restart_of_all_leaves_those_down_that_an_operator_has_drained() -> No
             fleet.ended("worker-2", 1, "exit code 0", 6)
             assert fleet.slots["worker-2"].phase is Phase.PARKED, renewed
         assert fleet.drained_workers == ("worker-2",)
-        fleet.restart(["worker-2"], 7, rolling=rolling)
+        fleet.restart(["worker-2"], KNOWN_AFTER_NS, rolling=rolling)
         assert fleet.drained_workers == ()
 
 
 def test_a_worker_that_is_drained_before_its_turn_stays_down_in_a_rolling_restart() -> None:
     fleet = running(decode=2)
-    fleet.restart(["worker-1", "worker-2"], 0, rolling=True)
-    fleet.drain("worker-2", 1)
-    fleet.drained("worker-2", 1, 2)
-    fleet.ended("worker-2", 1, "exit code 0", 2)
-    fleet.drained("worker-1", 1, 2)
-    fleet.ended("worker-1", 1, "exit code 0", 3)
-    fleet.started("worker-1", 2, 4)
+    now = KNOWN_AFTER_NS
+    fleet.restart(["worker-1", "worker-2"], now, rolling=True)
+    fleet.drain("worker-2", now)
+    fleet.drained("worker-2", 1, now)
+    fleet.ended("worker-2", 1, "exit code 0", now)
+    fleet.drained("worker-1", 1, now)
+    fleet.ended("worker-1", 1, "exit code 0", now)
+    fleet.started("worker-1", 2, now)
+    fleet.tick(2 * now)
     assert fleet.slots["worker-1"].epoch == 2
     assert fleet.slots["worker-2"].phase is Phase.PARKED
 
@@ -174,12 +177,17 @@ def test_a_drain_that_takes_too_long_is_ended() -> None:
 def test_a_rolling_restart_takes_one_worker_at_a_time() -> None:
     fleet = running(prefill=2, decode=1)
     order = ["worker-0", "worker-1", "worker-2"]
-    actions = fleet.restart(order, 0, rolling=True)
+    now = KNOWN_AFTER_NS
+    actions = fleet.restart(order, now, rolling=True)
     for worker_id in order:
         assert only(Drain, actions) == [worker_id]
-        assert only(Stop, fleet.drained(worker_id, 1, 1)) == [worker_id]
-        assert only(Launch, fleet.ended(worker_id, 1, "exit code 0", 2)) == [worker_id]
-        actions = fleet.started(worker_id, 2, 3)
+        assert only(Stop, fleet.drained(worker_id, 1, now)) == [worker_id]
+        assert only(Launch, fleet.ended(worker_id, 1, "exit code 0", now)) == [worker_id]
+        # Routers connect to it first: until then the next one may be the only one that they know.
+        assert only(Drain, fleet.started(worker_id, 2, now)) == []
+        assert only(Drain, fleet.tick(now + KNOWN_AFTER_NS - 1)) == []
+        now += KNOWN_AFTER_NS
+        actions = fleet.tick(now)
     assert only(Drain, actions) == []
     assert [slot.epoch for slot in fleet.slots.values()] == [2, 2, 2]
 

@@ -162,13 +162,57 @@ def _rotate(redis: Server, folder: Path, walks: list[Walk]) -> None:
             ).status_code
             for token in (
                 "the-first-token-of-the-fleet",
-                (folder / "new.token").read_text().strip(),
+                (folder / "fleet.token").read_text().strip(),
             )
         }
         assert list(orders.values()) == [401, 200]
         walk.environment["BATON_CACERT"] = str(authority)
         walk.type("baton restart --rolling --wait")
         load.goes_on()
+
+
+def test_a_fleet_is_restored_after_the_loss_of_its_host(tmp_path: Path, walks: list[Walk]) -> None:
+    """Keys, limits, usage, stored responses and the audit log are there after the start."""
+    redis = Server(tmp_path, free_port())
+    try:
+        redis.wait_up()
+        _restore(redis, tmp_path, walks)
+    finally:
+        redis.kill()
+
+
+def _restore(redis: Server, folder: Path, walks: list[Walk]) -> None:
+    host = f"127.0.0.1:{redis.port}"
+    also = f"clients: {{api_keys_file: redis}}\nredis: redis://{host}\n"
+    url = fleet_file(folder, also=also)
+    (folder / "certs").mkdir()
+    walk = Walk(folder, {"HOST:6379": host})
+    walks.append(walk)
+    walk.type("baton up fleet.yaml")
+    key = walk.type("baton keys create team-a 2> /dev/null").strip()
+    walk.type("baton tenants set team-a --rpm 77")
+    headers = {"authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=30) as client:
+        asked = {"model": "default", "input": "Hello", "max_output_tokens": 16}
+        stored = client.post("/v1/responses", json=asked).json()["id"]
+        time.sleep(3)  # usage is written once a second
+        typed = commands(PAGE, "Back-up and restore")
+        for command in typed[:3]:
+            walk.type(command)
+        walk.end()
+        redis.kill()
+        shutil.rmtree(folder / "home")
+        (folder / "home").mkdir()
+        shutil.copy(folder / "backup" / "dump.rdb", folder / str(redis.port) / "dump.rdb")
+        redis.start()
+        redis.wait_up()
+        told = [walk.type(command) for command in typed[3:]]
+        assert "are valid" in told[2] and "team-a" in told[3]
+        assert "rpm 77" in walk.type("baton tenants ls")
+        assert re.search(r"team-a +1 ", walk.type("baton usage --by tenant"))
+        kept = client.get(f"/v1/responses/{stored}")
+        assert kept.status_code == 200, kept.text
+        assert client.post("/v1/responses", json=asked).status_code == 200
 
 
 def serial(url: str, authority: Path) -> str:
@@ -280,6 +324,9 @@ def _uninstall(redis: Server, folder: Path, short: Path, walks: list[Walk]) -> N
     walk.type("baton up fleet.yaml")
     with Load(url) as load:
         load.goes_on()
+    asked = {"model": "default", "input": "Hello", "max_output_tokens": 4}
+    stored = httpx.post(f"{url}/v1/responses", json=asked, trust_env=False, timeout=30)
+    assert stored.status_code == 200, stored.text
     running = processes_of(folder / "home")
     assert len(running) > 4
     shared = {name for pid in running for name in shared_memory(pid)}

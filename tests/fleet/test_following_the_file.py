@@ -20,7 +20,7 @@ from fleet.local.local_pools import LocalPools
 from fleet.local.router_process import RouterProcesses
 from fleet.local.supervisor import Supervisor
 from fleet.pools import ray_runtime
-from fleet.pools.nodes import CapacityError
+from fleet.pools.nodes import CapacityError, Node
 from fleet.pools.resources import ControllerSpec
 from fleet.process_key import ProcessKey
 
@@ -103,6 +103,21 @@ def test_a_controller_that_is_late_with_a_change_ends_no_fleet(
     with pytest.raises(CapacityError, match="did not start with the new settings: 75 s"):
         pools.change(NEW, spec)
     assert pools._controllers == {OLD.fleet: followed}, "the one that runs is watched"
+
+
+def test_models_that_do_not_fit_together_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each would fit alone; the last one's workers would wait for room for ever."""
+    here = Node(id="n", name="n", address="127.0.0.1", head=True, cpus=3.0)
+    monkeypatch.setattr("fleet.pools.placement.cluster_nodes", lambda: [here])
+    pools = LocalPools(OLD, Path())
+    spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
+    pools_of = {"model": "package:m", "pools": {"prefill": 1, "decode": 1}}
+    models = {"one": pools_of, "two": pools_of}
+    new = FleetConfig.model_validate({"fleet": "f", "models": models})
+    with pytest.raises(CapacityError, match="need 4 CPUs together, the running fleet has 3"):
+        pools.change(new, spec)
 
 
 def test_routers_that_could_not_follow_are_replaced_by_the_next_try(

@@ -226,3 +226,9 @@ def test_the_status_shows_the_version_of_each_model(monkeypatch: pytest.MonkeyPa
     assert "models: chat@1 (03a7055aea1b), chat@2 (77b0000000aa)" in " ".join(shown.split())
     workers.pop()
     assert "models:" not in CliRunner().invoke(app, ["status"]).output
+
+
+def test_one_golden_prompt_is_one() -> None:
+    assert command._round({"right": 1, "wrong": {}, "failed": []}) == "1 golden prompt right"
+    found = {"right": 2, "wrong": {"a": "b"}, "failed": []}
+    assert command._round(found) == "2 golden prompts right, 1 wrong"

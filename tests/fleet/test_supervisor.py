@@ -189,6 +189,32 @@ def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_on
         assert not supervisor._all_in_place()
 
 
+def test_a_start_without_news_shows_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each 5 s, also while a call of Ray blocks."""
+    monkeypatch.setattr("fleet.local.log_files._SILENT_S", 0.05)
+    told: list[str] = []
+    supervisor = Supervisor(FleetConfig(fleet="f"), tmp_path / "fleet.yaml", told.append)
+    slots = [{"worker_id": f"worker-{n}", "phase": "ready", "reason": ""} for n in range(6)]
+    slots = [{**slot, "epoch": 1} for slot in slots]
+    monkeypatch.setattr(supervisor, "_pools", SimpleNamespace(slots=lambda: slots))
+
+    def start() -> None:
+        supervisor._show_start({})
+        wait_for(lambda: "waiting for the router" in told)
+        for slot in slots[1:]:
+            slot["phase"] = "starting"
+        supervisor._show_start({})
+        waits = "waiting for worker-1, worker-2, worker-3 and 2 more workers"
+        wait_for(lambda: told[-2:] == [waits, waits])
+        raise FleetError("that is all")
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    with pytest.raises(FleetError, match="that is all"):
+        supervisor.run(lambda: None)
+
+
 class Ready(BaseHTTPRequestHandler):
     """A router with workers that answer."""
 

@@ -220,7 +220,7 @@ def _print_counts(found: list[Text]) -> None:
         counts = counted(own)
         share = counts["openers"] / max(counts["docstring"], 1)
         print(
-            f"{name:24}{counts['docstring']:12}{counts['openers']:10}{share:8.1%}"
+            f"{name:24}{counts['docstring']:12}{counts['openers']:10}{100 * share:6.1f} %"
             f"{counts['fragments']:10}{counts['short']:8}{counts['words']:8}"
         )
 

@@ -1,6 +1,7 @@
 """Structure of the tree, as ``docs/design/architecture.md`` describes it."""
 
 import ast
+import re
 from collections import Counter
 
 import pytest
@@ -56,6 +57,13 @@ def test_no_file_is_longer_than_one_reads_in_one_go() -> None:
     if long:
         print(f"more than {WARN_LINES} lines, so consider to cut them: {long}")
     assert {name: length for name, length in long.items() if length > MAX_LINES} == {}
+
+
+def test_a_share_is_printed_with_a_space_before_the_percent_sign() -> None:
+    """As ``8.5 %``; a format such as ``{share:.1%}`` prints none."""
+    files = [*modules().values(), *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tests/**/*.py")]
+    found = {path for path in files if re.search(r"\{[^{}\"\n]*:[^{}\"\n]*%\}", path.read_text())}
+    assert {str(path.relative_to(ROOT)) for path in found} <= {"tests/house/test_house.py"}
 
 
 def test_every_package_says_what_lives_there() -> None:

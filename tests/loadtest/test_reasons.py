@@ -41,6 +41,12 @@ def test_a_refused_call_has_the_servers_message() -> None:
     assert answer_reason(httpx.Response(502, request=request)) == "502: Bad Gateway"
 
 
+def test_a_certificate_of_an_unknown_ca_names_the_option() -> None:
+    text = "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: unable to get issuer"
+    assert "`baton --cacert FILE` or BATON_CACERT" in http_reason(httpx.ConnectError(text))
+    assert "cacert" not in http_reason(httpx.ConnectError("Connection refused"))
+
+
 def test_chat_with_a_wrong_key_names_where_the_key_comes_from() -> None:
     with tiny_server(refuse) as server:
         text = run("chat", "hi", "--url", server.url)

@@ -113,7 +113,14 @@ def test_b_beside_a_with_an_interval_over_seeds():
     # Seeds differ fourfold; quotients seed by seed do not.
     assert ratio.mean == pytest.approx(1.1)
     assert ratio.half_width < 0.01
-    Console(file=io.StringIO()).print(comparison_table(compare(a, b), ("A", "B")))
+    out = io.StringIO()
+    names = ("https://127.0.0.1:56651", "https://127.0.0.1:56651 x-baton-mode: colocated")
+    Console(file=out, width=80).print(comparison_table(compare(a, b), names))
+    text = out.getvalue()
+    assert "…" not in text and "95 %, 3 seeds" in text
+    assert all(f"{side}: {name}" in text for side, name in zip("AB", names, strict=True))
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    assert [line for line in rows if line.split("│")[1].strip() == ""] == [], "no row is wrapped"
 
 
 def test_loads_that_differ_are_named():
@@ -122,6 +129,10 @@ def test_loads_that_differ_are_named():
         "seed: 1 and 2",
         "rate: 1.0 and 3.0",
     ]
+    longer = results(planned_requests=3, parameters={"rate": 1.0, "requests": 3})
+    shorter = results(planned_requests=2, parameters={"rate": 1.0, "requests": 2})
+    assert unlike(longer, shorter) == ["requests: 3 and 2"]
+    assert unlike(results(), results(planned_requests=3)) == ["planned requests: 2 and 3"]
 
 
 @given(capacity=st.floats(0.2, 500), first=st.floats(0.1, 100))

@@ -10,17 +10,32 @@ from baton.config.network import fleet_host_name
 from fleet.cli.common import fail, load_fleet_file
 
 _LINES = """\
-{folder} has a CA, a certificate of the fleet (until {until:%Y-%m-%d}) and one of its routers.
-Copy ca.pem, fleet.pem and fleet.key to the same folder of every host, and router.pem and
-router.key to that of every router's host. Keep ca.key here. Fleet file, with that folder's path:
+{folder}
+has a CA, and certificates of the fleet and its routers until {until:%Y-%m-%d}.
+Copy ca.pem, fleet.pem and fleet.key to the same folder of every host, and
+router.pem and router.key to that of every router's host. Keep ca.key here.
+Fleet file, with that folder's path:
 
 pools:
-  tls: {{certificate: {folder}/fleet.pem, key: {folder}/fleet.key, ca: {folder}/ca.pem}}
+  tls:
+    certificate: {folder}/fleet.pem
+    key: {folder}/fleet.key
+    ca: {folder}/ca.pem
 clients:
-  tls: {{certificate: {folder}/router.pem, key: {folder}/router.key}}
+  tls:
+    certificate: {folder}/router.pem
+    key: {folder}/router.key
 
-Clients:  curl --cacert {folder}/ca.pem …, baton --cacert {folder}/ca.pem status --url https://…
-Renewal:  baton certs {folder} --renew, then copy again; no restart is needed\
+Clients verify the routers with ca.pem:
+  curl --cacert {folder}/ca.pem https://…
+  export BATON_CACERT={folder}/ca.pem
+Renew the certificates, then copy them again; no restart is needed:
+  baton certs {folder} --renew\
+"""
+_RENEWED = """\
+{folder}
+has new certificates until {until:%Y-%m-%d}. Copy fleet.pem and fleet.key to every
+host, router.pem and router.key to every router's host. No restart is needed.\
 """
 
 
@@ -64,4 +79,4 @@ def certs(
     except (ValueError, OSError) as error:
         fail(str(error))
     until = authority.expires_on(folder / f"{authority.FLEET}.pem")
-    typer.echo(_LINES.format(folder=folder, until=until))
+    typer.echo((_RENEWED if renew else _LINES).format(folder=folder, until=until))

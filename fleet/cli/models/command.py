@@ -290,7 +290,8 @@ def _gate(entry: dict[str, Any]) -> str:
 
 
 def _round(found: dict[str, Any]) -> str:
-    parts = [f"{found['right']} golden prompts right"]
+    prompts = "golden prompt" if found["right"] == 1 else "golden prompts"
+    parts = [f"{found['right']} {prompts} right"]
     parts += [f"{len(found[kind])} {kind}" for kind in ("wrong", "failed") if found[kind]]
     return ", ".join(parts)
 

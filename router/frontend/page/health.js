@@ -62,7 +62,7 @@ function problems() {
     if (lately) found.push({ text: `${lately} ${lately > 1 ? "requests" : "request"} ${what} in the last minute`, since_s: streak(name), bad: many, filter: "", list: true });
   }
   const kept = attainment();
-  if (kept !== null && kept < KEPT_SHARE) found.push({ text: `${Math.round(100 * kept)} % of the last minute's requests were in time`, bad: true });
+  if (kept !== null && kept < KEPT_SHARE) found.push({ text: `${Math.round(100 * kept)} % of the last minute's requests were in time`, since_s: lateSince(), bad: true });
   const waited = queuedSince();
   if (waited) found.push({ text: `requests wait in the router's queue`, since_s: waited, bad: true });
   return found.sort((a, b) => Number(b.bad) - Number(a.bad));
@@ -81,6 +81,23 @@ function attainment() {
   const limited = since(LATELY_S).filter((sample) => sum(sample.limited));
   const all = total(limited, (sample) => sum(sample.limited));
   return all ? total(limited, (sample) => sample.limited.good) / all : null;
+}
+
+// When the share of good requests fell below the limit, and has stayed there.
+function lateSince() {
+  const limited = state.samples.filter((sample) => sum(sample.limited));
+  const good = (sample) => sample.limited.good ?? 0;
+  let since_s = 0, begin = 0, kept = 0, all = 0;
+  for (const sample of limited) {
+    kept += good(sample);
+    all += sum(sample.limited);
+    for (; limited[begin].at_s <= sample.at_s - LATELY_S; begin++) {
+      kept -= good(limited[begin]);
+      all -= sum(limited[begin].limited);
+    }
+    since_s = kept / all < KEPT_SHARE ? since_s || sample.at_s : 0;
+  }
+  return since_s;
 }
 
 // When the failures began that have come at least once a minute since.

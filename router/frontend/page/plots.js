@@ -14,15 +14,16 @@ function makePlots() {
   const clocks = (plot, times) => times.map((time) => {
     const text = clock(time).slice(0, time % 60 ? 8 : 5);
     const { min, max } = plot.scales.x;
-    const room = ((max - time) / (max - min || 1)) * (plot.width - axis.size - RIGHT) + RIGHT;
-    return room < 3 * text.length ? "" : text; // else its right half is cut; a digit is 6 px wide
+    const inner = plot.width - axis.size - RIGHT, at = ((time - min) / (max - min || 1)) * inner;
+    // Else its left half is beside the 0 of the other axis, or its right half cut; a digit is 6 px wide.
+    return Math.min(at, inner - at + RIGHT) < 3 * text.length ? "" : text;
   });
   const line = (label, name) => ({ label, stroke: colour(name), width: 1.5, points: { show: false } });
   const make = (id, series, values, now, { height = narrow.matches ? 80 : 104, whole = false, hooks = {} } = {}) => {
     const options = {
       width: byId(id).clientWidth || 300, height, legend: { show: false }, cursor: { show: false }, padding: [6, RIGHT, 0, 0],
       scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
-      axes: [{ ...axis, size: 20, space: 60, values: clocks, incrs: [10, 30, 60, 120, 300, 600] }, whole ? { ...axis, space: 15, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500] } : axis],
+      axes: [{ ...axis, size: 20, space: 40, values: clocks, incrs: [10, 30, 60, 120, 300, 600] }, whole ? { ...axis, space: 15, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500] } : axis],
       series: [{}, ...series], hooks,
     };
     return { uplot: new uPlot(options, [[], ...series.map(() => [])], byId(id)), id, height, values, now };

@@ -41,7 +41,8 @@ class Presence:
 
     async def _talk(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._listeners.add(writer)
-        with contextlib.suppress(OSError):
+        # Python 3.11 logs a traceback for a cancelled handler, as at the end of the router.
+        with contextlib.suppress(OSError, asyncio.CancelledError):
             writer.write(b"%d\n" % os.getpid())
             while not writer.is_closing():
                 await writer.drain()

@@ -2,7 +2,9 @@
 
 import json
 import random
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,20 @@ def test_a_hub_model_that_is_not_cached_is_a_clear_error(monkeypatch: pytest.Mon
         resolve_model("hub:baton-tests/no-such-model")
 
 
+def test_a_hub_that_does_not_answer_is_given_up_within_two_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import huggingface_hub.constants
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        began_s = time.monotonic()
+        with pytest.raises(ModelError, match="the hub cannot be reached"):
+            resolve_model(f"hub:baton-tests/no-such-model@{'0' * 40}")
+        assert time.monotonic() - began_s < 2
+
+
 @pytest.mark.parametrize("missing", ["tokenizer.json", "model-00002-of-00002.safetensors"])
 def test_a_download_that_was_broken_off_is_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
@@ -70,6 +86,7 @@ def test_a_download_that_was_broken_off_is_gone_on_with(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("baton.model.locate._check_that_the_hub_answers", lambda: None)
     assert resolve_model("hub:some/model").revision == tmp_path.name
     assert asked == [True, False]
     resolve_model("hub:some/model")

@@ -30,17 +30,32 @@ IDS = "[...document.querySelectorAll('#prefill .worker')].map(cell => cell.datas
 CUT_LABELS = """(async () => {
     const cut = [], pen = document.createElement('canvas').getContext('2d');
     pen.font = '11px system-ui, sans-serif';
-    for (const { id, uplot } of state.plots) {
-        uplot.setData([[1.8e9 - 600, 1.8e9], ...uplot.series.slice(1).map(() => [1, 2])]);
+    for (const { id, uplot } of state.plots) for (const past of [0, 21, 150, 299]) {
+        const last = 1.8e9 + past;
+        uplot.setData([[last - 600, last], ...uplot.series.slice(1).map(() => [1, 2])]);
         await new Promise((done) => setTimeout(done));
         const { _splits, _values } = uplot.axes[0];
         _values.forEach((text, at) => {
             const right = uplot.over.offsetLeft + uplot.valToPos(_splits[at], 'x');
-            if (right + pen.measureText(text || '').width / 2 > uplot.width) cut.push([id, text]);
+            const half = pen.measureText(text || '').width / 2;
+            if (right + half > uplot.width) cut.push([id, text]);
+            if (text && right - half < uplot.over.offsetLeft) cut.push([id, text, 'beside the 0']);
         });
         if (_values.filter(Boolean).length < 1) cut.push([id, _values]);
     }
     return cut;
+})()"""
+
+
+LATE = """(() => {
+    const kept = state.samples, outcome = (at) => (at < 200 ? { good: 10 } : { late: 10 });
+    state.samples = Array.from({ length: 300 }, (_, at) =>
+        ({ at_s: 1000 + at, limited: at % 2 ? {} : outcome(at) }));
+    const late = problems().find((one) => one.text.includes('in time'));
+    state.samples = state.samples.slice(0, 200);
+    const well = problems().find((one) => one.text.includes('in time'));
+    state.samples = kept;
+    return [late.text, late.since_s, well ?? null];
 })()"""
 
 
@@ -87,11 +102,20 @@ async def test_nothing_overlaps_or_is_cut_and_the_first_screen_answers(make_flee
 
 @needs_browser
 async def test_no_time_label_of_a_plot_is_cut(make_fleet, tab):
-    """The last label is of the last sample: half of it would be beyond the right edge."""
+    """Half of the last label would be beyond the edge, half of the first one beside the 0."""
     await open_crowd(make_fleet, tab, 2)
     for width, height in SIZES:
         await tab.show_as(width, height, "light")
         assert await tab.js(CUT_LABELS) == [], width
+    tab.problems.clear()
+
+
+@needs_browser
+async def test_a_share_of_late_requests_has_the_time_since_when(make_fleet, tab):
+    """From second 200 on all are late: at 206 more than a tenth of a minute's requests are."""
+    await open_crowd(make_fleet, tab, 2)
+    text = "0 % of the last minute's requests were in time"
+    assert await tab.js(LATE) == [text, 1206, None]
     tab.problems.clear()
 
 
