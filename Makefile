@@ -15,6 +15,8 @@ PYTEST := $(BIN)/pytest
 SOAKED := tests/kvtransfer/test_handoff_model.py tests/engine/core/test_scheduler.py tests/engine/core/test_speculation.py \
   tests/router/requests/test_stream_model.py tests/router/requests/test_admission.py tests/router/placement/test_block_table.py \
   tests/workers/test_credit.py tests/router/placement/test_prefix_index.py tests/loadtest/simulator/test_simulator.py
+# The load of other tests is a cause of its own.
+ALONE := tests/e2e/test_causes_under_load.py
 
 # Spinning thread pools would compete for the cores; the benchmarks set their own policy.
 export OMP_WAIT_POLICY ?= passive
@@ -65,9 +67,9 @@ serve: $(VENV)/.runtime ## start a fleet in the foreground; BATON_PORT and BATON
 test: $(VENV)/.dev ## run the quick tests, with warnings as errors
 	$(PYTEST) -n 3 --dist loadscope -m "not slow" --durations 25
 
-test-all: $(VENV)/.dev ## run all tests; those in tests/hosts run last and alone
-	$(PYTEST) -n 3 --dist loadscope --ignore tests/hosts
-	$(PYTEST) tests/hosts
+test-all: $(VENV)/.dev ## run all tests; those of causes under load and in tests/hosts run last and alone
+	$(PYTEST) -n 3 --dist loadscope --ignore tests/hosts --ignore $(ALONE)
+	$(PYTEST) $(ALONE) tests/hosts
 
 soak: $(VENV)/.dev ## run the state machine tests with SOAK=50 times as many fault schedules; a failure prints how to replay it
 	BATON_SOAK=$(or $(SOAK),50) $(PYTEST) -q --timeout 0 $(SOAKED)

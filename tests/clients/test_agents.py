@@ -12,7 +12,7 @@ from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
 from router.served_model import ServedModel
 from tests.clients.agent_worker import AgentWorker, Steps
-from tests.clients.agents import AGENTS, MODEL, Agent, Workplace
+from tests.clients.coding_agents import AGENTS, MODEL, Agent, Workplace
 from tests.clients.environments import NoEnvironmentError
 from tests.clients.server import serving
 from tests.router.conftest import until
