@@ -32,6 +32,11 @@ def test_a_hand_off_lets_a_fleet_have_prefill_workers() -> None:
     assert external.hand_off == "nixl"
 
 
+def test_batons_hand_off_takes_workers_with_gpus() -> None:
+    vllm = {"python": PYTHON, "hand_off": "baton", "gpus": 1}
+    assert config({"prefill": 1, "vllm": vllm}).pools.gpus == 1
+
+
 def test_adapters_are_served_with_vllms_own_argument() -> None:
     with_lora = {"vllm": {"python": PYTHON, "args": ["--enable-lora", "--max-loras", 4]}}
     fleet = config(with_lora, adapters={"load": {"a": "/a"}, "max_rank": 40})
@@ -70,14 +75,9 @@ def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.Mon
         ({"prefill": 1}, {}, "hand over KV only with `vllm: {hand_off: nixl}`: set it"),
         ({"roles": "auto", "prefill": 1}, {}, "`roles: auto`: not for vllm workers"),
         (
-            {"vllm": {"python": PYTHON, "hand_off": "baton", "gpus": 1}},
-            {},
-            "hand_off: baton copies KV on CPUs",
-        ),
-        (
             {"vllm": {"python": PYTHON, "hand_off": "baton", "args": ["-tp", "2"]}},
             {},
-            "not with gpus: 0 and 2 ranks: use `nixl`",
+            "hand_off: baton copies KV of one rank, not of 2: use `nixl`",
         ),
         (
             {

@@ -415,10 +415,11 @@ class VllmEngine:
         parts: list[bytes] = []
         complete = await self._exchange(request, choice, body, parts.append)
         if saves and self._staging is not None:
+            await request.until_saved(protocol.saving_pages(b"".join(parts)))
             self._staging.saved(request)
             if request_id not in self._requests:
                 self._free_pages(request)
-        if not complete:
+        if not complete or choice not in request.open_choices:
             return
         params = spec.params
         try:

@@ -23,6 +23,7 @@ class LiveRequest:
         first: First tokens and parameters of a prompt for another worker, by choice.
         pages: Its pages of the worker's pool, see ``staging.py``.
         saving: Choice whose vLLM request may write into them; None: none does.
+        saved_pages: Pages that vLLM's connector has reported as saved; -1: it cannot save them.
         published_pages: Pages that other workers may read, from the first one on.
     """
 
@@ -38,6 +39,8 @@ class LiveRequest:
         self.first: dict[int, tuple[SampledToken, transfer.Parameters]] = {}
         self.pages: tuple[int, ...] = ()
         self.saving: int | None = None
+        self.saved_pages = 0
+        self._reported = asyncio.Event()
         self.published_pages = 0
         self.exchanges: dict[int, http.Exchange] = {}
         emitted = submit.spec.emitted
@@ -55,6 +58,18 @@ class LiveRequest:
     def computes(self) -> bool:
         """True if this vLLM computes the prompt."""
         return self.spec.kind is not Kind.REMOTE
+
+    def report(self, pages: int) -> None:
+        """Note a report of vLLM's connector on saved pages."""
+        if self.saved_pages >= 0:
+            self.saved_pages = pages
+        self._reported.set()
+
+    async def until_saved(self, pages: int) -> None:
+        """Wait until as many pages are reported as saved, or that they cannot be saved."""
+        while 0 <= self.saved_pages < pages:
+            self._reported.clear()
+            await self._reported.wait()
 
     def begin_run(self, first: Iterable[int | None] | None, kind: Kind) -> None:
         """Start over behind first tokens; None for a choice that has ended."""

@@ -316,6 +316,18 @@ def first_token(answer: Chunk, alternatives: int | None) -> SampledToken:
     return _sampled(0, choice.token_ids[0], content, alternatives)
 
 
+def saving_pages(response: bytes) -> int:
+    """Return the pages of a prompt that vLLM saves, maybe after its response; see ``saves.py``.
+
+    They are 0 if there is no whole response, as then it has begun none, or the worker ends.
+    """
+    try:
+        parameters = read_chunk(response).kv_transfer_params or {}
+    except InternalError:
+        return 0
+    return int(parameters.get("saving_pages", 0))
+
+
 def read_chunk(payload: bytes) -> Chunk:
     """Decode one JSON object of a stream or an error response."""
     try:

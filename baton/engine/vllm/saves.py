@@ -1,4 +1,9 @@
-"""Receives the reports of vLLM's connector on saved pages (``inside/baton_kv.py``)."""
+"""Receives the reports of vLLM's connector on saved pages (``inside/baton_kv.py``).
+
+On CPUs a prompt is saved when vLLM responds, and reports may be lost. On GPUs vLLM may save pages
+after its response, which has their number. No report is lost then, and the last one completes the
+prompt. A failed save is reported as -1 pages.
+"""
 
 import asyncio
 import socket
@@ -14,7 +19,7 @@ class SaveReports:
     Args:
         path: Path of the socket, which must not exist.
         on_saved: Called with the generation of a hand-off and the number of its first pages that
-            are saved.
+            are saved; -1: vLLM cannot save them.
     """
 
     def __init__(self, path: str, on_saved: Callable[[int, int], None]) -> None:

@@ -38,6 +38,7 @@ class Staging:
         self._free = list(range(total))
         self._waiting: deque[LiveRequest] = deque()
         self._filling: dict[int, LiveRequest] = {}  # by generation
+        self._saving: dict[int, LiveRequest] = {}  # into whose pages vLLM may write
 
     @property
     def used(self) -> int:
@@ -49,6 +50,7 @@ class Staging:
         if not self._give(request):
             return False
         self._filling[request.generation] = request
+        self._saving[request.generation] = request
         request.saving = choice
         return True
 
@@ -59,6 +61,7 @@ class Staging:
 
     def saved(self, request: LiveRequest) -> None:
         """Note that vLLM writes no more into the pages of a request."""
+        self._saving.pop(request.generation, None)
         request.saving = None
 
     def release(self, request: LiveRequest) -> list[ev.Bound]:
@@ -92,6 +95,8 @@ class Staging:
         Raises:
             InternalError: It did not save it.
         """
+        if request.saved_pages < 0:
+            raise InternalError("vLLM cannot save the KV of a prompt; see the worker's engine log")
         if not self._whole(request):
             return
         tokens = (returned or {}).get("saved_tokens")
@@ -99,12 +104,16 @@ class Staging:
             raise InternalError(f"vLLM saved {tokens} of {len(request.prompt)} prompt tokens")
 
     def progressed(self, generation: int, pages: int) -> list[ev.Admitted | ev.Published]:
-        """Return the reports for the first ``pages`` of a prompt, which vLLM has saved.
+        """Return the reports for the first ``pages`` of a prompt, which vLLM has saved; -1: failed.
 
-        A report about a prompt that has ended is ignored.
+        A report about a prompt that has ended publishes nothing.
         """
+        if saving := self._saving.get(generation):
+            saving.report(pages)
         request = self._filling.get(generation)
-        return [] if request is None else self._publish(request, pages)
+        if request is None or request.saved_pages < 0:
+            return []
+        return self._publish(request, pages)
 
     def published(self, request: LiveRequest) -> list[ev.Admitted | ev.Published]:
         """Return the reports that all pages of a prompt can be read."""

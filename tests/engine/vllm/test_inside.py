@@ -97,21 +97,49 @@ def connector(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         def _get_connector_metadata(self) -> object:
             return self.metadata
 
-    stand_in(monkeypatch, "vllm.v1.attention.backends.cpu_attn", _get_attn_isa=None)
     stand_in(monkeypatch, "vllm.logger", init_logger=logging.getLogger)
     stand_in(
         monkeypatch,
         "vllm.distributed.kv_transfer.kv_connector.v1.base",
         KVConnectorBase_V1=Base,
         KVConnectorMetadata=object,
-        KVConnectorTransferResults=object,
+        KVConnectorTransferResults=TransferResults,
     )
-    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=32))
+    copies(monkeypatch)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=32),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
     one = inside(monkeypatch, "baton_kv").BatonConnector(config, None, None)
     one._kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: ([50, 51, 52, 53],))
     one._reports_path = str(tmp_path / "saves")
-    one._save = lambda copy: None
+    one._copies = one._kind([], torch.empty(0))
     return one
+
+
+class TransferResults:
+    """Stand-in for vLLM's."""
+
+    def __init__(self) -> None:
+        self.finished_sending: set[str] = set()
+        self.finished_recving: set[str] = set()
+        self.failed_recving: set[str] = set()
+
+
+def copies(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return Baton's module of copies beside stand-ins for vLLM's order of bytes and backends."""
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    stand_in(
+        monkeypatch,
+        "vllm.distributed.kv_transfer.kv_connector.utils",
+        get_current_attn_backends=lambda config, names: [backend],
+    )
+    stand_in(
+        monkeypatch,
+        "vllm.v1.attention.backends.cpu_attn",
+        _get_attn_isa=lambda dtype, tokens, head_dim, kind: "amx",
+    )
+    return inside(monkeypatch, "baton_copies")
 
 
 def engine_step(name: str, computed: int, scheduled: int) -> SimpleNamespace:
@@ -120,6 +148,7 @@ def engine_step(name: str, computed: int, scheduled: int) -> SimpleNamespace:
         scheduled_cached_reqs=SimpleNamespace(req_ids=[name], num_computed_tokens=[computed]),
         scheduled_new_reqs=[],
         num_scheduled_tokens={name: scheduled},
+        preempted_req_ids=None,
     )
 
 

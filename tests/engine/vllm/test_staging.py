@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -88,6 +88,73 @@ async def test_a_prompt_is_published_when_vllm_has_saved_it(running: Running) ->
     assert used_pages(running) == PAGES
     running.engine.handle(messages.Release("r"))
     assert (await running.end()).error_code == ""
+    assert used_pages(running) == 0
+
+
+SAVING = msgspec.json.encode(
+    {**PREFILL, "kv_transfer_params": {"saving_pages": WHOLE, "saved_tokens": len(LONG)}}
+)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Iterator[Callable[[int], None]]:
+    """Send the translator what vLLM's connector reports on the first hand-off."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
+
+        def report(pages: int) -> None:
+            reports.sendto(struct.pack("<qq", 1, pages), str(tmp_path / SAVES))
+
+        yield report
+
+
+async def test_a_prompt_that_vllm_still_saves_is_not_done(
+    running: Running, report: Callable[[int], None]
+) -> None:
+    running.replay.reply = sending(SAVING)
+    running.submit(LONG, Kind.PREFILL)
+    await asyncio.sleep(0.1)
+    report(4)
+    await asyncio.sleep(0.05)
+    assert [one.block_count for one in running.of(ev.Published)] == [4]
+    assert running.of(ev.PromptDone) == []
+    report(WHOLE)
+    await running.first(ev.PromptDone)
+    assert sum(one.block_count for one in running.of(ev.Published)) == PAGES
+
+
+async def test_pages_of_a_cancelled_prompt_are_kept_until_vllm_has_saved_it(
+    running: Running, report: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    running.replay.reply = sending(SAVING)
+    running.submit(LONG, Kind.PREFILL)
+    await asyncio.sleep(0.1)
+    running.engine.handle(messages.Cancel("r"))
+    await running.end()
+    report(4)
+    await asyncio.sleep(0.05)
+    assert running.of(ev.Published) == []
+    assert used_pages(running) == PAGES
+    report(WHOLE)
+    await asyncio.sleep(0.05)
+    assert used_pages(running) == 0
+    assert running.of(ev.PromptDone) == []
+    assert caplog.records == []
+
+
+async def test_a_prompt_that_vllm_cannot_save_fails(
+    running: Running, report: Callable[[int], None]
+) -> None:
+    async def late(writer: asyncio.StreamWriter) -> None:
+        report(-1)
+        report(WHOLE)
+        await asyncio.sleep(0.05)
+        await sending(SAVING)(writer)
+
+    running.replay.reply = late
+    running.submit(LONG, Kind.PREFILL)
+    ended = await running.end()
+    assert "cannot save the KV" in ended.error_message
+    assert running.of(ev.Published) == []
     assert used_pages(running) == 0
 
 

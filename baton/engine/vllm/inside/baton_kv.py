@@ -5,7 +5,7 @@
 
 The pages are the KV pool that the worker's shell has mapped: ``[layer, k|v, page, bytes]``. A block
 of vLLM fills several pages. The bytes of a block are copied as they are, because the attention
-backend orders them for its kernels: page p has the p-th part of them. So only whole blocks move.
+backend orders them for its kernels, see ``baton_copies.py``. So only whole blocks move.
 
 Requests name their pages in ``kv_transfer_params``: ``save_pages`` has one for each page of the
 whole blocks of the prompt, and ``load_pages`` the same, from ``first_token`` on.
@@ -13,6 +13,10 @@ whole blocks of the prompt, and ``load_pages`` the same, from ``first_token`` on
 With chunked prefill a prompt takes several engine steps. The blocks that a step has filled are
 saved when it ends, and a datagram reports them, so that they travel while the next step computes. A
 page is written once, as it may be read from then on.
+
+On GPUs a save runs while vLLM computes. vLLM holds the blocks of an ended request until its saves
+have ended (``finished_sending``). Its response may come earlier, so that it has ``saving_pages``:
+the pages are complete when a datagram reports as many. A failed save is reported as -1 pages.
 
 A cancelled load may still run when its pages belong to another request. So a file has the
 generation of each page, and a load fails unless that is its own when the bytes are copied.
@@ -25,17 +29,18 @@ import socket
 import struct
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from baton_copies import copies_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorTransferResults,
 )
 from vllm.logger import init_logger
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 _LOG = init_logger(__name__)
 _PAGE_TOKENS = 16
@@ -59,24 +64,24 @@ class Step(KVConnectorMetadata):
 
     loads: list[Copy] = field(default_factory=list)
     saves: list[Copy] = field(default_factory=list)
+    preempted: bool = False  # blocks of unfinished requests were freed
 
 
 class BatonConnector(KVConnectorBase_V1):
-    """Connector of one vLLM on CPUs, without tensor parallelism."""
+    """Connector of one vLLM without tensor parallelism."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_tokens: int = vllm_config.cache_config.block_size
         self._saving: dict[str, Any] = {}  # requests by id, until their prompt is computed
-        self._saved: dict[
-            str, int
-        ] = {}  # pages of a prompt that are saved, or will be in this step
+        self._saved: dict[str, int] = {}  # pages of a prompt that are saved with this step
         self._loads: list[Copy] = []  # for the next step
-        self._layers: list[torch.Tensor] = []  # bytes of vLLM's blocks, one row for each
-        self._pool = torch.empty(0)
+        self._kind = copies_of(vllm_config.device_config.device_type)
+        self._copies: Any = None  # of a worker
         self._generations = torch.empty(0)  # by page
         self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._reports.setblocking(False)
+        self._saves: dict[str, list[Future[None]]] = {}  # in the background, by request
+        self._finished: set[str] = set()  # requests whose blocks are held for these
         self._loading: dict[str, Future[None]] = {}
         self._loader = ThreadPoolExecutor(1, "baton-load")
         self._reports_path = ""
@@ -115,7 +120,8 @@ class BatonConnector(KVConnectorBase_V1):
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in scheduler_output.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
-        step = Step(loads=self._loads)
+        preempted = bool(scheduler_output.preempted_req_ids)
+        step = Step(loads=self._loads, preempted=preempted)
         self._loads = []
         for name, request in list(self._saving.items()):
             if name not in computed:
@@ -146,12 +152,14 @@ class BatonConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return that the prompt was saved, as a part of the response."""
+        """Return whether blocks are held, and what was saved, as a part of the response."""
         unfinished = self._saving.pop(request.request_id, None)
         saved = self._saved.pop(request.request_id, 0)
-        if unfinished is not None or not saved:
-            return False, None
-        return False, {"saved_tokens": request.num_prompt_tokens}
+        in_background = bool(saved) and self._kind.in_background
+        parameters = {"saving_pages": saved} if in_background else {}
+        if saved and unfinished is None:
+            parameters["saved_tokens"] = request.num_prompt_tokens
+        return in_background, parameters or None
 
     # ---------------------------------------------------------------- worker
 
@@ -161,22 +169,19 @@ class BatonConnector(KVConnectorBase_V1):
         Raises:
             NotImplementedError: This vLLM's KV has another shape than this connector copies.
         """
-        caches = list(kv_caches.values())
-        first = caches[0]
-        layout = "[blocks, heads, tokens, K and V]"
-        for cache in caches:
-            if cache.device.type != "cpu":
-                raise NotImplementedError(f"hand_off: baton copies from CPUs, not {cache.device}")
-            if cache.shape != first.shape or not cache.is_contiguous() or cache.dim() != 4:
-                raise NotImplementedError(
-                    f"hand_off: baton copies KV of equal layers {layout}, not {cache.shape}"
-                )
-        count, _, tokens, values = first.shape
-        self._layers = [cache.view(torch.uint8).view(count, -1) for cache in caches]
-        pages = count * tokens // _PAGE_TOKENS
-        half_bytes = self._layers[0].shape[1] * _PAGE_TOKENS // tokens // 2
-        shape = (len(caches), 2, pages, half_bytes)
-        size = len(caches) * 2 * pages * half_bytes
+        layers, order = self._kind.layers_and_order(
+            kv_caches, self._vllm_config, self._kv_cache_config
+        )
+        tokens = next(iter(kv_caches.values())).shape[2]
+        if tokens != self._block_tokens:
+            raise NotImplementedError(
+                f"hand_off: baton copies whole blocks of {self._block_tokens} tokens, and vLLM "
+                f"divides them into {tokens}: use `--block-size {tokens}`"
+            )
+        pages = len(layers[0]) * tokens // _PAGE_TOKENS
+        half_bytes = layers[0].shape[1] * _PAGE_TOKENS // tokens // 2
+        shape = (len(layers), 2, pages, half_bytes)
+        size = len(layers) * 2 * pages * half_bytes
         extra = self._kv_transfer_config.kv_connector_extra_config
         descriptor = os.open(extra["pool"], os.O_RDWR)
         try:
@@ -184,18 +189,18 @@ class BatonConnector(KVConnectorBase_V1):
             mapped = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
-        self._pool = torch.frombuffer(mapped, dtype=torch.uint8).view(shape)
+        pool = torch.frombuffer(mapped, dtype=torch.uint8).view(shape)
+        self._copies = self._kind(layers, pool)
         path = extra["generations"]
         self._generations = torch.from_file(path, shared=True, size=pages, dtype=torch.long)
-        kind = self._vllm_config.cache_config.cache_dtype
-        order = _get_attn_isa(first.dtype, self._block_tokens, values // 2, kind)
         Path(extra["order"]).write_text(order)
         self._reports_path = extra["saves"]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the loads of the step in a thread."""
         for copy in self._step.loads:
-            self._loading[copy.request_id] = self._loader.submit(self._load, copy)
+            mark = self._copies.mark()
+            self._loading[copy.request_id] = self._loader.submit(self._load, copy, mark)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM computes nothing of a request before it is loaded as a whole."""
@@ -208,13 +213,24 @@ class BatonConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Save the blocks that this step has filled, and report them."""
         for copy in self._step.saves:
-            self._save(copy)
-            with contextlib.suppress(OSError):  # the response reports what no datagram did
-                self._reports.sendto(_SAVED.pack(copy.generation, copy.end), self._reports_path)
+            save = self._copies.save(copy.blocks, copy.pages, partial(self._report, copy))
+            if save is not None:
+                self._saves.setdefault(copy.request_id, []).append(save)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Wait for the saves of blocks that were freed, before the step writes into them."""
+        if isinstance(kv_connector_metadata, Step) and kv_connector_metadata.preempted:
+            self._copies.wait_for_saves()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the loads that have ended."""
+        """Return the loads that have ended, and finished requests whose saves have."""
         results = KVConnectorTransferResults()
+        self._finished |= finished_req_ids & self._saves.keys()
+        for name in list(self._finished):
+            if all(save.done() for save in self._saves[name]):
+                del self._saves[name]
+                self._finished.remove(name)
+                results.finished_sending.add(name)
         for name, loading in list(self._loading.items()):
             if not loading.done():
                 continue
@@ -226,8 +242,10 @@ class BatonConnector(KVConnectorBase_V1):
         return results
 
     def shutdown(self) -> None:
-        """End the thread that loads, and close the socket."""
+        """End the threads, and close the socket."""
         self._loader.shutdown()
+        if self._copies is not None:
+            self._copies.close()
         self._reports.close()
 
     @property
@@ -235,18 +253,19 @@ class BatonConnector(KVConnectorBase_V1):
         step = self._get_connector_metadata()
         return step if isinstance(step, Step) else Step()
 
-    def _save(self, copy: Copy) -> None:
-        blocks = torch.tensor(copy.blocks, dtype=torch.long)
-        pages = torch.tensor(copy.pages, dtype=torch.long)
-        half_bytes = self._pool.shape[-1]
-        for layer, of_layer in zip(self._layers, self._pool, strict=True):
-            parts = layer[blocks].view(len(copy.pages), 2, half_bytes)
-            of_layer[:, pages] = parts.transpose(0, 1)
+    def _report(self, copy: Copy, error: Exception | None) -> None:
+        """Report that a copy was saved, or why not.
 
-    def _load(self, copy: Copy) -> None:
-        blocks = torch.tensor(copy.blocks, dtype=torch.long)
-        pages = torch.tensor(copy.pages, dtype=torch.long)
-        for layer, of_layer in zip(self._layers, self._pool, strict=True):
-            layer[blocks] = of_layer[:, pages].transpose(0, 1).reshape(len(copy.blocks), -1)
-        if bool((self._generations[pages] != copy.generation).any()):
+        A report from the background is not lost, as the response depends on it.
+        """
+        if error is not None:
+            _LOG.error("cannot save KV of request %s: %s", copy.request_id, error)
+        report = _SAVED.pack(copy.generation, copy.end if error is None else -1)
+        flags = 0 if self._kind.in_background else socket.MSG_DONTWAIT
+        with contextlib.suppress(OSError):  # the response reports what no datagram did
+            self._reports.sendto(report, flags, self._reports_path)
+
+    def _load(self, copy: Copy, mark: Any) -> None:
+        self._copies.load(copy.blocks, copy.pages, mark)
+        if bool((self._generations[copy.pages] != copy.generation).any()):
             raise RuntimeError("its pages were given to another request")
