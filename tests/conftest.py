@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and tests out of garbage collections, which then take a third less time."""
+    """Exclude modules and tests from garbage collections, which then take less time."""
     gc.collect()
     gc.freeze()
 

@@ -72,7 +72,7 @@ class Load:
 def send(
     url: str, number: int, words: int = 0, tokens: int = 0, mode: str = "disaggregated"
 ) -> str:
-    """Send a prompt of its own to both workers; return the request's id, "" if one is silent."""
+    """Send a prompt of its own to both workers; return its id, "" if one is not ready."""
     rng = random.Random(number)
     prompt = " ".join(rng.choices(WORDS, k=words or rng.randint(400, 1200)))
     body = {
@@ -85,7 +85,8 @@ def send(
     }
     headers = {"x-baton-mode": mode}
     answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=300)
-    if "silent for" in answer.text:  # the machine is too busy for heartbeats
+    # A busy machine delays heartbeats, and a worker that stands still is not ready.
+    if "silent for" in answer.text or "no decode worker is ready" in answer.text:
         return ""
     assert answer.status_code == 200, answer.text
     return str(answer.headers["x-request-id"])
@@ -161,7 +162,8 @@ def test_a_decode_engine_that_stands_still_is_a_stall(pair: Fleet) -> None:
         with post as answer:
             for number, _ in enumerate(answer.iter_lines()):
                 if number == 20:
-                    stopped = pool.submit(stand_still, engine, 4.0)
+                    # After a longer one the worker leaves, and the response moves.
+                    stopped = pool.submit(stand_still, engine, 2.0)
         assert stopped is not None
         stopped.result()
         found = report(pair.url, answer.headers["x-request-id"])
@@ -171,7 +173,7 @@ def test_a_decode_engine_that_stands_still_is_a_stall(pair: Fleet) -> None:
         found["chosen"],
         found["moves"],
     )
-    assert found["longest_gaps"][0]["gap_s"] >= 3.5
+    assert found["longest_gaps"][0]["gap_s"] >= 1.8
 
 
 def test_a_prefill_worker_that_does_not_answer_is_named(pair: Fleet) -> None:

@@ -1,4 +1,4 @@
-"""Whether a text follows a grammar, for tests of what routers send to workers."""
+"""Checks of texts against the grammars that routers send to workers."""
 
 import functools
 

@@ -1,8 +1,8 @@
 """Copies between vLLM's blocks and Baton's pages, on a device whose copies are slow.
 
-The device has streams and events in place of those of ``torch.cuda``. What a stream has written is
-hidden until somebody waits for an event behind it. What vLLM computes happens when a stream waits
-for it.
+The device has streams and events in place of those of ``torch.cuda``. Writes of a stream become
+visible when a thread waits for a later event of that stream. vLLM's step is computed when a stream
+waits for it.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class Device:
         self._compute = compute
 
     def end(self) -> None:
-        """End all that vLLM has started, if nobody has waited for it."""
+        """Compute the steps that no stream has waited for."""
         for _, compute in self._computes.pending:
             compute()
 

@@ -145,10 +145,12 @@ class CudaCopies:
         for cache in caches.values():
             if cache.dim() != 4 or cache.shape != first.shape or cache.stride() != first.stride():
                 raise _unequal(cache)
+        caches_in_order = list(caches.values())
         if first.transpose(1, 2).is_contiguous():
-            order, caches_in_order = "LBNHC", [one.transpose(1, 2) for one in caches.values()]
+            order = "LBNHC"
+            caches_in_order = [one.transpose(1, 2) for one in caches_in_order]
         elif first.is_contiguous():
-            order, caches_in_order = "LBHNC", list(caches.values())
+            order = "LBHNC"
         else:
             raise NotImplementedError(
                 "hand_off: baton copies KV in the layouts LBNHC and LBHNC of vLLM, not "
