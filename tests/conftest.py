@@ -1,5 +1,6 @@
 """How the tests are shared out between processes (`make test` runs them with xdist)."""
 
+import functools
 import gc
 import os
 from typing import Any
@@ -10,10 +11,14 @@ import ray  # noqa: F401 - see above
 
 del os.environ["RAY_AUTH_MODE"]
 
+import httpx._transports.default as httpx_default
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = ("tests/e2e/", "tests/hosts/")
+# A context reads all certificates of the system, which takes 25 ms; tests open hundreds of clients.
+httpx_default.create_ssl_context = functools.cache(httpx_default.create_ssl_context)
+
 SLOW_LIMIT_S = 600.0  # where a test names none: its neighbours are as slow
 
 

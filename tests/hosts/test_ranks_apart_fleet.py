@@ -94,7 +94,7 @@ def test_ranks_on_two_hosts_answer_as_one_and_their_replica_outlives_a_host(
     wait_for(lambda: not held(cluster), 10)
 
     baton(cluster.host("client"), "drain", "--url", cluster.url, *KEY, "worker-1")
-    wait_for(lambda: decode_of(cluster)["state"] == "dead", 60)
+    wait_for(lambda: decode_of(cluster)["state"] == "parked", 60)
     for name in (leader, "n4"):
         left = cluster.host(name).output("ps -ef")
         assert "RankActor" not in left and "baton.engine.cpu.parallel" not in left, left

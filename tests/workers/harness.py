@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -23,6 +22,7 @@ from baton.wire.requests import prefix_request_id
 from baton.wire.tls import FleetTls
 from baton.wire.tokens import pack_tokens, unpack_tokens
 from fleet.worker import Worker, WorkerSettings
+from tests.preloaded import PreloadedProcess
 
 TOKEN = "fleet-token"
 NO_REDIS = "redis://127.0.0.1:1"  # serving must not need it
@@ -56,7 +56,7 @@ def emulated_settings(worker_id: str, **changes: object) -> WorkerSettings:
 class WorkerProcess:
     """One worker in a process of its own."""
 
-    def __init__(self, process: asyncio.subprocess.Process, record: WorkerRecord) -> None:
+    def __init__(self, process: PreloadedProcess, record: WorkerRecord) -> None:
         self.process = process
         self.record = record
 
@@ -68,17 +68,8 @@ class WorkerProcess:
         ready_s: float = 60.0,
         **changes: object,
     ) -> "WorkerProcess":
-        settings = msgspec.json.encode(emulated_settings(worker_id, **changes)).decode()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            program,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        process.stdin.write(settings.encode())
-        process.stdin.close()
+        settings = msgspec.json.encode(emulated_settings(worker_id, **changes))
+        process = await PreloadedProcess.start(program, settings)
         line = await asyncio.wait_for(process.stdout.readline(), ready_s)
         return cls(process, msgspec.json.decode(line, type=WorkerRecord))
 

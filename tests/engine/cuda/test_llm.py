@@ -24,6 +24,8 @@ from tests.engine.lora_files import write_adapter
 from tests.engine.tiny_llama import write_llama
 from tests.matrix.tiny import write_tiny
 
+pytestmark = pytest.mark.slow  # 20 s in the interpreter; the runner's tests are quick
+
 PROMPTS = [[9, 41, 7, 300, 12], [70, 71, 72] * 6]
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=3, temperature=1.1, seed=4, n=2, ignore_eos=True)

@@ -57,6 +57,7 @@ def test_the_check_of_positions_passes_for_the_kernels(heads: int, kv_heads: int
     assert exact_positions(heads, kv_heads, 16, 260, torch.device("cpu")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_the_self_test_finds_the_loop_that_rounds_twice(
     unfused_under_a_mask: None, heads: int, kv_heads: int

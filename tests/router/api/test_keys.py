@@ -75,18 +75,18 @@ async def test_an_empty_fleet_token_is_no_key(make_fleet):
 
 async def test_health_is_open_and_strangers_start_no_urgent_work(make_fleet):
     """Defect 13: anyone began rounds of requests that overtook all others."""
-    fleet = await make_fleet({"decode-0": None}, api_keys=KEYS, probe_every_s=0.2)
+    fleet = await make_fleet({"decode-0": None}, api_keys=KEYS, probe_every_s=1.0)
     worker = fleet.workers["decode-0"]
     assert (await fleet.http.get("/health/live")).status_code == 200
     calls = [fleet.http.get("/health/ready") for _ in range(20)]
     assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
     assert [probe.priority for probe in worker.submissions] == [0]
-    await asyncio.sleep(0.25)
+    await asyncio.sleep(1.05)
     told = (await fleet.http.get("/health/ready", headers=OPS)).json()
-    assert told["age_s"] > 0.2  # the last result; a new round has only begun
+    assert told["age_s"] > 1.0  # the last result; a new round has only begun
     await asyncio.sleep(0.1)
     assert [probe.priority for probe in worker.submissions] == [0, -(2**31)]
-    assert (await fleet.http.get("/health/ready")).json()["age_s"] < 0.2
+    assert (await fleet.http.get("/health/ready")).json()["age_s"] < 1.0
 
 
 async def test_workers_that_come_and_go_are_probed_now_and_then(make_fleet):
