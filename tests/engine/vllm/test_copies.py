@@ -303,6 +303,7 @@ class Connected:
             def _get_connector_metadata(self) -> object:
                 return self.metadata
 
+        stand_in(monkeypatch, "baton_waits", install=lambda: None)
         stand_in(monkeypatch, "vllm.logger", init_logger=logging.getLogger)
         stand_in(
             monkeypatch,

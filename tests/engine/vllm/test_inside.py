@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import logging
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,44 @@ import baton.engine.vllm.inside
 from baton.engine.vllm.saves import SaveReports
 
 FOLDER = Path(baton.engine.vllm.inside.__file__).parent
+
+
+class SpinCondition:
+    """Stand-in for vLLM's, which has read a message at ``last_read``."""
+
+    busy_loop_s = 1.0
+
+    def __init__(self, sockets: list[object]) -> None:
+        self.last_read = time.monotonic()
+        self.local_notify_socket = self
+        self.limits: list[object] = []  # of waits
+        self.received = 0
+        self.poller = self
+        self._sockets = sockets
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        self.limits.append(("idle", timeout_ms))
+
+    def poll(self, timeout: int) -> list[tuple[object, int]]:
+        self.limits.append(timeout)
+        return [(self, 1) for _ in self._sockets]
+
+    def recv(self, flags: int) -> None:
+        self.received += 1
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Put vLLM's module of waits and its platform, a CPU, in place."""
+    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(NOBLOCK=1))
+    broadcast = ModuleType("shm_broadcast")
+    broadcast.SpinCondition = type("SpinCondition", (SpinCondition,), {})
+    package = "vllm.distributed.device_communicators"
+    stand_in(monkeypatch, package, shm_broadcast=broadcast)
+    platform = SimpleNamespace(is_cpu=lambda: True)
+    stand_in(monkeypatch, "vllm.platforms", current_platform=platform)
+    inside(monkeypatch, "baton_waits")  # before a test has another platform
+    return broadcast
 
 
 @pytest.fixture
@@ -48,6 +87,35 @@ def inside(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     monkeypatch.setitem(sys.modules, name, ModuleType(name))  # forgotten after the test
     del sys.modules[name]
     return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("name", ["baton_kv", "baton_nixl", "baton_worker"])
+def test_waits_soon_after_a_message_sleep(
+    waits: Any, connector: Any, nixl: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(torch, "Generator", torch.Generator)
+    waits.SpinCondition.wait = SpinCondition.wait
+    inside(monkeypatch, "baton_waits")
+    inside(monkeypatch, name)
+    quiet = waits.SpinCondition([])
+    quiet.wait(5000)
+    assert (quiet.limits, quiet.received) == ([1], 0)
+    notified = waits.SpinCondition(["a notification"])
+    notified.wait(5000)
+    assert (notified.limits, notified.received) == ([1], 1)
+    idle = waits.SpinCondition([])
+    idle.last_read -= 2.0
+    idle.wait(5000)
+    assert idle.limits == [("idle", 5000)]
+    connector.shutdown()
+
+
+def test_waits_on_gpus_stay_those_of_vllm(waits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits.SpinCondition.wait = SpinCondition.wait
+    platform = SimpleNamespace(is_cpu=lambda: False)
+    stand_in(monkeypatch, "vllm.platforms", current_platform=platform)
+    inside(monkeypatch, "baton_waits").install()
+    assert waits.SpinCondition.wait is SpinCondition.wait
 
 
 def test_the_progress_thread_of_nixl_gets_a_delay(nixl: Any) -> None:

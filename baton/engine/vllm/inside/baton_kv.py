@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import baton_waits
 import torch
 from baton_copies import copies_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -45,6 +46,8 @@ from vllm.logger import init_logger
 _LOG = init_logger(__name__)
 _PAGE_TOKENS = 16
 _SAVED = struct.Struct("<qq")  # generation of a hand-off, pages of its prompt that are saved
+
+baton_waits.install()
 
 
 @dataclass

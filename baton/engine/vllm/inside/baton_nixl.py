@@ -10,6 +10,7 @@ They would take the cores that the transfer needs.
 import time
 from typing import Any
 
+import baton_waits
 from nixl import _bindings
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl
 
@@ -23,6 +24,7 @@ class _AgentConfig(_bindings.nixlAgentConfig):
 
 
 _bindings.nixlAgentConfig = _AgentConfig
+baton_waits.install()
 
 
 class NixlConnector(nixl.NixlConnector):

@@ -1,0 +1,36 @@
+"""Waits between the processes of one vLLM on CPUs, which sleep instead of calling ``sched_yield``.
+
+vLLM's engine core and its workers pass messages through shared memory. After each message vLLM
+waits for the next one in a loop of ``sched_yield``, for one second. Two vLLMs that hand over have
+four such loops. On fewer cores a process that has a message may wait until the loops of the other
+vLLM end.
+
+vLLM also sends a notification for each message, but may drop the second of two within a millisecond
+or so. So a wait ends after 1 ms without one.
+"""
+
+import time
+from typing import Any
+
+import zmq
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.platforms import current_platform
+
+_WAIT_MS = 1
+
+_wait_idle = shm_broadcast.SpinCondition.wait
+
+
+def install() -> None:
+    """Let the waits of this process sleep, if its vLLM runs on CPUs."""
+    if current_platform.is_cpu():
+        shm_broadcast.SpinCondition.wait = _wait
+
+
+def _wait(self: Any, timeout_ms: int | None = None) -> None:
+    """Wait for a message, ``timeout_ms`` at most, or for 1 ms soon after the last message."""
+    if time.monotonic() > self.last_read + self.busy_loop_s:
+        _wait_idle(self, timeout_ms)
+        return
+    if self.local_notify_socket in dict(self.poller.poll(_WAIT_MS)):
+        self.local_notify_socket.recv(zmq.NOBLOCK)
