@@ -156,6 +156,7 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
     """
     config_file, config = load_fleet_file(file, None)
     models = []
+    notes = []
     for lane in config.lanes:
         if lane.model.startswith("hub:"):
             typer.echo(f"looking for {lane.model} in the cache, then on the hub", err=True)
@@ -165,7 +166,8 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
             fail(f"{config_file}: model = {lane.model}: {error}")
         of_lane = f"{lane.model_names[0]}: " if config.models else ""
         models.append(f"{of_lane}{model.text}")
-    notes = preflight.notes(config)
+        notes += [model.warning] if model.warning else []
+    notes += preflight.notes(config)
     missing = [*missing_files(config), *missing_resources(config)]
     if as_json:
         found = {"file": str(config_file), "models": models, "notes": notes, "missing": missing}
