@@ -46,7 +46,7 @@ class Lab:
         return run
 
     def run(self, context: LabContext) -> Findings:
-        """Run the lab."""
+        """Import the lab, and run it."""
         return self.load()(context)
 
 

@@ -8,7 +8,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
@@ -130,9 +129,8 @@ def test_a_hub_that_is_silent_is_a_warning_and_refuses_no_file(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
-        began_s = time.monotonic()
+        monkeypatch.setattr(preflight, "HUB_CHECK_S", 0.2)
         code, text = baton("config", "check", str(tmp_path / "f.yaml"))
-        assert time.monotonic() - began_s < 2
         (told,) = (line for line in text.splitlines() if line.startswith("note: hub:"))
         assert code == 0
         assert (

@@ -307,7 +307,6 @@ class WorkerTable:
         slot.listed = True
         if returned and record.state == "starting" and record.epoch > slot.epoch:
             slot.dead_since_ns = None  # the slot was removed, and is new
-            self._hang_up(slot, died=True)
         if record.epoch < slot.epoch:  # most likely left over in Redis
             slot.older = record
             return

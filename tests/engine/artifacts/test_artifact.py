@@ -86,6 +86,7 @@ class SlowHub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_hub_that_answers_slowly_is_waited_for_by_a_process_that_loads_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
