@@ -118,7 +118,7 @@ def run(context: LabContext) -> Findings:
         notes=[
             "saved: share of decode rows that were not needed; unlike the times, it does not "
             "depend on other load on the machine.",
-            f"Medians of {rounds} rounds, after a first one that warms up and caches the prompt.",
+            f"Rounds: {rounds}, after a first one that warms up and caches the prompt. Medians.",
         ],
     )
 

@@ -346,6 +346,9 @@ def preflight_port(fleet: str, port: int) -> Finding:
     return next(one for one in preflight.doctor(config) if one.name == "port")
 
 
+SMALL_POOL = {"leased": 0, "cached": 300, "total": 512}
+
+
 def test_a_worker_without_a_process_has_a_dash_and_the_table_fits_into_80_columns() -> None:
     worker = {
         "id": "worker-10",
@@ -365,6 +368,10 @@ def test_a_worker_without_a_process_has_a_dash_and_the_table_fits_into_80_column
     assert "…" not in shown
     assert "node-7:12345" in shown
     assert [line.split()[-1] for line in shown.splitlines() if "worker-10" in line] == ["–"]
+    console = Console(file=StringIO(), width=80)
+    of_model = {"id": "smollm2-2-worker-0", "host": "vm", "kv_blocks": SMALL_POOL}
+    console.print(_worker_table([other | of_model]))
+    assert "vm:12345" in console.file.getvalue(), "ids with the name of a model fit, too"
 
 
 def test_down_stops_several_fleets_only_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
