@@ -431,9 +431,7 @@ class Supervisor:
         slots = self._slots()  # parked ones were drained by an operator
         bounds = [lane.pools.bounds for lane in self._config.lanes]
         may_be_empty = all(bound is not None and bound.min == 0 for bound in bounds)
-        return bool(slots or may_be_empty) and all(
-            slot["phase"] in ("ready", "parked") for slot in slots
-        )
+        return bool(slots or may_be_empty) and not any(_is_late(slot) for slot in slots)
 
     def _begin_change(self, earlier: Changes | None) -> Changes:
         if self._reread is None or self._pools is None:
@@ -521,6 +519,11 @@ class Supervisor:
 
 def _late_workers(slots: list[dict[str, Any]]) -> str:
     """Return the names of workers that are not ready yet, or ""."""
-    late = [slot["worker_id"] for slot in slots if slot["phase"] not in ("ready", "parked")]
+    late = [slot["worker_id"] for slot in slots if _is_late(slot)]
     more = f" and {len(late) - _NAMED} more workers" if len(late) > _NAMED else ""
     return ", ".join(late[:_NAMED]) + more
+
+
+def _is_late(slot: dict[str, Any]) -> bool:
+    """Return whether a worker is not ready, or has yet to be restarted by a rolling restart."""
+    return slot["phase"] not in ("ready", "parked") or slot.get("renewed_later", False)

@@ -187,6 +187,8 @@ def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_on
     slots = [{"phase": "ready"}, {"phase": "parked"}]
     monkeypatch.setattr(supervisor, "_pools", SimpleNamespace(slots=lambda: slots))
     assert supervisor._all_in_place()
+    slots[0]["renewed_later"] = True  # between two workers of a rolling restart all are ready
+    assert not supervisor._all_in_place()
     for phases in (["ready", "starting"], []):
         slots[:] = [{"phase": phase} for phase in phases]
         assert not supervisor._all_in_place()
