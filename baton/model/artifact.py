@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from baton.model import gguf_config, hf_config
 from baton.model.hf_config import read_json
-from baton.model.locate import locate
+from baton.model.locate import HUB_LOAD_S, locate
 from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
 
 __all__ = ["ModelArtifact", "ModelConfig", "ModelError", "TokenizerSource", "resolve_model"]
@@ -70,15 +70,19 @@ class ModelArtifact:
         return self.tokenizer
 
 
-def resolve_model(reference: str, *, allow_unsupported: bool = False) -> ModelArtifact:
+def resolve_model(
+    reference: str, *, allow_unsupported: bool = False, hub_answers_s: float = HUB_LOAD_S
+) -> ModelArtifact:
     """Find a model and describe it; references are described in ``baton/model/locate.py``.
 
     With ``allow_unsupported`` also models that the engine cannot run (for tokenizers and tools).
+    ``hub_answers_s`` is the time in seconds in which the hub must answer, if it is asked.
 
     Raises:
         ModelError: The model is missing, incomplete, or not supported.
+        HubSilentError: The hub is needed, and has not answered in time.
     """
-    path, revision = locate(reference)
+    path, revision = locate(reference, hub_answers_s=hub_answers_s)
     if not path.is_dir() and path.suffix != ".gguf":
         raise ModelError(
             f"{path}: not a model; a .gguf file or a directory with config.json is needed"

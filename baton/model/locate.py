@@ -22,7 +22,10 @@ from pathlib import Path
 
 from baton.model.model_config import ModelError
 
-_HUB_ANSWERS_S = 1.5
+HUB_CHECK_S = 1.5
+"""Time in which the hub must answer a check of a fleet file."""
+HUB_LOAD_S = 30.0
+"""Time in which the hub must answer a process that loads a model."""
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "README.md"]
 
 
@@ -31,15 +34,25 @@ def cache_root() -> Path:
     return Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton")
 
 
-def locate(reference: str) -> tuple[Path, str | None]:
+class HubSilentError(ModelError):
+    """The model is not in the cache, and the hub has not answered in time."""
+
+
+def locate(reference: str, *, hub_answers_s: float = HUB_LOAD_S) -> tuple[Path, str | None]:
     """Return the file or directory, and the revision of a hub model or the version of a package.
 
-    Raises ``ModelError`` if the model is not found.
+    Args:
+        reference: Reference of the model.
+        hub_answers_s: Time in seconds in which the hub must answer, if it is asked.
+
+    Raises:
+        ModelError: The model is not found.
+        HubSilentError: The hub is needed, and has not answered in time.
     """
     if reference.startswith("package:"):
         return _locate_in_package(reference)
     if reference.startswith("hub:"):
-        return _locate_in_hub(reference)
+        return _locate_in_hub(reference, hub_answers_s)
     try:
         path = Path(reference).expanduser()
         exists = path.exists()
@@ -113,7 +126,7 @@ def _undamaged(assemble: Callable[[Path], object], path: Path) -> bool:
     return True
 
 
-def _locate_in_hub(reference: str) -> tuple[Path, str | None]:
+def _locate_in_hub(reference: str, answers_s: float) -> tuple[Path, str | None]:
     name, _, revision = reference.removeprefix("hub:").partition("@")
     if name.count("/") != 1:
         raise ModelError(f"{reference}: a hub model is written hub:ORG/NAME or hub:ORG/NAME@REV")
@@ -138,8 +151,10 @@ def _locate_in_hub(reference: str) -> tuple[Path, str | None]:
     except Exception:  # noqa: BLE001, S110 - the hub's errors have no common base; retry below
         pass
     try:
-        _check_that_the_hub_answers()
+        _check_that_the_hub_answers(reference, answers_s)
         path = snapshot(local=False)
+    except HubSilentError:
+        raise
     except Exception as error:
         raise ModelError(
             f"{reference}: incomplete in the Hugging Face cache, and the hub cannot be reached "
@@ -148,8 +163,8 @@ def _locate_in_hub(reference: str) -> tuple[Path, str | None]:
     return path, path.name
 
 
-def _check_that_the_hub_answers() -> None:
-    """Raise what a first call to the hub raises, or ``TimeoutError`` after `_HUB_ANSWERS_S`.
+def _check_that_the_hub_answers(reference: str, answers_s: float) -> None:
+    """Raise what a first call to the hub raises, or ``HubSilentError`` after ``answers_s``.
 
     The hub's own calls are repeated for ten seconds and more. The thread bounds name resolution
     too, which has no timeout of its own.
@@ -160,17 +175,20 @@ def _check_that_the_hub_answers() -> None:
 
     def ask() -> None:
         try:
-            get_session().head(constants.ENDPOINT, timeout=_HUB_ANSWERS_S)
+            get_session().head(constants.ENDPOINT, timeout=answers_s + 1)
         except Exception as error:  # noqa: BLE001 - the hub's errors have no common base
             failed.append(error)
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(_HUB_ANSWERS_S)
+    asking.join(answers_s)
     if failed:
         raise failed[0]
     if asking.is_alive():
-        raise TimeoutError
+        raise HubSilentError(
+            f"{reference}: incomplete in the Hugging Face cache, and the hub {constants.ENDPOINT} "
+            f"has not answered within {answers_s:g} s; download it to the cache, or use a directory"
+        )
 
 
 def _is_complete(folder: Path) -> bool:

@@ -73,7 +73,8 @@ def status(
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # fits into 80 columns
-    for name in ("worker", "role", "state", "epoch", "run", "wait", "KV leased+cached", "process"):
+    blocks = "KV leased\n+cached"
+    for name in ("worker", "role", "state", "epoch", "run", "wait", blocks, "process"):
         table.add_column(name, no_wrap=name != "process", overflow="fold")
     colours = {"ready": "green", "dead": "red", "parked": "dim"}
     for worker in workers:
@@ -156,6 +157,7 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
     """
     config_file, config = load_fleet_file(file, None)
     models = []
+    notes = []
     for lane in config.lanes:
         if lane.model.startswith("hub:"):
             typer.echo(f"looking for {lane.model} in the cache, then on the hub", err=True)
@@ -165,7 +167,8 @@ def config_check(file: FileArgument = None, as_json: JsonOption = False) -> None
             fail(f"{config_file}: model = {lane.model}: {error}")
         of_lane = f"{lane.model_names[0]}: " if config.models else ""
         models.append(f"{of_lane}{model.text}")
-    notes = preflight.notes(config)
+        notes += [model.warning] if model.warning else []
+    notes += preflight.notes(config)
     missing = [*missing_files(config), *missing_resources(config)]
     if as_json:
         found = {"file": str(config_file), "models": models, "notes": notes, "missing": missing}

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from fleet.cli.reconcile import reconcile_running
 from fleet.host_roles import known, measure, settled
 from fleet.local import state as fleet_state
 from fleet.local.cluster_pools import LeaseTakenError, call_cluster
+from fleet.local.http_trust import authority_for
 from fleet.local.log_files import LastingConsole, terminal
 from fleet.local.preflight import PortTakenError
 from fleet.local.redis_server import RedisError
@@ -185,7 +187,8 @@ def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> 
     for timing in sorted(filter(None, timings)):
         console.print(f"[bold yellow]{emulated_note(timing)}[/]")
     lines = [
-        f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        f"curl{_cacert(supervisor, config)} {url}/v1/{path}{key} "
+        f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'",
         f"page: {url}/",
     ]
     if config.clients.api_keys_file == KEYS_IN_REDIS:
@@ -198,6 +201,19 @@ def _announce(console: Console, supervisor: Supervisor, config: FleetConfig) -> 
     lines.append("stop: Ctrl-C")
     for line in lines:
         console.print(f"  {line}", markup=False)
+
+
+def _cacert(supervisor: Supervisor, config: FleetConfig) -> str:
+    """Return the option by which curl trusts the router's certificate, if it needs one."""
+    if (https := config.clients.tls) is None:
+        return ""
+    beside = Path(https.certificate).parent / "ca.pem"  # as `baton certs` writes it
+    of_workers = [config.pools.tls.ca] if config.pools.tls is not None else []
+    files = [str(beside), *of_workers, https.certificate]
+    found = authority_for(supervisor.url, files)
+    if found is None:
+        return " --cacert CA_FILE"
+    return f" --cacert {shlex.quote(found)}" if found else ""
 
 
 def down(

@@ -242,9 +242,10 @@ def _wait(
     while True:
         now = _workers(place, model)
         for name, one in now.items():
-            if shown.get(name) != _shown(one):
-                shown[name] = _shown(one)
-                typer.echo(f"{name}: {shown[name]}")
+            line = _shown(one, before.get(name))
+            if shown.get(name) != line:
+                shown[name] = line
+                typer.echo(f"{name}: {line}")
         if done(now):
             return
         if time.monotonic() > deadline_s:
@@ -252,9 +253,12 @@ def _wait(
         time.sleep(_POLL_S)
 
 
-def _shown(worker: dict[str, Any]) -> str:
+def _shown(worker: dict[str, Any], before: dict[str, Any] | None = None) -> str:
     reason = f" ({worker['reason']})" if worker["reason"] else ""
-    state = "stopped" if worker["state"] == "dead" else worker["state"]  # as the command ordered
+    state = worker["state"]
+    if state == "dead":  # as the command ordered; the router knows no process yet
+        begun = before is not None and worker["epoch"] > before["epoch"]
+        state = "starting" if begun else "stopped"
     return f"{worker['role']}, {state}, epoch {worker['epoch']}{reason}"
 
 

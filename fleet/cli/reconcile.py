@@ -9,6 +9,7 @@ import typer
 from pydantic import ValidationError
 
 from baton.config.fleet_file import FleetConfig
+from baton.telemetry.progress import Progress
 from baton.telemetry.version import version
 from fleet.cli.common import NOT_RUNNING, fail
 from fleet.local import state as fleet_state
@@ -33,16 +34,27 @@ def reconcile_running(config_file: Path, config: FleetConfig, *, dry_run: bool) 
     if dry_run or not (plan.keys or unfinished) or supervisor is None:
         return
     supervisor.send_signal(CHANGE_SIGNAL)
+    progress = Progress(typer.echo)
+    progress.awaited = "`baton up`"
+    with progress.shown():
+        _wait_until_changed(state, progress)
+    typer.echo("the fleet matches its file")
+
+
+def _wait_until_changed(before: FleetState, progress: Progress) -> None:
+    """Show what the change waits for until it is done; exit with an error if it fails."""
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline:
-        now = fleet_state.load(state.name)
+        now = fleet_state.load(before.name)
         if now is None or not now.running:
             fail("the fleet exited; see the output of its `baton up`")
-        if now.changes_done > state.changes_done:
+        if now.changes_done > before.changes_done:
             if now.change_problem:
                 fail(now.change_problem)
-            typer.echo("the fleet matches its file")
             return
+        if now.change_awaits and now.change_awaits != progress.awaited:
+            progress.awaited = now.change_awaits
+            progress.say(f"waiting for {progress.awaited}")
         time.sleep(_POLL_S)
     fail(
         f"the change is not complete after {START_LIMIT_S:g} s: see `baton status` and `baton logs`"

@@ -1,6 +1,13 @@
 """TLS settings of commands that connect to a router by HTTPS."""
 
+import contextlib
+import os
+import socket
 import ssl
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+_CONNECT_S = 2.0
 
 
 def trusted(certificate: str = "") -> ssl.SSLContext:
@@ -16,3 +23,31 @@ def trusted(certificate: str = "") -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(certificate)
     return context
+
+
+def authority_for(url: str, files: Iterable[str]) -> str | None:
+    """Return the CA file that a client needs for an HTTPS server, or "" if it needs none.
+
+    It needs none if this machine's CAs, without ``SSL_CERT_FILE``, have signed the certificate.
+
+    Args:
+        url: URL of the server, which runs.
+        files: Files that may contain its CA, the likely ones first.
+
+    Returns:
+        The first file that verifies the certificate, or None if no file does.
+    """
+    named = os.environ.get("SSL_CERT_FILE", "")
+    candidates = [named] if named else [""]
+    for file in (*candidates, *files):
+        with contextlib.suppress(OSError):  # also a file that is missing, and `ssl.SSLError`
+            context = ssl.create_default_context(cafile=file or None)
+            context.check_hostname = False  # another name than that of clients is used here
+            host = urlsplit(url)
+            address = (host.hostname or "", host.port or 443)
+            with (
+                socket.create_connection(address, _CONNECT_S) as plain,
+                context.wrap_socket(plain),
+            ):
+                return file
+    return None

@@ -1,12 +1,9 @@
-"""Log files of a fleet's processes: their size limit, separation from the terminal, progress."""
+"""Log files of a fleet's processes: their size limit, separation from the terminal."""
 
 import contextlib
 import os
 import shutil
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,7 +11,6 @@ from rich.console import Console
 
 from fleet.private_logs import open_log
 
-_SILENT_S = 5.0
 LOG_LIMIT_BYTES = 16 * 2**20
 # The folder may also have logs of other programs.
 _OURS = (
@@ -98,39 +94,3 @@ class OwnOutput:
         for stream in self._streams:
             with contextlib.suppress(OSError):  # the terminal is gone, or the disk is full
                 stream.flush()
-
-
-class Progress:
-    """Lines of a start. After 5 s without a line it prints what the start waits for.
-
-    Attributes:
-        awaited: What the start waits for.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.awaited = ""
-        self._say = say
-        self._said_s = time.monotonic()
-
-    def say(self, line: str) -> None:
-        """Print a line, and wait 5 s again."""
-        self._said_s = time.monotonic()
-        self._say(line)
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Print what is awaited, from a thread: the start may be blocked."""
-        over = threading.Event()
-        thread = threading.Thread(target=self._show, args=(over,), daemon=True)
-        self._said_s = time.monotonic()
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    def _show(self, over: threading.Event) -> None:
-        while not over.wait(max(self._said_s + _SILENT_S - time.monotonic(), 0.01)):
-            if time.monotonic() - self._said_s >= _SILENT_S:
-                self.say(f"waiting for {self.awaited}")

@@ -54,8 +54,12 @@ def _missing(config: FleetConfig) -> Iterator[str]:
     elif settings.kv_blocks:
         from baton.engine.loading.memory import kv_geometry
         from baton.model.artifact import resolve_model
+        from baton.model.locate import HubSilentError
 
-        model = resolve_model(config.model).config
+        try:
+            model = resolve_model(config.model, hub_answers_s=0).config
+        except HubSilentError:  # `describe_model` waits for the hub, and warns
+            return
         pool = kv_geometry(model, settings.kv_dtype or settings.dtype, settings.kv_blocks)
         needed_bytes = config.pools.most_workers * pool.pool_bytes
         total_bytes = psutil.virtual_memory().total

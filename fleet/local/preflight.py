@@ -17,6 +17,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.config.golden_file import read_golden
 from baton.config.network import is_loopback
 from baton.engine.vllm.interpreter import vllm_version
+from baton.model.locate import HUB_CHECK_S, HubSilentError
 from fleet.host_limits import available_memory, open_files
 from fleet.local.redis_server import server_binary
 from fleet.local.state import FleetState, load_all
@@ -40,10 +41,14 @@ class Finding(NamedTuple):
 
 
 class ModelFinding(NamedTuple):
-    """Summary of a servable model, and whether it has a chat template."""
+    """Summary of a servable model, and whether it has a chat template.
+
+    A model that could not be checked has a ``warning``.
+    """
 
     text: str
     chats: bool
+    warning: str = ""
 
 
 def claim_port(host: str, port: int) -> int:
@@ -163,9 +168,18 @@ def engine_speed(config: FleetConfig) -> Finding:
 def describe_model(config: FleetConfig) -> ModelFinding:
     """Check the fleet's model with its files, draft model and adapters, and summarise the model.
 
+    A hub that is silent is a warning: it may answer the workers, which wait longer.
+
     Raises:
         ValueError: One of them cannot be found or is not supported.
     """
+    try:
+        return _checked_model(config)
+    except HubSilentError as error:
+        return ModelFinding("model not checked", chats=True, warning=str(error))
+
+
+def _checked_model(config: FleetConfig) -> ModelFinding:
     from baton.engine.models.split import splits_of
     from baton.model.artifact import resolve_model
     from baton.model.lora_artifact import read_adapter
@@ -173,12 +187,13 @@ def describe_model(config: FleetConfig) -> ModelFinding:
     from baton.text.same_vocabulary import check_same_vocabulary
 
     external = config.pools.engine.external is not None
-    artifact = resolve_model(config.model, allow_unsupported=external)
+    artifact = resolve_model(config.model, allow_unsupported=external, hub_answers_s=HUB_CHECK_S)
     check_trust(artifact, config.gates.trust())
     if external and artifact.format != "safetensors":
         raise ValueError(f"model: vLLM workers load a Hugging Face directory, not {config.model}")
     if config.speculation.draft:
-        check_same_vocabulary(artifact, resolve_model(config.speculation.draft))
+        draft = resolve_model(config.speculation.draft, hub_answers_s=HUB_CHECK_S)
+        check_same_vocabulary(artifact, draft)
     for width in sorted(set(config.pools.ranks) - {1}):  # a single rank is never split
         splits_of(artifact.config, width)
     for path in config.adapters.load.values():
@@ -211,7 +226,10 @@ def _check_template(file: Path) -> None:
 
 
 def _described(config: FleetConfig) -> str:
-    return describe_model(config).text
+    found = describe_model(config)
+    if found.warning:
+        raise RuntimeError(found.warning)
+    return found.text
 
 
 def _finding(name: str, check: Callable[[], str]) -> Finding:

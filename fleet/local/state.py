@@ -61,6 +61,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     change_problem: str = ""  # why the last change failed
     rolls_failed: int = 0  # how often new routers were given up
     roll_problem: str = ""  # why, the last time
+    change_awaits: str = ""  # what a change of the file in progress waits for
 
     @property
     def running(self) -> bool:

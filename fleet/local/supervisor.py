@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
+from baton.telemetry.progress import Progress
 from fleet.audit.local import audit_here
 from fleet.local import state as fleet_state
 from fleet.local.changes import Changes, changes, keys_digest
@@ -30,7 +31,7 @@ from fleet.local.cluster_pools import ClusterPools
 from fleet.local.fleet_token import KnownToken, fleet_token
 from fleet.local.http_trust import trusted
 from fleet.local.local_pools import LocalPools
-from fleet.local.log_files import OwnOutput, Progress, rotate, tail
+from fleet.local.log_files import OwnOutput, rotate, tail
 from fleet.local.machine_fit import missing_files, missing_resources
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_check import check_external, redacted
@@ -97,6 +98,7 @@ class Supervisor:
         self._rolling = False  # routers are being replaced, the last step of a change
         self._routers_behind = False  # they failed to follow the last change
         self._change_problem = ""  # why the last change failed
+        self._change_awaits = ""  # what the change in progress waits for
         self._rolls_failed = 0
         self._roll_problem = ""  # why new routers were given up
         self._shown: dict[str, str] = {}  # last line of each worker
@@ -110,9 +112,10 @@ class Supervisor:
         self._pools: LocalPools | ClusterPools | None = None
         self._output: OwnOutput | None = None
         self._run_folder = Path()
+        self._served = False  # the start is over, and in the audit log
         self._redis_url = ""
         self._port = 0
-        self.chats = True  # whether the model has a chat template; set by the start
+        self.chats = True  # whether the first model has a chat template; set by the start
 
     @property
     def url(self) -> str:
@@ -137,6 +140,7 @@ class Supervisor:
                 self._start()
             on_ready()
             self._audit("up")
+            self._served = True
             self._stop.starting_done()
             if isinstance(self._pools, ClusterPools):
                 self._pools.adopted = True  # from now on a fault here does not end the fleet
@@ -163,12 +167,8 @@ class Supervisor:
             missing += missing_resources(self._config)
         if missing:
             raise FleetError("; ".join(missing))
-        self.chats = True
         self._progress.awaited = "the files of the model"
-        for lane in self._config.lanes:
-            model = describe_model(lane)
-            self.chats = self.chats and model.chats
-            self._say(f"model {lane.model}: {model.text}")
+        unchecked = [lane for lane in self._config.lanes if not self._describe(lane)]
         for note in notes(self._config):
             self._say(f"note: {note}")
         self._run_folder = fleet_state.new_run_folder()
@@ -183,6 +183,18 @@ class Supervisor:
         sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
         self._start_routers(self._routers)
         self._wait_until_ready(self._routers)
+        for lane in unchecked:  # the routers have loaded its files
+            self._describe(lane)
+
+    def _describe(self, lane: FleetConfig) -> bool:
+        """Show what a model is; return whether it could be checked."""
+        model = describe_model(lane)
+        if lane.model_names == self._config.lanes[0].model_names:
+            self.chats = model.chats
+        self._say(
+            f"note: {model.warning}" if model.warning else f"model {lane.model}: {model.text}"
+        )
+        return not model.warning
 
     def _choose_name(self) -> None:
         fleet = self._config.fleet
@@ -223,6 +235,7 @@ class Supervisor:
                 keys_digest=keys_digest(self._config, str(self._run_folder)),
                 changes_done=self._changes_done,
                 change_problem=self._change_problem,
+                change_awaits=self._change_awaits,
                 rolls_failed=self._rolls_failed,
                 roll_problem=self._roll_problem,
             )
@@ -329,9 +342,7 @@ class Supervisor:
 
     def _show_start(self, first: dict[str, int]) -> None:
         slots = self._show_slots()
-        late = [slot["worker_id"] for slot in slots if slot["phase"] not in ("ready", "parked")]
-        more = f" and {len(late) - _NAMED} more workers" if len(late) > _NAMED else ""
-        self._progress.awaited = ", ".join(late[:_NAMED]) + more or (
+        self._progress.awaited = _late_workers(slots) or (
             "the router" if slots else "the controller"
         )
         for slot in slots:
@@ -353,7 +364,7 @@ class Supervisor:
             if time.monotonic() >= next_look_s:
                 if self._pools is not None and self._pools.answers():
                     controller_seen_s = time.monotonic()
-                    self._show_slots()
+                    self._note_awaited(self._show_slots())
                 next_look_s = time.monotonic() + _CONTROLLER_POLL_S
                 rotate(self._logs)
             if time.monotonic() - controller_seen_s > _CONTROLLER_LOST_S:
@@ -388,6 +399,13 @@ class Supervisor:
         elif self._changing is not None and self._all_in_place():
             self._replace_routers(self._changing)
 
+    def _note_awaited(self, slots: list[dict[str, Any]]) -> None:
+        """Write what a change waits for into the state, where `--reconcile` finds it."""
+        awaited = _late_workers(slots) or ("the new routers" if self._rolling else "")
+        if self._changing is not None and awaited != self._change_awaits:
+            self._change_awaits = awaited
+            self._note_state()
+
     def _replace_routers(self, plan: Changes) -> None:
         """Execute the last step of a change; called until it is done."""
         routers = self._routers
@@ -413,9 +431,7 @@ class Supervisor:
         slots = self._slots()  # parked ones were drained by an operator
         bounds = [lane.pools.bounds for lane in self._config.lanes]
         may_be_empty = all(bound is not None and bound.min == 0 for bound in bounds)
-        return bool(slots or may_be_empty) and all(
-            slot["phase"] in ("ready", "parked") for slot in slots
-        )
+        return bool(slots or may_be_empty) and not any(_is_late(slot) for slot in slots)
 
     def _begin_change(self, earlier: Changes | None) -> Changes:
         if self._reread is None or self._pools is None:
@@ -425,7 +441,8 @@ class Supervisor:
         if plan.refused:
             raise ValueError("; ".join(plan.refused))
         for lane in new.lanes:
-            describe_model(lane)
+            if warning := describe_model(lane).warning:
+                self._say(f"note: {warning}")
         for line in plan.lines:
             self._say(line)
         if plan.keys:
@@ -440,6 +457,7 @@ class Supervisor:
         self._audit("file refused" if problem else "file applied", {"problem": problem or None})
         self._changes_done += 1
         self._change_problem = problem
+        self._change_awaits = ""
         self._note_state()
 
     def _note_state(self) -> None:
@@ -471,7 +489,8 @@ class Supervisor:
                 self._routers.begin_stop()
             return  # nothing was started
         self._say("stopping")
-        self._audit("down")
+        if self._served:
+            self._audit("down")
         alarm = threading.Timer(_STOP_LIMIT_S, self._end_by_force)
         alarm.daemon = True
         alarm.start()
@@ -496,3 +515,15 @@ class Supervisor:
         fleet_state.sweep(str(self._run_folder))
         fleet_state.forget(self._name)
         os._exit(1)
+
+
+def _late_workers(slots: list[dict[str, Any]]) -> str:
+    """Return the names of workers that are not ready yet, or ""."""
+    late = [slot["worker_id"] for slot in slots if _is_late(slot)]
+    more = f" and {len(late) - _NAMED} more workers" if len(late) > _NAMED else ""
+    return ", ".join(late[:_NAMED]) + more
+
+
+def _is_late(slot: dict[str, Any]) -> bool:
+    """Return whether a worker is not ready, or has yet to be restarted by a rolling restart."""
+    return slot["phase"] not in ("ready", "parked") or slot.get("renewed_later", False)

@@ -414,6 +414,11 @@ class FleetController:
         return tuple(slot.worker_id for slot in self.slots.values() if slot.down)
 
     @property
+    def rolling(self) -> tuple[str, ...]:
+        """Return the workers whose turn of a rolling restart is still to come."""
+        return tuple(self._rolling)
+
+    @property
     def wanted(self) -> dict[Role, int]:
         """Return the pool sizes that were last requested."""
         return dict(self._wanted)

@@ -112,6 +112,7 @@ class OrderDesk:
                 "epoch": slot.epoch,
                 "reason": slot.reason,
                 "node": self.placements.address_of(slot.worker_id),
+                "renewed_later": slot.worker_id in self.machine.rolling,
             }
             for slot in self.machine.slots.values()
         ]

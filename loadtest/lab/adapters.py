@@ -13,7 +13,7 @@ from baton.model.lora_artifact import TARGETS, read_adapter, target_shapes
 from baton.model.model_config import ModelConfig
 from baton.types.params import AdapterRef
 from loadtest.commands.points import measured
-from loadtest.lab.driver import Driver, warm
+from loadtest.lab.driver import Driver, engine, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext
 
@@ -25,7 +25,7 @@ _ATTENTION = TARGETS[:4]
 
 def run(context: LabContext) -> Findings:
     """Measure the same requests with 0, 1, 2 … adapters."""
-    llm = LLM(context.model, threads=context.threads, kv_blocks=256)
+    llm = engine(context, kv_blocks=256)
     warm(llm)
     steps = 12 if context.quick else 48
     counts = (0, 1, 4, 8) if context.quick else (0, 1, 2, 3, 4, 6, 8)

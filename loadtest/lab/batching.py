@@ -12,7 +12,7 @@ import numpy as np
 
 from baton.engine.llm import LLM
 from loadtest.commands.points import measured
-from loadtest.lab.driver import Driver, warm
+from loadtest.lab.driver import Driver, engine, warm
 from loadtest.lab.results import Findings, Plot, Series
 from loadtest.lab.table import LabContext
 
@@ -24,7 +24,7 @@ QUICK_BATCHES = (4, 8)
 
 def run(context: LabContext) -> Findings:
     """Measure both ways for each batch size."""
-    llm = LLM(context.model, threads=context.threads, kv_blocks=512)
+    llm = engine(context, kv_blocks=512)
     warm(llm)
     answers = _answer_lengths(24 if context.quick else 64)
     batches = QUICK_BATCHES if context.quick else BATCHES

@@ -10,7 +10,7 @@ from baton.engine.core.sequence import blocks_for
 from baton.engine.llm import LLM
 from baton.engine.loading.memory import footprint
 from loadtest.commands.points import measured
-from loadtest.lab.driver import Driver, warm
+from loadtest.lab.driver import Driver, engine, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series
 from loadtest.lab.table import LabContext
 
@@ -22,7 +22,7 @@ _MIB = 1 << 20
 def run(context: LabContext) -> Findings:
     """Measure one pool with more and more requests."""
     blocks = 30 if context.quick else 100
-    llm = LLM(context.model, threads=context.threads, kv_blocks=blocks)
+    llm = engine(context, kv_blocks=blocks)
     warm(llm)
     request_blocks = blocks_for(PROMPT_TOKENS + ANSWER_TOKENS)
     predicted = blocks // request_blocks

@@ -4,7 +4,7 @@ import statistics
 
 from baton.engine.llm import LLM
 from loadtest.commands.points import measured
-from loadtest.lab.driver import Driver, warm
+from loadtest.lab.driver import Driver, engine, warm
 from loadtest.lab.results import Cell, Findings, Plot, Series, shown
 from loadtest.lab.table import LabContext
 
@@ -16,7 +16,7 @@ QUICK_SIZES = (64, 256, 1024)
 
 def run(context: LabContext) -> Findings:
     """Measure a long prompt beside running responses, for each chunk size."""
-    llm = LLM(context.model, threads=context.threads, kv_blocks=512)
+    llm = engine(context, kv_blocks=512)
     warm(llm)
     length, rounds = (768, 1) if context.quick else (2048, 3)
     served = _measure(llm, 512, length, rounds, bounded=True)

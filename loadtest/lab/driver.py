@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,14 @@ from baton.engine.llm import LLM
 from baton.types import events as ev
 from baton.types.errors import BatonError
 from baton.types.params import AdapterRef, SamplingParams
+from loadtest.lab.places import awaiting
+from loadtest.lab.table import LabContext
+
+
+def engine(context: LabContext, **options: Any) -> LLM:
+    """Load the model of a lab into an engine; ``options`` are those of `LLM`."""
+    with awaiting(f"the model {context.model}"):
+        return LLM(context.model, threads=context.threads, **options)
 
 
 @dataclass(slots=True)

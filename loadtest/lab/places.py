@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+from rich.markup import escape
 
 from baton.config.fleet_file import DEFAULT_MODEL
+from baton.telemetry.progress import Progress
 from loadtest.commands.options import FindFleet, echo
 from loadtest.commands.running import INTERRUPTED
 from loadtest.lab.results import Findings
@@ -41,6 +43,7 @@ def machine() -> str:
 def run_in_process(name: str, context: LabContext) -> Findings:
     """Run a lab with an engine in a new process, whose threads are set before torch is imported."""
     threads = str(context.threads)
+    echo(f"[dim]starting an engine with {escape(context.model)}[/]")
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": threads,
@@ -139,7 +142,9 @@ def _started(file: Path) -> Iterator[str]:
                 start_new_session=True,
             )
         try:
-            yield _wait_ready(process, output)
+            with awaiting("the fleet") as progress:
+                url = _wait_ready(process, output, progress)
+            yield url
         finally:
             process.terminate()
             try:
@@ -149,7 +154,7 @@ def _started(file: Path) -> Iterator[str]:
                 process.wait()
 
 
-def _wait_ready(process: "subprocess.Popen[bytes]", output: Path) -> str:
+def _wait_ready(process: "subprocess.Popen[bytes]", output: Path, progress: Progress) -> str:
     until_s = time.monotonic() + _START_LIMIT_S
     while time.monotonic() < until_s:
         text = output.read_text(errors="replace")
@@ -157,8 +162,19 @@ def _wait_ready(process: "subprocess.Popen[bytes]", output: Path) -> str:
             return found[1]
         if process.poll() is not None:
             raise LabError(f"the fleet did not start:\n{text[-2000:]}")
+        if found := re.search(r"waiting for (.+)\n$", text):
+            progress.awaited = found[1]
         time.sleep(0.2)
     raise LabError(f"the fleet was not ready after {_START_LIMIT_S:.0f} s")
+
+
+@contextlib.contextmanager
+def awaiting(what: str) -> Iterator[Progress]:
+    """Print what the lab waits for, every 5 s while the block runs."""
+    progress = Progress(lambda line: echo(f"[dim]{escape(line)}[/]"))
+    progress.awaited = what
+    with progress.shown():
+        yield progress
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -173,7 +189,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, _interrupt)
     context = msgspec.json.decode(sys.stdin.buffer.read(), type=LabContext)
     try:
-        findings = LABS[sys.argv[1]].run(context)
+        with awaiting("the engine's libraries"):
+            run = LABS[sys.argv[1]].load()
+        findings = run(context)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     with os.fdopen(results, "wb") as out:

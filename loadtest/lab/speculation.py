@@ -8,6 +8,7 @@ from typing import Any
 from baton.engine.core.speculative.proposers import NgramProposer, Speculation
 from baton.engine.llm import LLM
 from loadtest.commands.points import measured
+from loadtest.lab.driver import engine
 from loadtest.lab.results import Findings, Plot, Series
 from loadtest.lab.table import LabContext
 
@@ -73,9 +74,9 @@ def measure(case: str, plain: LLM, speculating: LLM, tokens: int, rounds: int) -
 
 def run(context: LabContext) -> Findings:
     """Measure each text with and without speculation; the tokens must be equal."""
-    plain = LLM(context.model, threads=context.threads, kv_blocks=512)
+    plain = engine(context, kv_blocks=512)
     speculation = Speculation(NgramProposer())
-    drafting = LLM(context.model, threads=context.threads, kv_blocks=512, speculation=speculation)
+    drafting = engine(context, kv_blocks=512, speculation=speculation)
     names = QUICK if context.quick else list(CASES)
     tokens, rounds = (64, 1) if context.quick else (128, 3)
     figures = measured(names, lambda name: measure(name, plain, drafting, tokens, rounds))
@@ -117,7 +118,7 @@ def run(context: LabContext) -> Findings:
         notes=[
             "saved: share of decode rows that were not needed; unlike the times, it does not "
             "depend on other load on the machine.",
-            f"Medians of {rounds} rounds, after a first one that warms up and caches the prompt.",
+            f"Rounds: {rounds}, after a first one that warms up and caches the prompt. Medians.",
         ],
     )
 

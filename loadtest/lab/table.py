@@ -38,12 +38,16 @@ class Lab:
     module: str = ""
     timings: Mapping[str, str] = field(default_factory=dict)
 
-    def run(self, context: LabContext) -> Findings:
-        """Run the lab. Labs with an engine import torch."""
+    def load(self) -> Callable[[LabContext], Findings]:
+        """Import the lab. Labs with an engine import torch, which takes seconds."""
         run: Callable[[LabContext], Findings] = import_module(
             f"loadtest.lab.{self.module or self.name}"
         ).run
-        return run(context)
+        return run
+
+    def run(self, context: LabContext) -> Findings:
+        """Import the lab, and run it."""
+        return self.load()(context)
 
 
 LABS = {

@@ -252,7 +252,8 @@ def _edited(router: RouterParts, table: RouteTable, body: _ChangeBody, now_ms: i
 
 def _lane(router: RouterParts, lane: RouterParts) -> dict[str, Any]:
     artifact = lane.model.artifact
-    workers = Counter(slot.state for slot in lane.gateway.workers)
+    slots = [slot for slot in lane.gateway.workers if slot.is_kept or slot.state != "dead"]
+    workers = Counter(slot.state for slot in slots)
     return {
         "name": lane.model.names[0],
         "names": list(lane.model.names),

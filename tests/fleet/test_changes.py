@@ -1,10 +1,15 @@
 """What a changed file means for a fleet that runs."""
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
 
 from baton.config.clients import ApiKeyConfig
 from baton.config.fleet_file import FleetConfig
 from baton.config.pools import PoolsConfig
+from baton.telemetry.progress import Progress
+from fleet.cli import reconcile
 from fleet.local.changes import Changes, changes, keys_digest
 
 POOLS = {"prefill": 1, "decode": 2, "engine": "emulated"}
@@ -129,3 +134,22 @@ def test_keys_are_compared_without_being_kept() -> None:
     assert digest != keys_digest(with_keys, "other salt")
     assert changes(OLD, with_keys, same_keys=True) == Changes()
     assert changes(OLD, with_keys, same_keys=False).keys == ("api_keys",)
+
+
+def test_the_command_shows_what_a_change_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is silent until the last worker is ready."""
+
+    def states() -> Iterator[SimpleNamespace]:
+        for awaited in ("", "worker-2", "worker-2", "the new routers"):
+            yield SimpleNamespace(
+                running=True, changes_done=0, change_problem="", change_awaits=awaited
+            )
+        yield SimpleNamespace(running=True, changes_done=1, change_problem="", change_awaits="")
+
+    found = states()
+    monkeypatch.setattr(reconcile.fleet_state, "load", lambda _: next(found))
+    monkeypatch.setattr(reconcile, "_POLL_S", 0.0)
+    told: list[str] = []
+    before = SimpleNamespace(name="f", changes_done=0)
+    reconcile._wait_until_changed(before, Progress(told.append))
+    assert told == ["waiting for worker-2", "waiting for the new routers"]

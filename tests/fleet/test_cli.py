@@ -5,11 +5,14 @@ import json
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import StringIO
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -19,13 +22,16 @@ from typer.testing import CliRunner
 from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig, load_config
 from baton.model.artifact import resolve_model
 from fleet.cli import lifecycle
+from fleet.cli.certs import authority
 from fleet.cli.inspection import _worker_table
 from fleet.cli.lifecycle import _announce
 from fleet.cli.main import app
 from fleet.local import preflight
+from fleet.local.http_trust import authority_for
 from fleet.local.preflight import Finding, PortTakenError, claim_port, describe_model
 from fleet.local.state import FleetState, log_folder, save
 from fleet.process_key import ProcessKey
+from tests.wire.certs import DAY
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -112,6 +118,28 @@ def test_the_check_of_a_hub_model_tells_what_it_waits_for(tmp_path: Path) -> Non
     code, text = baton("config", "check", str(tmp_path / "f.yaml"))
     assert code == 1
     assert text.startswith("looking for hub:nobody in the cache, then on the hub")
+
+
+def test_a_hub_that_is_silent_is_a_warning_and_refuses_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    (tmp_path / "f.yaml").write_text("model: hub:baton-tests/no-such-model\n")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(preflight, "HUB_CHECK_S", 0.2)
+        code, text = baton("config", "check", str(tmp_path / "f.yaml"))
+        (told,) = (line for line in text.splitlines() if line.startswith("note: hub:"))
+        assert code == 0
+        assert (
+            "hub:baton-tests/no-such-model: incomplete" in told and f"the hub {endpoint} " in told
+        )
+        assert "f.yaml: ok (model not checked)" in text
+        config = FleetConfig(model="hub:baton-tests/no-such-model")
+        (found,) = (one for one in preflight.doctor(config) if one.name == "model")
+        assert not found.ok and endpoint in found.text
 
 
 def test_a_good_file_is_checked_with_its_model() -> None:
@@ -226,6 +254,46 @@ def test_the_start_shows_the_page_the_way_to_a_key_and_the_stop() -> None:
         assert ("chat: OPENAI_API_KEY=YOUR_KEY baton chat" in text) is keyed
 
 
+class Answering(BaseHTTPRequestHandler):
+    """A router that answers everything with 200."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_the_first_request_trusts_the_private_ca_of_the_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    folder = tmp_path / "its certs"
+    authority.make(folder, "a.fleet", [], DAY)
+    certificate = str(folder / "router.pem")
+    server = HTTPServer(("127.0.0.1", 0), Answering)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, str(folder / "router.key"))
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"https://127.0.0.1:{server.server_port}"
+    keyed = {"certificate": certificate, "key": str(folder / "router.key")}
+    config = FleetConfig.model_validate({"clients": {"tls": keyed}})
+    try:
+        for ca, option in (
+            ("ca.pem", f" --cacert '{folder}/ca.pem'"),
+            ("elsewhere.pem", " --cacert CA_FILE"),
+        ):
+            (folder / "ca.pem").rename(folder / ca)
+            console = Console(file=StringIO(), soft_wrap=True)
+            supervisor = SimpleNamespace(announced_url=url, url=url, chats=True)
+            _announce(console, supervisor, config)
+            assert f"curl{option} {url}/v1/chat/completions -H" in console.file.getvalue()
+        monkeypatch.setenv("SSL_CERT_FILE", str(folder / "elsewhere.pem"))  # baton --cacert
+        assert authority_for(url, []) == str(folder / "elsewhere.pem")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_without_a_fleet_status_ends_with_3_and_says_how_to_start_one() -> None:
     code, text = baton("status")
     assert code == 3 and "baton up" in text
@@ -278,6 +346,9 @@ def preflight_port(fleet: str, port: int) -> Finding:
     return next(one for one in preflight.doctor(config) if one.name == "port")
 
 
+SMALL_POOL = {"leased": 0, "cached": 300, "total": 512}
+
+
 def test_a_worker_without_a_process_has_a_dash_and_the_table_fits_into_80_columns() -> None:
     worker = {
         "id": "worker-10",
@@ -297,6 +368,10 @@ def test_a_worker_without_a_process_has_a_dash_and_the_table_fits_into_80_column
     assert "…" not in shown
     assert "node-7:12345" in shown
     assert [line.split()[-1] for line in shown.splitlines() if "worker-10" in line] == ["–"]
+    console = Console(file=StringIO(), width=80)
+    of_model = {"id": "smollm2-2-worker-0", "host": "vm", "kv_blocks": SMALL_POOL}
+    console.print(_worker_table([other | of_model]))
+    assert "vm:12345" in console.file.getvalue(), "ids with the name of a model fit, too"
 
 
 def test_down_stops_several_fleets_only_when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

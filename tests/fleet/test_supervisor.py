@@ -1,6 +1,7 @@
 """Parts of the supervisor, each alone: Ray's health, logs, the order of its end."""
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -23,6 +24,8 @@ from typer.testing import CliRunner
 
 from baton.config.fleet_file import FleetConfig
 from fleet.cli.main import app
+from fleet.local import state as fleet_state
+from fleet.local.changes import Changes
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import LastingConsole, OwnOutput, rotate, terminal
 from fleet.local.supervisor import FleetError, Supervisor
@@ -184,6 +187,8 @@ def test_a_fleet_with_a_drained_worker_is_taken_over_without_waiting_for_that_on
     slots = [{"phase": "ready"}, {"phase": "parked"}]
     monkeypatch.setattr(supervisor, "_pools", SimpleNamespace(slots=lambda: slots))
     assert supervisor._all_in_place()
+    slots[0]["renewed_later"] = True  # between two workers of a rolling restart all are ready
+    assert not supervisor._all_in_place()
     for phases in (["ready", "starting"], []):
         slots[:] = [{"phase": phase} for phase in phases]
         assert not supervisor._all_in_place()
@@ -193,7 +198,7 @@ def test_a_start_without_news_shows_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each 5 s, also while a call of Ray blocks."""
-    monkeypatch.setattr("fleet.local.log_files._SILENT_S", 0.05)
+    monkeypatch.setattr("baton.telemetry.progress._SILENT_S", 0.05)
     told: list[str] = []
     supervisor = Supervisor(FleetConfig(fleet="f"), tmp_path / "fleet.yaml", told.append)
     slots = [{"worker_id": f"worker-{n}", "phase": "ready", "reason": ""} for n in range(6)]
@@ -213,6 +218,49 @@ def test_a_start_without_news_shows_what_it_waits_for(
     monkeypatch.setattr(supervisor, "_start", start)
     with pytest.raises(FleetError, match="that is all"):
         supervisor.run(lambda: None)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_audit_log_has_a_stop_only_of_a_fleet_that_was_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    name = "fails" if fails else "serves"
+    supervisor = Supervisor(FleetConfig(fleet=name), tmp_path / "fleet.yaml", lambda _: None)
+
+    def start() -> None:
+        supervisor._name = name
+        supervisor._run_folder = fleet_state.new_run_folder()
+        if fails:
+            raise FleetError("no room")
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    monkeypatch.setattr(supervisor, "_watch", lambda: None)
+    with pytest.raises(FleetError) if fails else contextlib.nullcontext():
+        supervisor.run(lambda: None)
+    log = fleet_state.audit_file(name)
+    verbs = (
+        [json.loads(line)["verb"] for line in log.read_text().splitlines()] if log.exists() else []
+    )
+    assert verbs == ([] if fails else ["up", "down"])
+
+
+def test_the_state_has_what_a_change_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = Supervisor(FleetConfig(fleet="f"), tmp_path / "fleet.yaml", lambda _: None)
+    slot = {"worker_id": "worker-0", "phase": "starting"}
+    states: list[str] = []
+    monkeypatch.setattr(supervisor, "_note_state", lambda: states.append(supervisor._change_awaits))
+    supervisor._note_awaited([slot])
+    assert states == []  # a worker that was killed is no change of the file
+    supervisor._changing = Changes()
+    for phase in ("starting", "starting", "ready"):
+        supervisor._note_awaited([{**slot, "phase": phase}])
+    supervisor._rolling = True
+    supervisor._note_awaited([{**slot, "phase": "ready"}])
+    supervisor._end_change()
+    assert states == ["worker-0", "", "the new routers", ""]
 
 
 class Ready(BaseHTTPRequestHandler):

@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fleet.cli import orders
+from fleet.cli.common import RemoteFleet
 from tests.fleet.test_up import emulated_fleet
 
 pytestmark = pytest.mark.fleet
@@ -27,6 +29,27 @@ cpus_per_rank: 0.5
 def url(tmp_path: Path) -> Iterator[str]:
     with emulated_fleet(tmp_path, FLEET) as served:
         yield served
+
+
+def test_a_worker_that_is_started_again_is_shown_as_starting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Routers know no process of it yet, and call it dead."""
+
+    def worker(state: str, epoch: int) -> orders.Workers:
+        one = {"id": "w", "role": "decode", "state": state, "epoch": epoch, "reason": ""}
+        return {"w": one}
+
+    states = iter([worker("dead", 1), worker("dead", 2), worker("ready", 2)])
+    monkeypatch.setattr(orders, "_workers", lambda *_: next(states))
+    monkeypatch.setattr(orders, "_POLL_S", 0.0)
+    place = RemoteFleet(name="f", url="", fleet_token="")
+    orders._wait(place, worker("ready", 1), lambda now: now["w"]["state"] == "ready", 10)
+    assert capsys.readouterr().out.splitlines() == [
+        "w: decode, stopped, epoch 1",
+        "w: decode, starting, epoch 2",
+        "w: decode, ready, epoch 2",
+    ]
 
 
 @pytest.mark.timeout(200)

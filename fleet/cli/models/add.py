@@ -16,6 +16,7 @@ import typer
 import yaml
 
 from baton.config.fleet_file import ConfigError
+from baton.telemetry.progress import Progress
 from baton.types.lanes import OF_VERSION, split_version
 from fleet.cli.common import FleetOption, fail, read_fleet_file, running_fleet
 from fleet.cli.reconcile import planned, reconcile_running
@@ -56,10 +57,13 @@ def add(
     before = file.read_text("utf-8")
     sizes = {"prefill": prefill, "decode": decode}
     pools = {role: count for role, count in sizes.items() if count is not None}
+    progress = Progress(typer.echo)
+    progress.awaited = "the files of the models"
     try:
         after = with_models(before, _entries(models, pools))
         file.write_text(after, "utf-8")
-        _check(state, file)
+        with progress.shown():
+            _check(state, file)
     except (FileEditError, ConfigError, ValueError, RuntimeError, OSError) as error:
         file.write_text(before, "utf-8")
         fail(f"{error}; {file} is unchanged")
@@ -159,7 +163,8 @@ def _check(state: FleetState, file: Path) -> None:
     if plan.refused:
         raise FileEditError("; ".join(plan.refused))
     for lane in config.lanes:
-        describe_model(lane)
+        if warning := describe_model(lane).warning:
+            typer.echo(f"note: {warning}")
 
 
 def _rejected(state: FleetState, names: Mapping[str, Any]) -> bool:

@@ -303,7 +303,10 @@ class WorkerTable:
             slot = self._slots[record.worker_id] = Slot(record, self._settings.emulated)
             slot.on_change = partial(self._note_change, record.worker_id)
             self._note_change(record.worker_id)
+        returned = not slot.listed or slot.record.intent == "leave"
         slot.listed = True
+        if returned and record.state == "starting" and record.epoch > slot.epoch:
+            slot.dead_since_ns = None  # the slot was removed, and is new
         if record.epoch < slot.epoch:  # most likely left over in Redis
             slot.older = record
             return

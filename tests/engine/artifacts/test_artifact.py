@@ -5,12 +5,15 @@ import random
 import socket
 import sys
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from gguf import GGUFWriter
 
 from baton.model.artifact import ModelArtifact, ModelError, resolve_model
+from baton.model.locate import HUB_CHECK_S, HubSilentError
 from tests.engine.conftest import MODEL
 from tests.engine.loading.test_loading import write_directory, write_gguf
 
@@ -57,7 +60,7 @@ def test_a_hub_model_that_is_not_cached_is_a_clear_error(monkeypatch: pytest.Mon
         resolve_model("hub:baton-tests/no-such-model")
 
 
-def test_a_hub_that_does_not_answer_is_given_up_within_two_seconds(
+def test_a_hub_that_does_not_answer_a_check_is_given_up_within_two_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import huggingface_hub.constants
@@ -66,9 +69,46 @@ def test_a_hub_that_does_not_answer_is_given_up_within_two_seconds(
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
         began_s = time.monotonic()
-        with pytest.raises(ModelError, match="the hub cannot be reached"):
-            resolve_model(f"hub:baton-tests/no-such-model@{'0' * 40}")
+        with pytest.raises(HubSilentError, match=f"hub {endpoint} has not answered within 1.5 s"):
+            resolve_model(f"hub:baton-tests/no-such-model@{'0' * 40}", hub_answers_s=HUB_CHECK_S)
         assert time.monotonic() - began_s < 2
+
+
+class SlowHub(BaseHTTPRequestHandler):
+    """A hub that answers later than a check of a fleet file waits."""
+
+    def do_HEAD(self) -> None:
+        time.sleep(HUB_CHECK_S + 0.2)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_a_hub_that_answers_slowly_is_waited_for_by_a_process_that_loads_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    write_directory(tmp_path, shards=2)
+
+    def snapshot_download(name: str, *, local_files_only: bool, **_: object) -> str:
+        if local_files_only:
+            raise FileNotFoundError
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    hub = HTTPServer(("127.0.0.1", 0), SlowHub)
+    Thread(target=hub.serve_forever, daemon=True).start()
+    try:
+        endpoint = f"http://127.0.0.1:{hub.server_port}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        assert resolve_model("hub:some/model").revision == tmp_path.name
+    finally:
+        hub.shutdown()
+        hub.server_close()
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "model-00002-of-00002.safetensors"])
@@ -86,7 +126,7 @@ def test_a_download_that_was_broken_off_is_gone_on_with(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    monkeypatch.setattr("baton.model.locate._check_that_the_hub_answers", lambda: None)
+    monkeypatch.setattr("baton.model.locate._check_that_the_hub_answers", lambda *_: None)
     assert resolve_model("hub:some/model").revision == tmp_path.name
     assert asked == [True, False]
     resolve_model("hub:some/model")

@@ -2,17 +2,21 @@
 
 import json
 import re
+import time
 from pathlib import Path
+from threading import Timer
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from loadtest.lab import driver, places
 from loadtest.lab.cli import lab
 from loadtest.lab.report import report
 from loadtest.lab.results import Findings, LabResults, Plot, Series, shown
-from loadtest.lab.table import LABS
+from loadtest.lab.table import LABS, LabContext
 from tests.engine.cpu.integer_kernel import needs_integer_products
 from tests.matrix.tiny import write_tiny
 
@@ -62,6 +66,7 @@ def test_a_lab_leaves_results_and_a_report_and_says_what_it_found(
     tiny: str, tmp_path: Path
 ) -> None:
     told = run("capacity", "--quick", "--model", tiny, "--threads", 1, "--out", tmp_path)
+    assert told.stderr.startswith("starting an engine with ")
     found = left_in(tmp_path, "capacity").findings
     assert found.sentence in " ".join(told.output.split())
     # 80 tokens are 5 blocks; 30 blocks hold 6 such requests: the 7th is one too many.
@@ -70,6 +75,23 @@ def test_a_lab_leaves_results_and_a_report_and_says_what_it_found(
     assert preempted[6] == 0
     assert preempted[7] > 0
     assert found.parameters["longest request accepted, tokens"] == 30 * 16
+
+
+def test_a_lab_shows_what_it_waits_for_before_its_first_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Importing torch and loading a model take seconds, and a fleet takes longer."""
+    monkeypatch.setattr("baton.telemetry.progress._SILENT_S", 0.05)
+    monkeypatch.setattr(driver, "LLM", lambda *_, **__: time.sleep(0.2))
+    driver.engine(LabContext(model="a [model]"))
+    assert "waiting for the model a [model]\n" in capsys.readouterr().err
+    output = tmp_path / "output"
+    output.write_text("   5.0 s  waiting for worker-0\n")
+    process = SimpleNamespace(poll=lambda: None)
+    Timer(0.3, output.write_text, ["Baton is ready at http://h:1/v1"]).start()
+    with places.awaiting("the fleet") as progress:
+        assert places._wait_ready(process, output, progress) == "http://h:1"
+    assert "waiting for worker-0\n" in capsys.readouterr().err
 
 
 def test_continuous_batching_takes_fewer_steps(tiny: str, tmp_path: Path) -> None:

@@ -115,5 +115,6 @@ async def test_a_fleet_is_ready_without_the_models_that_are_unloaded(two_lanes) 
     assert ready.status_code == 200
     models = (await lanes.fleet.http.get("/fleet/models")).json()["models"]
     assert {one["name"]: one["loaded"] for one in models} == {"smollm2": True, OTHER: False}
+    assert {one["name"]: one["workers"] for one in models} == {"smollm2": {"ready": 1}, OTHER: {}}
     answer = await lanes.post("/v1/completions", model=OTHER, prompt="hi", max_tokens=1)
     assert answer.status_code == 503

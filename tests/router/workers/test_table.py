@@ -130,6 +130,27 @@ async def test_a_worker_whose_next_life_takes_long_to_start_stays_in_sight():
         await until(lambda: table.get("decode-0") is None, timeout_s=4)
 
 
+async def test_the_worker_of_a_slot_that_was_removed_and_returns_is_starting(worker):
+    """As `baton models load` after `unload` does."""
+    record = record_of("decode-0", worker.address)
+    directory = StaticDirectory([record])
+    async with running(directory, dead_shown_s=10) as (table, _):
+        await until(lambda: state(table) == "ready")
+        await worker.stop()
+        await until(lambda: state(table) == "dead")
+        directory.put(msgspec.structs.replace(record, state="dead", intent="leave"))
+        directory.remove("decode-0")
+        await asyncio.sleep(0.1)
+        assert state(table) == "dead"
+        begun = msgspec.structs.replace(record, state="starting", epoch=2, address="")
+        directory.put(begun)
+        await until(lambda: state(table) == "starting")
+        await asyncio.sleep(0.5)  # the stream to the earlier incarnation breaks again
+        assert state(table) == "starting"
+        directory.put(msgspec.structs.replace(begun, state="dead"))
+        await until(lambda: state(table) == "dead")
+
+
 async def test_a_drained_worker_is_parked_and_stays_in_sight_of_every_router():
     parked = msgspec.structs.replace(
         record_of("decode-0", ""), state="dead", intent="park", reason="drained by an operator"
