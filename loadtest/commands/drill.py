@@ -101,7 +101,8 @@ def drill(
     if as_json:
         typer.echo(written)
         raise typer.Exit(code)
-    Console().print(_table(verdicts))
+    if verdicts:
+        Console().print(_table(verdicts))
     for verdict in verdicts:
         if verdict.phases:
             Console().print(_phase_table(verdict.phases))

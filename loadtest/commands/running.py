@@ -52,16 +52,18 @@ def run(
 
 
 def run_and_show(plan: Plan, options: RunOptions, out: Path, *, resume: bool) -> None:
-    """Run a plan, write and print its results; exit with 130 if it was interrupted."""
+    """Run a plan, write and print its results; see `show_and_write` for exit codes."""
     show_and_write(run(plan, options, out, label=plan.name, resume=resume), out)
 
 
 def show_and_write(results: Results, out: Path) -> None:
-    """Print and write results; exit with 130 if the run was interrupted."""
+    """Print and write results; exit with 130 if interrupted, with 1 if no request succeeded."""
     show(Console(), results)
     write_folder(results, out)
     if not results.complete:
         raise typer.Exit(INTERRUPTED)
+    if not any(record.end in ("ok", "aborted") for record in results.records):
+        fail("no request succeeded")
 
 
 def write_folder(results: Results, out: Path) -> None:

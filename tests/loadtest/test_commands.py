@@ -90,6 +90,22 @@ def test_what_a_server_refuses_is_left_out_and_said(tmp_path):
     assert "s3cret" not in written
 
 
+def test_a_run_in_which_no_request_succeeds_fails(tmp_path):
+    async def overloaded(body: dict, stream: Stream) -> None:
+        if body["messages"][0]["content"] == "hello":  # the probe
+            await words(body, stream)
+            return
+        await stream.head(503, "application/json")
+        await stream.raw(b'{"error": {"message": "overloaded"}}')
+        await stream.end()
+
+    load = ("--rate", 50, "--requests", 2, "--answer-tokens", 2, "--prompt-tokens", 5)
+    with tiny_server(overloaded) as server:
+        said = run("poisson", "--url", server.url, "--out", tmp_path, *load, code=1)
+    assert "no request succeeded" in said.stderr
+    assert len(read_results(tmp_path).records) == 2
+
+
 @pytest.mark.slow
 def test_search_stops_between_what_meets_and_what_misses(tmp_path):
     gate = {"until_s": 0.0}

@@ -18,13 +18,14 @@ from vllm.platforms import current_platform
 
 _WAIT_MS = 1
 
-_wait_idle = shm_broadcast.SpinCondition.wait
+_condition = getattr(shm_broadcast, "SpinCondition", None)  # another vLLM may have none
+_wait_idle = getattr(_condition, "wait", None)
 
 
 def install() -> None:
     """Let the waits of this process sleep, if its vLLM runs on CPUs."""
-    if current_platform.is_cpu():
-        shm_broadcast.SpinCondition.wait = _wait
+    if _condition is not None and current_platform.is_cpu():
+        _condition.wait = _wait
 
 
 def _wait(self: Any, timeout_ms: int | None = None) -> None:
