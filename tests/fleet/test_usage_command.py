@@ -4,13 +4,16 @@ import asyncio
 import csv
 import io
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from baton.registry.usage.shared import SharedUsage
 from fleet.cli.main import app
+from fleet.cli.usage import command
 from fleet.cli.usage.command import _print_table
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, artifact, make_fleet, model
@@ -53,6 +56,17 @@ async def test_the_command_shows_a_table_csv_and_json(make_fleet, registry) -> N
     table = [line.split()[:3] for line in (await shown()).splitlines()]
     assert ["team", "2", "0"] in table and ["free", "1", "1"] in table
     assert len((await shown("--csv", "--to", "2026-01-01")).splitlines()) == 1, "only names"
+
+
+async def test_requests_in_the_first_second_of_an_hour_are_shown(
+    make_fleet, registry, monkeypatch
+) -> None:
+    fleet = await make_fleet({"decode-0": None}, shared_usage=SharedUsage(registry))
+    await fleet.chat(headers={"x-baton-tenant": "team"})
+    now_s = int(time.time())
+    monkeypatch.setattr(command, "time", SimpleNamespace(time=lambda: now_s - now_s % 3600 + 0.5))
+    lines = json.loads(await asyncio.to_thread(run, fleet.url, "--json"))["lines"]
+    assert [line["requests"] for line in lines if line["tenant"] == "team"] == [1]
 
 
 @pytest.mark.parametrize(

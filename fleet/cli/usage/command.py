@@ -50,7 +50,8 @@ def usage(
 
     The line `(idle)` has the time of workers that no request was charged.
     """
-    end_s = _seconds(end, "--to") if end else int(time.time())
+    # The current second counts: it may be the first one of an hour.
+    end_s = _seconds(end, "--to") if end else int(time.time()) + 1
     begin_s = _seconds(begin, "--from") if begin else end_s - _DAY_S
     if begin_s >= end_s:
         fail("--from must be before --to")
