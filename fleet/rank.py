@@ -43,6 +43,7 @@ from baton.wire.fleet_token import FleetToken, TokenInterceptor
 from baton.wire.grpc_channels import Channels
 from baton.wire.grpc_options import WORKER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
+from baton.wire.process_end import exit_process
 from fleet.ports import free_port
 from kvtransfer.chunk import PoolView
 from kvtransfer.fault_injection import FrameTamperer
@@ -353,7 +354,7 @@ def main() -> None:
     die_with_parent()
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSettings)
     set_up_logs("text")
-    sys.exit(asyncio.run(serve(settings)))
+    exit_process(asyncio.run(serve(settings)))
 
 
 if __name__ == "__main__":

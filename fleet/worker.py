@@ -46,6 +46,7 @@ from baton.types.trust import TrustRules
 from baton.wire.fleet_token import FleetToken, TokenInterceptor
 from baton.wire.grpc_options import WORKER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
+from baton.wire.process_end import exit_process
 from baton.wire.tls import FleetTls
 from decode_worker.pacing import ReceivePacer
 from decode_worker.parts import WorkerParts
@@ -552,7 +553,7 @@ def main() -> None:
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
     named = {"fleet": settings.fleet, "worker": settings.worker_id}
     set_up_logs(settings.log_format, fields=named)
-    sys.exit(asyncio.run(serve(settings)))
+    exit_process(asyncio.run(serve(settings)))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from baton.telemetry.log_export import LogExport
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.metrics import Metrics
 from baton.types.lanes import whole_fleet
+from baton.wire.process_end import exit_process
 from router.app import Router
 from router.frontend.http.certificate import LiveCertificate
 from router.frontend.http.server import RouterServer
@@ -207,4 +208,4 @@ async def _end_requests(server: RouterServer, router: Router) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(main())
+    exit_process(main())

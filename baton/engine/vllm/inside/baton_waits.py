@@ -18,8 +18,8 @@ from vllm.platforms import current_platform
 
 _WAIT_MS = 1
 
-_condition = getattr(shm_broadcast, "SpinCondition", None)  # another vLLM may have none
-_wait_idle = getattr(_condition, "wait", None)
+_condition: Any = getattr(shm_broadcast, "SpinCondition", None)  # another vLLM may have none
+_wait_idle: Any = getattr(_condition, "wait", None)
 
 
 def install() -> None:
