@@ -1,5 +1,6 @@
 """The end of a process by `exit_process`. `tests/fleet/test_routers.py` stops real routers."""
 
+import os
 import subprocess
 import sys
 
@@ -20,7 +21,9 @@ def test_output_and_exit_code_are_kept_and_the_interpreter_is_not_finalized() ->
 
 
 def test_a_reader_that_is_gone_does_not_change_the_exit_code() -> None:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE) as process:
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=buffered) as process:
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(20) == 3
