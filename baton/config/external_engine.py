@@ -47,8 +47,8 @@ class VllmConfig(Section):
         gpus: GPUs of each worker, which Ray reserves; 0: vLLM's build is for CPUs.
         hand_off: How prefill workers hand KV over to decode workers: ``nixl`` is vLLM's
             NixlConnector, which needs the package ``nixl`` beside vLLM. ``baton`` is experimental:
-            Baton's own transports, for vLLM 0.32 without parallel sizes. Without it there are no
-            prefill workers.
+            Baton's own transports, for vLLM 0.32 without pipeline parallelism. Without it there are
+            no prefill workers.
     """
 
     python: AbsoluteFile
@@ -78,12 +78,11 @@ class VllmConfig(Section):
         return any(word.replace("_", "-") == "--enable-lora" for word in self.args)
 
     @model_validator(mode="after")
-    def _copies_of_one_rank(self) -> Self:
-        width = self._number(_TENSOR) * self._number(_PIPELINE)
-        if self.hand_off == "baton" and width > 1:
+    def _copies_of_whole_layers(self) -> Self:
+        if self.hand_off == "baton" and self._number(_PIPELINE) > 1:
             raise ValueError(
-                f"hand_off: baton copies KV of one rank, not of {width}: use `nixl`, or no "
-                "parallel sizes"
+                "hand_off: baton copies no KV of pipeline stages: use `nixl`, or no "
+                "--pipeline-parallel-size"
             )
         return self
 

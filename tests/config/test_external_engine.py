@@ -37,6 +37,13 @@ def test_batons_hand_off_takes_workers_with_gpus() -> None:
     assert config({"prefill": 1, "vllm": vllm}).pools.gpus == 1
 
 
+def test_batons_hand_off_takes_tensor_parallelism() -> None:
+    vllm = {"python": PYTHON, "hand_off": "baton", "args": ["-tp", "2"]}
+    external = engine_settings(config({"prefill": 1, "vllm": vllm}), "prefill").external
+    assert external is not None
+    assert external.args == ("-tp", "2")
+
+
 def test_adapters_are_served_with_vllms_own_argument() -> None:
     with_lora = {"vllm": {"python": PYTHON, "args": ["--enable-lora", "--max-loras", 4]}}
     fleet = config(with_lora, adapters={"load": {"a": "/a"}, "max_rank": 40})
@@ -75,9 +82,9 @@ def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.Mon
         ({"prefill": 1}, {}, "hand over KV only with `vllm: {hand_off: nixl}`: set it"),
         ({"roles": "auto", "prefill": 1}, {}, "`roles: auto`: not for vllm workers"),
         (
-            {"vllm": {"python": PYTHON, "hand_off": "baton", "args": ["-tp", "2"]}},
+            {"vllm": {"python": PYTHON, "hand_off": "baton", "args": ["-pp", "2"]}},
             {},
-            "hand_off: baton copies KV of one rank, not of 2: use `nixl`",
+            "hand_off: baton copies no KV of pipeline stages: use `nixl`",
         ),
         (
             {

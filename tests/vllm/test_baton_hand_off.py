@@ -6,13 +6,17 @@ Every third frame is damaged on its way. The drills beside a recorded vLLM are i
 
 import asyncio
 import contextlib
+import json
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from random import Random
 
 import psutil
 import pytest
 
 from baton.engine.settings import ExternalEngine
+from tests.engine import tiny_llama
 from tests.vllm.hand_offs import doubtful, pages_in_use, vllm_metric
 from tests.vllm.places import ARGS, MODEL, PYTHON
 from tests.vllm.test_fleet import READY_S, alone
@@ -29,16 +33,19 @@ EXTERNAL_HITS = "external_prefix_cache_hits_total"
 
 
 @contextlib.asynccontextmanager
-async def pair() -> AsyncIterator[tuple[WorkerProcess, WorkerProcess]]:
+async def pair(
+    model: Path = MODEL, *more: str
+) -> AsyncIterator[tuple[WorkerProcess, WorkerProcess]]:
     async with contextlib.AsyncExitStack() as undo:
-        args = (*ARGS, "--max-num-batched-tokens", "256")  # long prompts take several steps
+        # long prompts take several steps
+        args = (*ARGS, "--max-num-batched-tokens", "256", *more)
         external = ExternalEngine(kind="vllm", python=str(PYTHON), args=args, hand_off="baton")
 
         async def start(worker_id: str) -> WorkerProcess:
             worker = await WorkerProcess.start(
                 worker_id,
                 ready_s=READY_S,
-                model=str(MODEL),
+                model=str(model),
                 numerics="fast",
                 max_context_tokens=2048,
                 external=external,
@@ -66,6 +73,42 @@ async def test_hand_offs_with_damage_then_of_two_tenants_then_with_cancels() -> 
         await check_cancels(at_decode, prefill)
         await at_decode.baseline(30.0)
         await at_decode.close()
+        for worker in (prefill, decode):
+            await check_rest(vllm_of(worker))
+
+
+async def test_two_ranks_hand_over_to_two_ranks(tmp_path: Path) -> None:
+    model = tmp_path / "model"  # the heads of SmolLM2 cannot be divided by two
+    tiny_llama.write_llama(model, heads=4, kv_heads=2, context_tokens=2048)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, model)
+    async with pair(model, "--tensor-parallel-size", "2") as (prefill, decode):
+        router = MiniRouter(decode)
+        await router.connect()
+        own_socket = vllm_of(decode)
+        repaired = 0
+        loaded_tokens = 0
+        different: list[int] = []
+        for number in range(8):
+            name = f"r{number}"
+            prompt = [5 + (40 * number + 7 * at) % 500 for at in range(17 + 90 * number)]
+            await router.submit(name, prompt, prefill, sampling=ANSWER)
+            ended = await router.ended(name, 60.0)
+            assert not ended.HasField("error"), ended
+            assert router.routes[name].mode == "disaggregated"
+            repaired += ended.times.repaired_chunks
+            loaded_tokens += len(prompt) // 32 * 32
+            tokens = router.tokens[name][0]
+            if tokens != await alone(own_socket, prompt):
+                different.append(number)
+                assert not await doubtful(own_socket, prompt, tokens), (number, tokens)
+        assert len(different) <= 1, different
+        assert await asyncio.to_thread(vllm_metric, own_socket, EXTERNAL_HITS) == loaded_tokens
+        assert repaired > 0
+        await router.baseline(30.0)
+        await router.close()
         for worker in (prefill, decode):
             await check_rest(vllm_of(worker))
 

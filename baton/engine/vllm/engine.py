@@ -76,7 +76,7 @@ class VllmEngine:
         if facts.hand_off.startswith("baton/"):
             file = f"{folder}/{GENERATIONS}"
             generations = np.memmap(file, np.int64, "r+", shape=(total_blocks,))
-            self._staging = Staging(generations, facts.block_tokens)
+            self._staging = Staging(generations, facts.block_tokens, facts.width)
             self._saves = SaveReports(f"{folder}/{SAVES}", self._saved)
         self._generation = 0  # of the latest hand-off at this worker
         self._eos = eos
@@ -167,10 +167,10 @@ class VllmEngine:
         if request is not None and request.generation == command.generation and self._staging:
             self._send(*self._staging.bind(request))
 
-    def _saved(self, generation: int, pages: int) -> None:
+    def _saved(self, generation: int, pages: int, rank: int) -> None:
         """Publish the first pages of a prompt, while vLLM computes the rest."""
         if self._staging is not None:
-            self._send(*self._staging.progressed(generation, pages))
+            self._send(*self._staging.progressed(generation, pages, rank))
 
     def _free_pages(self, request: LiveRequest) -> None:
         if self._staging is not None:

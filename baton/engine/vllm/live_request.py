@@ -23,7 +23,7 @@ class LiveRequest:
         first: First tokens and parameters of a prompt for another worker, by choice.
         pages: Its pages of the worker's pool, see ``staging.py``.
         saving: Choice whose vLLM request may write into them; None: none does.
-        saved_pages: Pages that vLLM's connector has reported as saved; -1: it cannot save them.
+        saved_by_rank: Pages that each rank of vLLM has reported as saved; -1: it cannot save them.
         published_pages: Pages that other workers may read, from the first one on.
     """
 
@@ -39,7 +39,7 @@ class LiveRequest:
         self.first: dict[int, tuple[SampledToken, transfer.Parameters]] = {}
         self.pages: tuple[int, ...] = ()
         self.saving: int | None = None
-        self.saved_pages = 0
+        self.saved_by_rank: list[int] = []
         self._reported = asyncio.Event()
         self.published_pages = 0
         self.exchanges: dict[int, http.Exchange] = {}
@@ -59,15 +59,20 @@ class LiveRequest:
         """True if this vLLM computes the prompt."""
         return self.spec.kind is not Kind.REMOTE
 
-    def report(self, pages: int) -> None:
-        """Note a report of vLLM's connector on saved pages."""
-        if self.saved_pages >= 0:
-            self.saved_pages = pages
+    @property
+    def saved_pages(self) -> int:
+        """Pages that all ranks of vLLM have saved; -1: one cannot save them."""
+        return min(self.saved_by_rank, default=0)
+
+    def report(self, pages: int, rank: int) -> None:
+        """Note a report of a rank's connector on saved pages."""
+        if self.saved_by_rank[rank] >= 0:
+            self.saved_by_rank[rank] = pages
         self._reported.set()
 
     async def until_saved(self, pages: int) -> None:
-        """Wait until as many pages are reported as saved, or that they cannot be saved."""
-        while 0 <= self.saved_pages < pages:
+        """Wait until each rank has reported as many pages as saved, or that it cannot save them."""
+        while any(0 <= saved < pages for saved in self.saved_by_rank):
             self._reported.clear()
             await self._reported.wait()
 

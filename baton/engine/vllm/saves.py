@@ -2,7 +2,7 @@
 
 On CPUs a prompt is saved when vLLM responds, and reports may be lost. On GPUs vLLM may save pages
 after its response, which has their number. No report is lost then, and the last one completes the
-prompt. A failed save is reported as -1 pages.
+prompt. A failed save is reported as -1 pages. Each rank of vLLM reports its own part of the pages.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-_SAVED = struct.Struct("<qq")  # generation of a hand-off, pages of its prompt that are saved
+_SAVED = struct.Struct("<qqq")  # generation of a hand-off, saved pages of its prompt, rank
 
 
 class SaveReports:
@@ -18,11 +18,11 @@ class SaveReports:
 
     Args:
         path: Path of the socket, which must not exist.
-        on_saved: Called with the generation of a hand-off and the number of its first pages that
-            are saved; -1: vLLM cannot save them.
+        on_saved: Called with the generation of a hand-off, the number of its first pages that a
+            rank of vLLM has saved, and the rank; -1: it cannot save them.
     """
 
-    def __init__(self, path: str, on_saved: Callable[[int, int], None]) -> None:
+    def __init__(self, path: str, on_saved: Callable[[int, int, int], None]) -> None:
         self._on_saved = on_saved
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
@@ -35,5 +35,5 @@ class SaveReports:
         self._socket.close()
 
     def _receive(self) -> None:
-        generation, pages = _SAVED.unpack(self._socket.recv(_SAVED.size))
-        self._on_saved(generation, pages)
+        generation, pages, rank = _SAVED.unpack(self._socket.recv(_SAVED.size))
+        self._on_saved(generation, pages, rank)

@@ -28,13 +28,15 @@ class Staging:
         generations: Generation of the hand-off to which each page belongs, one for each page of
             the pool; 0: none. vLLM reads them.
         block_tokens: Tokens of a block of vLLM.
+        ranks: Ranks of vLLM, each of which saves a part of every page.
     """
 
-    def __init__(self, generations: NDArray[np.int64], block_tokens: int) -> None:
+    def __init__(self, generations: NDArray[np.int64], block_tokens: int, ranks: int = 1) -> None:
         total = len(generations)
         self._generations = generations
         self._total = total
         self._block_tokens = block_tokens
+        self._ranks = ranks
         self._free = list(range(total))
         self._waiting: deque[LiveRequest] = deque()
         self._filling: dict[int, LiveRequest] = {}  # by generation
@@ -52,6 +54,7 @@ class Staging:
         self._filling[request.generation] = request
         self._saving[request.generation] = request
         request.saving = choice
+        request.saved_by_rank = [0] * self._ranks
         return True
 
     def bind(self, request: LiveRequest) -> list[ev.Bound]:
@@ -103,17 +106,21 @@ class Staging:
         if tokens != len(request.prompt):
             raise InternalError(f"vLLM saved {tokens} of {len(request.prompt)} prompt tokens")
 
-    def progressed(self, generation: int, pages: int) -> list[ev.Admitted | ev.Published]:
-        """Return the reports for the first ``pages`` of a prompt, which vLLM has saved; -1: failed.
+    def progressed(
+        self, generation: int, pages: int, rank: int
+    ) -> list[ev.Admitted | ev.Published]:
+        """Return the reports for ``pages`` of a prompt, which a rank has saved; -1: it failed.
 
-        A report about a prompt that has ended publishes nothing.
+        Pages that another rank has not saved yet are not published. A report about a prompt that
+        has ended publishes nothing.
         """
-        if saving := self._saving.get(generation):
-            saving.report(pages)
-        request = self._filling.get(generation)
-        if request is None or request.saved_pages < 0:
+        request = self._saving.get(generation) or self._filling.get(generation)
+        if request is None:
             return []
-        return self._publish(request, pages)
+        request.report(pages, rank)
+        if generation not in self._filling or request.saved_pages <= 0:
+            return []
+        return self._publish(request, request.saved_pages)
 
     def published(self, request: LiveRequest) -> list[ev.Admitted | ev.Published]:
         """Return the reports that all pages of a prompt can be read."""

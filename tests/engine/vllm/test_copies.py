@@ -7,7 +7,7 @@ waits for it.
 
 import asyncio
 import contextlib
-import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from baton.engine.vllm.saves import SaveReports
-from tests.engine.vllm.test_inside import TransferResults, copies, engine_step, inside, stand_in
+from tests.engine.vllm.test_inside import connectors, copies, engine_step, stand_in, vllm_config
 
 LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 3, 8, 2, 32, 16
 PAGES = BLOCKS * TOKENS // 16
@@ -291,35 +291,11 @@ class Connected:
     """A connector on a GPU, beside stand-ins for vLLM, and what it has reported."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        module = copies(monkeypatch)
-
-        class Base:
-            def __init__(self, vllm_config: Any, role: object, kv_cache_config: object) -> None:
-                self.metadata: object = None
-                self._vllm_config = vllm_config
-                self._kv_cache_config = kv_cache_config
-                self._kv_transfer_config = vllm_config.kv_transfer_config
-
-            def _get_connector_metadata(self) -> object:
-                return self.metadata
-
         stand_in(monkeypatch, "baton_waits", install=lambda: None)
-        stand_in(monkeypatch, "vllm.logger", init_logger=logging.getLogger)
-        stand_in(
-            monkeypatch,
-            "vllm.distributed.kv_transfer.kv_connector.v1.base",
-            KVConnectorBase_V1=Base,
-            KVConnectorMetadata=object,
-            KVConnectorTransferResults=TransferResults,
-        )
-        extra = {name: str(folder / name) for name in ("pool", "generations", "order", "saves")}
+        kv = connectors(monkeypatch)
+        module = sys.modules["baton_copies"]
         (folder / "pool").touch()
         (folder / "generations").write_bytes(bytes(8 * PAGES))
-        vllm = SimpleNamespace(
-            cache_config=SimpleNamespace(block_size=TOKENS),
-            device_config=SimpleNamespace(device_type="cuda"),
-            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
-        )
         self.caches = flash_caches()
         layers, _ = module.CudaCopies.layers_and_order(self.caches, None, config())
         self.layers = layers
@@ -327,12 +303,15 @@ class Connected:
         monkeypatch.setattr(module, "_pinned", self.device.pinned)
         monkeypatch.setattr(module, "_BUFFER_BYTES", 2 * PAGE_BYTES)
         monkeypatch.setattr(module.CudaCopies.__init__, "__defaults__", (self.device,))
-        self.connector = inside(monkeypatch, "baton_kv").BatonConnector(vllm, None, config())
+        self.connector = kv.BatonConnector(vllm_config("cuda", folder), None, config())
         self.connector._kv_cache_manager = SimpleNamespace(
             get_block_ids=lambda name: ([4, 2, 7, 1],)
         )
         self.reported: list[tuple[int, int]] = []
-        self.saves = SaveReports(extra["saves"], lambda *report: self.reported.append(report))
+        self.saves = SaveReports(
+            str(folder / "saves"),
+            lambda generation, pages, rank: self.reported.append((generation, pages)),
+        )
         self.connector.register_kv_caches(self.caches)
         self.order = (folder / "order").read_text()
 

@@ -154,13 +154,15 @@ def test_generators_of_cpus_can_be_rewound(monkeypatch: pytest.MonkeyPatch, is_c
     assert not torch.equal(torch.rand(3, generator=generator), first)
 
 
-@pytest.fixture
-def connector(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return Baton's connector beside stand-ins for vLLM, whose blocks have 32 tokens."""
+def connectors(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return Baton's module of the connector beside stand-ins for vLLM."""
 
     class Base:
-        def __init__(self, vllm_config: object, role: object, kv_cache_config: object) -> None:
+        def __init__(self, vllm_config: Any, role: object, kv_cache_config: object) -> None:
             self.metadata: object = None
+            self._vllm_config = vllm_config
+            self._kv_cache_config = kv_cache_config
+            self._kv_transfer_config = vllm_config.kv_transfer_config
 
         def _get_connector_metadata(self) -> object:
             return self.metadata
@@ -174,11 +176,27 @@ def connector(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         KVConnectorTransferResults=TransferResults,
     )
     copies(monkeypatch)
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=32),
-        device_config=SimpleNamespace(device_type="cpu"),
+    return inside(monkeypatch, "baton_kv")
+
+
+def vllm_config(
+    device_type: str, folder: Path, rank: int = 0, ranks: int = 1, **parallel: int
+) -> Any:
+    """Return the configuration of a rank of vLLM whose blocks have 32 tokens."""
+    files = {name: str(folder / name) for name in ("pool", "generations", "order", "saves")}
+    own = {"world_size": ranks, "decode_context_parallel_size": 1, **parallel}
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=32, cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type=device_type),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=files),
+        parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=ranks, **own),
     )
-    one = inside(monkeypatch, "baton_kv").BatonConnector(config, None, None)
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return Baton's connector beside stand-ins for vLLM."""
+    one = connectors(monkeypatch).BatonConnector(vllm_config("cpu", tmp_path), None, None)
     one._kv_cache_manager = SimpleNamespace(get_block_ids=lambda name: ([50, 51, 52, 53],))
     one._reports_path = str(tmp_path / "saves")
     one._copies = one._kind([], torch.empty(0))
@@ -223,7 +241,7 @@ def engine_step(name: str, computed: int, scheduled: int) -> SimpleNamespace:
 async def test_each_step_saves_the_blocks_that_it_fills_once(
     connector: Any, tmp_path: Path
 ) -> None:
-    reported: list[tuple[int, int]] = []
+    reported: list[tuple[int, int, int]] = []
     saves = SaveReports(str(tmp_path / "saves"), lambda *report: reported.append(report))
     parameters = {"save_pages": [*range(10, 16)], "generation": 7}
     request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
@@ -236,7 +254,7 @@ async def test_each_step_saves_the_blocks_that_it_fills_once(
         connector.wait_for_save()
     assert copies == [([50], [10, 11]), ([51], [12, 13]), ([52], [14, 15])]
     await asyncio.sleep(0.05)
-    assert reported == [(7, 2), (7, 4), (7, 6)]
+    assert reported == [(7, 2, 0), (7, 4, 0), (7, 6, 0)]
     assert connector.request_finished(request, []) == (False, {"saved_tokens": 100})
     saves.close()
     connector.shutdown()

@@ -97,18 +97,18 @@ SAVING = msgspec.json.encode(
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> Iterator[Callable[[int], None]]:
+def report(tmp_path: Path) -> Iterator[Callable[..., None]]:
     """Send the translator what vLLM's connector reports on the first hand-off."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
 
-        def report(pages: int) -> None:
-            reports.sendto(struct.pack("<qq", 1, pages), str(tmp_path / SAVES))
+        def report(pages: int, rank: int = 0) -> None:
+            reports.sendto(struct.pack("<qqq", 1, pages, rank), str(tmp_path / SAVES))
 
         yield report
 
 
 async def test_a_prompt_that_vllm_still_saves_is_not_done(
-    running: Running, report: Callable[[int], None]
+    running: Running, report: Callable[..., None]
 ) -> None:
     running.replay.reply = sending(SAVING)
     running.submit(LONG, Kind.PREFILL)
@@ -123,7 +123,7 @@ async def test_a_prompt_that_vllm_still_saves_is_not_done(
 
 
 async def test_pages_of_a_cancelled_prompt_are_kept_until_vllm_has_saved_it(
-    running: Running, report: Callable[[int], None], caplog: pytest.LogCaptureFixture
+    running: Running, report: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     running.replay.reply = sending(SAVING)
     running.submit(LONG, Kind.PREFILL)
@@ -142,7 +142,7 @@ async def test_pages_of_a_cancelled_prompt_are_kept_until_vllm_has_saved_it(
 
 
 async def test_a_prompt_that_vllm_cannot_save_fails(
-    running: Running, report: Callable[[int], None]
+    running: Running, report: Callable[..., None]
 ) -> None:
     async def late(writer: asyncio.StreamWriter) -> None:
         report(-1)
@@ -158,6 +158,62 @@ async def test_a_prompt_that_vllm_cannot_save_fails(
     assert used_pages(running) == 0
 
 
+@pytest.fixture
+async def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
+    make_generations(tmp_path)
+    facts = msgspec.structs.replace(test_engine.facts(HAND_OFF), width=2)
+    monkeypatch.setattr(test_engine, "facts", lambda hand_off: facts)
+    async with translating(Replay(tmp_path), HAND_OFF) as running:
+        running.replay.reply = sending(SAVING)
+        yield running
+
+
+async def test_a_page_is_published_when_all_ranks_have_saved_it(
+    two_ranks: Running, report: Callable[..., None]
+) -> None:
+    published: list[int] = []
+    two_ranks.submit(LONG, Kind.PREFILL)
+    await asyncio.sleep(0.1)
+    for pages, rank in ((4, 0), (2, 1), (8, 1), (WHOLE, 1)):
+        report(pages, rank)
+        await asyncio.sleep(0.05)
+        published.append(sum(one.block_count for one in two_ranks.of(ev.Published)))
+    assert published == [0, 2, 4, 4]
+    assert len(two_ranks.of(ev.Admitted)) == 1
+    assert two_ranks.of(ev.PromptDone) == []
+    report(WHOLE, 0)
+    await two_ranks.first(ev.PromptDone)
+    assert sum(one.block_count for one in two_ranks.of(ev.Published)) == PAGES
+
+
+async def test_a_prompt_that_one_rank_cannot_save_fails(
+    two_ranks: Running, report: Callable[..., None]
+) -> None:
+    two_ranks.submit(LONG, Kind.PREFILL)
+    await asyncio.sleep(0.1)
+    report(-1, 1)
+    report(WHOLE, 0)
+    assert "cannot save the KV" in (await two_ranks.end()).error_message
+    assert two_ranks.of(ev.Published) == []
+    assert used_pages(two_ranks) == 0
+
+
+async def test_pages_that_one_rank_cannot_save_are_kept_until_the_other_writes_no_more(
+    two_ranks: Running, report: Callable[..., None]
+) -> None:
+    two_ranks.submit(LONG, Kind.PREFILL)
+    await asyncio.sleep(0.1)
+    two_ranks.engine.handle(messages.Cancel("r"))
+    await two_ranks.end()
+    report(-1, 1)
+    report(4, 0)
+    await asyncio.sleep(0.05)
+    assert used_pages(two_ranks) == PAGES
+    report(WHOLE, 0)
+    await asyncio.sleep(0.05)
+    assert used_pages(two_ranks) == 0
+
+
 async def test_what_vllm_has_saved_is_published_while_it_computes_the_rest(
     running: Running, tmp_path: Path
 ) -> None:
@@ -169,7 +225,7 @@ async def test_what_vllm_has_saved_is_published_while_it_computes_the_rest(
         writer.close()
 
     async def report(generation: int, pages: int) -> None:
-        reports.sendto(struct.pack("<qq", generation, pages), str(tmp_path / SAVES))
+        reports.sendto(struct.pack("<qqq", generation, pages, 0), str(tmp_path / SAVES))
         await asyncio.sleep(0.05)
 
     def published() -> list[tuple[int, int, int]]:
@@ -228,7 +284,7 @@ async def test_the_pages_of_a_cancelled_prompt_stay_until_vllm_writes_no_more(
     running.engine.handle(messages.Cancel("r"))
     assert (await running.end()).error_code == "cancelled"
     assert used_pages(running) == PAGES
-    running.engine._saved(1, 4)
+    running.engine._saved(1, 4, 0)
     assert running.of(ev.Published) == []
     gate.set()
     async with asyncio.timeout(10):

@@ -7,6 +7,10 @@ The pages are the KV pool that the worker's shell has mapped: ``[layer, k|v, pag
 of vLLM fills several pages. The bytes of a block are copied as they are, because the attention
 backend orders them for its kernels, see ``baton_copies.py``. So only whole blocks move.
 
+With tensor parallelism each rank has this connector, and copies its own KV heads. Each half of a
+page has the bytes of rank 0, then those of rank 1, and so on. Both workers have the same width,
+because it is a part of the numerics id.
+
 Requests name their pages in ``kv_transfer_params``: ``save_pages`` has one for each page of the
 whole blocks of the prompt, and ``load_pages`` the same, from ``first_token`` on.
 
@@ -45,7 +49,7 @@ from vllm.logger import init_logger
 
 _LOG = init_logger(__name__)
 _PAGE_TOKENS = 16
-_SAVED = struct.Struct("<qq")  # generation of a hand-off, pages of its prompt that are saved
+_SAVED = struct.Struct("<qqq")  # generation of a hand-off, saved pages of its prompt, rank
 
 baton_waits.install()
 
@@ -71,10 +75,21 @@ class Step(KVConnectorMetadata):
 
 
 class BatonConnector(KVConnectorBase_V1):
-    """Connector of one vLLM without tensor parallelism."""
+    """Connector of one vLLM: of its scheduler, or of one rank of its tensor parallelism.
+
+    Raises:
+        NotImplementedError: vLLM divides its KV in another way, too.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        self._rank: int = parallel.rank
+        self._ranks: int = parallel.tensor_parallel_size
+        if parallel.world_size > self._ranks or parallel.decode_context_parallel_size > 1:
+            raise NotImplementedError(
+                "hand_off: baton copies KV of tensor parallelism, and of no other parallel sizes"
+            )
         self._block_tokens: int = vllm_config.cache_config.block_size
         self._saving: dict[str, Any] = {}  # requests by id, until their prompt is computed
         self._saved: dict[str, int] = {}  # pages of a prompt that are saved with this step
@@ -183,8 +198,8 @@ class BatonConnector(KVConnectorBase_V1):
             )
         pages = len(layers[0]) * tokens // _PAGE_TOKENS
         half_bytes = layers[0].shape[1] * _PAGE_TOKENS // tokens // 2
-        shape = (len(layers), 2, pages, half_bytes)
-        size = len(layers) * 2 * pages * half_bytes
+        shape = (len(layers), 2, pages, half_bytes * self._ranks)
+        size = len(layers) * 2 * pages * half_bytes * self._ranks
         extra = self._kv_transfer_config.kv_connector_extra_config
         descriptor = os.open(extra["pool"], os.O_RDWR)
         try:
@@ -193,7 +208,7 @@ class BatonConnector(KVConnectorBase_V1):
         finally:
             os.close(descriptor)
         pool = torch.frombuffer(mapped, dtype=torch.uint8).view(shape)
-        self._copies = self._kind(layers, pool)
+        self._copies = self._kind(layers, pool.narrow(3, half_bytes * self._rank, half_bytes))
         path = extra["generations"]
         self._generations = torch.from_file(path, shared=True, size=pages, dtype=torch.long)
         Path(extra["order"]).write_text(order)
@@ -263,7 +278,7 @@ class BatonConnector(KVConnectorBase_V1):
         """
         if error is not None:
             _LOG.error("cannot save KV of request %s: %s", copy.request_id, error)
-        report = _SAVED.pack(copy.generation, copy.end if error is None else -1)
+        report = _SAVED.pack(copy.generation, copy.end if error is None else -1, self._rank)
         flags = 0 if self._kind.in_background else socket.MSG_DONTWAIT
         with contextlib.suppress(OSError):  # the response reports what no datagram did
             self._reports.sendto(report, flags, self._reports_path)

@@ -1,0 +1,106 @@
+"""Copies of the ranks of vLLM's tensor parallelism, each of which has a part of the KV heads."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.vllm.saves import SaveReports
+from tests.engine.vllm.test_inside import connectors, stand_in, vllm_config
+
+RANKS, LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 2, 3, 8, 2, 32, 16
+PAGES = BLOCKS * TOKENS // 16
+RANK_BYTES = HEADS * 16 * VALUES  # of half a page, in bf16
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    stand_in(monkeypatch, "baton_waits", install=lambda: None)
+    return connectors(monkeypatch)
+
+
+class Vllm:
+    """The connectors of the ranks of one vLLM, with their blocks and the pool that they map."""
+
+    def __init__(self, module: Any, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "pool").touch()
+        (folder / "generations").write_bytes(bytes(8 * PAGES))
+        self.reported: list[tuple[int, int, int]] = []
+        self.saves = SaveReports(
+            str(folder / "saves"), lambda *report: self.reported.append(report)
+        )
+        self.module = module
+        self.connectors: list[Any] = []
+        self.caches: list[torch.Tensor] = []
+        for rank in range(RANKS):
+            one = module.BatonConnector(vllm_config("cpu", folder, rank, RANKS), None, None)
+            caches = torch.randn((LAYERS, BLOCKS, HEADS, TOKENS, VALUES)).bfloat16()
+            one.register_kv_caches({f"layer {n}": cache for n, cache in enumerate(caches)})
+            self.connectors.append(one)
+            self.caches.append(caches)
+        size = (folder / "pool").stat().st_size
+        assert size == LAYERS * 2 * PAGES * RANKS * RANK_BYTES
+        mapped = torch.from_file(str(folder / "pool"), True, size, dtype=torch.uint8)
+        self.pool = mapped.view(LAYERS, 2, PAGES, RANKS * RANK_BYTES)
+
+    def save(self, rank: int, blocks: list[int], pages: list[int]) -> None:
+        copy = self.module.Copy("r", blocks, pages, generation=7, end=len(pages))
+        self.connectors[rank].metadata = self.module.Step(saves=[copy])
+        self.connectors[rank].wait_for_save()
+
+    async def load(self, rank: int, blocks: list[int], pages: list[int]) -> bool:
+        """Return whether the load succeeded."""
+        connector = self.connectors[rank]
+        copy = self.module.Copy("r", blocks, pages, generation=9)
+        connector.metadata = self.module.Step(loads=[copy])
+        connector.start_load_kv(None)
+        async with asyncio.timeout(10):
+            while not (results := connector.get_transfer_results(set())).finished_recving:
+                await asyncio.sleep(0.01)
+        return not results.failed_recving
+
+    def close(self) -> None:
+        for one in self.connectors:
+            one.shutdown()
+        self.saves.close()
+
+
+async def test_ranks_save_into_one_pool_and_those_of_another_worker_load_from_it(
+    module: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    prefill, decode = (Vllm(module, tmp_path / name) for name in ("prefill", "decode"))
+    blocks, pages = [6, 0, 3], [9, 2, 4, 15, 0, 7]
+    others, other_pages = [1, 7, 2], [3, 1, 8, 10, 12, 5]
+    before = [one.clone() for one in decode.caches]
+
+    prefill.save(1, blocks, pages)
+    parts = prefill.pool.view(LAYERS, 2, PAGES, RANKS, RANK_BYTES)
+    assert not parts[:, :, :, 0].any()
+    second = prefill.caches[1].view(torch.uint8).view(LAYERS, BLOCKS, 2, 2, RANK_BYTES)
+    for layer in range(LAYERS):
+        assert parts[layer, :, 2, 1].equal(second[layer, 6, 1])  # a block has two pages
+        assert parts[layer, :, 0, 1].equal(second[layer, 3, 0])
+    prefill.save(0, blocks, pages)
+    await asyncio.sleep(0.05)
+    assert prefill.reported == [(7, 6, 1), (7, 6, 0)]
+
+    decode.pool[:, :, other_pages] = prefill.pool[:, :, pages]  # as the transports do
+    decode.connectors[0]._generations[other_pages] = 9  # one file for all ranks
+    for rank in range(RANKS):
+        assert await decode.load(rank, others, other_pages)
+        assert decode.caches[rank][:, others].equal(prefill.caches[rank][:, blocks])
+        assert decode.caches[rank][:, [0, 3, 4, 5, 6]].equal(before[rank][:, [0, 3, 4, 5, 6]])
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.parametrize("other", [{"world_size": 4}, {"decode_context_parallel_size": 2}])
+def test_other_parallel_sizes_are_refused(
+    module: Any, tmp_path: Path, other: dict[str, int]
+) -> None:
+    with pytest.raises(NotImplementedError, match="of no other parallel sizes"):
+        module.BatonConnector(vllm_config("cpu", tmp_path, ranks=2, **other), None, None)
