@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from baton.engine.vllm.saves import SaveReports
-from tests.engine.vllm.test_inside import connectors, copies, engine_step, stand_in, vllm_config
+from tests.engine.vllm.test_inside import connectors, copies, engine_step, vllm_config
 
 LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 3, 8, 2, 32, 16
 PAGES = BLOCKS * TOKENS // 16
@@ -291,7 +291,6 @@ class Connected:
     """A connector on a GPU, beside stand-ins for vLLM, and what it has reported."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        stand_in(monkeypatch, "baton_waits", install=lambda: None)
         kv = connectors(monkeypatch)
         module = sys.modules["baton_copies"]
         (folder / "pool").touch()

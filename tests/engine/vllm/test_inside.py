@@ -5,6 +5,7 @@ import importlib
 import logging
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,7 +43,7 @@ class SpinCondition:
         self.received += 1
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Put vLLM's module of waits and its platform, a CPU, in place."""
     monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(NOBLOCK=1))
@@ -52,7 +53,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     stand_in(monkeypatch, package, shm_broadcast=broadcast)
     platform = SimpleNamespace(is_cpu=lambda: True)
     stand_in(monkeypatch, "vllm.platforms", current_platform=platform)
-    inside(monkeypatch, "baton_waits")  # before a test has another platform
     return broadcast
 
 
@@ -83,20 +83,22 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None
 
 def inside(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     """Import a module as vLLM does."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # forgotten after the test
-    del sys.modules[name]
+    forget(monkeypatch, name)
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", ["baton_kv", "baton_nixl", "baton_worker"])
-def test_waits_soon_after_a_message_sleep(
-    waits: Any, connector: Any, nixl: Any, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(torch, "Generator", torch.Generator)
-    waits.SpinCondition.wait = SpinCondition.wait
-    inside(monkeypatch, "baton_waits")
-    inside(monkeypatch, name)
+def forget(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let a module of Baton's be imported as vLLM does, and forget it after the test."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    del sys.modules[name]
+
+
+def test_waits_soon_after_a_message_sleep(waits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM loads the plugin in each of its processes."""
+    forget(monkeypatch, "baton_waits")
+    (plugin,) = metadata.entry_points(group="vllm.general_plugins", name="baton_waits")
+    plugin.load()()
     quiet = waits.SpinCondition([])
     quiet.wait(5000)
     assert (quiet.limits, quiet.received) == ([1], 0)
@@ -107,11 +109,9 @@ def test_waits_soon_after_a_message_sleep(
     idle.last_read -= 2.0
     idle.wait(5000)
     assert idle.limits == [("idle", 5000)]
-    connector.shutdown()
 
 
 def test_waits_on_gpus_stay_those_of_vllm(waits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits.SpinCondition.wait = SpinCondition.wait
     platform = SimpleNamespace(is_cpu=lambda: False)
     stand_in(monkeypatch, "vllm.platforms", current_platform=platform)
     inside(monkeypatch, "baton_waits").install()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.engine.vllm.saves import SaveReports
-from tests.engine.vllm.test_inside import connectors, stand_in, vllm_config
+from tests.engine.vllm.test_inside import connectors, vllm_config
 
 RANKS, LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 2, 3, 8, 2, 32, 16
 PAGES = BLOCKS * TOKENS // 16
@@ -17,7 +17,6 @@ RANK_BYTES = HEADS * 16 * VALUES  # of half a page, in bf16
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    stand_in(monkeypatch, "baton_waits", install=lambda: None)
     return connectors(monkeypatch)
 
 

@@ -37,7 +37,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import baton_waits
 import torch
 from baton_copies import copies_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -50,8 +49,6 @@ from vllm.logger import init_logger
 _LOG = init_logger(__name__)
 _PAGE_TOKENS = 16
 _SAVED = struct.Struct("<qqq")  # generation of a hand-off, saved pages of its prompt, rank
-
-baton_waits.install()
 
 
 @dataclass

@@ -10,7 +10,6 @@ They would take the cores that the transfer needs.
 import time
 from typing import Any
 
-import baton_waits
 from nixl import _bindings
 from vllm.distributed.kv_transfer.kv_connector.v1 import nixl
 
@@ -24,7 +23,6 @@ class _AgentConfig(_bindings.nixlAgentConfig):
 
 
 _bindings.nixlAgentConfig = _AgentConfig
-baton_waits.install()
 
 
 class NixlConnector(nixl.NixlConnector):

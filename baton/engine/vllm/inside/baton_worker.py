@@ -6,11 +6,8 @@ rewound, and the error would end vLLM. Here they begin again with their seed, as
 sampled.
 """
 
-import baton_waits
 import torch
 from vllm.platforms import current_platform
-
-baton_waits.install()
 
 
 class _Generator(torch.Generator):
