@@ -16,7 +16,7 @@ _SERVER.set_forkserver_preload(["fleet.worker"])
 
 
 class PreloadedProcess:
-    """What the tests use of ``asyncio.subprocess.Process``, for ``python -m MODULE``."""
+    """Process that runs ``python -m MODULE``, with the methods of ``asyncio``'s that tests use."""
 
     def __init__(
         self,
