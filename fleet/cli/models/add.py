@@ -150,7 +150,8 @@ def _of_file(file: Path) -> dict[str, dict[str, Any]]:
     try:
         found = yaml.safe_load(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise FileEditError(f"{file}: {error}: give NAME=REFERENCE, or a YAML file") from error
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise FileEditError(f"{file}: {problem}: give NAME=REFERENCE, or a YAML file") from error
     if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
         raise FileEditError(f"{file}: must have entries of `models`, such as `name: {{model: …}}`")
     return found
