@@ -43,11 +43,12 @@ class Presence:
         self._listeners.add(writer)
         # Python 3.11 logs a traceback for a cancelled handler, as at the end of the router.
         with contextlib.suppress(OSError, asyncio.CancelledError):
-            writer.write(b"%d\n" % os.getpid())
+            beat = b"%d\n" % os.getpid()
             while not writer.is_closing():
+                writer.write(beat)
                 await writer.drain()
                 await asyncio.sleep(BEAT_S)
-                writer.write(b"\n")
+                beat = b"\n"
         self._listeners.discard(writer)
         writer.close()
 
