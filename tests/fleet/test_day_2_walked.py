@@ -318,6 +318,7 @@ def _uninstall(redis: Server, folder: Path, short: Path, walks: list[Walk]) -> N
     walks.append(walk)
     del walk.environment["XDG_CACHE_HOME"]
     walk.environment["TMPDIR"] = str(short)
+    walk.environment["PATH"] += f":{Path(sys.executable).parent}"  # redis-cli
     cache = folder / "home" / ".cache" / "baton"
     shutil.copytree(Path.home() / ".cache" / "baton" / "native", cache / "native")
     url = fleet_file(folder, also=f"redis: redis://127.0.0.1:{redis.port}")
