@@ -28,7 +28,7 @@ class DrillsResult(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of drill.json: the verdicts of the drills that have ended.
 
     Attributes:
-        interrupted: Whether Ctrl-C ended the drills before all that were asked for.
+        interrupted: Whether Ctrl-C or a signal ended the drills before all that were asked for.
         asked: Names of the drills that were asked for.
     """
 
