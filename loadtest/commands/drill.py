@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 import msgspec
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from loadtest.client.processes import ClientFailedError
 from loadtest.commands import options as o
@@ -137,15 +138,16 @@ def _run_all(runner: DrillRunner, names: list[str]) -> tuple[list[Verdict], bool
 
 
 def _table(verdicts: list[Verdict]) -> Table:
-    table = Table("drill", "verdict", "recovered", "compared", "ends", "fault")
+    figures = (Column(name, no_wrap=True) for name in ("drill", "verdict", "recovered", "compared"))
+    ended = Column("fault and ends", overflow="fold")
+    table = Table(*figures, ended, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for verdict in verdicts:
         recovered = "–" if verdict.recovered_s is None else f"{verdict.recovered_s:.1f} s"
         good = {end: n for end, n in verdict.ends.items() if end in ("ok", "aborted")}
         ends = ", ".join(f"{n} {end}" for end, n in sorted({**good, **verdict.errors}.items()))
         mark = "[green]pass[/]" if verdict.passed else "[bold red]FAIL[/]"
-        table.add_row(
-            verdict.drill, mark, recovered, str(verdict.compared), ends, verdict.what_was_done
-        )
+        what = escape(f"{verdict.what_was_done}\n{ends}")
+        table.add_row(verdict.drill, mark, recovered, str(verdict.compared), what)
     return table
 
 

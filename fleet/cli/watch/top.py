@@ -115,7 +115,8 @@ def _workers(
 ) -> Table:
     headers = ("worker", "role", "state", "KV leased+cached/all", "run", "wait")
     table = Table(*headers, "prefill/s", "step", "moved", box=None, padding=(0, 1, 0, 0))
-    for column in table.columns:
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
         column.no_wrap = True
     for worker in sorted(workers, key=_not_ready_first):
         rate = rates.get(worker["id"], {})
