@@ -92,6 +92,10 @@ def drill(
     runner = DrillRunner(
         DrillOptions(server=server, local=local, rate=rate, holds=holds, seed=seed)
     )
+    try:
+        asyncio.run(runner.check(names))
+    except DrillError as error:
+        o.fail(str(error))
     verdicts, interrupted = _run_all(runner, names)
     result = DrillsResult(interrupted=interrupted, asked=names, drills=verdicts)
     written = msgspec.json.format(msgspec.json.encode(result))
