@@ -254,7 +254,8 @@ def _wait(
 
 
 def _shown(worker: dict[str, Any], before: dict[str, Any] | None = None) -> str:
-    reason = f" ({worker['reason']})" if worker["reason"] else ""
+    why = worker["reason"].removesuffix("; restarting")  # that is its state here
+    reason = f" ({why})" if why else ""
     state = worker["state"]
     if state == "dead":  # as the command ordered; the router knows no process yet
         begun = before is not None and worker["epoch"] > before["epoch"]
