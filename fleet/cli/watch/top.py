@@ -44,8 +44,8 @@ def top(
     Arrow and page keys scroll, g and G lead to the first and last line. Workers that are not ready
     come first.
 
-    Columns: tok/s is prompt tokens computed per second, step the duration of a decode step, moved
-    the hand-offs of the last ten seconds.
+    Columns: prefill/s is prompt tokens computed per second, step the duration of a decode step,
+    moved the hand-offs of the last ten seconds.
     """
     state = running_fleet(fleet)
     console = Console()
