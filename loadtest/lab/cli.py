@@ -33,7 +33,10 @@ def lab(
         Path | None, typer.Option(help="Folder for results.json and report.html. [lab-NAME]")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure fewer points: under 2 minutes on two cores.")
+        bool,
+        typer.Option(
+            "--quick", help="Measure fewer points: 2 minutes on two cores; canary 3, split 5."
+        ),
     ] = False,
     url: Annotated[
         str, typer.Option(help="Router of the fleet to use. Default: the local fleet.")

@@ -169,10 +169,12 @@ def _wait_ready(process: "subprocess.Popen[bytes]", output: Path, progress: Prog
 
 
 @contextlib.contextmanager
-def awaiting(what: str) -> Iterator[Progress]:
-    """Print what the lab waits for, every 5 s while the block runs."""
+def awaiting(what: str, seconds: float | None = None) -> Iterator[Progress]:
+    """Print what the lab waits for, and the rest of the seconds, every 5 s while the block runs."""
     progress = Progress(lambda line: echo(f"[dim]{escape(line)}[/]"))
     progress.awaited = what
+    if seconds is not None:
+        progress.until_s = time.monotonic() + seconds
     with progress.shown():
         yield progress
 

@@ -104,7 +104,7 @@ def test_a_lab_without_a_point_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.timeout(180)
 def test_sigterm_ends_the_fleet_of_a_lab(tmp_path: Path) -> None:
     arguments = ("lab", "canary", "--quick", "--out", str(tmp_path / "lab"))
-    _, told = interrupted(*arguments, sign="equal: chat@2", number=signal.SIGTERM, group=False)
+    _, told = interrupted(*arguments, sign="equal: chat@2 gets", number=signal.SIGTERM, group=False)
     assert "nothing was written" in told and "Traceback" not in told
 
 
