@@ -8,6 +8,7 @@ import typer
 
 from loadtest.commands.compare import compare
 from loadtest.commands.drill import drill
+from loadtest.commands.running import ended_by_signals
 from loadtest.commands.runs import agents, poisson, replay, sessions
 from loadtest.commands.search import search
 
@@ -17,4 +18,4 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 for command in (replay, poisson, sessions, agents, search, compare, drill):
-    app.command()(command)
+    app.command()(ended_by_signals()(command))

@@ -1,9 +1,8 @@
 """Load test from plan to results; records are saved as they arrive and survive Ctrl-C."""
 
 import asyncio
-import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,7 +42,7 @@ def run_plan(
     resume: bool = False,
     on_record: Callable[[RequestRecord], None] = lambda _: None,
 ) -> Results:
-    """Run a load test. SIGINT and SIGTERM end it early, with the records so far.
+    """Run a load test. SIGINT ends it early, with the records so far.
 
     Args:
         plan: Requests and their times.
@@ -105,7 +104,8 @@ async def _run_until_interrupted(
                 interrupted = True
                 limit.reschedule(loop.time())
 
-            with _signals(loop, stop):
+            loop.add_signal_handler(signal.SIGINT, stop)
+            try:
                 progress.clients = await run_clients(
                     plan,
                     options.server,
@@ -114,21 +114,11 @@ async def _run_until_interrupted(
                     keep_answers=options.keep_answers,
                 )
                 progress.complete = True
+            finally:
+                loop.remove_signal_handler(signal.SIGINT)
     except TimeoutError:
         if not interrupted:
             raise
-
-
-@contextlib.contextmanager
-def _signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Iterator[None]:
-    handled = (signal.SIGINT, signal.SIGTERM)
-    for number in handled:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in handled:
-            loop.remove_signal_handler(number)
 
 
 def _results(

@@ -63,6 +63,11 @@ def read_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetCon
         ConfigError: The file is missing or invalid.
     """
     path = file or Path(os.environ.get("BATON_CONFIG") or DEFAULT_FILE)
+    if path == DEFAULT_FILE and file is None and not path.exists():
+        raise ConfigError(
+            f"no fleet file: there is no {path} in this folder; give a FILE or set BATON_CONFIG "
+            "(`echo 'fleet: mine' > fleet.yaml` writes one with all defaults)"
+        )
     overrides: dict[str, object] = {}
     said_by = "--port"
     if port is not None:

@@ -127,7 +127,8 @@ def _candidates(report: dict[str, Any]) -> RenderableType:
     if not candidates:
         return Text("no candidates: the request was never placed")
     table = Table("", "candidate", "cost", "to compute", "terms above zero", box=None)
-    for column in table.columns[:-1]:
+    table.columns[1].overflow = "fold"
+    for column in (table.columns[2], table.columns[3]):
         column.no_wrap = True
     for one in candidates[:_SHOWN_CANDIDATES]:
         pair = (one["prefill"], one["decode"])

@@ -75,7 +75,7 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))  # fits into 80 columns
     blocks = "KV leased\n+cached"
     for name in ("worker", "role", "state", "epoch", "run", "wait", blocks, "process"):
-        table.add_column(name, no_wrap=name != "process", overflow="fold")
+        table.add_column(name, no_wrap=name not in ("worker", "process"), overflow="fold")
     colours = {"ready": "green", "dead": "red", "parked": "dim"}
     for worker in workers:
         blocks = worker["kv_blocks"]

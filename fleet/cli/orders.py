@@ -254,7 +254,8 @@ def _wait(
 
 
 def _shown(worker: dict[str, Any], before: dict[str, Any] | None = None) -> str:
-    reason = f" ({worker['reason']})" if worker["reason"] else ""
+    why = worker["reason"].removesuffix("; restarting")  # that is its state here
+    reason = f" ({why})" if why else ""
     state = worker["state"]
     if state == "dead":  # as the command ordered; the router knows no process yet
         begun = before is not None and worker["epoch"] > before["epoch"]
@@ -351,9 +352,10 @@ def nodes(
         return
     gpus = any(node.get("gpus") for node in found)
     titles = ["node", "address", "state", "CPUs", "free", *["GPUs", "free"] * gpus, "workers"]
-    table = Table(*titles, box=SIMPLE_HEAD)
-    for column in table.columns[:-1]:
-        column.no_wrap = True
+    table = Table(*titles, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.no_wrap = column.header not in ("node", "workers")
+        column.overflow = "fold"
     for node in found:
         marks = ["head"] * node["head"] + ["closed"] * node["closed"]
         marks += [f"for {role}" for role in node["roles"]]

@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 import msgspec
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from loadtest.client.processes import ClientFailedError
 from loadtest.commands import options as o
@@ -28,7 +29,7 @@ class DrillsResult(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of drill.json: the verdicts of the drills that have ended.
 
     Attributes:
-        interrupted: Whether Ctrl-C ended the drills before all that were asked for.
+        interrupted: Whether Ctrl-C or a signal ended the drills before all that were asked for.
         asked: Names of the drills that were asked for.
     """
 
@@ -91,6 +92,10 @@ def drill(
     runner = DrillRunner(
         DrillOptions(server=server, local=local, rate=rate, holds=holds, seed=seed)
     )
+    try:
+        asyncio.run(runner.check(names))
+    except DrillError as error:
+        o.fail(str(error))
     verdicts, interrupted = _run_all(runner, names)
     result = DrillsResult(interrupted=interrupted, asked=names, drills=verdicts)
     written = msgspec.json.format(msgspec.json.encode(result))
@@ -137,15 +142,16 @@ def _run_all(runner: DrillRunner, names: list[str]) -> tuple[list[Verdict], bool
 
 
 def _table(verdicts: list[Verdict]) -> Table:
-    table = Table("drill", "verdict", "recovered", "compared", "ends", "fault")
+    figures = (Column(name, no_wrap=True) for name in ("drill", "verdict", "recovered", "compared"))
+    ended = Column("fault and ends", overflow="fold")
+    table = Table(*figures, ended, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for verdict in verdicts:
         recovered = "–" if verdict.recovered_s is None else f"{verdict.recovered_s:.1f} s"
         good = {end: n for end, n in verdict.ends.items() if end in ("ok", "aborted")}
         ends = ", ".join(f"{n} {end}" for end, n in sorted({**good, **verdict.errors}.items()))
         mark = "[green]pass[/]" if verdict.passed else "[bold red]FAIL[/]"
-        table.add_row(
-            verdict.drill, mark, recovered, str(verdict.compared), ends, verdict.what_was_done
-        )
+        what = escape(f"{verdict.what_was_done}\n{ends}")
+        table.add_row(verdict.drill, mark, recovered, str(verdict.compared), what)
     return table
 
 

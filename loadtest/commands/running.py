@@ -1,6 +1,10 @@
-"""Steps of every command that runs a plan: progress bar, results folder, summary."""
+"""Steps of every command that runs a plan: signals, progress bar, results folder, summary."""
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import typer
 from rich.console import Console
@@ -18,7 +22,34 @@ from loadtest.run import RunOptions, run_plan
 from loadtest.workloads.plan import Plan
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in a shell."""
+"""Exit code after Ctrl-C, SIGTERM or SIGHUP: what was measured until then is kept."""
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let the first SIGTERM or SIGHUP have the effect of Ctrl-C; later ones have none.
+
+    A SIGHUP that is ignored stays ignored, so that a command under `nohup` outlives its terminal.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, lambda *_: None)  # `timeout` and systemd send two
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+
+    found = {each: signal.getsignal(each) for each in END_SIGNALS}
+    before = {each: handler for each, handler in found.items() if handler is not signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def run(

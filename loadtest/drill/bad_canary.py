@@ -32,20 +32,29 @@ async def bad_canary(fleet: FleetView) -> str:
         DrillError: The fleet has no damaged copy of a model.
         DrillFaultError: The copy got requests, or was not rolled back in time.
     """
-    models = [one["name"] for one in (await fleet.models())["models"]]
-    pairs = [name for name in models if f"{name}{_SUFFIX}" in models]
-    if not pairs:
-        raise DrillError(
-            f"the fleet serves no model NAME with a damaged copy NAME{_SUFFIX}: "
-            "see `python -m loadtest.drill.damage --help`"
-        )
-    name = pairs[0]
+    name = await model_with_copy(fleet)
     copy = f"{name}{_SUFFIX}"
     try:
         return await _drill(fleet, name, copy)
     finally:
         await fleet.change_models({"verb": "remove", "name": name})
         await fleet.change_models({"verb": "gate", "name": copy, "golden": []})
+
+
+async def model_with_copy(fleet: FleetView) -> str:
+    """Return the name of a model that has a damaged copy.
+
+    Raises:
+        DrillError: There is none.
+    """
+    models: list[str] = [one["name"] for one in (await fleet.models())["models"]]
+    pairs = [name for name in models if f"{name}{_SUFFIX}" in models]
+    if not pairs:
+        raise DrillError(
+            f"the fleet serves no model NAME with a damaged copy NAME{_SUFFIX}: "
+            "see `python -m loadtest.drill.damage --help`"
+        )
+    return pairs[0]
 
 
 async def _drill(fleet: FleetView, name: str, copy: str) -> str:

@@ -13,6 +13,7 @@ from loadtest.client.processes import ClientFailedError, run_clients
 from loadtest.client.records import RequestRecord, ServerOptions
 from loadtest.client.server import ServerError
 from loadtest.commands.options import LocalFleet
+from loadtest.drill.bad_canary import model_with_copy
 from loadtest.drill.drills import DRILLS, Drill
 from loadtest.drill.faults import Scene
 from loadtest.drill.fleet import DrillError, DrillFaultError, FleetView, all_at_rest, all_ready
@@ -53,6 +54,17 @@ class DrillRunner:
         self._options = options
         self._golden: list[str] = []
         self._capacity = 0.0  # requests per second
+
+    async def check(self, names: Sequence[str]) -> None:
+        """Check that the fleet has the models that the drills need.
+
+        Raises:
+            DrillError: It lacks one.
+        """
+        if any(DRILLS[name].wrong_model for name in names):
+            local = self._options.local
+            async with FleetView(local.url, local.operator_key) as fleet:
+                await model_with_copy(fleet)
 
     async def take_golden_answers(self) -> None:
         """Send every prompt alone and then all at once; the responses must agree.

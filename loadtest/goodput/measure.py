@@ -21,7 +21,9 @@ from loadtest.metrics import request_figures
 HELD_SHARE = 0.95
 """Share of good responses at a rate that a fleet holds."""
 
-_TRIED = (1.0, 0.9, 0.8, 0.7, 0.6)  # of the goodput under overload, until the fleet holds it
+TRIED = (1.0, 0.9, 0.8, 0.7, 0.6)
+"""Shares of the goodput under overload that `held_rate` tries, until the fleet holds one."""
+
 _ALONE = 4
 
 
@@ -81,7 +83,7 @@ async def held_rate(measure: Measure, overload: PhaseFigures) -> PhaseFigures | 
     """
     if overload.good_share >= HELD_SHARE:
         return overload
-    for share in _TRIED:
+    for share in TRIED:
         if not overload.good_per_s:
             break
         found = await measure(share * overload.good_per_s)

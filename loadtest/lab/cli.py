@@ -18,13 +18,14 @@ from rich.table import Table
 from baton.config.fleet_file import DEFAULT_MODEL
 from loadtest.client.server import Server, ServerError
 from loadtest.commands.options import FindFleet, check_out, echo, fail, typed_command
-from loadtest.commands.running import INTERRUPTED
+from loadtest.commands.running import INTERRUPTED, ended_by_signals
 from loadtest.lab.places import LabError, emulated_fleet, fleet_of, machine, run_in_process
 from loadtest.lab.report import show, write_report
 from loadtest.lab.results import LabResults, write_results
 from loadtest.lab.table import LABS, Lab, LabContext
 
 
+@ended_by_signals()
 def lab(
     ctx: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Lab to run; omit to list all.")] = None,
@@ -32,7 +33,10 @@ def lab(
         Path | None, typer.Option(help="Folder for results.json and report.html. [lab-NAME]")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure fewer points: under 2 minutes on two cores.")
+        bool,
+        typer.Option(
+            "--quick", help="Measure fewer points: 2 minutes on two cores; canary 3, split 5."
+        ),
     ] = False,
     url: Annotated[
         str, typer.Option(help="Router of the fleet to use. Default: the local fleet.")
@@ -56,8 +60,8 @@ def lab(
 ) -> None:
     """Run an experiment on a common question of operators, with a table and a plot.
 
-    Example: `baton lab chunks --quick --out /tmp/chunks`. Ctrl-C keeps the points measured so far
-    (exit code 130).
+    Example: `baton lab chunks --quick --out /tmp/chunks`. Ctrl-C, SIGTERM and SIGHUP keep the
+    points measured so far (exit code 130).
     """
     if name is None:
         _list()

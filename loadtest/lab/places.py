@@ -18,7 +18,7 @@ from rich.markup import escape
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.telemetry.progress import Progress
 from loadtest.commands.options import FindFleet, echo
-from loadtest.commands.running import INTERRUPTED
+from loadtest.commands.running import END_SIGNALS, INTERRUPTED
 from loadtest.lab.results import Findings
 from loadtest.lab.table import LABS, LabContext
 
@@ -169,16 +169,19 @@ def _wait_ready(process: "subprocess.Popen[bytes]", output: Path, progress: Prog
 
 
 @contextlib.contextmanager
-def awaiting(what: str) -> Iterator[Progress]:
-    """Print what the lab waits for, every 5 s while the block runs."""
+def awaiting(what: str, seconds: float | None = None) -> Iterator[Progress]:
+    """Print what the lab waits for, and the rest of the seconds, every 5 s while the block runs."""
     progress = Progress(lambda line: echo(f"[dim]{escape(line)}[/]"))
     progress.awaited = what
+    if seconds is not None:
+        progress.until_s = time.monotonic() + seconds
     with progress.shown():
         yield progress
 
 
 def _interrupt(number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # the parent may forward what the terminal has sent
+    for each in (signal.SIGINT, *END_SIGNALS):  # the parent may forward what the terminal has sent
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -186,7 +189,9 @@ def main() -> None:
     """Run a lab in this process: read its context from standard input, and write its findings."""
     results = os.dup(1)
     os.dup2(2, 1)  # keep output of libraries apart from the findings
-    signal.signal(signal.SIGINT, _interrupt)
+    for number in (signal.SIGINT, *END_SIGNALS):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     context = msgspec.json.decode(sys.stdin.buffer.read(), type=LabContext)
     try:
         with awaiting("the engine's libraries"):

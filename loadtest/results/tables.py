@@ -4,7 +4,7 @@ import math
 
 from rich.console import Console, Group
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from loadtest.metrics.confidence import Interval
@@ -93,9 +93,8 @@ def _rates(summary: Summary) -> Table:
 
 
 def _groups(summary: Summary) -> Table:
-    table = Table(
-        "", "n", "TTFT p50", "p99", "TPOT p50", "p99", title="groups", title_justify="left"
-    )
+    figures = (Column(name, no_wrap=True) for name in ("n", "TTFT p50", "p99", "TPOT p50", "p99"))
+    table = Table(Column(overflow="fold"), *figures, title="groups", title_justify="left")
     for name, found in summary.by_group.items():
         ttft = found.get("ttft_s")
         tpot = found.get("tpot_s")

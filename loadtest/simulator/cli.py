@@ -15,7 +15,7 @@ from rich.text import Text
 
 from baton.engine.emulated_timing import H100_70B, TIMINGS
 from loadtest.commands.options import echo, with_options
-from loadtest.commands.running import INTERRUPTED
+from loadtest.commands.running import INTERRUPTED, ended_by_signals
 from loadtest.reasons import file_reason
 from loadtest.simulator.network import LINKS
 from loadtest.simulator.planning import Decided
@@ -41,6 +41,7 @@ from router.request import Slo as RequestSlo
 ALL = "all"
 
 
+@ended_by_signals()
 @with_options(
     "policy",
     "timing",

@@ -287,7 +287,7 @@ def _by_run(
 ) -> Table:
     shown = Table("", title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in runs:
-        shown.add_column(name, justify="right")
+        shown.add_column(name.replace("-", "-\n"), justify="right")
     for name, cell in rows.items():
         shown.add_row(name, *(cell(one) for one in runs.values()))
     return shown

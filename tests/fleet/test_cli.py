@@ -394,3 +394,16 @@ def test_the_memory_of_a_worker_is_shown_with_its_unit() -> None:
     code, text = baton("capacity", "--context", "1024", "--memory", "64")
     assert code == 0
     assert "one worker, in MiB" in text
+
+
+def test_without_a_file_the_error_names_the_ways_to_give_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BATON_CONFIG", raising=False)
+    result = CliRunner().invoke(app, ["config", "check"])
+    assert result.exit_code == 1
+    assert "there is no deploy/local.yaml in this folder" in result.output
+    assert "fleet: mine" in result.output
+    (tmp_path / "fleet.yaml").write_text("fleet: mine\n")
+    assert CliRunner().invoke(app, ["config", "check", "fleet.yaml"]).exit_code == 0

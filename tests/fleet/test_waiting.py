@@ -37,7 +37,8 @@ def test_a_worker_that_is_started_again_is_shown_as_starting(
     """Routers know no process of it yet, and call it dead."""
 
     def worker(state: str, epoch: int) -> orders.Workers:
-        one = {"id": "w", "role": "decode", "state": state, "epoch": epoch, "reason": ""}
+        reason = "killed; restarting" if epoch == 2 and state == "dead" else ""
+        one = {"id": "w", "role": "decode", "state": state, "epoch": epoch, "reason": reason}
         return {"w": one}
 
     states = iter([worker("dead", 1), worker("dead", 2), worker("ready", 2)])
@@ -47,7 +48,7 @@ def test_a_worker_that_is_started_again_is_shown_as_starting(
     orders._wait(place, worker("ready", 1), lambda now: now["w"]["state"] == "ready", 10)
     assert capsys.readouterr().out.splitlines() == [
         "w: decode, stopped, epoch 1",
-        "w: decode, starting, epoch 2",
+        "w: decode, starting, epoch 2 (killed)",
         "w: decode, ready, epoch 2",
     ]
 

@@ -1,5 +1,9 @@
-"""Ctrl-C in long commands: what was done until then is kept and marked, with exit code 130."""
+"""Ctrl-C in long commands: what was done until then is kept and marked, with exit code 130.
 
+SIGTERM and SIGHUP do the same.
+"""
+
+import contextlib
 import json
 import os
 import signal
@@ -8,15 +12,23 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from loadtest.commands.points import measured
+from loadtest.commands.running import ended_by_signals
 from tests.loadtest.simulator.test_simulator import SAMPLE
 from tests.matrix.tiny import write_tiny
 
 
-def interrupted(*arguments: str, sign: str = "", after_s: float = 0.0) -> tuple[str, str]:
-    """Type a command and Ctrl-C after a sign on standard error; return both outputs."""
+def interrupted(
+    *arguments: str,
+    sign: str = "",
+    after_s: float = 0.0,
+    number: int = signal.SIGINT,
+    group: bool = True,  # a terminal sends it to the whole group
+) -> tuple[str, str]:
+    """Type a command, send a signal after a sign on standard error; return both outputs."""
     process = subprocess.Popen(
         [sys.executable, "-m", "fleet.cli.main", *arguments],
         stdout=subprocess.PIPE,
@@ -28,17 +40,23 @@ def interrupted(*arguments: str, sign: str = "", after_s: float = 0.0) -> tuple[
     )
     assert process.stderr is not None
     told = ""
+    started: list[psutil.Process] = []
     try:
         while sign not in told:
             line = process.stderr.readline()
             assert line, told
             told += line
         time.sleep(after_s)
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+        started = psutil.Process(process.pid).children(recursive=True)
+        (os.killpg if group else os.kill)(process.pid, number)
         out, more = process.communicate(timeout=60)
+        assert psutil.wait_procs(started, timeout=5)[1] == []
     finally:
         process.kill()
         process.wait()
+        for left in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
     assert process.returncode == 130, told + more
     return out, told + more
 
@@ -57,11 +75,14 @@ def test_points_before_ctrl_c_are_kept() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_lab_keeps_its_points(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "group"),
+    [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGHUP, True)],
+)
+def test_a_lab_keeps_its_points(tmp_path: Path, number: int, group: bool) -> None:
     model = write_tiny(tmp_path / "tiny")
-    out, told = interrupted(
-        "lab", "batching", "--model", model, "--out", str(tmp_path / "lab"), sign="point 2 of 4"
-    )
+    arguments = ("lab", "batching", "--model", model, "--out", str(tmp_path / "lab"))
+    out, told = interrupted(*arguments, sign="point 2 of 4", number=number, group=group)
     assert "PARTIAL" in out
     findings = json.loads((tmp_path / "lab" / "results.json").read_text())["findings"]
     assert findings["left_out"] > 0
@@ -78,6 +99,38 @@ def test_a_lab_without_a_point_writes_nothing(tmp_path: Path) -> None:
     )
     assert "nothing was written" in told and "Traceback" not in told
     assert not (tmp_path / "lab").exists()
+
+
+@pytest.mark.timeout(180)
+def test_sigterm_ends_the_fleet_of_a_lab(tmp_path: Path) -> None:
+    arguments = ("lab", "canary", "--quick", "--out", str(tmp_path / "lab"))
+    _, told = interrupted(*arguments, sign="equal: chat@2 gets", number=signal.SIGTERM, group=False)
+    assert "nothing was written" in told and "Traceback" not in told
+
+
+def test_a_signal_ends_a_command_once_even_where_sigint_is_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a shell's background job
+    ended = 0
+    try:
+        with ended_by_signals():
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except KeyboardInterrupt:
+                ended += 1
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == 1
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_ignored_sighup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with ended_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.timeout(120)

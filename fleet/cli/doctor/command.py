@@ -93,7 +93,8 @@ def _show_edges(state: FleetState, *, as_json: bool) -> None:
         typer.echo(json.dumps([asdict(figure) for figure in figures], indent=2))
         raise typer.Exit(0 if all(figure.bytes_per_s for figure in figures) else 1)
     names = list(dict.fromkeys(figure.transport for figure in figures))
-    table = Table("from", "to", *(f"{name}, GB/s" for name in names))
+    heads = ("from", "to", *(f"{name}, GB/s" for name in names))
+    table = Table(*(Column(head, overflow="fold") for head in heads))
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for figure in figures:
         rate = f"{figure.bytes_per_s / 1e9:.2f}" if figure.bytes_per_s else figure.why
@@ -136,7 +137,7 @@ def _show_cluster(config: FleetConfig, address: str, *, as_json: bool) -> None:
 
 
 def _table(first: str, nodes: list[str], rows: dict[str, dict[str, Cell]]) -> Table:
-    table = Table(first, *map(escape, nodes))
+    table = Table(*(Column(escape(head), overflow="fold") for head in (first, *nodes)))
     for name, cells in rows.items():
         row = [_shown(cells[node]) if node in cells else "" for node in nodes]
         table.add_row(escape(name), *row)

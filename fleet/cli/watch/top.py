@@ -44,8 +44,8 @@ def top(
     Arrow and page keys scroll, g and G lead to the first and last line. Workers that are not ready
     come first.
 
-    Columns: tok/s is prompt tokens computed per second, step the duration of a decode step, moved
-    the hand-offs of the last ten seconds.
+    Columns: prefill/s is prompt tokens computed per second, step the duration of a decode step,
+    moved the hand-offs of the last ten seconds.
     """
     state = running_fleet(fleet)
     console = Console()
@@ -115,7 +115,8 @@ def _workers(
 ) -> Table:
     headers = ("worker", "role", "state", "KV leased+cached/all", "run", "wait")
     table = Table(*headers, "prefill/s", "step", "moved", box=None, padding=(0, 1, 0, 0))
-    for column in table.columns:
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
         column.no_wrap = True
     for worker in sorted(workers, key=_not_ready_first):
         rate = rates.get(worker["id"], {})

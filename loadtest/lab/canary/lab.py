@@ -20,6 +20,7 @@ from loadtest.client.server import ServerError
 from loadtest.commands.options import echo
 from loadtest.drill.fleet import DrillError, FleetView
 from loadtest.lab.canary.findings import Candidate, findings_of
+from loadtest.lab.places import awaiting
 from loadtest.lab.results import Findings
 from loadtest.lab.table import LABS, LabContext
 from loadtest.percent import percent
@@ -56,9 +57,12 @@ async def _run(context: LabContext, seconds: float) -> Findings:
         names = [one["name"] for one in (await fleet.models())["models"]]
         if missing := [name for name in LABS["canary"].timings if name not in names]:
             raise DrillError(f"the fleet does not serve {missing[0]}: the lab starts its own fleet")
-        for kind, model in (("equal", f"{NAME}@2"), ("slow", f"{NAME}@3"), ("wrong", f"{NAME}@2")):
-            echo(f"[dim]{kind}: {model} gets {percent(_SHARE, 0)} of {_RATE:g} requests/s[/]")
-            found.append(await _candidate(fleet, context, kind, model, seconds))
+        tried = (("equal", f"{NAME}@2"), ("slow", f"{NAME}@3"), ("wrong", f"{NAME}@2"))
+        for number, (kind, model) in enumerate(tried, 1):
+            load = f"{percent(_SHARE, 0)} of {_RATE:g} requests/s for {seconds:g} s"
+            echo(f"[dim]candidate {number} of {len(tried)}, {kind}: {model} gets {load}[/]")
+            with awaiting("the load", _SETTLE_S + seconds):
+                found.append(await _candidate(fleet, context, kind, model, seconds))
     return findings_of(found, rate=_RATE, share=_SHARE, seconds=seconds)
 
 

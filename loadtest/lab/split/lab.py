@@ -16,8 +16,9 @@ from loadtest.client.server import Server, ServerError
 from loadtest.commands.options import echo
 from loadtest.commands.points import measured
 from loadtest.goodput.fleet import SizedFleet
-from loadtest.goodput.measure import alone_s, goodput, held_rate, send_phases
+from loadtest.goodput.measure import TRIED, alone_s, goodput, held_rate, send_phases
 from loadtest.goodput.phases import Limits, PhaseFigures, phases_of
+from loadtest.lab.places import awaiting
 from loadtest.lab.results import Findings
 from loadtest.lab.split.findings import OVERLOAD, Split, Steered, findings_of, findings_so_far
 from loadtest.lab.table import LabContext
@@ -66,6 +67,11 @@ class _Lab:
 
     def run(self) -> Findings:
         rate = self.workers / self.limits.own_s  # more than all workers together can compute
+        planned = 1 if self.quick else 2
+        echo(
+            f"[dim]{self.workers - 1} splits of {self.seconds:g} s, at most {len(TRIED)} rates of "
+            f"the best one, {planned} × {_FORGET_S + _STEERED_S:g} s with the planner[/]"
+        )
         splits = measured(range(1, self.workers), lambda prefill: self._split(prefill, rate))
         if splits.left_out:
             return self._so_far(splits, splits.left_out + _LATER_POINTS)
@@ -84,7 +90,7 @@ class _Lab:
         starts = ordered[:1] if self.quick else list(dict.fromkeys([others[0], others[-1]]))
         self._become(best.prefill)
         echo(f"[dim]{best.name}: the rate that it holds[/]")
-        base = asyncio.run(held_rate(self._measured, best.figures))
+        base = asyncio.run(held_rate(self._tried, best.figures))
         if base is None:
             raise ServerError(f"{best.name} holds no tried rate: too little is good")
         steered = [self._steer(start, OVERLOAD * base.rate) for start in starts]
@@ -94,8 +100,14 @@ class _Lab:
         self._become(prefill)
         split = f"{prefill} + {self.workers - prefill}"
         echo(f"[dim]{split}: {rate:.1f} requests/s for {self.seconds:g} s[/]")
-        figures = asyncio.run(self._measured(rate))
+        with awaiting("the load", self.seconds):
+            figures = asyncio.run(self._measured(rate))
         return Split(prefill=prefill, decode=self.workers - prefill, figures=figures)
+
+    async def _tried(self, rate: float) -> PhaseFigures:
+        echo(f"[dim]{rate:.1f} requests/s for {self.seconds:g} s[/]")
+        with awaiting("the load", self.seconds):
+            return await self._measured(rate)
 
     async def _measured(self, rate: float) -> PhaseFigures:
         return await goodput(rate, self.seconds, self.options, self.limits, ANSWER_TOKENS)
@@ -106,12 +118,14 @@ class _Lab:
     def _steer(self, start: Split, rate: float) -> Steered:
         self._become(start.prefill)
         echo(f"[dim]{_FORGET_S:g} s without load[/]")
-        time.sleep(_FORGET_S)
+        with awaiting("the planner to forget the load before", _FORGET_S):
+            time.sleep(_FORGET_S)
         self.fleet.plan("auto")
         echo(f"[dim]{start.name} with the planner: {rate:.1f} requests/s for {_STEERED_S:g} s[/]")
         zero: list[float] = []
         try:
-            records = asyncio.run(self._sent(rate, zero.append))
+            with awaiting("the load", _STEERED_S):
+                records = asyncio.run(self._sent(rate, zero.append))
             began = time.time() - (time.monotonic() - zero[0])
             decided = [(at - began, text) for at, text in self.fleet.decisions(began)]
             return Steered(

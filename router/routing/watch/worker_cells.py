@@ -79,6 +79,6 @@ class WorkerCells:
             blocks.quarantined,
             status.prefill_tokens_per_s or None,
             status.decode_step_s or None,
-            slot.refusal or ("" if state == "ready" else slot.record.reason),
+            slot.refusal or slot.reason,
             slot.record.version,
         ]

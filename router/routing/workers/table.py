@@ -124,6 +124,15 @@ class Slot:
         return self.listed and self.record.state == "starting"
 
     @property
+    def reason(self) -> str:
+        """Reason why the worker is not ready, and whether the controller starts it again."""
+        state = self.state
+        reason = "" if state == "ready" else self.record.reason
+        if state == "dead" and self.is_begun:
+            return f"{reason}; restarting" if reason else "restarting"
+        return reason
+
+    @property
     def incarnation(self) -> bytes:
         """Incarnation that is or was last connected; empty before the first."""
         return self.link.incarnation if self.link is not None else b""
@@ -184,7 +193,7 @@ class Slot:
             "id": record.worker_id,
             "role": record.role,
             "state": state,
-            "reason": "" if state == "ready" else record.reason,
+            "reason": self.reason,
             "engine": self._engine(),
             "version": record.version,
             "refused": self.refusal,

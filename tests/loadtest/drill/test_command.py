@@ -26,6 +26,8 @@ def typed(monkeypatch, tmp_path):
             def __init__(self, options: DrillOptions) -> None:
                 taken.append(options)
 
+            async def check(self, names: list[str]) -> None: ...
+
             async def take_golden_answers(self) -> None: ...
 
             async def run(self, name: str):
@@ -70,6 +72,8 @@ def test_ctrl_c_keeps_the_drills_that_have_ended(monkeypatch, tmp_path):
     class Runner:
         def __init__(self, options: DrillOptions) -> None: ...
 
+        async def check(self, names: list[str]) -> None: ...
+
         async def take_golden_answers(self) -> None: ...
 
         async def run(self, name: str):
@@ -97,3 +101,18 @@ def test_ctrl_c_keeps_the_drills_that_have_ended(monkeypatch, tmp_path):
     assert written["interrupted"] is True
     assert written["asked"] == ["overload", "kill-prefill"]
     assert [one["drill"] for one in written["drills"]] == ["overload"]
+
+
+def test_a_fleet_without_a_damaged_model_is_refused_before_any_request(monkeypatch, tmp_path):
+    async def models(self) -> dict[str, list[dict[str, str]]]:
+        return {"models": [{"name": "m"}]}
+
+    monkeypatch.setattr("loadtest.drill.runner.FleetView.models", models)
+    with tiny_server() as server:
+        local = LocalFleet("f", server.url, "", lambda: None, lambda verb, arguments: "")
+        line = ["drill", "kill-prefill", "bad-canary", "--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(app, line, obj=lambda: local, env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert "serves no model NAME with a damaged copy NAME-damaged" in result.output
+    assert "golden responses" not in result.output
+    assert not (tmp_path / "out").exists()

@@ -67,8 +67,12 @@ def view(monkeypatch: pytest.MonkeyPatch) -> View:
     return found
 
 
-def test_the_good_candidate_stays_and_the_bad_ones_are_rolled_back(view: View) -> None:
+def test_the_good_candidate_stays_and_the_bad_ones_are_rolled_back(
+    view: View, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = lab.run(LabContext(url="http://x", api_key="k"))
+    told = capsys.readouterr().err
+    assert "candidate 2 of 3, slow: chat@3 gets 50 % of 8 requests/s for 60 s" in told
     rows = {row[0]: row for row in found.rows}
     assert rows["equal"][2] is None
     assert (rows["slow"][1], rows["slow"][3], rows["slow"][4]) == ("chat@3", 90, "p95 ITL")

@@ -94,6 +94,18 @@ def test_a_lab_shows_what_it_waits_for_before_its_first_point(
     assert "waiting for worker-0\n" in capsys.readouterr().err
 
 
+def test_a_lab_shows_how_much_of_its_load_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("baton.telemetry.progress._SILENT_S", 0.05)
+    with places.awaiting("the load", 60.0):
+        time.sleep(0.2)
+    assert "waiting for the load, 60 s left\n" in capsys.readouterr().err
+    with places.awaiting("the load", 0.01):  # the last responses end after the load
+        time.sleep(0.2)
+    assert "waiting for the load\n" in capsys.readouterr().err
+
+
 def test_continuous_batching_takes_fewer_steps(tiny: str, tmp_path: Path) -> None:
     run("batching", "--quick", "--model", tiny, "--threads", 1, "--out", tmp_path)
     for row in left_in(tmp_path, "batching").findings.rows:

@@ -118,7 +118,10 @@ async def test_a_worker_whose_next_life_takes_long_to_start_stays_in_sight():
         next_life = msgspec.structs.replace(dead, state="starting", epoch=dead.epoch + 1)
         directory.put(msgspec.structs.replace(next_life, address=""))
         await asyncio.sleep(2.6)  # the dead are shown for 1.5 s
-        assert [worker["id"] for worker in table.describe()["workers"]] == ["decode-0"]
+        (shown,) = table.describe()["workers"]
+        assert (shown["id"], shown["state"], shown["reason"]) == ("decode-0", "dead", "restarting")
+        directory.put(msgspec.structs.replace(next_life, address="", reason="killed"))
+        await until(lambda: table.get("decode-0").reason == "killed; restarting")
         why = "cannot place: no node had 1 free CPUs"
         directory.put(msgspec.structs.replace(next_life, address="", state="dead", reason=why))
         await asyncio.sleep(1.2)  # the one before has been dead for longer
