@@ -148,7 +148,7 @@ def _table(verdicts: list[Verdict]) -> Table:
     for verdict in verdicts:
         recovered = "–" if verdict.recovered_s is None else f"{verdict.recovered_s:.1f} s"
         good = {end: n for end, n in verdict.ends.items() if end in ("ok", "aborted")}
-        ends = ", ".join(f"{n} {end}" for end, n in sorted({**good, **verdict.errors}.items()))
+        ends = ", ".join(f"{n} × {end}" for end, n in sorted({**good, **verdict.errors}.items()))
         mark = "[green]pass[/]" if verdict.passed else "[bold red]FAIL[/]"
         what = escape(f"{verdict.what_was_done}\n{ends}")
         table.add_row(verdict.drill, mark, recovered, str(verdict.compared), what)
