@@ -16,9 +16,8 @@ from baton.engine.vllm.events_client import KvEventsClient
 from baton.engine.vllm.live_request import LiveRequest
 from baton.engine.vllm.load import LoadMeter, Row
 from baton.engine.vllm.protocol import ChoiceStream
-from baton.engine.vllm.saves import SaveReports
 from baton.engine.vllm.server import GENERATIONS, SAVES, VllmFacts
-from baton.engine.vllm.staging import Staging
+from baton.engine.vllm.staging import SaveReports, Staging
 from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev

@@ -1,4 +1,4 @@
-"""Pages in which KV lies between vLLM and other workers (``hand_off: baton``), without I/O.
+"""Pages in which KV lies between vLLM and other workers (``hand_off: baton``).
 
     prefill    take ──▶ vLLM saves blocks, step by step ──▶ published, pulled ──▶ release
     decode     bind ──▶ pulled and verified ──▶ vLLM loads them ──▶ release
@@ -6,10 +6,19 @@
 The pages are the worker's KV pool, a file with holes: the lowest pages are taken first, so that
 memory is used for the most pages that were in use at once. vLLM moves whole blocks only; the pages
 of the tokens behind them travel unused, and the decode worker's vLLM computes these tokens.
+
+vLLM's connector (``inside/baton_kv.py``) reports saved pages. On CPUs a prompt is saved when vLLM
+responds, and reports may be lost. On GPUs vLLM may save pages after its response, which has their
+number. No report is lost then, and the last one completes the prompt. A failed save is reported as
+-1 pages. Each rank of vLLM reports its own part of the pages.
 """
 
+import asyncio
 import heapq
+import socket
+import struct
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +29,11 @@ from baton.types import events as ev
 from baton.types.errors import InternalError
 from baton.types.geometry import BLOCK_TOKENS
 
+_SAVED = struct.Struct("<qqq")  # generation of a hand-off, saved pages of its prompt, rank
+
 
 class Staging:
-    """Pages of the requests of one vLLM.
+    """Pages of the requests of one vLLM, without I/O.
 
     Args:
         generations: Generation of the hand-off to which each page belongs, one for each page of
@@ -172,3 +183,29 @@ class Staging:
         request.pages = tuple(heapq.heappop(self._free) for _ in range(count))
         self._generations[[*request.pages]] = request.generation
         return True
+
+
+class SaveReports:
+    """Socket that vLLM's connector sends to.
+
+    Args:
+        path: Path of the socket, which must not exist.
+        on_saved: Called with the generation of a hand-off, the number of its first pages that a
+            rank of vLLM has saved, and the rank; -1: it cannot save them.
+    """
+
+    def __init__(self, path: str, on_saved: Callable[[int, int, int], None]) -> None:
+        self._on_saved = on_saved
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(path)
+        asyncio.get_running_loop().add_reader(self._socket, self._receive)
+
+    def close(self) -> None:
+        """Close the socket, so that vLLM's reports are lost."""
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    def _receive(self) -> None:
+        generation, pages, rank = _SAVED.unpack(self._socket.recv(_SAVED.size))
+        self._on_saved(generation, pages, rank)

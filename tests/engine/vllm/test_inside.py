@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import baton.engine.vllm.inside
-from baton.engine.vllm.saves import SaveReports
+from baton.engine.vllm.staging import SaveReports
 
 FOLDER = Path(baton.engine.vllm.inside.__file__).parent
 

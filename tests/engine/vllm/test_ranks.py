@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.vllm.saves import SaveReports
+from baton.engine.vllm.staging import SaveReports
 from tests.engine.vllm.test_inside import connectors, vllm_config
 
 RANKS, LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 2, 3, 8, 2, 32, 16
