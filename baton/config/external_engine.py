@@ -49,12 +49,14 @@ class VllmConfig(Section):
             NixlConnector, which needs the package ``nixl`` beside vLLM. ``baton`` is experimental:
             Baton's own transports, for vLLM 0.32 without pipeline parallelism. Without it there are
             no prefill workers.
+        batch_invariant: Turn vLLM's batch-invariant mode on, which ``numerics: exact`` needs.
     """
 
     python: AbsoluteFile
     args: Annotated[tuple[str, ...], Field(max_length=200)] = ()
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
     hand_off: Literal["nixl", "baton"] | None = None
+    batch_invariant: bool = False
 
     @field_validator("args", mode="before")
     @classmethod

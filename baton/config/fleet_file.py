@@ -281,8 +281,9 @@ class FleetConfig(Section):
         refuse_unsupported(
             kind,
             {
-                "numerics: exact: not kept by this engine; set `numerics: fast`": (
+                "numerics: exact: set pools.vllm.batch_invariant, or `numerics: fast`": (
                     self.numerics.mode == "exact"
+                    and not (self.pools.vllm is not None and self.pools.vllm.batch_invariant)
                 ),
                 f"dtype: {arguments}": "dtype" in self.model_fields_set,
                 f"quantisation: {arguments}": self.quantisation != QuantisationConfig(),

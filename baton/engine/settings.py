@@ -48,6 +48,7 @@ class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
         role: Role of the worker in hand-offs, ``prefill`` or ``decode``; empty: both.
         address: HOST:PORT at which other workers' engines ask for KV.
         ports: Allowed range FIRST-LAST of further ports; empty: any.
+        batch_invariant: Whether its batch-invariant mode is turned on.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class ExternalEngine(msgspec.Struct, frozen=True, kw_only=True):
     role: str = ""
     address: str = ""
     ports: str = ""
+    batch_invariant: bool = False
 
 
 class KvTierSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -208,6 +208,7 @@ def _external(config: FleetConfig) -> ExternalEngine | None:
         args=(*limits, *vllm.args),
         adapters=adapters,
         hand_off=vllm.hand_off or "",
+        batch_invariant=vllm.batch_invariant,
     )
 
 

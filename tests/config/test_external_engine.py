@@ -44,6 +44,17 @@ def test_batons_hand_off_takes_tensor_parallelism() -> None:
     assert external.args == ("-tp", "2")
 
 
+def test_exact_needs_the_batch_invariant_mode() -> None:
+    vllm = {"python": PYTHON, "batch_invariant": True}
+    settings = engine_settings(config({"vllm": vllm}, numerics="exact"), "decode")
+    assert settings.numerics == "exact"
+    assert settings.external is not None
+    assert settings.external.batch_invariant
+    fast = engine_settings(config(), "decode").external
+    assert fast is not None
+    assert not fast.batch_invariant
+
+
 def test_adapters_are_served_with_vllms_own_argument() -> None:
     with_lora = {"vllm": {"python": PYTHON, "args": ["--enable-lora", "--max-loras", 4]}}
     fleet = config(with_lora, adapters={"load": {"a": "/a"}, "max_rank": 40})
@@ -68,7 +79,7 @@ def test_routers_let_no_worker_pull_a_prefix_from_a_vllm(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("pools", "more", "text"),
     [
-        ({}, {"numerics": "exact"}, "numerics: exact: not kept by this engine"),
+        ({}, {"numerics": "exact"}, "numerics: exact: set pools.vllm.batch_invariant"),
         ({}, {"dtype": "bf16"}, "dtype: use pools.vllm.args"),
         ({}, {"kv_blocks_per_worker": 100}, "kv_blocks_per_worker: use pools.vllm.args"),
         ({}, {"quantisation": {"weights": "int8"}}, "quantisation: use pools.vllm.args"),

@@ -12,7 +12,9 @@ import msgspec
 import psutil
 import pytest
 
-from baton.engine.settings import ExternalEngine
+from baton.engine.process.client import EngineClient
+from baton.engine.settings import EngineSettings, ExternalEngine
+from baton.types.errors import InternalError
 from tests.engine.tiny_llama import write_llama
 from tests.engine.vllm.record import LONG
 from tests.workers.harness import MiniRouter, WorkerProcess
@@ -66,6 +68,22 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
         await router.connect()
         undo.push_async_callback(router.close)
         yield Pair(*started, router, tmp_path)
+
+
+async def test_a_vllm_is_exact_if_its_mode_is_on_and_all_paths_agree(tmp_path: Path) -> None:
+    program = recorded_vllm(tmp_path)
+    external = ExternalEngine(
+        kind="vllm", python=str(program), hand_off="nixl", batch_invariant=True
+    )
+    settings = EngineSettings(model=write_llama(tmp_path / "model"), external=external)
+    engine = await EngineClient.start(settings)
+    ids = engine.ready.numerics_id.partition("/exact/")
+    await engine.stop()
+    assert ids[0] == "vllm/0.32.0/bf16/bf16/cpu-auto/tp1"
+    assert len(ids[2]) == 16
+    off = msgspec.structs.replace(external, batch_invariant=False)
+    with pytest.raises(InternalError, match="exact: vLLM's batch-invariant mode is off"):
+        await EngineClient.start(msgspec.structs.replace(settings, external=off))
 
 
 async def test_the_first_token_comes_from_one_vllm_and_the_rest_from_another(pair: Pair) -> None:

@@ -12,13 +12,16 @@ import asyncio
 import contextlib
 import os
 import sys
+import zlib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 RECORDED = Path(__file__).parents[1] / "engine/vllm/recorded"
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+VOCABULARY = 49152
 PREFILL = msgspec.json.decode((RECORDED / "prefill.json").read_bytes())
 
 
@@ -33,7 +36,8 @@ class Pool:
     """The worker's pool as vLLM maps it: two layers, K and V, pages of one head in bf16."""
 
     def __init__(self, extra: dict[str, str]) -> None:
-        cache = msgspec.json.decode((RECORDED / "server_info.json").read_bytes())["cache_config"]
+        cache = msgspec.json.decode((RECORDED / "server_info.json").read_bytes())
+        cache = cache["vllm_config"]["cache_config"]
         shape = (2, 2, cache["num_gpu_blocks"] * cache["block_size"] // 16, 16 * 32 * 2)
         descriptor = os.open(extra["pool"], os.O_RDWR)
         os.ftruncate(descriptor, int(np.prod(shape)))
@@ -54,6 +58,42 @@ class Pool:
         return np.random.default_rng(tokens[:32]).integers(0, 256, shape, np.uint8)
 
 
+class Scored:
+    """Responses of a batch-invariant model: scores depend on the tokens before them only."""
+
+    def __init__(self) -> None:
+        self.caches = True
+        self.bias = 0.0
+        self.salts: set[str] = set()
+
+    def response(self, request: dict[str, Any], *, lies: bool = False) -> bytes:
+        """Return scores in the form of recorded ones; with ``lies`` two are wrong."""
+        tokens, sampling = request["token_ids"], request["sampling_params"]
+        full = msgspec.json.decode((RECORDED / "scores_alone.json").read_bytes())
+        known = self.caches and request["cache_salt"] in self.salts
+        self.salts.add(request["cache_salt"])
+        full["usage"]["prompt_tokens_details"] = {"cached_tokens": 32 * known}
+        every = list(tokens)
+        content: list[dict[str, Any]] = []
+        for _ in range(sampling["max_tokens"]):
+            every.append(zlib.crc32(b"%r" % every) % VOCABULARY)
+            content.append({"token_id": every[-1], "logprob": self._score(every)})
+        rows: list[dict[int, dict[str, float]] | None] = [
+            {every[at]: {"logprob": self._score(every[: at + 1])}} for at in range(len(tokens))
+        ]
+        rows[0] = None
+        if lies:
+            rows[17] = {every[17]: {"logprob": -0.5}}
+            content[0]["logprob"] = -0.5
+        choice = {**full["choices"][0], "token_ids": every[len(tokens) :]}
+        choice["logprobs"] = {"content": content}
+        prompt_rows = rows if "prompt_logprobs" in sampling else None
+        return msgspec.json.encode({**full, "choices": [choice], "prompt_logprobs": prompt_rows})
+
+    def _score(self, tokens: list[int]) -> float:
+        return -zlib.crc32(b"%r" % tokens[-40:]) / 2**30 - self.bias
+
+
 class Program:
     """The sockets of one vLLM."""
 
@@ -61,13 +101,17 @@ class Program:
         self.folder = folder
         self.switches = switches
         self.pool = pool
+        self.scored = Scored()
 
     async def response(self, target: bytes, body: bytes) -> bytes:
         if target == b"/version":
             return b'{"version":"0.32.0"}'
         if target.startswith(b"/server_info"):
-            info = (RECORDED / "server_info.json").read_bytes()
-            return b'{"vllm_config":' + info + b"}"
+            info = msgspec.json.decode((RECORDED / "server_info.json").read_bytes())
+            info["vllm_env"] = {
+                "VLLM_BATCH_INVARIANT": os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+            }
+            return msgspec.json.encode(info)
         if target != b"/inference/v1/generate":
             return b""
         request = msgspec.json.decode(body)
@@ -82,6 +126,8 @@ class Program:
             holds = self.pool.holds(parameters["load_pages"], request["token_ids"])
             with (self.switches / "loaded").open("a") as log:
                 log.write(f"{holds}\n")
+        if request["sampling_params"].get("logprobs") == 0:
+            return self.scored.response(request)
         if not request.get("stream"):
             return prefill(len(request["token_ids"]), held="do_remote_decode" in parameters)
         if parameters:

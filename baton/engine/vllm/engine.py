@@ -13,12 +13,11 @@ from baton.engine.process import messages
 from baton.engine.vllm import http, protocol, transfer
 from baton.engine.vllm.adapters import VllmAdapters
 from baton.engine.vllm.events_client import KvEventsClient
-from baton.engine.vllm.live_request import LiveRequest
+from baton.engine.vllm.live_request import LiveRequest, Saved
 from baton.engine.vllm.load import LoadMeter, Row
 from baton.engine.vllm.protocol import ChoiceStream
-from baton.engine.vllm.saves import SaveReports
 from baton.engine.vllm.server import GENERATIONS, SAVES, VllmFacts
-from baton.engine.vllm.staging import Staging
+from baton.engine.vllm.staging import SaveReports, Staging
 from baton.model.model_config import ModelConfig
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types import events as ev
@@ -167,10 +166,10 @@ class VllmEngine:
         if request is not None and request.generation == command.generation and self._staging:
             self._send(*self._staging.bind(request))
 
-    def _saved(self, generation: int, pages: int, rank: int) -> None:
-        """Publish the first pages of a prompt, while vLLM computes the rest."""
+    def _saved(self, generation: int, saved: Saved, rank: int) -> None:
+        """Publish what vLLM has saved of a prompt, while it computes the rest."""
         if self._staging is not None:
-            self._send(*self._staging.progressed(generation, pages, rank))
+            self._send(*self._staging.progressed(generation, saved, rank))
 
     def _free_pages(self, request: LiveRequest) -> None:
         if self._staging is not None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -10,6 +11,29 @@ from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
 from baton.engine.vllm import http, transfer
 from baton.types.params import SampledToken
+
+
+class Saved(NamedTuple):
+    """Pages of a prompt that vLLM has saved.
+
+    Attributes:
+        pages: Number of its first pages that are saved in all layers; -1: they cannot be saved.
+        end: Number of its first pages that are saved in the first ``layers``; 0: ``pages``.
+    """
+
+    pages: int = 0
+    end: int = 0
+    layers: int = 0
+    all_layers: int = 0
+
+
+def saved_by_all(ranks: Sequence[Saved]) -> Saved:
+    """Return the part of the pages beside the complete ones that all ranks have saved."""
+    end = min(max(one.pages, one.end) for one in ranks)
+    behind = [one for one in ranks if one.pages < end]
+    if not behind:
+        return Saved()
+    return min(behind, key=lambda one: one.layers)._replace(end=end)
 
 
 class LiveRequest:
@@ -23,8 +47,9 @@ class LiveRequest:
         first: First tokens and parameters of a prompt for another worker, by choice.
         pages: Its pages of the worker's pool, see ``staging.py``.
         saving: Choice whose vLLM request may write into them; None: none does.
-        saved_by_rank: Pages that each rank of vLLM has reported as saved; -1: it cannot save them.
+        saved_by_rank: What each rank of vLLM has reported as saved.
         published_pages: Pages that other workers may read, from the first one on.
+        published_part: Further pages that they may read in the first layers.
     """
 
     def __init__(self, submit: messages.Submit, prompt: list[int], generation: int) -> None:
@@ -39,9 +64,10 @@ class LiveRequest:
         self.first: dict[int, tuple[SampledToken, transfer.Parameters]] = {}
         self.pages: tuple[int, ...] = ()
         self.saving: int | None = None
-        self.saved_by_rank: list[int] = []
+        self.saved_by_rank: list[Saved] = []
         self._reported = asyncio.Event()
         self.published_pages = 0
+        self.published_part = Saved()
         self.exchanges: dict[int, http.Exchange] = {}
         emitted = submit.spec.emitted
         choices = range(submit.spec.params.n)
@@ -62,17 +88,19 @@ class LiveRequest:
     @property
     def saved_pages(self) -> int:
         """Pages that all ranks of vLLM have saved; -1: one cannot save them."""
-        return min(self.saved_by_rank, default=0)
+        return min((one.pages for one in self.saved_by_rank), default=0)
 
-    def report(self, pages: int, rank: int) -> None:
+    def report(self, saved: Saved, rank: int) -> None:
         """Note a report of a rank's connector on saved pages."""
-        if self.saved_by_rank[rank] >= 0:
-            self.saved_by_rank[rank] = pages
+        before = self.saved_by_rank[rank]
+        if before.pages >= 0:
+            is_part = bool(saved.end)
+            self.saved_by_rank[rank] = saved._replace(pages=before.pages) if is_part else saved
         self._reported.set()
 
     async def until_saved(self, pages: int) -> None:
         """Wait until each rank has reported as many pages as saved, or that it cannot save them."""
-        while any(0 <= saved < pages for saved in self.saved_by_rank):
+        while any(0 <= saved.pages < pages for saved in self.saved_by_rank):
             self._reported.clear()
             await self._reported.wait()
 

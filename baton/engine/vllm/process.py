@@ -29,6 +29,7 @@ from baton.engine.process import messages
 from baton.engine.settings import EngineSettings, ExternalEngine
 from baton.engine.vllm import server
 from baton.engine.vllm.engine import VllmEngine
+from baton.engine.vllm.selftest import prove_exact
 from baton.model.artifact import resolve_model
 from baton.model.locate import locate
 from baton.telemetry.tasks import BackgroundTasks
@@ -102,6 +103,11 @@ class VllmProcess:
             facts = await server.read_facts(self._folder, self._external.hand_off)
             artifact = await describing
             geometry = facts.geometry(artifact)
+            if settings.numerics == "exact":
+                self._progress("checking that vLLM's numerics are exact")
+                vocabulary = artifact.config.vocab_size
+                proof = await prove_exact(f"{self._folder}/http", facts, vocabulary)
+                facts = msgspec.structs.replace(facts, exact=proof)
             if self._external.hand_off == "baton":
                 self._check_pool(geometry.pool_bytes)
             eos = artifact.config.eos_token_ids

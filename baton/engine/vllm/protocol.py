@@ -317,7 +317,7 @@ def first_token(answer: Chunk, alternatives: int | None) -> SampledToken:
 
 
 def saving_pages(response: bytes) -> int:
-    """Return the pages of a prompt that vLLM saves, maybe after its response; see ``saves.py``.
+    """Return the pages of a prompt that vLLM saves, maybe after its response; see ``staging.py``.
 
     They are 0 if there is no whole response, as then it has begun none, or the worker ends.
     """

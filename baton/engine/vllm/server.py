@@ -25,7 +25,7 @@ GENERATIONS = "generations"
 """File of vLLM's folder with the generation of each page, see ``staging.py``."""
 
 SAVES = "saves"
-"""Socket in vLLM's folder that receives reports of saved pages, see ``saves.py``."""
+"""Socket in vLLM's folder that receives reports of saved pages, see ``staging.py``."""
 
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _LOGPROBS = 21  # the 20 alternatives of a client, and the sampled token
@@ -37,7 +37,10 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         block_tokens: Tokens of one of its blocks.
         width: Ranks of its tensor parallelism times those of its pipeline.
+        step_tokens: Largest number of tokens of an engine step.
+        batch_invariant: Whether its batch-invariant mode is on.
         hand_off: Way of its KV to other vLLMs, see ``transfer.hand_off_id``; empty: there is none.
+        exact: Digest of bits that it computes on every path; empty: ``exact`` was not proven.
     """
 
     version: str
@@ -48,12 +51,17 @@ class VllmFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     attention: str
     width: int
+    step_tokens: int
+    batch_invariant: bool = False
     hand_off: str = ""
+    exact: str = ""
 
     @property
     def numerics_id(self) -> str:
         """Id that is equal for workers whose KV and tokens are comparable."""
-        return f"vllm/{self.version}/{self.dtype}/{self.kv_dtype}/{self.attention}/tp{self.width}"
+        proven = f"/exact/{self.exact}" if self.exact else ""
+        kinds = f"{self.dtype}/{self.kv_dtype}/{self.attention}/tp{self.width}"
+        return f"vllm/{self.version}/{kinds}{proven}"
 
     def geometry(self, artifact: ModelArtifact) -> KvGeometry:
         """Return the shape of the KV pool in Baton's blocks.
@@ -156,6 +164,7 @@ def environment(outer: Mapping[str, str], threads: int, engine: ExternalEngine) 
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two workers would bind the same cores
         "OMP_NUM_THREADS": str(threads),
+        **({"VLLM_BATCH_INVARIANT": "1"} if engine.batch_invariant else {}),
         **outer,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),  # our connectors and extension
         **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if engine.adapters else {}),
@@ -230,7 +239,7 @@ async def read_facts(folder: str, hand_off: str = "") -> VllmFacts:
     version = msgspec.json.decode(await fetch(socket_path, "GET", "/version", 10.0))["version"]
     raw = await fetch(socket_path, "GET", "/server_info?config_format=json", 60.0)
     try:
-        facts = facts_of(version, msgspec.json.decode(raw)["vllm_config"])
+        facts = facts_of(version, msgspec.json.decode(raw))
     except (KeyError, TypeError, ValueError) as error:
         raise InternalError(
             f"vLLM {version} does not report its configuration as 0.32 does: {error!r}"
@@ -241,8 +250,9 @@ async def read_facts(folder: str, hand_off: str = "") -> VllmFacts:
     return msgspec.structs.replace(facts, hand_off=way)
 
 
-def facts_of(version: str, config: Mapping[str, Any]) -> VllmFacts:
-    """Return the properties in the configuration that ``/server_info`` reports."""
+def facts_of(version: str, info: Mapping[str, Any]) -> VllmFacts:
+    """Return the properties that ``/server_info`` reports."""
+    config = info["vllm_config"]
     cache = config["cache_config"]
     model = config["model_config"]
     parallel = config["parallel_config"]
@@ -259,6 +269,8 @@ def facts_of(version: str, config: Mapping[str, Any]) -> VllmFacts:
         kv_dtype=dtype if kv == "auto" else _dtype(kv),
         attention=f"{device}-{backend}",
         width=parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"],
+        step_tokens=config["scheduler_config"]["max_num_batched_tokens"],
+        batch_invariant=bool(info["vllm_env"]["VLLM_BATCH_INVARIANT"]),
     )
 
 

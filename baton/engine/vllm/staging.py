@@ -1,4 +1,4 @@
-"""Pages in which KV lies between vLLM and other workers (``hand_off: baton``), without I/O.
+"""Pages in which KV lies between vLLM and other workers (``hand_off: baton``).
 
     prefill    take ──▶ vLLM saves blocks, step by step ──▶ published, pulled ──▶ release
     decode     bind ──▶ pulled and verified ──▶ vLLM loads them ──▶ release
@@ -6,23 +6,37 @@
 The pages are the worker's KV pool, a file with holes: the lowest pages are taken first, so that
 memory is used for the most pages that were in use at once. vLLM moves whole blocks only; the pages
 of the tokens behind them travel unused, and the decode worker's vLLM computes these tokens.
+
+vLLM's connector (``inside/baton_kv.py``) reports saved pages. On CPUs a prompt is saved when vLLM
+responds, and reports may be lost. On GPUs vLLM may save pages after its response, which has their
+number. No report is lost then, and the last one completes the prompt. A failed save is reported as
+-1 pages. Each rank of vLLM reports its own part of the pages.
+
+An engine step saves its pages in groups of layers. What all ranks have saved is published: pages in
+all layers, and those of the current step in the first layers.
 """
 
+import asyncio
 import heapq
+import socket
+import struct
 from collections import deque
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.engine.vllm.live_request import LiveRequest
+from baton.engine.vllm.live_request import LiveRequest, Saved, saved_by_all
 from baton.engine.vllm.transfer import Parameters
 from baton.types import events as ev
 from baton.types.errors import InternalError
 from baton.types.geometry import BLOCK_TOKENS
 
+_SAVED = struct.Struct("<qqqqq")  # generation of a hand-off, saved pages, layers of all, rank
+
 
 class Staging:
-    """Pages of the requests of one vLLM.
+    """Pages of the requests of one vLLM, without I/O.
 
     Args:
         generations: Generation of the hand-off to which each page belongs, one for each page of
@@ -54,7 +68,7 @@ class Staging:
         self._filling[request.generation] = request
         self._saving[request.generation] = request
         request.saving = choice
-        request.saved_by_rank = [0] * self._ranks
+        request.saved_by_rank = [Saved()] * self._ranks
         return True
 
     def bind(self, request: LiveRequest) -> list[ev.Bound]:
@@ -107,9 +121,9 @@ class Staging:
             raise InternalError(f"vLLM saved {tokens} of {len(request.prompt)} prompt tokens")
 
     def progressed(
-        self, generation: int, pages: int, rank: int
+        self, generation: int, saved: Saved, rank: int
     ) -> list[ev.Admitted | ev.Published]:
-        """Return the reports for ``pages`` of a prompt, which a rank has saved; -1: it failed.
+        """Return the reports for what a rank has saved of a prompt.
 
         Pages that another rank has not saved yet are not published. A report about a prompt that
         has ended publishes nothing.
@@ -117,10 +131,13 @@ class Staging:
         request = self._saving.get(generation) or self._filling.get(generation)
         if request is None:
             return []
-        request.report(pages, rank)
-        if generation not in self._filling or request.saved_pages <= 0:
+        request.report(saved, rank)
+        if generation not in self._filling or request.saved_pages < 0:
             return []
-        return self._publish(request, request.saved_pages)
+        return [
+            *self._publish(request, request.saved_pages),
+            *self._publish_layers(request, saved_by_all(request.saved_by_rank)),
+        ]
 
     def published(self, request: LiveRequest) -> list[ev.Admitted | ev.Published]:
         """Return the reports that all pages of a prompt can be read."""
@@ -128,28 +145,47 @@ class Staging:
 
     def _publish(self, request: LiveRequest, end: int) -> list[ev.Admitted | ev.Published]:
         """Return the reports that the pages before ``end`` can be read, but for earlier ones."""
-        request_id = request.submit.request_id
-        reports: list[ev.Admitted | ev.Published] = []
-        if not request.published_pages:
+        begin = request.published_pages
+        if end <= begin:
+            return []
+        part = request.published_part
+        rectangles = [
+            _rectangle(request, range(part.layers, part.all_layers), begin, part.end),
+            _rectangle(request, None, max(begin, part.end), end),
+        ]
+        reports = self._reports(request, rectangles)
+        request.published_pages = end
+        request.published_part = Saved()
+        return reports
+
+    def _publish_layers(
+        self, request: LiveRequest, saved: Saved
+    ) -> list[ev.Admitted | ev.Published]:
+        """Return the reports that more layers of the step's pages can be read."""
+        part = request.published_part
+        if saved.end <= request.published_pages or saved.layers <= part.layers:
+            return []
+        if part.end not in (0, saved.end):  # a report was lost: wait until all layers are saved
+            return []
+        layers = range(part.layers, saved.layers)
+        rectangle = _rectangle(request, layers, request.published_pages, saved.end)
+        reports = self._reports(request, [rectangle])
+        request.published_part = saved
+        return reports
+
+    def _reports(
+        self, request: LiveRequest, rectangles: Iterable[ev.Published | None]
+    ) -> list[ev.Admitted | ev.Published]:
+        """Return the reports for rectangles, with that of the admission before the first one."""
+        reports: list[ev.Admitted | ev.Published] = [one for one in rectangles if one is not None]
+        if not request.published_pages and not request.published_part.end:
             admitted = ev.Admitted(
-                request_id=request_id,
+                request_id=request.submit.request_id,
                 cached_tokens=min(request.cached_tokens, len(request.prompt)),
                 queue_ns=0,
                 blocks=request.pages,
             )
-            reports.append(admitted)
-        begin = max(request.published_pages, request.spec.skip_blocks)
-        if end > begin:
-            rectangle = ev.Published(
-                request_id=request_id,
-                layer_begin=0,
-                layer_count=ev.ALL_LAYERS,
-                block_begin=begin,
-                block_count=end - begin,
-                valid_tokens=min(end * BLOCK_TOKENS, len(request.prompt)) - begin * BLOCK_TOKENS,
-            )
-            reports.append(rectangle)
-        request.published_pages = max(end, request.published_pages)
+            reports.insert(0, admitted)
         return reports
 
     def _whole(self, request: LiveRequest) -> tuple[int, ...]:
@@ -172,3 +208,51 @@ class Staging:
         request.pages = tuple(heapq.heappop(self._free) for _ in range(count))
         self._generations[[*request.pages]] = request.generation
         return True
+
+
+def _rectangle(
+    request: LiveRequest, layers: range | None, begin: int, end: int
+) -> ev.Published | None:
+    """Return the report on pages from ``begin`` to ``end`` in some layers, or None if it is empty.
+
+    None for ``layers`` stands for all layers.
+    """
+    begin = max(begin, request.spec.skip_blocks)
+    if end <= begin or (layers is not None and not layers):
+        return None
+    return ev.Published(
+        request_id=request.submit.request_id,
+        layer_begin=0 if layers is None else layers.start,
+        layer_count=ev.ALL_LAYERS if layers is None else len(layers),
+        block_begin=begin,
+        block_count=end - begin,
+        valid_tokens=min(end * BLOCK_TOKENS, len(request.prompt)) - begin * BLOCK_TOKENS,
+    )
+
+
+class SaveReports:
+    """Socket that vLLM's connector sends to.
+
+    Args:
+        path: Path of the socket, which must not exist.
+        on_saved: Called with the generation of a hand-off, what a rank has saved, and the rank.
+    """
+
+    def __init__(self, path: str, on_saved: Callable[[int, Saved, int], None]) -> None:
+        self._on_saved = on_saved
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(path)
+        asyncio.get_running_loop().add_reader(self._socket, self._receive)
+
+    def close(self) -> None:
+        """Close the socket, so that vLLM's reports are lost."""
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    def _receive(self) -> None:
+        received = self._socket.recv(_SAVED.size)
+        generation, pages, layers, all_layers, rank = _SAVED.unpack(received)
+        complete = pages < 0 or layers == all_layers
+        saved = Saved(pages=pages) if complete else Saved(0, pages, layers, all_layers)
+        self._on_saved(generation, saved, rank)

@@ -1,9 +1,9 @@
 """Records exchanges of a real vLLM, for the tests in this folder.
 
-    .venv/bin/python -m tests.engine.vllm.record [whole | hand_off]
+    .venv/bin/python -m tests.engine.vllm.record [whole | hand_off | exact]
 
 It needs the environment and the model of `make test-vllm`, and writes `recorded/`: exchanges about
-whole requests, or about hand-offs.
+whole requests, about hand-offs, or of the self-test for `exact`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import msgspec
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.settings import EngineSettings, ExternalEngine
-from baton.engine.vllm import http, protocol, server
+from baton.engine.vllm import http, protocol, selftest, server
 from baton.engine.vllm.transfer import Parameters
 from baton.engine.vllm.zmtp import SUBSCRIBE_ALL, ZmtpPeer, message
 from baton.types.params import SamplingParams
@@ -27,6 +27,7 @@ HOST = "127.0.0.1"
 RECORDED = Path(__file__).parent / "recorded"
 FRANCE = [504, 3575, 282, 4649, 314]  # "The capital of France is"
 LONG = list(range(1000, 1200))
+PROBE = list(range(2000, 2040))
 EOS = (2,)
 SEEDS = (b"\x01" * 16, b"\x02" * 16)
 PARAMS = {
@@ -41,6 +42,7 @@ KEPT = {
     "parallel_config": ("tensor_parallel_size", "pipeline_parallel_size"),
     "device_config": ("device",),
     "attention_config": ("backend",),
+    "scheduler_config": ("max_num_batched_tokens",),
 }
 
 
@@ -79,12 +81,39 @@ async def listen(path: str, kind: str, first: bytes, seconds: float) -> bytes:
     return bytes(received)
 
 
-async def record(folder: str) -> None:
-    socket = f"{folder}/http"
+async def record_info(socket: str) -> None:
     info = json.loads(await http.fetch(socket, "GET", "/server_info?config_format=json", 60.0))
     config = info["vllm_config"]
     kept = {part: {name: config[part][name] for name in names} for part, names in KEPT.items()}
-    (RECORDED / "server_info.json").write_text(json.dumps(kept, indent=1) + "\n")
+    mode = {"VLLM_BATCH_INVARIANT": info["vllm_env"]["VLLM_BATCH_INVARIANT"]}
+    text = json.dumps({"vllm_config": kept, "vllm_env": mode}, indent=1)
+    (RECORDED / "server_info.json").write_text(text + "\n")
+
+
+async def record_exact(folder: str) -> None:
+    """Record the scores of a prompt alone, in a batch, and behind its cached prefix."""
+    socket = f"{folder}/http"
+    await record_info(socket)
+
+    async def scores(prompt: list[int], salt: str, **more: int) -> bytes:
+        body = selftest.score_body(prompt, salt, 4, **more)
+        return await http.fetch(socket, "POST", protocol.GENERATE, 60.0, body)
+
+    alone = await scores(PROBE, "one", prompt_logprobs=0)
+    cached = await scores(PROBE, "one")
+    others = [scores(LONG, f"{number}", prompt_logprobs=0) for number in range(7)]
+    await http.fetch(socket, "POST", "/pause?mode=keep", 30.0)
+    asked = asyncio.gather(scores(PROBE, "two", prompt_logprobs=0), *others)
+    await asyncio.sleep(0.5)
+    await http.fetch(socket, "POST", "/resume", 30.0)
+    batch, *_ = await asked
+    for name, data in (("alone", alone), ("batch", batch), ("cached", cached)):
+        (RECORDED / f"scores_{name}.json").write_bytes(data)
+
+
+async def record(folder: str) -> None:
+    socket = f"{folder}/http"
+    await record_info(socket)
     for name, params in PARAMS.items():
         (RECORDED / f"{name}.sse").write_bytes(await generate(folder, FRANCE, spec(params)))
     too_long = await generate(folder, [504] * 5000, spec(PARAMS["length"]))
@@ -116,6 +145,9 @@ async def record_hand_off(folder: str) -> None:
     (RECORDED / "load_failed.sse").write_bytes(await generate(folder, LONG, loading, nowhere))
 
 
+RECORDERS = {"whole": record, "hand_off": record_hand_off, "exact": record_exact}
+
+
 async def main(what: str) -> None:
     RECORDED.mkdir(exist_ok=True)
     settings = EngineSettings(model=str(MODEL), max_context_tokens=4096)
@@ -128,7 +160,7 @@ async def main(what: str) -> None:
         vllm = await server.start(arguments, 1, external)
         try:
             await server.until_healthy(vllm, f"{folder}/http", print)
-            await (record_hand_off if what == "hand_off" else record)(folder)
+            await RECORDERS[what](folder)
         finally:
             vllm.terminate()
             await vllm.wait()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.vllm.saves import SaveReports
+from baton.engine.vllm.staging import SaveReports
 from tests.engine.vllm.test_inside import connectors, copies, engine_step, vllm_config
 
 LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 3, 8, 2, 32, 16
@@ -186,7 +186,7 @@ def test_blocks_go_into_pages_and_from_there_into_other_blocks(gpu: Gpu) -> None
 
     gpu.device.computes(compute)
     errors: list[Exception | None] = []
-    gpu.copies.save(blocks, pages, errors.append).result(10)
+    gpu.copies.save(blocks, pages, slice(None), errors.append).result(10)
     assert errors == [None]
     for number, layer in enumerate(wanted):
         assert gpu.page(number, 2).equal(layer[6].view(2, -1)[1])  # a block has two pages
@@ -214,7 +214,7 @@ def test_blocks_go_into_pages_and_from_there_into_other_blocks(gpu: Gpu) -> None
 def test_a_save_ends_after_its_last_event_and_is_waited_for(gpu: Gpu) -> None:
     gpu.device.gate.clear()
     ended = threading.Event()
-    save = gpu.copies.save([1], [0, 1], lambda error: ended.set())
+    save = gpu.copies.save([1], [0, 1], slice(None), lambda error: ended.set())
     waiting = threading.Thread(target=gpu.copies.wait_for_saves)
     waiting.start()
     waiting.join(0.05)
@@ -231,7 +231,7 @@ def test_a_save_ends_after_its_last_event_and_is_waited_for(gpu: Gpu) -> None:
 
 def test_a_failed_save_is_told(gpu: Gpu) -> None:
     errors: list[Exception | None] = []
-    save = gpu.copies.save([BLOCKS], [0, 1], errors.append)
+    save = gpu.copies.save([BLOCKS], [0, 1], slice(None), errors.append)
     assert isinstance(save.exception(10), IndexError)
     assert errors == [save.exception()]
 
@@ -245,7 +245,7 @@ def test_copies_on_cpus_have_ended_when_the_call_returns(monkeypatch: pytest.Mon
     pool = torch.zeros((LAYERS, 2, PAGES, PAGE_BYTES // 2), dtype=torch.uint8)
     on_cpu = module.copies_of("cpu")(layers, pool)
     errors: list[Exception | None] = []
-    assert on_cpu.save([6, 3], [9, 2, 0, 7], errors.append) is None
+    assert on_cpu.save([6, 3], [9, 2, 0, 7], slice(None), errors.append) is None
     assert errors == [None]
     assert pool[1, :, 2].flatten().equal(wanted[1][6].view(2, -1)[1])
     on_cpu.load([1, 5], [9, 2, 0, 7], on_cpu.mark())
@@ -309,7 +309,7 @@ class Connected:
         self.reported: list[tuple[int, int]] = []
         self.saves = SaveReports(
             str(folder / "saves"),
-            lambda generation, pages, rank: self.reported.append((generation, pages)),
+            lambda generation, saved, rank: self.reported.append((generation, saved.pages)),
         )
         self.connector.register_kv_caches(self.caches)
         self.order = (folder / "order").read_text()

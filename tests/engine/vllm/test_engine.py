@@ -174,7 +174,7 @@ async def translating(
 def test_the_numerics_id_names_what_makes_tokens_differ() -> None:
     assert facts().numerics_id == "vllm/0.32.0/bf16/bf16/cpu-auto/tp1"
     wide = msgspec.json.decode((RECORDED / "server_info.json").read_bytes())
-    wide["parallel_config"]["tensor_parallel_size"] = 2
+    wide["vllm_config"]["parallel_config"]["tensor_parallel_size"] = 2
     assert facts_of("0.32.0", wide).numerics_id == "vllm/0.32.0/bf16/bf16/cpu-auto/tp2"
 
 

@@ -5,6 +5,7 @@ import importlib
 import logging
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 import baton.engine.vllm.inside
-from baton.engine.vllm.saves import SaveReports
+from baton.engine.vllm.live_request import Saved
+from baton.engine.vllm.staging import SaveReports
 
 FOLDER = Path(baton.engine.vllm.inside.__file__).parent
 
@@ -184,7 +186,8 @@ def vllm_config(
 ) -> Any:
     """Return the configuration of a rank of vLLM whose blocks have 32 tokens."""
     files = {name: str(folder / name) for name in ("pool", "generations", "order", "saves")}
-    own = {"world_size": ranks, "decode_context_parallel_size": 1, **parallel}
+    own = {"world_size": ranks, "decode_context_parallel_size": 1}
+    own |= {"use_ubatching": False, **parallel}
     return SimpleNamespace(
         cache_config=SimpleNamespace(block_size=32, cache_dtype="auto"),
         device_config=SimpleNamespace(device_type=device_type),
@@ -201,6 +204,11 @@ def connector(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     one._reports_path = str(tmp_path / "saves")
     one._copies = one._kind([], torch.empty(0))
     return one
+
+
+def note(reported: list[tuple[int, int, int]]) -> Callable[[int, Saved, int], None]:
+    """Return a callback that notes generation, complete pages and rank."""
+    return lambda generation, saved, rank: reported.append((generation, saved.pages, rank))
 
 
 class TransferResults:
@@ -242,7 +250,7 @@ async def test_each_step_saves_the_blocks_that_it_fills_once(
     connector: Any, tmp_path: Path
 ) -> None:
     reported: list[tuple[int, int, int]] = []
-    saves = SaveReports(str(tmp_path / "saves"), lambda *report: reported.append(report))
+    saves = SaveReports(str(tmp_path / "saves"), note(reported))
     parameters = {"save_pages": [*range(10, 16)], "generation": 7}
     request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
     connector.update_state_after_alloc(request, None, 0)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.vllm.saves import SaveReports
-from tests.engine.vllm.test_inside import connectors, vllm_config
+from baton.engine.vllm.live_request import Saved
+from baton.engine.vllm.staging import SaveReports
+from tests.engine.vllm.test_inside import connectors, note, vllm_config
 
 RANKS, LAYERS, BLOCKS, HEADS, TOKENS, VALUES = 2, 3, 8, 2, 32, 16
 PAGES = BLOCKS * TOKENS // 16
@@ -28,9 +29,7 @@ class Vllm:
         (folder / "pool").touch()
         (folder / "generations").write_bytes(bytes(8 * PAGES))
         self.reported: list[tuple[int, int, int]] = []
-        self.saves = SaveReports(
-            str(folder / "saves"), lambda *report: self.reported.append(report)
-        )
+        self.saves = SaveReports(str(folder / "saves"), note(self.reported))
         self.module = module
         self.connectors: list[Any] = []
         self.caches: list[torch.Tensor] = []
@@ -44,6 +43,13 @@ class Vllm:
         assert size == LAYERS * 2 * PAGES * RANKS * RANK_BYTES
         mapped = torch.from_file(str(folder / "pool"), True, size, dtype=torch.uint8)
         self.pool = mapped.view(LAYERS, 2, PAGES, RANKS * RANK_BYTES)
+
+    def compute(self, rank: int, blocks: list[int], pages: list[int], names: list[str]) -> None:
+        """Compute layers of a step that fills blocks."""
+        copy = self.module.Copy("r", blocks, pages, generation=7, end=len(pages))
+        self.connectors[rank].metadata = self.module.Step(saves=[copy])
+        for name in names:
+            self.connectors[rank].save_kv_layer(name, None, None)
 
     def save(self, rank: int, blocks: list[int], pages: list[int]) -> None:
         copy = self.module.Copy("r", blocks, pages, generation=7, end=len(pages))
@@ -103,3 +109,44 @@ def test_other_parallel_sizes_are_refused(
 ) -> None:
     with pytest.raises(NotImplementedError, match="of no other parallel sizes"):
         module.BatonConnector(vllm_config("cpu", tmp_path, ranks=2, **other), None, None)
+
+
+async def test_layers_are_saved_in_groups_as_soon_as_they_are_computed(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = Vllm(module, tmp_path / "vllm")
+    saved: list[Saved] = []
+    vllm.saves._on_saved = lambda generation, one, rank: saved.append(one)
+    monkeypatch.setattr(module, "_GROUP_BYTES", 2 * 4 * RANK_BYTES)  # two layers of one block
+    vllm.compute(0, [6], [9, 2], ["layer 0"])
+    assert not vllm.pool.any()
+    vllm.connectors[0].save_kv_layer("layer 1", None, None)
+    assert vllm.pool[0, :, [9, 2]].any()
+    assert vllm.pool[1, :, [9, 2]].any()
+    assert not vllm.pool[2].any()
+    vllm.caches[0][:2, 6] = 0.0  # they are not read again
+    before = vllm.pool[:2].clone()
+    vllm.connectors[0].save_kv_layer("layer 2", None, None)
+    assert not vllm.pool[2].any()
+    vllm.connectors[0].wait_for_save()
+    assert vllm.pool[:2].equal(before)
+    assert vllm.pool[2, :, [9, 2]].any()
+    await asyncio.sleep(0.05)
+    assert saved == [Saved(0, 2, 2, LAYERS), Saved(2)]
+    vllm.close()
+
+
+async def test_layers_out_of_order_are_saved_when_the_step_ends(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm = Vllm(module, tmp_path / "vllm")
+    monkeypatch.setattr(module, "_GROUP_BYTES", 1)
+    vllm.compute(0, [6], [9, 2], ["layer 1", "layer 2", "a layer of a draft"])
+    assert not vllm.pool.any()
+    vllm.connectors[0].wait_for_save()
+    assert all(vllm.pool[layer, :, [9, 2]].any() for layer in range(LAYERS))
+    await asyncio.sleep(0.05)
+    assert vllm.reported == [(7, 2, 0)]
+    vllm.compute(0, [3], [4, 5], ["layer 0"])  # the next step begins anew
+    assert vllm.pool[0, :, [4, 5]].any()
+    vllm.close()

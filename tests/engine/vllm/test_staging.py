@@ -12,7 +12,7 @@ import pytest
 
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
-from baton.engine.vllm.live_request import LiveRequest
+from baton.engine.vllm.live_request import LiveRequest, Saved
 from baton.engine.vllm.server import GENERATIONS, SAVES
 from baton.engine.vllm.staging import Staging
 from baton.engine.vllm.transfer import hand_off_id
@@ -34,6 +34,7 @@ from tests.engine.vllm.test_engine import (
 
 HAND_OFF = f"{hand_off_id('baton', 32)}/amx"
 PAGES = 13  # of 200 tokens
+LAYERS = 5
 WHOLE = 12  # of them in whole blocks of vLLM, which have 32 tokens
 PREFILL = msgspec.json.decode((RECORDED / "prefill.json").read_bytes())
 SAVED = msgspec.json.encode({**PREFILL, "kv_transfer_params": {"saved_tokens": len(LONG)}})
@@ -101,8 +102,9 @@ def report(tmp_path: Path) -> Iterator[Callable[..., None]]:
     """Send the translator what vLLM's connector reports on the first hand-off."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
 
-        def report(pages: int, rank: int = 0) -> None:
-            reports.sendto(struct.pack("<qqq", 1, pages, rank), str(tmp_path / SAVES))
+        def report(pages: int, rank: int = 0, layers: int = LAYERS) -> None:
+            packed = struct.pack("<qqqqq", 1, pages, layers, LAYERS, rank)
+            reports.sendto(packed, str(tmp_path / SAVES))
 
         yield report
 
@@ -186,6 +188,70 @@ async def test_a_page_is_published_when_all_ranks_have_saved_it(
     assert sum(one.block_count for one in two_ranks.of(ev.Published)) == PAGES
 
 
+def rectangles(running: Running) -> list[tuple[int, int, int, int]]:
+    """Return first layer, number of layers, first page and number of pages of all reports."""
+    return [
+        (one.layer_begin, one.layer_count, one.block_begin, one.block_count)
+        for one in running.of(ev.Published)
+    ]
+
+
+async def test_layers_are_published_while_the_step_computes_the_others(
+    running: Running, report: Callable[..., None]
+) -> None:
+    running.replay.reply = sending(SAVING)
+    running.submit(LONG, Kind.PREFILL)
+    await asyncio.sleep(0.1)
+    for pages, layers in ((4, 2), (4, 3), (4, 3), (4, LAYERS), (WHOLE, 1), (WHOLE, LAYERS)):
+        report(pages, layers=layers)
+    await running.first(ev.PromptDone)
+    assert len(running.of(ev.Admitted)) == 1
+    assert rectangles(running) == [
+        (0, 2, 0, 4),
+        (2, 1, 0, 4),
+        (3, 2, 0, 4),
+        (0, 1, 4, 8),
+        (1, 4, 4, 8),
+        (0, ev.ALL_LAYERS, WHOLE, PAGES - WHOLE),
+    ]
+
+
+async def test_layers_behind_a_lost_report_are_published_with_all_others(
+    running: Running, report: Callable[..., None]
+) -> None:
+    running.replay.reply = sending(SAVING)
+    running.submit(LONG, Kind.PREFILL)
+    await asyncio.sleep(0.1)
+    report(4, layers=2)
+    report(8, layers=3)  # the step before is complete by now
+    await asyncio.sleep(0.05)
+    assert rectangles(running) == [(0, 2, 0, 4)]
+    report(WHOLE)
+    await running.first(ev.PromptDone)
+    assert rectangles(running)[1:3] == [(2, 3, 0, 4), (0, ev.ALL_LAYERS, 4, WHOLE - 4)]
+
+
+async def test_a_layer_is_published_when_all_ranks_have_saved_it(
+    two_ranks: Running, report: Callable[..., None]
+) -> None:
+    two_ranks.submit(LONG, Kind.PREFILL)
+    await asyncio.sleep(0.1)
+    counts: list[int] = []
+    for pages, rank, layers in ((4, 0, 3), (4, 1, 1), (4, 0, LAYERS), (8, 0, 4), (4, 1, 2)):
+        report(pages, rank, layers)
+        await asyncio.sleep(0.05)
+        counts.append(len(two_ranks.of(ev.Published)))
+    assert counts == [0, 1, 1, 1, 2]
+    report(4, 1)
+    report(8, 1, 2)
+    await asyncio.sleep(0.05)
+    assert rectangles(two_ranks) == [(0, 1, 0, 4), (1, 1, 0, 4), (2, 3, 0, 4), (0, 2, 4, 4)]
+    assert two_ranks.of(ev.PromptDone) == []
+    report(WHOLE, 0)
+    report(WHOLE, 1)
+    await two_ranks.first(ev.PromptDone)
+
+
 async def test_a_prompt_that_one_rank_cannot_save_fails(
     two_ranks: Running, report: Callable[..., None]
 ) -> None:
@@ -225,7 +291,8 @@ async def test_what_vllm_has_saved_is_published_while_it_computes_the_rest(
         writer.close()
 
     async def report(generation: int, pages: int) -> None:
-        reports.sendto(struct.pack("<qqq", generation, pages, 0), str(tmp_path / SAVES))
+        packed = struct.pack("<qqqqq", generation, pages, LAYERS, LAYERS, 0)
+        reports.sendto(packed, str(tmp_path / SAVES))
         await asyncio.sleep(0.05)
 
     def published() -> list[tuple[int, int, int]]:
@@ -284,7 +351,7 @@ async def test_the_pages_of_a_cancelled_prompt_stay_until_vllm_writes_no_more(
     running.engine.handle(messages.Cancel("r"))
     assert (await running.end()).error_code == "cancelled"
     assert used_pages(running) == PAGES
-    running.engine._saved(1, 4, 0)
+    running.engine._saved(1, Saved(4), 0)
     assert running.of(ev.Published) == []
     gate.set()
     async with asyncio.timeout(10):

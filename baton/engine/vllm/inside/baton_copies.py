@@ -75,10 +75,10 @@ class CpuCopies:
     def mark(self) -> None:
         """Do nothing: all that vLLM has started has ended."""
 
-    def save(self, blocks: list[int], pages: list[int], ended: Ended) -> None:
-        """Copy blocks into pages."""
+    def save(self, blocks: list[int], pages: list[int], layers: slice, ended: Ended) -> None:
+        """Copy some layers of blocks into pages."""
         rows, columns = torch.tensor(blocks), torch.tensor(pages)
-        for layer, of_layer in zip(self._layers, self._pool, strict=True):
+        for layer, of_layer in zip(self._layers[layers], self._pool[layers], strict=True):
             _write(of_layer, columns, layer[rows])
         ended(None)
 
@@ -165,15 +165,18 @@ class CudaCopies:
         event.record(self._cuda.current_stream(self._device))
         return event
 
-    def save(self, blocks: list[int], pages: list[int], ended: Ended) -> Future[None]:
-        """Start to copy blocks into pages, in the order of the calls.
+    def save(
+        self, blocks: list[int], pages: list[int], layers: slice, ended: Ended
+    ) -> Future[None]:
+        """Start to copy some layers of blocks into pages, in the order of the calls.
 
         Args:
             blocks: Blocks that vLLM has filled, or will have filled by what it has started.
             pages: Their pages.
+            layers: Layers to copy.
             ended: Called in a thread: with None when the pages have the bytes, or with the error.
         """
-        save = self._saver.submit(self._save, blocks, pages, self.mark(), ended)
+        save = self._saver.submit(self._save, blocks, pages, layers, self.mark(), ended)
         self._saving.add(save)
         save.add_done_callback(self._saving.discard)
         return save
@@ -203,18 +206,21 @@ class CudaCopies:
         """End the thread that saves."""
         self._saver.shutdown()
 
-    def _save(self, blocks: list[int], pages: list[int], mark: Any, ended: Ended) -> None:
+    def _save(
+        self, blocks: list[int], pages: list[int], layers: slice, mark: Any, ended: Ended
+    ) -> None:
         try:
-            self._copy_out(blocks, pages, mark)
+            self._copy_out(blocks, pages, layers, mark)
         except Exception as error:
             ended(error)
             raise
         ended(None)
 
-    def _copy_out(self, blocks: list[int], pages: list[int], mark: Any) -> None:
+    def _copy_out(self, blocks: list[int], pages: list[int], layers: slice, mark: Any) -> None:
         self._save_stream.wait_event(mark)
         before: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any] | None = None
-        for number, (layer, of_layer, rows, columns) in enumerate(self._pieces(blocks, pages)):
+        pieces = self._pieces(blocks, pages, layers)
+        for number, (layer, of_layer, rows, columns) in enumerate(pieces):
             buffer = self._saved[number % 2][: len(rows)]
             with self._cuda.stream(self._save_stream):
                 buffer.copy_(layer[rows.to(self._device)], non_blocking=True)
@@ -233,7 +239,7 @@ class CudaCopies:
             _write(of_layer, columns, buffer)
 
     def _pieces(
-        self, blocks: list[int], pages: list[int]
+        self, blocks: list[int], pages: list[int], layers: slice = slice(None)
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return layer, its pages, blocks and page numbers of copies that fit into a buffer."""
         per_block = len(pages) // len(blocks)
@@ -242,8 +248,8 @@ class CudaCopies:
             for at in range(0, len(blocks), self._piece)
             if (some := blocks[at : at + self._piece])
         ]
-        layers = zip(self._layers, self._pool, strict=True)
-        for (layer, of_layer), (rows, columns) in itertools.product(layers, parts):
+        copied = zip(self._layers[layers], self._pool[layers], strict=True)
+        for (layer, of_layer), (rows, columns) in itertools.product(copied, parts):
             yield layer, of_layer, rows, columns
 
     def _recorded(self, stream: Any) -> Any:

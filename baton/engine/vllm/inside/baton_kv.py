@@ -14,13 +14,15 @@ because it is a part of the numerics id.
 Requests name their pages in ``kv_transfer_params``: ``save_pages`` has one for each page of the
 whole blocks of the prompt, and ``load_pages`` the same, from ``first_token`` on.
 
-With chunked prefill a prompt takes several engine steps. The blocks that a step has filled are
-saved when it ends, and a datagram reports them, so that they travel while the next step computes. A
-page is written once, as it may be read from then on.
+With chunked prefill a prompt takes several engine steps. The blocks that a step fills are saved in
+groups of layers, behind the attention of the last layer of a group, and a datagram reports them. So
+they travel while the step computes the next layers. A page is written once in each layer, as it may
+be read from then on.
 
 On GPUs a save runs while vLLM computes. vLLM holds the blocks of an ended request until its saves
 have ended (``finished_sending``). Its response may come earlier, so that it has ``saving_pages``:
-the pages are complete when a datagram reports as many. A failed save is reported as -1 pages.
+the pages are complete when a datagram reports as many in all layers. A failed save is reported as
+-1 pages.
 
 A cancelled load may still run when its pages belong to another request. So a file has the
 generation of each page, and a load fails unless that is its own when the bytes are copied.
@@ -48,7 +50,8 @@ from vllm.logger import init_logger
 
 _LOG = init_logger(__name__)
 _PAGE_TOKENS = 16
-_SAVED = struct.Struct("<qqq")  # generation of a hand-off, saved pages of its prompt, rank
+_SAVED = struct.Struct("<qqqqq")  # generation of a hand-off, saved pages, layers of all, rank
+_GROUP_BYTES = 4 << 20  # of the layers that are reported together
 
 
 @dataclass
@@ -87,6 +90,8 @@ class BatonConnector(KVConnectorBase_V1):
             raise NotImplementedError(
                 "hand_off: baton copies KV of tensor parallelism, and of no other parallel sizes"
             )
+        if parallel.use_ubatching:  # a layer is saved once a step
+            raise NotImplementedError("hand_off: baton does not copy KV of microbatches")
         self._block_tokens: int = vllm_config.cache_config.block_size
         self._saving: dict[str, Any] = {}  # requests by id, until their prompt is computed
         self._saved: dict[str, int] = {}  # pages of a prompt that are saved with this step
@@ -94,6 +99,10 @@ class BatonConnector(KVConnectorBase_V1):
         self._kind = copies_of(vllm_config.device_config.device_type)
         self._copies: Any = None  # of a worker
         self._generations = torch.empty(0)  # by page
+        self._layers: list[str] = []  # names, in order
+        self._block_bytes = 0  # of one layer
+        self._computed = 0  # layers of the step, in order
+        self._begun = 0  # those whose saves have begun
         self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._saves: dict[str, list[Future[None]]] = {}  # in the background, by request
         self._finished: set[str] = set()  # requests whose blocks are held for these
@@ -205,6 +214,8 @@ class BatonConnector(KVConnectorBase_V1):
         finally:
             os.close(descriptor)
         pool = torch.frombuffer(mapped, dtype=torch.uint8).view(shape)
+        self._layers = list(kv_caches)
+        self._block_bytes = layers[0].shape[1]
         self._copies = self._kind(layers, pool.narrow(3, half_bytes * self._rank, half_bytes))
         path = extra["generations"]
         self._generations = torch.from_file(path, shared=True, size=pages, dtype=torch.long)
@@ -223,12 +234,31 @@ class BatonConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: blocks are saved when the step ends."""
+        """Save the layers up to this one, if they are enough for a group.
+
+        A layer out of order, and those behind it, are saved when the step ends.
+        """
+        if layer_name not in self._layers[self._computed : self._computed + 1]:
+            return
+        self._computed += 1
+        blocks = sum(len(copy.blocks) for copy in self._step.saves)
+        pending_bytes = (self._computed - self._begun) * blocks * self._block_bytes
+        if self._computed < len(self._layers) and pending_bytes >= _GROUP_BYTES:
+            self._save_layers(self._computed)
 
     def wait_for_save(self) -> None:
-        """Save the blocks that this step has filled, and report them."""
+        """Save the other layers of the blocks that this step has filled."""
+        self._save_layers(len(self._layers))
+        self._computed = 0
+        self._begun = 0
+
+    def _save_layers(self, end: int) -> None:
+        """Save the layers before ``end``, and report them."""
+        layers = slice(self._begun, end)
+        self._begun = end
         for copy in self._step.saves:
-            save = self._copies.save(copy.blocks, copy.pages, partial(self._report, copy))
+            ended = partial(self._report, copy, end)
+            save = self._copies.save(copy.blocks, copy.pages, layers, ended)
             if save is not None:
                 self._saves.setdefault(copy.request_id, []).append(save)
 
@@ -268,14 +298,15 @@ class BatonConnector(KVConnectorBase_V1):
         step = self._get_connector_metadata()
         return step if isinstance(step, Step) else Step()
 
-    def _report(self, copy: Copy, error: Exception | None) -> None:
-        """Report that a copy was saved, or why not.
+    def _report(self, copy: Copy, layers: int, error: Exception | None) -> None:
+        """Report that the first layers of a copy were saved, or why not.
 
         A report from the background is not lost, as the response depends on it.
         """
         if error is not None:
             _LOG.error("cannot save KV of request %s: %s", copy.request_id, error)
-        report = _SAVED.pack(copy.generation, copy.end if error is None else -1, self._rank)
+        pages = copy.end if error is None else -1
+        report = _SAVED.pack(copy.generation, pages, layers, len(self._layers), self._rank)
         flags = 0 if self._kind.in_background else socket.MSG_DONTWAIT
         with contextlib.suppress(OSError):  # the response reports what no datagram did
             self._reports.sendto(report, flags, self._reports_path)
