@@ -181,7 +181,7 @@ def awaiting(what: str, seconds: float | None = None) -> Iterator[Progress]:
 
 def _interrupt(number: int, frame: object) -> None:
     for each in (signal.SIGINT, *END_SIGNALS):  # the parent may forward what the terminal has sent
-        signal.signal(each, signal.SIG_IGN)
+        signal.signal(each, lambda *_: None)  # Python reports SIG_IGN for one that has come
     raise KeyboardInterrupt
 
 
