@@ -24,7 +24,7 @@ from tests.vllm.test_fleet import READY_S, Fleet, alive, kill
 
 LEASE_S = 30.0  # of vLLM, for KV that no other vLLM reads
 REST_S = LEASE_S + 20.0
-TIE = 0.2  # of log-probabilities in bf16
+TIE = 0.2  # of log-probabilities, also in bf16
 PREFILL = 0  # tokens that the client has
 HAND_OFF = 1  # the first one, and decode's vLLM is loading the KV
 ANSWER = 20
@@ -122,7 +122,7 @@ def cores_used(fleet: Fleet, duration_s: float) -> float:
 async def doubtful(socket: str, prompt: list[int], tokens: list[int]) -> list[int]:
     """Return the tokens that vLLM alone would not choose behind those before them.
 
-    Near ties in bf16 are not counted.
+    Near ties are not counted.
     """
     body = {
         "request_id": "alone",

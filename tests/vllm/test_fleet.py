@@ -106,7 +106,7 @@ def test_a_question_is_answered(fleet: Fleet) -> None:
 
 
 def test_the_tokens_are_those_of_vllm_alone(fleet: Fleet) -> None:
-    """But for near ties in bf16: vLLM's sums depend on the batch, which a canary joins at times."""
+    """But for near ties: vLLM's sums depend on the batch, which a canary joins at times."""
     different: list[int] = []
     sockets = {w["id"]: psutil.Process(w["pid"]).cmdline() for w in fleet.workers()}
     for number in range(32):
