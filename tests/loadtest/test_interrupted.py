@@ -101,6 +101,7 @@ def test_a_lab_without_a_point_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "lab").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_sigterm_ends_the_fleet_of_a_lab(tmp_path: Path) -> None:
     arguments = ("lab", "canary", "--quick", "--out", str(tmp_path / "lab"))
