@@ -95,7 +95,7 @@ async def test_requests_with_three_adapters_and_none_share_a_worker(tmp_path) ->
         assert len({tokens[0] for tokens in alone}) == 4
         pairs = list(zip(alone, expected, strict=True))
         assert all(tokens[0] == others[0] for tokens, others in pairs), pairs
-        assert sum(tokens[:5] == others[:5] for tokens, others in pairs) >= 2, pairs  # near ties
+        assert sum(tokens[:5] == others[:5] for tokens, others in pairs) >= 3, pairs  # near ties
         asked = [ask(router, f"mixed {n}", loras[n % 4]) for n in range(12)]
         mixed = await asyncio.gather(*asked)
         assert [tokens[0] for tokens in mixed] == [alone[n % 4][0] for n in range(12)]
