@@ -78,8 +78,9 @@ class Replay:
             peer = ZmtpPeer("ROUTER")
             recorded = (RECORDED / "replay.zmtp").read_bytes()
             writer.write(recorded[: handshake_bytes(recorded)])
-            while not peer.feed(await reader.read(1 << 16)):
-                pass
+            while not peer.feed(data := await reader.read(1 << 16)):
+                if not data:  # the translator was closed before it had asked
+                    return
             writer.write(recorded[handshake_bytes(recorded) :])
             await reader.read()
 
