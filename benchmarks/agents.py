@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.layouts import bench_fleet, llama_server
+from benchmarks.layouts import bench_fleet, llama_server, run_whole
 from benchmarks.llamacpp import Peer, PeerError, cache_folder
 from loadtest.client.records import RequestRecord, ServerOptions
 from loadtest.client.server import Server
@@ -34,7 +34,7 @@ from loadtest.metrics.turns import turn_figures
 from loadtest.percent import percent
 from loadtest.results.files import Results, write_results
 from loadtest.results.tables import turn_table
-from loadtest.run import RunOptions, run_plan
+from loadtest.run import RunOptions
 from loadtest.simulator.policies import FLEET
 from loadtest.simulator.simulation import Setup, Simulation
 from loadtest.workloads.agents import alone
@@ -121,8 +121,8 @@ def measure(column: Column, load: AgentSessions, seed: int, out: Path) -> Result
                 url=server.url, model=server.first_model(), tools=column.tools, ignore_eos=False
             )
             options = RunOptions(server=server.settle(wanted))
-        before = run_plan(alone(plan), options)
-        results = run_plan(plan, options)
+        before = run_whole(alone(plan), options)
+        results = run_whole(plan, options)
     turns = turn_figures(results.records, before.records)
     results = msgspec.structs.replace(results, turns=turns)
     write_results(out / "alone", before)

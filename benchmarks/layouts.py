@@ -37,6 +37,7 @@ from benchmarks.llamacpp import Peer, PeerError, cache_folder
 from benchmarks.router.processes import free_port
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import Server
+from loadtest.commands.running import ended_by_signals
 from loadtest.metrics.summary import Slo
 from loadtest.results.files import Results, write_results
 from loadtest.run import RunOptions, run_plan
@@ -199,7 +200,7 @@ def _server_process(
     ready: str,
     start_limit_s: float = START_LIMIT_S,
 ) -> Iterator[None]:
-    with (folder / "log").open("wb") as log:
+    with ended_by_signals(), (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command, cwd=folder, env={**os.environ, **more}, stdout=log, stderr=subprocess.STDOUT
         )
@@ -233,6 +234,18 @@ def _pin(url: str, cores: int) -> None:
                 os.sched_setaffinity(thread.id, list(halves[worker["role"]]) or [0])
 
 
+def run_whole(plan: Plan, options: RunOptions) -> Results:
+    """Run a plan to its end.
+
+    Raises:
+        KeyboardInterrupt: A signal ended it early.
+    """
+    results = run_plan(plan, options)
+    if not results.complete:
+        raise KeyboardInterrupt
+    return results
+
+
 def run_one(plan: Plan, url: str, layout: Layout, folder: Path) -> Results:
     """Run one load against one layout; write its results into the folder."""
     with Server(url, "") as server:
@@ -240,7 +253,7 @@ def run_one(plan: Plan, url: str, layout: Layout, folder: Path) -> Results:
             url=server.url, model=server.first_model(), ignore_eos=True, headers=layout.headers
         )
         options = RunOptions(server=server.settle(wanted), slo=SLO)
-    results = run_plan(plan, options)
+    results = run_whole(plan, options)
     folder.mkdir(parents=True, exist_ok=True)
     write_results(folder, results)
     return results

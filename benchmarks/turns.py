@@ -37,6 +37,7 @@ import psutil
 import typer
 
 from baton.engine.llm import DEFAULT_MODEL
+from loadtest.commands.running import ended_by_signals
 
 _HEADERS = {"authorization": "Bearer key-of-the-bench", "x-baton-mode": "disaggregated"}
 _FLEET = """
@@ -342,7 +343,8 @@ def main(
     kill: Annotated[str, typer.Option(help="What is killed in the middle, by comma.")] = "",
 ) -> None:
     """Measure changes of role under load."""
-    found = asyncio.run(measure(turns, every, [name for name in kill.split(",") if name]))
+    with ended_by_signals():
+        found = asyncio.run(measure(turns, every, [name for name in kill.split(",") if name]))
     out.write_text(json.dumps(found, indent=2) + "\n")
     typer.echo(json.dumps(found, indent=2))
 

@@ -82,4 +82,5 @@ def record_of(
         ranks=(*here, *(link.pid for link in links)) if links else ready.ranks,
         rank_hosts=(identity.host, *(link.host for link in links)) if links else (),
         version=version(),
+        kv_blocks=ready.geometry.num_blocks,
     )

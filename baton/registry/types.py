@@ -50,6 +50,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     turn: int = 0  # number of the turn that gave it its role, of all turns of the fleet
     intent: Intent = "serve"
     version: str = ""  # of the code that the worker runs; "" before its first process
+    kv_blocks: int = 0  # of its KV pool; 0 while the slot has no process
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):

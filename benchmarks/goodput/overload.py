@@ -22,14 +22,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.layouts import bench_fleet
+from benchmarks.layouts import bench_fleet, run_whole
 from loadtest.client.records import ServerOptions
 from loadtest.client.server import Server
 from loadtest.metrics.summary import Slo
 from loadtest.percent import percent
 from loadtest.rate_search import RateSearch
 from loadtest.results.files import Results, SearchPoint, write_results
-from loadtest.run import RunOptions, run_plan
+from loadtest.run import RunOptions
 from loadtest.workloads.lengths import parse_lengths
 from loadtest.workloads.synthetic import OpenLoop, open_loop_plan
 
@@ -78,7 +78,7 @@ def run_at(kind: Kind, rate: float, duration_s: float, url: str, seed: int) -> R
     with Server(url) as server:
         wanted = ServerOptions(url=server.url, model=server.first_model(), ignore_eos=True)
         options = RunOptions(server=server.settle(wanted), slo=SLO, warmup_s=duration_s / 10)
-    return run_plan(open_loop_plan(load, name="overload", seed=seed), options)
+    return run_whole(open_loop_plan(load, name="overload", seed=seed), options)
 
 
 def held_rate(kind: Kind, url: str, console: Console) -> float:

@@ -89,6 +89,7 @@ class ControllerActor:
         self._begin_with(sizes_in(pools.start_sizes))
         self._lives: dict[str, Life] = {}
         self._reused: dict[str, Any] = {}  # actors that will host their slot's next incarnation
+        self._kv_blocks: dict[str, int] = {}  # largest pool that each worker has had
         self._placing: dict[str, asyncio.Event] = {}  # set to abort the start of an incarnation
         self._beginning = asyncio.Lock()
         self._wake = asyncio.Event()
@@ -230,7 +231,9 @@ class ControllerActor:
         try:
             async with self._tasks.beside(life.ask(), "ask"):
                 raw = await record
-                incarnation = msgspec.msgpack.decode(raw, type=WorkerRecord).incarnation
+                started = msgspec.msgpack.decode(raw, type=WorkerRecord)
+                incarnation = started.incarnation
+                self._note_blocks(started)
                 self._apply(self._machine.started(worker_id, epoch, _now_ns()))
                 reason = await self._until_it_ends(life)
                 reusable = True
@@ -251,6 +254,19 @@ class ControllerActor:
         with contextlib.suppress(RegistryUnavailableError):
             await self._registry.forget(incarnation)
         self._apply(actions)
+
+    def _note_blocks(self, worker: WorkerRecord) -> None:
+        """Remember the largest KV pool of a worker, and log a new one that is smaller."""
+        before = self._kv_blocks.get(worker.worker_id, 0)
+        if self._config.kv_blocks_per_worker == "auto" and worker.kv_blocks < before:
+            _LOG.warning(
+                "worker=%s epoch=%d has %d KV blocks, %d before: its host has less free memory",
+                worker.worker_id,
+                worker.epoch,
+                worker.kv_blocks,
+                before,
+            )
+        self._kv_blocks[worker.worker_id] = max(before, worker.kv_blocks)
 
     async def _until_it_ends(self, life: Life) -> str:
         """Return the exit reason of an incarnation; raise TimeoutError if it freezes."""
@@ -294,6 +310,7 @@ class ControllerActor:
             host=self._spec.host,
             log_dir=self._spec.log_dir,
             other_workers=self._spec.other_workers,
+            kv_blocks_before=self._kv_blocks.get(worker_id, 0),
         )
 
     def _start_actor(self, launch: Launch, group: PlacementGroup) -> Any:

@@ -31,6 +31,7 @@ from fleet.pools.controller import HEALTHY_AFTER_NS
 NAMESPACE = "baton"
 WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
 _OF_A_LIFE = ("epoch", "role", "turn")  # settings that differ between incarnations
+_OF_AN_ENGINE = ("workers_on_host", "kv_blocks_before")
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,8 +122,14 @@ def worker_settings(
     fleet_token_file: str = "",
     turn: int = 0,
     other_workers: int = 0,
+    kv_blocks_before: int = 0,
 ) -> dict[str, Any]:
-    """Return the fields of ``fleet.worker.WorkerSettings`` for one incarnation."""
+    """Return the fields of ``fleet.worker.WorkerSettings`` for one incarnation.
+
+    ``kv_blocks_before`` is the size of the KV pool of the last one, 0 if it is the first.
+    """
+    engine = engine_settings(config, role, worker_id, other_workers)
+    engine = msgspec.structs.replace(engine, kv_blocks_before=kv_blocks_before)
     return {
         "worker_id": worker_id,
         "role": role,
@@ -130,7 +137,7 @@ def worker_settings(
         "turn": turn,
         "fleet": config.fleet,
         "served_model_name": config.model_names[0],
-        "engine": msgspec.to_builtins(engine_settings(config, role, worker_id, other_workers)),
+        "engine": msgspec.to_builtins(engine),
         "redis_url": redis_url,
         "fleet_token": fleet_token,
         "fleet_token_file": fleet_token_file,
@@ -239,12 +246,12 @@ def _workers_on_a_host(config: FleetConfig, other_workers: int) -> int:
 def settings_digest(settings: Mapping[str, Any]) -> str:
     """Return a digest of a worker's settings.
 
-    It ignores the epoch, the role, which changes at run time, and the number of workers on the
-    host, so that a growing fleet does not restart the workers that it has.
+    It ignores the epoch, the role, which changes at run time, the size of the last KV pool, and
+    the number of workers on the host, so that a growing fleet does not restart its workers.
     """
     same = {name: value for name, value in settings.items() if name not in _OF_A_LIFE}
     if isinstance(engine := same.get("engine"), dict):
-        same["engine"] = {n: v for n, v in engine.items() if n != "workers_on_host"}
+        same["engine"] = {n: v for n, v in engine.items() if n not in _OF_AN_ENGINE}
     raw = msgspec.json.encode(same, order="deterministic")
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 

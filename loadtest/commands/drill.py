@@ -99,7 +99,7 @@ def drill(
     verdicts, interrupted = _run_all(runner, names)
     result = DrillsResult(interrupted=interrupted, asked=names, drills=verdicts)
     written = msgspec.json.format(msgspec.json.encode(result))
-    if out is not None:
+    if out is not None and verdicts:  # else the next run may use the same folder
         write_whole(out / _FILE, written)
     passed = all(v.passed for v in verdicts) and len(verdicts) == len(names)
     code = INTERRUPTED if interrupted else 0 if passed else 1

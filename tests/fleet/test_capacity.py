@@ -121,6 +121,30 @@ def test_auto_reaches_the_engine_and_a_number_stays_a_number(
     assert kv_blocks(FleetConfig(max_context_tokens=160)) == 320  # 32 requests of 10 blocks
 
 
+def test_a_restarted_worker_takes_as_many_blocks_as_before_if_half_of_the_free_memory_holds_them(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def blocks(free_bytes: int, before: int) -> int:
+        monkeypatch.setattr("baton.engine.loading.memory.free_memory_bytes", lambda: free_bytes)
+        settings = EngineSettings(
+            model=DEFAULT_MODEL,
+            kv_blocks=0,
+            kv_blocks_before=before,
+            workers_on_host=2,
+            max_step_tokens=512,
+        )
+        return pool_geometry(settings, config).num_blocks
+
+    first = blocks(8 * GIB, 0)
+    others = footprint(config).total + first * 368_640
+    left = 8 * GIB - others
+    assert blocks(left, 0) < first  # what the other worker holds was subtracted, and then halved
+    assert blocks(left, first) == first
+    assert blocks(3 * GIB, first) > 2 * blocks(3 * GIB, 0)
+    assert blocks(3 * GIB, first) < first
+    assert blocks(16 * GIB, first) > first  # the memory was short at the first start
+
+
 def test_heads_that_cannot_hold_an_aligned_scale_are_refused_by_name(config: ModelConfig) -> None:
     odd = dataclasses.replace(config, head_dim=66)
     settings = EngineSettings(model=DEFAULT_MODEL, kv_dtype="int8")

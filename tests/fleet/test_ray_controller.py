@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from ray.exceptions import ActorUnschedulableError, NodeDiedError
+from ray.exceptions import ActorUnschedulableError, NodeDiedError, RayActorError
 
 from baton.config.clients import SloConfig
 from baton.config.fleet_file import FleetConfig, PoolsConfig
@@ -51,6 +51,7 @@ class Actor:
         self.worker_id = worker_id
         self.stopped = asyncio.Event()
         self._failure = start
+        self.kv_blocks = 0
         self.start = self.record = Method(self._record)
         self.wait = Method(self._wait)
         self.stop = Method(self._stop)
@@ -68,6 +69,7 @@ class Actor:
             state="ready",
             incarnation=b"i" * 16,
             epoch=1,
+            kv_blocks=self.kv_blocks,
         )
         return msgspec.msgpack.encode(record)
 
@@ -168,6 +170,35 @@ async def test_whatever_ends_a_start_ends_the_life(
     await controller.run()
     await until(lambda: phase(controller) is Phase.READY)
     assert len(lives) > 2
+
+
+async def test_the_next_life_is_told_the_largest_kv_pool_so_far_and_a_smaller_one_is_logged(
+    controller: ControllerActor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: list[int] = []
+
+    async def dies() -> int:
+        raise RayActorError
+
+    def start(launch, _group) -> Actor:
+        life = Actor(launch.worker_id)
+        if launch.worker_id == "worker-0":
+            life.kv_blocks = (900, 500, 900)[len(told)]
+            told.append(controller._settings(launch)["engine"]["kv_blocks_before"])
+            if len(told) < 3:
+                life.wait = Method(dies)
+        return life
+
+    monkeypatch.setattr(controller, "_start_actor", start)
+    await controller.run()
+    await until(lambda: len(told) == 3 and phase(controller) is Phase.READY, 15.0)
+    assert told == [0, 900, 900]
+    smaller = [line for line in caplog.messages if "KV blocks" in line]
+    assert smaller == [
+        "worker=worker-0 epoch=1 has 500 KV blocks, 900 before: its host has less free memory"
+    ]
 
 
 async def test_a_drain_while_the_life_is_placed_ends_the_placing(

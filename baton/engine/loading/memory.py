@@ -368,6 +368,9 @@ def pool_geometry(
     free = max(free_memory_bytes() - tiers, 0)
     useful = blocks_for(context) * settings.max_batch_requests
     blocks = automatic_blocks(need, block_bytes, free, workers, useful)
+    if settings.kv_blocks_before:  # then ``free`` is what the other workers of the host have left
+        before = min(settings.kv_blocks_before, useful)
+        blocks = max(blocks, automatic_blocks(need, block_bytes, free, 1, before))
     return kv_geometry(config, kv_dtype, blocks)
 
 

@@ -55,8 +55,8 @@ def too_many_errors(canary: Tally, stable: Tally) -> str:
     if _ratio(canary.errors, canary.requests, usual, worse) < _ERROR_LIMIT and not looks_bad:
         return ""
     return (
-        f"{canary.errors} of {canary.requests} requests failed, and {stable.errors} of "
-        f"{stable.requests} of the stable model"
+        f"{canary.errors} of {canary.requests} requests failed, with the stable model "
+        f"{stable.errors} of {stable.requests}"
     )
 
 
@@ -82,7 +82,7 @@ def too_slow(what: str, canary: Mapping[int, int], stable: Mapping[int, int]) ->
     p95_s = seconds_of(_p95(canary))
     if p95_s < RATIO_LIMIT * usual_s:
         return ""
-    return f"p95 {what} is {p95_s * 1e3:.4g} ms, and {usual_s * 1e3:.4g} ms of the stable model"
+    return f"p95 {what} is {p95_s * 1e3:.4g} ms, with the stable model {usual_s * 1e3:.4g} ms"
 
 
 def p95_s(counts: Mapping[int, int]) -> float | None:

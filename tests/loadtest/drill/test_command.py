@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 from loadtest.cli import app
 from loadtest.commands import drill
 from loadtest.commands.options import LocalFleet
+from loadtest.drill.fleet import DrillError
 from loadtest.drill.overload import judge_overload
 from loadtest.drill.runner import DrillOptions
 from tests.loadtest.drill import test_overload as overload
@@ -101,6 +102,26 @@ def test_ctrl_c_keeps_the_drills_that_have_ended(monkeypatch, tmp_path):
     assert written["interrupted"] is True
     assert written["asked"] == ["overload", "kill-prefill"]
     assert [one["drill"] for one in written["drills"]] == ["overload"]
+
+
+def test_a_run_without_a_verdict_leaves_its_folder_to_the_next_one(monkeypatch, tmp_path):
+    class Runner:
+        def __init__(self, options: DrillOptions) -> None: ...
+
+        async def check(self, names: list[str]) -> None: ...
+
+        async def take_golden_answers(self) -> None:
+            raise DrillError("golden response: error 503")
+
+    monkeypatch.setattr(drill, "DrillRunner", Runner)
+    with tiny_server() as server:
+        local = LocalFleet("f", server.url, "", lambda: None, lambda verb, arguments: "")
+        line = ["drill", "overload", "--out", str(tmp_path)]
+        for _ in range(2):
+            result = CliRunner().invoke(app, line, obj=lambda: local, env={"COLUMNS": "200"})
+            assert result.exit_code == 1
+            assert "golden response: error 503" in result.output
+    assert not (tmp_path / "drill.json").exists()
 
 
 def test_a_fleet_without_a_damaged_model_is_refused_before_any_request(monkeypatch, tmp_path):

@@ -51,7 +51,7 @@ def test_a_canary_that_always_fails_is_out_after_a_few_requests() -> None:
     stable = Tally(requests=1000, errors=10)
     failed = [n for n in range(20) if too_many_errors(Tally(requests=n, errors=n), stable)]
     assert failed[0] == 4
-    assert "4 of 4 requests failed, and 10 of 1000" in too_many_errors(
+    assert "4 of 4 requests failed, with the stable model 10 of 1000" in too_many_errors(
         Tally(requests=4, errors=4), stable
     )
 

@@ -83,7 +83,7 @@ def test_a_router_alone_judges_by_the_last_sums_and_its_own_requests() -> None:
     machine.take()
     assert machine.judge_alone() == ""
     machine.ended("v2", Outcome(failed=True))
-    reason = "6 of 6 requests failed, and 0 of 0 of the stable model"
+    reason = "6 of 6 requests failed, with the stable model 0 of 0"
     assert machine.judge_alone() == reason
     assert machine.totals.canary.requests == 2
 

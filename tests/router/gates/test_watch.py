@@ -124,7 +124,7 @@ async def test_a_canary_whose_requests_fail_is_rolled_back(lanes: TwoLanes) -> N
     await until(lambda: lanes.fleet.router.routes.table.names["smollm2"].thrown_out == OTHER)
     assert names["smollm2"].target == "smollm2"
     reason = lanes.fleet.router.routes.table.names["smollm2"].reason
-    assert "requests failed, and 0 of" in reason
+    assert "requests failed, with the stable model 0 of" in reason
 
 
 async def test_routers_decide_by_the_sum_of_their_evidence(make_router) -> None:
@@ -144,7 +144,7 @@ async def test_routers_decide_by_the_sum_of_their_evidence(make_router) -> None:
         table = one.fleet.router.routes
         await until(lambda table=table: table.table.names["smollm2"].thrown_out == OTHER, 2.0)
         reason = table.table.names["smollm2"].reason
-        assert reason == "6 of 6 requests failed, and 0 of 0 of the stable model"
+        assert reason == "6 of 6 requests failed, with the stable model 0 of 0"
 
 
 class Forgetful(SharedGates):
@@ -200,7 +200,7 @@ async def test_without_redis_a_router_stops_sending_to_a_canary_that_fails(
         await until(lambda: not router.routes.table.names["smollm2"].canary, 1.0)
         answer = await lanes.fleet.chat("hi")
         assert answer.json()["model"] == "smollm2"
-        reason = "6 of 6 requests failed, and 0 of 0 of the stable model"
+        reason = "6 of 6 requests failed, with the stable model 0 of 0"
         assert f"why=rollback: {reason}" in answer.headers["x-baton-model"]
         said = "rolled back at this router, and at the others when Redis answers: name=smollm2"
         assert f"{said} canary=other: {reason}" in caplog.text
