@@ -32,6 +32,7 @@ def run(which: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)  # seconds when alone, but an interpreter suffers from neighbours
 def test_the_kernels_in_the_interpreter() -> None:
     assert " passed" in run("not slow")
@@ -69,6 +70,7 @@ def check_rounding(found: list[dict[str, Any]], dim: int, loops: int) -> None:
     assert fused == counted[0]["fma.rn.f32"] * loops, "nothing else is fused"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_exact_kernels_round_alike_in_all_their_loops_and_versions(tmp_path: Path) -> None:
     found = compiled("exact", tmp_path)

@@ -72,6 +72,7 @@ def started_s(folder: Path) -> float:
     return (at["ready"] - at["starting"]).total_seconds()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_the_first_requests_of_an_empty_fleet_wait_for_a_worker(empty: tuple[str, Path]) -> None:
     """No request is refused, and the first token comes a second after the worker at the latest."""

@@ -41,6 +41,7 @@ async def visible(redis_url: str) -> list[str]:
         await registry.close()
 
 
+@pytest.mark.long
 def test_each_worker_sees_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 4}')
     with ray_fleet(CONFIG, **SPEC) as fleet:

@@ -110,7 +110,13 @@ def check_held(held_s: dict[str, float]) -> None:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("sizes", [EACH_RUN, pytest.param(SIZES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(EACH_RUN, marks=pytest.mark.long),
+        pytest.param(SIZES, marks=pytest.mark.slow),
+    ],
+)
 async def test_every_size_on_every_path(artifact, tiny_model, redis_server, holds, sizes):
     """If all sizes are tried, a minute without requests comes before each."""
     paths = climbers(sizes, tiny_model)

@@ -162,6 +162,7 @@ def test_tuning_prints_rows_for_the_configs() -> None:
     assert "of cuBLAS's time" in said
 
 
+@pytest.mark.long
 def test_what_stands_in_for_nccl_and_cuda_ipc_moves_bytes_and_outlives_its_peer(
     tmp_path: Path,
 ) -> None:
@@ -172,6 +173,7 @@ def test_what_stands_in_for_nccl_and_cuda_ipc_moves_bytes_and_outlives_its_peer(
     assert rows["shared memory"]["after_the_owner_was_killed"] == "readable"
 
 
+@pytest.mark.long
 def test_bytes_that_come_wrong_are_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter(range(9))
     monkeypatch.setattr(
@@ -181,6 +183,7 @@ def test_bytes_that_come_wrong_are_no_success(monkeypatch: pytest.MonkeyPatch) -
         transports.pair_moves(("cpu", "cpu"), 1)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it can be made")
 def test_a_pair_that_cannot_be_made_says_why() -> None:
     with pytest.raises(transports.ProbeError, match=r"NCCL|CUDA|cuda"):

@@ -74,6 +74,7 @@ def test_points_before_ctrl_c_are_kept() -> None:
         measured([1, 2, 3], measure, at_least=3)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("number", "group"),

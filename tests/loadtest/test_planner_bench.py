@@ -2,6 +2,7 @@
 
 from itertools import pairwise, product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +37,7 @@ def test_no_order_is_better(windows, cost):
     assert total == max(map(worth, product(range(3), repeat=len(windows))))
 
 
+@pytest.mark.long
 def test_the_planner_is_compared_with_the_fixed_splits():
     """Prompts for which three of four workers prefill, then responses for which one does."""
     prompts = [TraceRequest(n / 2.2, 6000, 60) for n in range(130)]

@@ -36,6 +36,7 @@ def llm(gemma: ModelArtifact) -> LLM:
     return LLM(GEMMA, kv_blocks=160)  # exact, bf16: proves itself on the loaded weights
 
 
+@pytest.mark.long
 def test_it_continues_text_and_begins_with_bos(llm: LLM) -> None:
     story, france = llm.generate(
         ["Once upon a time, there was", "Paris is the capital of"], max_tokens=8

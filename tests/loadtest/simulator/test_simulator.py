@@ -87,6 +87,7 @@ def test_within_a_node_messages_take_another_link():
     assert near == pytest.approx(LINKS["nvlink"].seconds(5e6) * 1e9)
 
 
+@pytest.mark.long
 def test_the_links_of_a_chain_are_pulled_one_after_the_other(monkeypatch):
     """Before each source another one is asked, for a block that it may have or not."""
     asked = []
@@ -317,6 +318,7 @@ def test_the_whole_conversation_trace_reproduces_what_is_known_of_it():
     assert fleet.good_share > 0.94
 
 
+@pytest.mark.long
 def test_a_tier_in_host_memory_gives_back_what_small_pools_evict():
     trace = read_trace(SAMPLE, 300)
     small = replace(SMALL, prefill_kv_tokens=262_144, pull_prefixes=False, check_every_step=True)
@@ -516,6 +518,7 @@ def test_the_planner_turns_a_worker_and_the_report_has_every_decision():
     assert all(one["decision"]["reason"] for one in quiet)
 
 
+@pytest.mark.long
 def test_a_fleet_grows_with_its_load_and_shrinks_after_it():
     """Added workers take their time to start; those that leave complete what they have."""
     busy = [TraceRequest(n / 4.0, 6000, 40) for n in range(1200)]

@@ -36,6 +36,7 @@ def write(path: Path, name: str, count: int) -> None:
         audit_file.append(path, [audit_file.entry("scale", f"{name}-{number}", who=name)])
 
 
+@pytest.mark.long
 def test_appenders_in_threads_and_processes_make_one_chain(tmp_path):
     path = tmp_path / "audit.jsonl"
     context = multiprocessing.get_context("spawn")
@@ -57,6 +58,7 @@ def forever(path: Path) -> None:
         audit_file.append(path, [audit_file.entry("v", "x" * 3000, who="w")])
 
 
+@pytest.mark.long
 def test_killed_appenders_leave_an_unbroken_chain(tmp_path):
     path = tmp_path / "audit.jsonl"
     context = multiprocessing.get_context("spawn")

@@ -244,6 +244,7 @@ async def run_identity(start, count: int) -> None:
     assert sum(moves) > 0
 
 
+@pytest.mark.long
 async def test_the_export_is_the_sum_of_all_answers(start) -> None:
     await run_identity(start, 1000)
 

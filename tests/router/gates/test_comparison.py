@@ -32,6 +32,7 @@ def test_no_test_finds_five_percent_within_200_requests_as_often_as_asked() -> N
     assert best_power(240, 0.01, 0.05, 0.01) > 0.95
 
 
+@pytest.mark.long
 def test_five_percent_errors_against_one_are_found() -> None:
     worse = Rollout(errors=0.05)
     assert share_found(worse, 200, 300) >= best_power(200, 0.01, 0.05, 0.01) - 0.08
@@ -43,6 +44,7 @@ def test_a_p95_of_30_percent_more_is_found_within_400_requests() -> None:
     assert share_found(slower, 400, 150, lambda reason: reason.startswith("p95 TTFT")) >= 0.95
 
 
+@pytest.mark.long
 def test_at_most_one_of_100_healthy_rollouts_is_rolled_back() -> None:
     assert share_found(Rollout(step=20), 1000, 200) <= 0.01
 
