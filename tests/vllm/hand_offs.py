@@ -189,6 +189,7 @@ async def _killing(
         if not after:
             group_task = asyncio.ensure_future(asyncio.to_thread(_kill_busy, fleet, role, victim))
         async with client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200, (await answer.aread()).decode()
             place = route(answer)
             async for line in answer.aiter_lines():
                 if not line.startswith("data: {"):
