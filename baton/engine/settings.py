@@ -91,7 +91,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     weight_quantisation: str = "none"  # or "int8", "int4"; on CUDA "fp8"
     kv_dtype: str = ""  # "int8", "fp8"; empty: dtype of the activations
     kv_blocks: int = 1024  # 0: sized from the free memory
-    kv_blocks_before: int = 0  # of the worker's last process; 0: it is the first one
+    kv_blocks_before: int = 0  # largest pool of the worker's earlier processes; 0: none
     kv_tiers: KvTierSettings = KvTierSettings()
     workers_on_host: int = 1  # workers that share the host
     device: str = "cpu"  # "cpu", "cuda", or "auto": CUDA where torch sees a GPU

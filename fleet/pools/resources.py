@@ -126,7 +126,7 @@ def worker_settings(
 ) -> dict[str, Any]:
     """Return the fields of ``fleet.worker.WorkerSettings`` for one incarnation.
 
-    ``kv_blocks_before`` is the size of the KV pool of the last one, 0 if it is the first.
+    ``kv_blocks_before`` is the largest KV pool of earlier ones, 0 if there was none.
     """
     engine = engine_settings(config, role, worker_id, other_workers)
     engine = msgspec.structs.replace(engine, kv_blocks_before=kv_blocks_before)
@@ -246,7 +246,7 @@ def _workers_on_a_host(config: FleetConfig, other_workers: int) -> int:
 def settings_digest(settings: Mapping[str, Any]) -> str:
     """Return a digest of a worker's settings.
 
-    It ignores the epoch, the role, which changes at run time, the size of the last KV pool, and
+    It ignores the epoch, the role, which changes at run time, the size of earlier KV pools, and
     the number of workers on the host, so that a growing fleet does not restart its workers.
     """
     same = {name: value for name, value in settings.items() if name not in _OF_A_LIFE}
