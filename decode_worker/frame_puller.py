@@ -96,6 +96,10 @@ class FramePuller:
         """Release the credit of a hand-off that ends or restarts."""
         self._pacer.drop(self._owner)
 
+    def forget(self) -> None:
+        """Drop the reference to the owner, after the last pull."""
+        self._perform = lambda _: None
+
     async def _pull_part(
         self, kv_slices: Sequence[KvSlice], epoch: int, target: PrefillTarget, generation: int
     ) -> int:

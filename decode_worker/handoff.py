@@ -193,6 +193,11 @@ class Handoff:
             self._parts.metrics.inc("baton_transfers", outcome="abandoned")
         self._perform(self._machine.cancel())
 
+    def forget(self) -> None:
+        """Drop the puller's reference to this object, unless a task still runs."""
+        if not self._tasks:
+            self._puller.forget()
+
     # ---------------------------------------------------------------- actions of the machine
 
     def _perform(self, actions: list[receiver.Action]) -> None:

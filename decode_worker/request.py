@@ -111,6 +111,12 @@ class DecodeRequest:
         if self._prefix is not None:
             self._prefix.close()
 
+    def forget(self) -> None:
+        """Drop the hand-off, after the end: request and hand-off refer to each other."""
+        if self._handoff is not None:
+            self._handoff.forget()
+            self._handoff = None
+
     def _cancel_at_engine(self) -> None:
         self._parts.engine.client.send(messages.Cancel(self._engine_id))
 

@@ -239,6 +239,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if request.ended:
             if now_ns - request.ended_ns > REMEMBER_S * 1e9:
                 del self._requests[request_id]
+                request.forget()
             return
         request.tick(alive_ns)
         lease_ns = (request.submission.lease_ms or DEFAULT_LEASE_MS) * 1_000_000

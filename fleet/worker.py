@@ -70,7 +70,7 @@ from kvtransfer.ranks.pools import RankPools
 from kvtransfer.transport import ServingSide
 from kvtransfer.transports import servers
 from prefill_worker.service import PrefillService
-from router.memory import collect_rarely
+from router.memory import WORKER_OBJECTS, collect_rarely
 
 _LOG = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Worker:
             record = record_of(settings, identity, ready, links, metrics_address)
             publishers = _make_publishers(base, identity, record, stack)
             stack.push_async_callback(server.stop, None)
-            collect_rarely()
+            collect_rarely(WORKER_OBJECTS)
             await server.start()
             publishers.start()
             parts = _Parts(

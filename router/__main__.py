@@ -45,7 +45,7 @@ from router.frontend.http.certificate import LiveCertificate
 from router.frontend.http.server import RouterServer
 from router.frontend.http_server import server_config
 from router.lane_feeds import LaneSources
-from router.memory import allow_connections, collect_rarely, limit_arenas
+from router.memory import ROUTER_OBJECTS, allow_connections, collect_rarely, limit_arenas
 from router.routing.group.group import RouterGroup
 from router.routing.group.member import Member
 from router.routing.watch.request_reports import past_reports
@@ -96,7 +96,7 @@ def main() -> int:
         )
     allow_connections(settings.clients.max_connections)
     limit_arenas()
-    collect_rarely()
+    collect_rarely(ROUTER_OBJECTS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(lanes, models, sockets, member))
     return 0

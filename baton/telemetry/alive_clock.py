@@ -75,25 +75,30 @@ class AliveClock:
     @contextlib.asynccontextmanager
     async def timeout(self, limit_s: float) -> AsyncIterator[asyncio.Timeout]:
         """Raise TimeoutError when the block takes longer than ``limit_s`` on this clock."""
-        loop = asyncio.get_running_loop()
-        ends_ns = self.now_ns() + int(limit_s * 1e9)
-
-        timer: asyncio.TimerHandle | None = None
-
-        def look() -> None:
-            nonlocal timer
-            left_s = (ends_ns - self.now_ns()) / 1e9
-            if left_s > 0:
-                timer = loop.call_later(left_s, look)
-            else:
-                block.reschedule(loop.time())
-
         async with asyncio.timeout(None) as block:
-            timer = loop.call_later(limit_s, look)
+            limit = _Limit(self, block, limit_s)
             try:
                 yield block
             finally:
-                timer.cancel()
+                limit.timer.cancel()
+
+
+class _Limit:
+    """End of a block's time. No reference cycle remains after ``timer`` is cancelled."""
+
+    def __init__(self, clock: AliveClock, block: asyncio.Timeout, limit_s: float) -> None:
+        self._clock = clock
+        self._block = block
+        self._ends_ns = clock.now_ns() + int(limit_s * 1e9)
+        self._loop = asyncio.get_running_loop()
+        self.timer = self._loop.call_later(limit_s, self._look)
+
+    def _look(self) -> None:
+        left_s = (self._ends_ns - self._clock.now_ns()) / 1e9
+        if left_s > 0:
+            self.timer = self._loop.call_later(left_s, self._look)
+        else:
+            self._block.reschedule(self._loop.time())
 
 
 ALIVE = AliveClock()

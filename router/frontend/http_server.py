@@ -114,6 +114,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._lost = True
         if self._follower is not None:
             self._follower.on_lost()
+        self.pipeline.clear()
+        self.cycle = self.scope = None  # type: ignore[assignment]  # they refer to this connection
 
     def leave(self) -> None:
         """Close the connection after its next response, because the router is replaced."""

@@ -18,7 +18,7 @@ import pytest
 from baton.engine.cpu.native.library import load as load_native
 from benchmarks.ladder import bodies as ladder
 from router.frontend.api.bodies.fields import MAX_TOOLS
-from router.memory import collect_rarely, give_back
+from router.memory import ROUTER_OBJECTS, collect_rarely, give_back
 from tests.ladder.rungs import (
     CONTEXT_TOKENS,
     NO_AUTHORITIES,
@@ -187,7 +187,7 @@ async def test_each_body_by_each_api(artifact, tiny_model, redis_server, holds, 
         await asyncio.to_thread(fleet.router.parts.model.tokenizer.speed_up)
         caller = Caller(fleet)
         await check_everywhere(caller, BODIES["short"])
-        collect_rarely()
+        collect_rarely(ROUTER_OBJECTS)
         before = await memory_bytes(fleet)
         held_s: dict[str, float] = {}
         for name, chat in BODIES.items():

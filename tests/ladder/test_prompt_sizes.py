@@ -16,7 +16,7 @@ import pytest
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
 from benchmarks.ladder.tiny_model import write_tiny_model
-from router.memory import collect_rarely
+from router.memory import ROUTER_OBJECTS, collect_rarely
 from tests.ladder.climbers import FIRST, Climber, climbers
 from tests.ladder.rungs import (
     CONTEXT_TOKENS,
@@ -126,7 +126,7 @@ async def test_every_size_on_every_path(artifact, tiny_model, redis_server, hold
                 artifact, redis_server.url, path.name, *path.names, **path.settings
             )
             path.fleet = await stack.enter_async_context(fleet)
-        collect_rarely()
+        collect_rarely(ROUTER_OBJECTS)
         ladder = Ladder(paths, holds)
         watch = stack.enter_context(LoopHolds().watched())
         zero = await ladder.memory_bytes()

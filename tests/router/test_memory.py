@@ -1,11 +1,18 @@
-"""Work on bodies beside the event loop, and on it."""
+"""Work on bodies beside the event loop, and on it; memory of calls that have ended."""
 
 import asyncio
+import gc
 from itertools import pairwise
 
+import httpx
 import pytest
 
+from router.frontend.api.answer import Answer
+from router.frontend.api.formats.answer_parts import AnswerParts
+from router.frontend.http_server import LimitedProtocol
 from router.memory import OneByOne
+from tests.router.conftest import MODEL, until
+from tests.router.emulated_worker import Script
 
 
 async def test_others_have_a_turn_between_two_pieces_of_work():
@@ -37,3 +44,40 @@ def test_each_event_loop_has_turns_of_its_own():
         return await asyncio.gather(*(one_by_one.run(lambda: 1) for _ in range(3)))
 
     assert asyncio.run(three()) == asyncio.run(three()) == [1, 1, 1]
+
+
+@pytest.fixture
+async def fleet(make_fleet):
+    return await make_fleet({"decode-0": Script(step_s=0.002)})
+
+
+def count_of(*kinds: type) -> int:
+    return sum(isinstance(one, kinds) for one in gc.get_objects())
+
+
+async def test_calls_and_connections_leave_no_reference_cycles(fleet):
+    """Routers collect cycles so rarely that connections in them would pile up."""
+    message = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 300}
+    response = {"model": MODEL, "input": "hi", "max_output_tokens": 4}
+    gc.collect()
+    gc.disable()
+    try:
+        for stream in (False, True):
+            for path, body in (
+                ("/v1/chat/completions", {**message, "max_tokens": 4}),
+                ("/v1/messages", {**message, "max_tokens": 4}),
+                ("/v1/responses", response),
+                ("/v1/chat/completions", {**message, "messages": 5}),
+            ):
+                async with httpx.AsyncClient(base_url=fleet.url) as client:
+                    await client.post(path, json={**body, "stream": stream})
+        async with (
+            httpx.AsyncClient(base_url=fleet.url) as client,
+            client.stream("POST", "/v1/chat/completions", json=message | {"stream": True}) as drop,
+        ):
+            await anext(drop.aiter_lines())
+        assert len([*fleet.router.gateway.kept.newest_first()]) == 7
+        kinds = LimitedProtocol, Answer, AnswerParts
+        await until(lambda: not count_of(*kinds))
+    finally:
+        gc.enable()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.memory import collect_rarely
+from router.memory import ROUTER_OBJECTS, collect_rarely
 from tests.router.conftest import MODEL, events_of, free_port, until
 from tests.router.emulated_worker import Script
 
@@ -345,7 +345,7 @@ async def test_the_process_stops_within_five_seconds_of_sigterm(tmp_path):
 def rare_collections():
     """Collect garbage as routers do: a full collection of all that pytest holds takes a second."""
     thresholds = gc.get_threshold()
-    collect_rarely()
+    collect_rarely(ROUTER_OBJECTS)
     yield
     gc.unfreeze()
     gc.set_threshold(*thresholds)

@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from decode_worker import service
+from decode_worker.frame_puller import FramePuller
+from decode_worker.handoff import Handoff
 from fleet.worker import Worker
-from tests.workers.harness import MiniRouter, WorkerProcess, emulated_settings
+from tests.workers.harness import (
+    MiniRouter,
+    WorkerProcess,
+    emulated_settings,
+    routed,
+    worker_here,
+    workers,
+)
 
 PROMPT = list(range(3, 43))
 
@@ -50,3 +60,26 @@ async def test_an_engine_that_dies_at_work_leaves_no_pool_mapped(pulls):
     async with asyncio.timeout(10):  # frames of ended tasks go with the next turns of the loop
         while mapped_pools() > before:
             await asyncio.sleep(0.1)
+
+
+async def test_hand_offs_leave_no_reference_cycles(monkeypatch):
+    """Prompts of ended requests stayed in memory until the collector ran."""
+    monkeypatch.setattr(service, "REMEMBER_S", 1.0)
+    async with (
+        workers("prefill-0") as (prefill,),
+        worker_here("decode-0") as decode,
+        routed(decode) as router,
+    ):
+        gc.collect()
+        gc.disable()
+        try:
+            for name in ("a", "b", "c"):
+                await router.submit(name, [*PROMPT, ord(name)], prefill)
+                await router.ended(name)
+                assert router.routes[name].mode == "disaggregated"
+            async with asyncio.timeout(10):
+                kinds = Handoff, FramePuller
+                while any(isinstance(one, kinds) for one in gc.get_objects()):
+                    await asyncio.sleep(0.1)
+        finally:
+            gc.enable()

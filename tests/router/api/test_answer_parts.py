@@ -6,7 +6,7 @@ from router.routing.choice import Delta
 
 
 def test_text_behind_a_call_does_not_tear_it() -> None:
-    answer = AnswerParts(lambda kind: kind, {"shell"})
+    answer = AnswerParts(lambda kind, _: kind, {"shell"})
     events = answer.push(Delta(0, calls=[CallDelta(0, "c0", "f", '{"a": "')]))
     events += answer.push(
         Delta(

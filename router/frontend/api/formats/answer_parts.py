@@ -72,11 +72,11 @@ class AnswerParts:
     """Splitter of an answer's deltas into parts.
 
     Args:
-        new_id: Function that returns an id for a part of this kind.
+        new_id: Function that returns an id for a part of this kind and index.
         custom: Names of custom tools, whose parts contain the input instead of arguments.
     """
 
-    def __init__(self, new_id: Callable[[Kind], str], custom: Collection[str] = ()) -> None:
+    def __init__(self, new_id: Callable[[Kind, int], str], custom: Collection[str] = ()) -> None:
         self.parts: list[Part] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -137,7 +137,7 @@ class AnswerParts:
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Part:
         self._end()
         index = len(self.parts)
-        part_id = self._new_id(kind)
+        part_id = self._new_id(kind, index)
         part = Part(index=index, kind=kind, id=part_id, call_id=call_id, name=name)
         if kind == "call" and name in self._custom:
             part.custom = True

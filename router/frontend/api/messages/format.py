@@ -112,7 +112,7 @@ class MessagesFormat(AnswerFormat):
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _new_id(kind: Kind) -> str:
+def _new_id(kind: Kind, _: int) -> str:
     return f"toolu_{secrets.token_hex(12)}" if kind == "call" else ""
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from time import time
 from typing import Any, NamedTuple
 
@@ -66,6 +67,10 @@ class _NumberedText:
         return b'%b"sequence_number":%d%b' % (self._before, number, self._text.of(text))
 
 
+def _new_id(response_id: str, kind: Kind, index: int) -> str:
+    return item_id(response_id, _PREFIXES[kind], "out", index)
+
+
 class ResponsesFormat(AnswerFormat):
     """Writer of one response; ``head`` is the object without output, status and usage."""
 
@@ -83,14 +88,11 @@ class ResponsesFormat(AnswerFormat):
         self._keep = keep
         self._forms = forms
         custom = {name for name, form in forms.items() if form.custom}
-        self._answer = AnswerParts(self._new_id, custom)
+        self._answer = AnswerParts(partial(_new_id, head["id"]), custom)
         self._number = 0
         self._deltas: dict[int, _NumberedText] = {}  # by part
         self._tail = b""
         self._final: dict[str, Any] = {}
-
-    def _new_id(self, kind: Kind) -> str:
-        return item_id(self._head["id"], _PREFIXES[kind], "out", len(self._answer.parts))
 
     def opening(self, active_requests: Sequence[ActiveRequest]) -> bytes:
         """Return the events ``response.created`` and ``response.in_progress``."""
