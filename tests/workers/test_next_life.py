@@ -62,6 +62,10 @@ async def test_an_engine_that_dies_at_work_leaves_no_pool_mapped(pulls):
             await asyncio.sleep(0.1)
 
 
+def hand_offs() -> int:
+    return sum(type(one) in (Handoff, FramePuller) for one in gc.get_objects())
+
+
 async def test_hand_offs_leave_no_reference_cycles(monkeypatch):
     """Prompts of ended requests stayed in memory until the collector ran."""
     monkeypatch.setattr(service, "REMEMBER_S", 1.0)
@@ -71,6 +75,7 @@ async def test_hand_offs_leave_no_reference_cycles(monkeypatch):
         routed(decode) as router,
     ):
         gc.collect()
+        before = hand_offs()
         gc.disable()
         try:
             for name in ("a", "b", "c"):
@@ -78,8 +83,7 @@ async def test_hand_offs_leave_no_reference_cycles(monkeypatch):
                 await router.ended(name)
                 assert router.routes[name].mode == "disaggregated"
             async with asyncio.timeout(10):
-                kinds = Handoff, FramePuller
-                while any(isinstance(one, kinds) for one in gc.get_objects()):
+                while hand_offs() > before:
                     await asyncio.sleep(0.1)
         finally:
             gc.enable()

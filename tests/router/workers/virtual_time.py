@@ -63,6 +63,9 @@ class HeldRequest:
     def tick(self, now_ns: int) -> None:
         pass
 
+    def forget(self) -> None:
+        pass
+
     def resume(self, next_index: list[int]) -> None:
         self.resumed = True
         if self.ended:
