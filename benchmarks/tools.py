@@ -49,8 +49,7 @@ def main(
         max_context_tokens=_CONTEXT_TOKENS,
         emulated=True,
     )
-    model.tokenizer.speed_up(model.template.source)
-    model.know_lengths()
+    model.speed_up()
     shown = Table(title=f"{tools} tools, {len(raw):,} bytes: ms of the router")
     for column in ("request", *_PARTS, "sum", f"goal {_GOAL_MS:g}"):
         shown.add_column(column, justify="right")

@@ -55,6 +55,8 @@ from router.settings import RouterSettings
 _LOG = logging.getLogger("router")
 
 _GRACE_S = 3
+_POLL_S = 1.0
+_OTHERS_S = 3.0  # after the first worker, the others are ready, too
 
 
 def main() -> int:
@@ -181,6 +183,7 @@ async def serve(
         leave_limit_s=settings.default_timeout_s,
         count_failure=router.parts.observer.task_failed,
     )
+    router.parts.tasks.spawn(_speed_up(router), "speed up")
     own = [member.own_socket] if member is not None else list(sockets)
     async with router.parts.tasks.beside(_end_requests(server, router), "end requests"):
         await server.serve(own or None)
@@ -193,6 +196,19 @@ async def serve(
 def _show_registry(metrics: Metrics, registry: Registry) -> None:
     metrics.set("baton_registry_connected", registry.connected)
     metrics.count_up("baton_registry_errors", registry.errors)
+
+
+async def _speed_up(router: Router) -> None:
+    """Make long texts faster, but not while the workers of a new fleet start and need the CPUs."""
+    lanes = list(router.parts.lanes)
+    rest_s = 0.0
+    await asyncio.sleep(_POLL_S)
+    while not any(lane.gateway.workers.usable for lane in lanes):
+        await asyncio.sleep(_POLL_S)
+        rest_s = _OTHERS_S
+    await asyncio.sleep(rest_s)
+    for lane in lanes:
+        await asyncio.to_thread(lane.model.speed_up)
 
 
 async def _end_requests(server: RouterServer, router: Router) -> None:

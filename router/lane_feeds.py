@@ -1,6 +1,5 @@
 """Sources of one lane, and the tasks that keep its parts current."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -97,8 +96,6 @@ class LaneFeeds:
         self._index.start()
         self._tickets.start()
         self._shares.start()
-        # Computed in advance, so that the first long text does not wait for it.
-        parts.tasks.spawn(asyncio.to_thread(parts.model.know_lengths), "lengths of tokens")
         try:
             yield
         finally:

@@ -1,8 +1,7 @@
 """Served model without weights: names, tokenizer, chat template, limits."""
 
-import threading
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ class ServedModel:
             raise ValueError(
                 f"max_context_tokens: {max_context_tokens} exceeds {limit}, the model's context"
             )
+        _ = artifact.weights_digest  # reads the weights, so not during a request
         self.artifact = artifact
         self.names = tuple(names)
         self.adapters = adapters or AdapterTable(artifact.config, self.names)
@@ -79,7 +79,7 @@ class ServedModel:
             settings.max_adapter_rank,
             settings.adapter_folder,
         )
-        model = cls(
+        return cls(
             artifact,
             settings.model_names,
             adapters=adapters,
@@ -87,10 +87,6 @@ class ServedModel:
             emulated=bool(settings.emulated),
             chat_template=Path(template).read_text("utf-8") if template else None,
         )
-        # Requests do not wait for it; they are encoded more slowly until it is ready.
-        speed_up = partial(model.tokenizer.speed_up, model.template.source)
-        threading.Thread(target=speed_up, name="tokenizer", daemon=True).start()
-        return model
 
     def serves(
         self, name: str, tenant: str | None = None, allowed: Sequence[str] | None = None
@@ -255,9 +251,10 @@ class ServedModel:
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return tuple(dict.fromkeys(tuple(ids) for ids in map(self.tokenizer.encode, texts) if ids))
 
-    def know_lengths(self) -> None:
-        """Compute the lengths of all tokens for `check_length`, which takes a moment."""
-        _ = self._length_bound
+    def speed_up(self) -> None:
+        """Make long texts faster from now on. It takes a second or more. Thread-safe."""
+        _ = self._length_bound  # otherwise the first long text waits for it
+        self.tokenizer.speed_up(self.template.source)
 
     @cached_property
     def _length_bound(self) -> LengthBound:

@@ -1,7 +1,7 @@
 """Description of a model on disk, created without torch and before loading.
 
-``baton/model/locate.py`` describes references and finds the files. Only metadata is read, but the
-digest reads every weight byte once.
+``baton/model/locate.py`` describes references and finds the files. Only metadata is read, until the
+digest of the weights is needed.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, Type
 _GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelArtifact:
     """Model on this machine.
 
@@ -44,7 +45,6 @@ class ModelArtifact:
         architecture: Name in the artifact (``llama``, ``LlamaForCausalLM``).
         revision: Hub commit, or version of the package; ``None`` for plain files.
         quantisation: Format of most weights (``Q4_1``, ``BF16``).
-        weights_digest: 16 bytes over the config and every byte of the weight files.
         template_digest: 16 bytes over the chat template; empty without one.
         tokenizer: Text of ``tokenizer.json``, or ``tokenizer.*`` metadata of a GGUF file.
     """
@@ -59,11 +59,15 @@ class ModelArtifact:
     quantisation: str
     config: ModelConfig
     chat_template: str | None
-    weights_digest: bytes
     tokenizer_digest: bytes
     template_digest: bytes
     generation_defaults: dict[str, float | int]
     tokenizer: TokenizerSource = field(repr=False, compare=False)
+
+    @cached_property
+    def weights_digest(self) -> bytes:
+        """16 bytes over the config and every byte of the weight files. The first access is slow."""
+        return _digest_files(self.config, self.weight_files)
 
     def tokenizer_source(self) -> TokenizerSource:
         """Return the text of ``tokenizer.json``, or a GGUF file's ``tokenizer.*`` metadata."""
@@ -129,7 +133,6 @@ def _from_directory(
         quantisation=_safetensors_dtype(files),
         config=config,
         chat_template=template,
-        weights_digest=_digest_files(config, files),
         tokenizer_digest=_digest(tokenizer),
         template_digest=_digest(template) if template is not None else b"",
         generation_defaults=_numbers(
@@ -229,7 +232,6 @@ def _from_gguf(source: str, path: Path, revision: str | None, *, check: bool) ->
         quantisation=elements.most_common(1)[0][0] if elements else "none",
         config=config,
         chat_template=template,
-        weights_digest=_digest_files(config, (path,)),
         tokenizer_digest=_digest(json.dumps(tokenizer, sort_keys=True)),
         template_digest=_digest(template) if template is not None else b"",
         generation_defaults=_numbers(

@@ -186,7 +186,7 @@ async def run(rounds: int, folder: Path) -> list[Row]:
     like = resolve_model(DEFAULT_MODEL)
     reference = write_tiny_model(folder / "model", like, CONTEXT_TOKENS)
     model = ServedModel(resolve_model(reference), ("default",), max_context_tokens=CONTEXT_TOKENS)
-    model.tokenizer.speed_up()
+    model.speed_up()
     async with ladder_fleet(reference, folder, CONTEXT_TOKENS, KV_BLOCKS) as fleet:
         steps = {**prompts(model), **bodies()}
         for mode in MODES:

@@ -27,6 +27,7 @@ class LocalPools:
         self._folder = folder
         self._controllers: dict[str, Any] = {}  # by the lane's name in Ray
         self._health: RayHealth | None = None
+        self._inherited: dict[str, str] = {}
         self._started = False
         self._specs: dict[str, ControllerSpec] = {}
         self._silent_looks = 0  # in a row
@@ -43,16 +44,15 @@ class LocalPools:
         from fleet.pools import ray_runtime
 
         self._started = True
-        spec = msgspec.structs.replace(spec, host=self.address)
         try:
             # The first import of `ray`, which then reads its authentication mode.
-            ray_runtime.start_local(self._folder, self._config)
+            self._inherited = ray_runtime.start_local(self._folder, self._config)
         except Exception as error:  # Ray raises no narrower type
             raise _no_start("Ray", error) from error
         from ray.exceptions import RayError
 
         self._health = ray_runtime.health()
-        self._specs = specs_of(self._config, spec)
+        self._specs = self._specs_here(self._config, spec)
         try:
             for lane, of_lane in self._specs.items():
                 self._controllers[lane] = ray_runtime.Controller.start(lane, of_lane)
@@ -81,7 +81,7 @@ class LocalPools:
                 f"the models need {config.cpus_total:g} CPUs together, the running fleet has "
                 f"{cpus:g}: lower cpus_per_rank or pools, or stop and start the fleet"
             )
-        specs = specs_of(config, msgspec.structs.replace(spec, host=self.address))
+        specs = self._specs_here(config, spec)
         for lane, of_lane in specs.items():
             try:
                 ray_runtime.Controller.ensure(lane, of_lane)
@@ -96,6 +96,10 @@ class LocalPools:
                 if (found := ray_runtime.Controller.find(lane)) is not None:
                     self._controllers[lane] = found
         self._config = config
+
+    def _specs_here(self, config: FleetConfig, spec: ControllerSpec) -> dict[str, ControllerSpec]:
+        here = msgspec.structs.replace(spec, host=self.address, inherited=self._inherited)
+        return specs_of(config, here)
 
     def retire(self) -> None:
         """Stop the workers of models that the configuration has no longer."""

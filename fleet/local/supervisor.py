@@ -177,11 +177,14 @@ class Supervisor:
         self._progress.awaited = "Redis"
         self._start_redis()
         self._save_state()
-        self._progress.awaited = "Ray and the controller"
-        self._start_workers()
         sums = fleet_state.state_folder(self._name) / "transfers.json"
         sums.unlink(missing_ok=True)  # an earlier fleet's sums; a restarted router resumes its own
-        self._start_routers(self._routers)
+        self._progress.awaited = "Ray and the controller"
+        if self._address is None:  # a private Ray leaves the CPUs idle for half of its start
+            self._start_routers(self._routers)
+        self._start_workers()
+        if self._address is not None:
+            self._start_routers(self._routers)
         self._wait_until_ready(self._routers)
         for lane in unchecked:  # the routers have loaded its files
             self._describe(lane)

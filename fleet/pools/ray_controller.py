@@ -54,8 +54,8 @@ from fleet.pools.resources import (
     controller_name,
     exit_reason,
     lives_among,
+    runtime_environment,
     settings_digest,
-    worker_environment,
     worker_settings,
 )
 from fleet.pools.roles.planning import RolePlanning
@@ -326,7 +326,7 @@ class ControllerActor:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=0
             ),
-            runtime_env={"env_vars": worker_environment(config)},
+            runtime_env=runtime_environment(config, self._spec.inherited),
         )
         return options.remote(self._spec.program, self._settings(launch))
 

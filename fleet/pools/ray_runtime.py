@@ -5,6 +5,7 @@ import functools
 import os
 import secrets
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fleet.pools.resources import (
     controller_name,
     lives_among,
     local_cpus,
+    worker_environment,
 )
 from fleet.pools.sealing import seal
 from fleet.process_key import ProcessKey
@@ -38,10 +40,10 @@ def process_token() -> str:
     return secrets.token_hex(32)
 
 
-def start_local(folder: Path, config: FleetConfig) -> None:
+def start_local(folder: Path, config: FleetConfig) -> dict[str, str]:
     """Start a private Ray in ``folder``, which needs a short path, and end it with this process.
 
-    Must be called from the main thread.
+    Must be called from the main thread. Returns the variables that its workers inherit.
     """
     # In the environment, so that daemons and workers inherit it.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -52,16 +54,33 @@ def start_local(folder: Path, config: FleetConfig) -> None:
     os.environ[_CLUSTERS_VARIABLE] = "0"  # otherwise the daemons listen on all addresses
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=local_cpus(config, os.cpu_count() or 1),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=_OBJECT_STORE_BYTES,
-        namespace=NAMESPACE,
-        _temp_dir=str(folder),
-    )
+    inherited = worker_environment(config.lanes[0])
+    with _set_for_children(inherited):
+        ray.init(
+            address="local",
+            num_cpus=local_cpus(config, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=_OBJECT_STORE_BYTES,
+            namespace=NAMESPACE,
+            _temp_dir=str(folder),
+        )
+    return inherited
+
+
+@contextlib.contextmanager
+def _set_for_children(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def connect(address: str, config: FleetConfig) -> str:

@@ -42,6 +42,7 @@ class ControllerSpec(msgspec.Struct, frozen=True, kw_only=True):
     fleet_token: str
     fleet_token_file: str = ""  # instead of the token: on every node, reread when it changes
     host: str  # address that workers bind; "": each node's own
+    inherited: dict[str, str] = {}  # variables that Ray gives to all of its processes
     log_dir: str
     other_workers: int = 0  # workers of the other lanes, with which hosts are shared
     sealed: bool = False  # encrypt secrets on their way through Ray: ``fleet.pools.sealing``
@@ -107,6 +108,18 @@ def worker_environment(config: FleetConfig) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "GRPC_ENABLE_FORK_SUPPORT": "0",
     }
+
+
+def runtime_environment(
+    config: FleetConfig, inherited: Mapping[str, str]
+) -> dict[str, dict[str, str]] | None:
+    """Return Ray's runtime environment of a worker; None if it inherits all of its variables.
+
+    Ray starts some processes in advance. A worker with a runtime environment cannot use these, and
+    Ray imports itself twice for it.
+    """
+    missing = dict(worker_environment(config).items() - inherited.items())
+    return {"env_vars": missing} if missing else None
 
 
 def worker_settings(

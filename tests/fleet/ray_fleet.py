@@ -50,11 +50,12 @@ def ray_fleet(config: FleetConfig, **spec: object) -> Iterator[RayFleet]:
     try:
         redis.start()
         use_token()
-        start_local(folder / "r", config)
+        inherited = start_local(folder / "r", config)
         made = ControllerSpec(
             config_json=config.to_json(),
             redis_url=redis.url,
             host="127.0.0.1",
+            inherited=inherited,
             log_dir=str(folder / "logs"),
             **spec,
         )

@@ -11,6 +11,7 @@ from fleet.pools.resources import (
     exit_reason,
     lives_among,
     local_cpus,
+    runtime_environment,
     worker_environment,
     worker_settings,
 )
@@ -102,6 +103,15 @@ def test_threads_wait_passively_and_are_as_many_as_told() -> None:
     environment = worker_environment(FleetConfig(threads_per_rank=3))
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_a_worker_gets_only_the_variables_that_it_does_not_inherit() -> None:
+    config = FleetConfig(threads_per_rank=3)
+    inherited = worker_environment(config)
+    assert runtime_environment(config, {}) == {"env_vars": inherited}
+    assert runtime_environment(config, inherited) is None
+    changed = runtime_environment(FleetConfig(threads_per_rank=2), inherited)
+    assert changed == {"env_vars": {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}}
 
 
 def test_the_settings_fit_the_worker_program() -> None:

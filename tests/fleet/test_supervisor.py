@@ -341,7 +341,7 @@ def test_a_controller_that_does_not_start_is_an_error_and_no_traceback(
     def fail(*_: object) -> None:
         raise LateError("75 s")
 
-    monkeypatch.setattr(ray_runtime, "start_local", lambda *_: None)
+    monkeypatch.setattr(ray_runtime, "start_local", lambda *_: {})
     monkeypatch.setattr(ray_runtime, "health", lambda: None)
     spec = ControllerSpec(config_json="", redis_url="", fleet_token="", host="", log_dir="")
     for step in ("start", "start_local"):

@@ -31,6 +31,7 @@ from baton.types.errors import BatonError, GrammarError
 
 Mask = npt.NDArray[np.bool_]
 
+_START_S = 10.0
 _KEPT_IDLE = 64  # compiled grammars that no request holds
 _KEPT_STATES = 256
 _KEY_TOKENS = 8
@@ -57,12 +58,14 @@ class _State:
 class Grammars:
     """Compiled grammars of one engine, and matchers of recent responses.
 
-    A thread calls ``vocabulary`` once. The masks have ``vocab_size`` elements.
+    A thread calls ``vocabulary`` once, for the first grammar or a while after the start, when the
+    weights need the CPUs. The masks have ``vocab_size`` elements.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._loading: Future[GrammarCompiler] = Future()
+        self._needed = threading.Event()
         self._holders: Counter[str] = Counter()
         self._held: dict[str, LLMatcher] = {}
         self._idle: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -72,6 +75,7 @@ class Grammars:
         threading.Thread(target=self._load, args=(vocabulary,), daemon=True).start()
 
     def _load(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._needed.wait(_START_S)
         try:
             self._loading.set_result(GrammarCompiler(vocabulary()))
         except BaseException as error:  # noqa: BLE001 - raised again in `prepare`
@@ -100,6 +104,7 @@ class Grammars:
         with self._lock:
             matcher = self._held.get(grammar) or self._idle.get(grammar)
         if matcher is None:
+            self._needed.set()
             matcher = self._loading.result().compile(grammar)
         with self._lock:
             self._keep(grammar, matcher)
