@@ -1,6 +1,7 @@
 """Translator between the commands of a worker's shell and one running vLLM."""
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -76,7 +77,7 @@ class VllmEngine:
             file = f"{folder}/{GENERATIONS}"
             generations = np.memmap(file, np.int64, "r+", shape=(total_blocks,))
             self._staging = Staging(generations, facts.block_tokens, facts.width)
-            self._saves = SaveReports(f"{folder}/{SAVES}", self._saved)
+            self._saves = SaveReports(f"{folder}/{SAVES}", self._saved, self._staging.ended)
         self._generation = 0  # of the latest hand-off at this worker
         self._eos = eos
         self._requests: dict[str, LiveRequest] = {}
@@ -284,6 +285,8 @@ class VllmEngine:
                 exchange.close()
             self._end_choice(request, choice)
         if not command.choices:
+            if request.saving is not None:
+                self._tasks.spawn(self._abort(request, request.saving), "abort")
             self._end(request, CancelledError_(command.reason or "cancelled"))
             return
         if request.loading:
@@ -292,6 +295,12 @@ class VllmEngine:
                 self._loaded(request)
         if not request.open_choices:
             self._end(request, None)
+
+    async def _abort(self, request: LiveRequest, choice: int) -> None:
+        """Abort the vLLM request that fills pages, but wait for its response."""
+        body = protocol.abort_body(request.submit.request_id, choice)
+        with contextlib.suppress(UnavailableError):  # vLLM computes the prompt to its end
+            await http.fetch(self._socket, "POST", protocol.ABORT, _HEALTH_S, body)
 
     async def _forget(self) -> None:
         """Erase the whole cache: vLLM cannot erase the blocks of one tenant."""
@@ -327,7 +336,9 @@ class VllmEngine:
             )
             if request.run == run and choice in request.open_choices:
                 request.exchanges[choice] = exchange
-            elif choice != request.saving:  # cancelled meanwhile
+            elif choice == request.saving:  # cancelled meanwhile
+                await self._abort(request, choice)
+            else:
                 exchange.close()
             complete = await exchange.done
         except OSError as error:
@@ -403,7 +414,8 @@ class VllmEngine:
     async def _prefill(self, request: LiveRequest, choice: int) -> None:
         """Request the first token of one choice for another worker.
 
-        A request that fills pages is not aborted: its response proves that vLLM writes no more.
+        The pages of a prompt stay until vLLM writes no more into them, which its response proves,
+        and the reports of its ranks if the response was aborted.
         """
         request_id = request.submit.request_id
         spec = request.spec
@@ -414,7 +426,11 @@ class VllmEngine:
         parts: list[bytes] = []
         complete = await self._exchange(request, choice, body, parts.append)
         if saves and self._staging is not None:
-            await request.until_saved(protocol.saving_pages(b"".join(parts)))
+            response = b"".join(parts)
+            if protocol.is_aborted(response):
+                await request.until_ended()
+            else:
+                await request.until_saved(protocol.saving_pages(response))
             self._staging.saved(request)
             if request_id not in self._requests:
                 self._free_pages(request)

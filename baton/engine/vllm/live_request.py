@@ -48,6 +48,7 @@ class LiveRequest:
         pages: Its pages of the worker's pool, see ``staging.py``.
         saving: Choice whose vLLM request may write into them; None: none does.
         saved_by_rank: What each rank of vLLM has reported as saved.
+        ended_ranks: Ranks that write no more into the pages.
         published_pages: Pages that other workers may read, from the first one on.
         published_part: Further pages that they may read in the first layers.
     """
@@ -65,6 +66,7 @@ class LiveRequest:
         self.pages: tuple[int, ...] = ()
         self.saving: int | None = None
         self.saved_by_rank: list[Saved] = []
+        self.ended_ranks: set[int] = set()
         self._reported = asyncio.Event()
         self.published_pages = 0
         self.published_part = Saved()
@@ -101,6 +103,17 @@ class LiveRequest:
     async def until_saved(self, pages: int) -> None:
         """Wait until each rank has reported as many pages as saved, or that it cannot save them."""
         while any(0 <= saved.pages < pages for saved in self.saved_by_rank):
+            self._reported.clear()
+            await self._reported.wait()
+
+    def report_end(self, rank: int) -> None:
+        """Note that a rank writes no more into the pages."""
+        self.ended_ranks.add(rank)
+        self._reported.set()
+
+    async def until_ended(self) -> None:
+        """Wait until no rank writes into the pages any more."""
+        while len(self.ended_ranks) < len(self.saved_by_rank):
             self._reported.clear()
             await self._reported.wait()
 

@@ -17,6 +17,7 @@ from baton.types.errors import BatonError, InternalError, InvalidRequestError, U
 from baton.types.params import AdapterRef, SampledToken, SamplingParams
 
 GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
 NO_LOGPROB = -9999.0
 """Log-probability that vLLM sends for minus infinity and NaN."""
 
@@ -326,6 +327,20 @@ def saving_pages(response: bytes) -> int:
     except InternalError:
         return 0
     return int(parameters.get("saving_pages", 0))
+
+
+def is_aborted(response: bytes) -> bool:
+    """Return whether vLLM aborted a request; then its ranks may still write into its pages."""
+    try:
+        choices = read_chunk(response).choices
+    except InternalError:
+        return False
+    return any(one.finish_reason == "abort" for one in choices)
+
+
+def abort_body(request_id: str, choice: int) -> bytes:
+    """Return the body that aborts the request of one choice at ``ABORT``."""
+    return msgspec.json.encode({"request_ids": [f"generate-tokens-{request_id}/{choice}"]})
 
 
 def read_chunk(payload: bytes) -> Chunk:

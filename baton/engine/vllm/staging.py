@@ -10,7 +10,8 @@ of the tokens behind them travel unused, and the decode worker's vLLM computes t
 vLLM's connector (``inside/baton_kv.py``) reports saved pages. On CPUs a prompt is saved when vLLM
 responds, and reports may be lost. On GPUs vLLM may save pages after its response, which has their
 number. No report is lost then, and the last one completes the prompt. A failed save is reported as
--1 pages. Each rank of vLLM reports its own part of the pages.
+-1 pages. Each rank of vLLM reports its own part of the pages, and that it writes no more into them
+after the end of a prompt. Pages of a cancelled prompt, which vLLM aborts, are free after that.
 
 An engine step saves its pages in groups of layers. What all ranks have saved is published: pages in
 all layers, and those of the current step in the first layers.
@@ -80,6 +81,12 @@ class Staging:
         """Note that vLLM writes no more into the pages of a request."""
         self._saving.pop(request.generation, None)
         request.saving = None
+
+    def ended(self, generation: int, rank: int) -> None:
+        """Note that a rank of vLLM writes no more into the pages of a prompt."""
+        request = self._saving.get(generation)
+        if request is not None:
+            request.report_end(rank)
 
     def release(self, request: LiveRequest) -> list[ev.Bound]:
         """Free the pages of a request, unless vLLM may write into them.
@@ -236,10 +243,17 @@ class SaveReports:
     Args:
         path: Path of the socket, which must not exist.
         on_saved: Called with the generation of a hand-off, what a rank has saved, and the rank.
+        on_ended: Called with generation and rank when the rank writes no more.
     """
 
-    def __init__(self, path: str, on_saved: Callable[[int, Saved, int], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        on_saved: Callable[[int, Saved, int], None],
+        on_ended: Callable[[int, int], None],
+    ) -> None:
         self._on_saved = on_saved
+        self._on_ended = on_ended
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(path)
@@ -253,6 +267,9 @@ class SaveReports:
     def _receive(self) -> None:
         received = self._socket.recv(_SAVED.size)
         generation, pages, layers, all_layers, rank = _SAVED.unpack(received)
+        if layers < 0:
+            self._on_ended(generation, rank)
+            return
         complete = pages < 0 or layers == all_layers
         saved = Saved(pages=pages) if complete else Saved(0, pages, layers, all_layers)
         self._on_saved(generation, saved, rank)

@@ -307,9 +307,11 @@ class Connected:
             get_block_ids=lambda name: ([4, 2, 7, 1],)
         )
         self.reported: list[tuple[int, int]] = []
+        self.ended: list[tuple[int, int]] = []
         self.saves = SaveReports(
             str(folder / "saves"),
             lambda generation, saved, rank: self.reported.append((generation, saved.pages)),
+            lambda *end: self.ended.append(end),
         )
         self.connector.register_kv_caches(self.caches)
         self.order = (folder / "order").read_text()
@@ -385,11 +387,17 @@ async def test_blocks_of_a_cancelled_prompt_are_held_until_its_saves_end(
     connected.device.gate.clear()
     connected.step(0, 64)
     assert connected.connector.request_finished(request, []) == (True, {"saving_pages": 4})
+    connected.step(64, 0)
     assert connected.sent("r") == set()
+    await asyncio.sleep(0.05)
+    assert connected.ended == []
     connected.device.gate.set()
     while not (sent := connected.sent()):
         await asyncio.sleep(0.01)
     assert sent == {"r"}
+    connected.sent()
+    await asyncio.sleep(0.05)
+    assert {*connected.ended} == {(7, 0)}
 
 
 async def test_a_step_after_a_preemption_waits_for_saves(connected: Connected) -> None:

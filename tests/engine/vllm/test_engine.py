@@ -41,6 +41,7 @@ class Replay:
         self.folder = folder
         self.reply: Reply = sending(b"")
         self.bodies: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
         self.hung_up = asyncio.Event()
         self.live = (RECORDED / "events.zmtp").read_bytes()
         self.reset = b'{"success":true}'
@@ -58,6 +59,8 @@ class Replay:
                 self.adapter_calls.append((target.decode(), body))
                 writer.write(HEAD.replace(b"200 OK", self.adapter_status) + chunk(b"told") + END)
                 return
+            if target == b"/inference/v1/abort_requests":
+                self.aborted += msgspec.json.decode(await reader.readexactly(length))["request_ids"]
             if target != b"/inference/v1/generate":
                 body = self.reset if target.startswith(b"/reset") else b""
                 writer.write(HEAD.replace(b"200 OK", self.health) + chunk(body) + END)

@@ -250,7 +250,8 @@ async def test_each_step_saves_the_blocks_that_it_fills_once(
     connector: Any, tmp_path: Path
 ) -> None:
     reported: list[tuple[int, int, int]] = []
-    saves = SaveReports(str(tmp_path / "saves"), note(reported))
+    ended: list[tuple[int, int]] = []
+    saves = SaveReports(str(tmp_path / "saves"), note(reported), lambda *end: ended.append(end))
     parameters = {"save_pages": [*range(10, 16)], "generation": 7}
     request = SimpleNamespace(request_id="r", kv_transfer_params=parameters, num_prompt_tokens=100)
     connector.update_state_after_alloc(request, None, 0)
@@ -264,6 +265,14 @@ async def test_each_step_saves_the_blocks_that_it_fills_once(
     await asyncio.sleep(0.05)
     assert reported == [(7, 2, 0), (7, 4, 0), (7, 6, 0)]
     assert connector.request_finished(request, []) == (False, {"saved_tokens": 100})
+    connector.metadata = connector.build_connector_meta(engine_step("other", 0, 1))
+    assert ended == []
+    for _ in range(2):
+        connector.get_transfer_results({"r"})
+        connector.metadata = connector.build_connector_meta(engine_step("other", 1, 1))
+    await asyncio.sleep(0.05)
+    assert ended == [(7, 0)]
+    assert len(reported) == 3
     saves.close()
     connector.shutdown()
 
@@ -277,5 +286,6 @@ async def test_a_prompt_that_ends_before_it_is_computed_was_not_saved(
     (copy,) = connector.build_connector_meta(engine_step("r", 0, 64)).saves
     assert (copy.pages, copy.end) == ([10, 11, 12, 13], 4)
     assert connector.request_finished(request, []) == (False, None)
-    assert connector.build_connector_meta(engine_step("r", 64, 36)).saves == []
+    step = connector.build_connector_meta(engine_step("r", 64, 36))
+    assert (step.saves, step.ended) == ([], {"r": 7})
     connector.shutdown()

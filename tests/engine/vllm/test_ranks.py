@@ -29,7 +29,7 @@ class Vllm:
         (folder / "pool").touch()
         (folder / "generations").write_bytes(bytes(8 * PAGES))
         self.reported: list[tuple[int, int, int]] = []
-        self.saves = SaveReports(str(folder / "saves"), note(self.reported))
+        self.saves = SaveReports(str(folder / "saves"), note(self.reported), lambda *_: None)
         self.module = module
         self.connectors: list[Any] = []
         self.caches: list[torch.Tensor] = []

@@ -360,6 +360,41 @@ async def test_the_pages_of_a_cancelled_prompt_stay_until_vllm_writes_no_more(
     assert running.of(ev.PromptDone) == []
 
 
+async def test_the_pages_of_an_aborted_prompt_stay_until_each_rank_has_reported_its_end(
+    two_ranks: Running, report: Callable[..., None]
+) -> None:
+    gate = asyncio.Event()
+    (choice,) = PREFILL["choices"]
+    aborted = {**PREFILL, "choices": [{**choice, "finish_reason": "abort", "token_ids": []}]}
+
+    async def late(writer: asyncio.StreamWriter) -> None:
+        await gate.wait()
+        writer.write(HEAD + chunk(msgspec.json.encode(aborted)) + END)
+        writer.close()
+
+    two_ranks.replay.reply = late
+    two_ranks.submit(LONG, Kind.PREFILL)
+    async with asyncio.timeout(10):
+        while not two_ranks.replay.bodies:
+            await asyncio.sleep(0.005)
+    two_ranks.engine.handle(messages.Cancel("r"))
+    assert (await two_ranks.end()).error_code == "cancelled"
+    async with asyncio.timeout(10):
+        while not two_ranks.replay.aborted:
+            await asyncio.sleep(0.005)
+    (body,) = two_ranks.replay.bodies
+    assert two_ranks.replay.aborted == [f"generate-tokens-{body['request_id']}"]
+    report(0, rank=0, layers=-1)
+    gate.set()
+    await asyncio.sleep(0.1)
+    assert used_pages(two_ranks) == PAGES
+    report(0, rank=1, layers=-1)
+    async with asyncio.timeout(10):
+        while used_pages(two_ranks):
+            await asyncio.sleep(0.005)
+    assert two_ranks.of(ev.PromptDone) == []
+
+
 async def test_a_response_goes_on_behind_pages_that_vllm_loads(running: Running) -> None:
     running.replay.reply = sending((RECORDED / "length.sse").read_bytes())
     running.submit(LONG, Kind.REMOTE, max_tokens=4, temperature=0.0)

@@ -24,6 +24,9 @@ have ended (``finished_sending``). Its response may come earlier, so that it has
 the pages are complete when a datagram reports as many in all layers. A failed save is reported as
 -1 pages.
 
+When a prompt has ended, aborted or not, a last datagram of each rank reports that it writes no more
+into the pages.
+
 A cancelled load may still run when its pages belong to another request. So a file has the
 generation of each page, and a load fails unless that is its own when the bytes are copied.
 """
@@ -51,6 +54,7 @@ from vllm.logger import init_logger
 _LOG = init_logger(__name__)
 _PAGE_TOKENS = 16
 _SAVED = struct.Struct("<qqqqq")  # generation of a hand-off, saved pages, layers of all, rank
+_ENDED_LAYERS = -1
 _GROUP_BYTES = 4 << 20  # of the layers that are reported together
 
 
@@ -71,6 +75,7 @@ class Step(KVConnectorMetadata):
 
     loads: list[Copy] = field(default_factory=list)
     saves: list[Copy] = field(default_factory=list)
+    ended: dict[str, int] = field(default_factory=dict)  # generations of ended prompts, by request
     preempted: bool = False  # blocks of unfinished requests were freed
 
 
@@ -96,6 +101,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._saving: dict[str, Any] = {}  # requests by id, until their prompt is computed
         self._saved: dict[str, int] = {}  # pages of a prompt that are saved with this step
         self._loads: list[Copy] = []  # for the next step
+        self._ended: dict[str, int] = {}  # for the next step: generations of prompts, by request
         self._kind = copies_of(vllm_config.device_config.device_type)
         self._copies: Any = None  # of a worker
         self._generations = torch.empty(0)  # by page
@@ -106,6 +112,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._saves: dict[str, list[Future[None]]] = {}  # in the background, by request
         self._finished: set[str] = set()  # requests whose blocks are held for these
+        self._unreported: dict[str, int] = {}  # ended prompts: their generations, by request
         self._loading: dict[str, Future[None]] = {}
         self._loader = ThreadPoolExecutor(1, "baton-load")
         self._reports_path = ""
@@ -145,8 +152,9 @@ class BatonConnector(KVConnectorBase_V1):
         for new in scheduler_output.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
         preempted = bool(scheduler_output.preempted_req_ids)
-        step = Step(loads=self._loads, preempted=preempted)
+        step = Step(loads=self._loads, ended=self._ended, preempted=preempted)
         self._loads = []
+        self._ended = {}
         for name, request in list(self._saving.items()):
             if name not in computed:
                 continue
@@ -177,6 +185,8 @@ class BatonConnector(KVConnectorBase_V1):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return whether blocks are held, and what was saved, as a part of the response."""
+        if "save_pages" in (request.kv_transfer_params or {}):
+            self._ended[request.request_id] = request.kv_transfer_params["generation"]
         unfinished = self._saving.pop(request.request_id, None)
         saved = self._saved.pop(request.request_id, 0)
         in_background = bool(saved) and self._kind.in_background
@@ -269,6 +279,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the loads that have ended, and finished requests whose saves have."""
+        self._report_ended()
         results = KVConnectorTransferResults()
         self._finished |= finished_req_ids & self._saves.keys()
         for name in list(self._finished):
@@ -306,8 +317,19 @@ class BatonConnector(KVConnectorBase_V1):
         if error is not None:
             _LOG.error("cannot save KV of request %s: %s", copy.request_id, error)
         pages = copy.end if error is None else -1
-        report = _SAVED.pack(copy.generation, pages, layers, len(self._layers), self._rank)
         flags = 0 if self._kind.in_background else socket.MSG_DONTWAIT
+        self._send(copy.generation, pages, layers, flags)
+
+    def _report_ended(self) -> None:
+        """Report the ended prompts whose saves have ended, too. No such report is lost."""
+        self._unreported |= self._step.ended
+        for name, generation in list(self._unreported.items()):
+            if all(save.done() for save in self._saves.get(name, ())):
+                del self._unreported[name]
+                self._send(generation, 0, _ENDED_LAYERS)
+
+    def _send(self, generation: int, pages: int, layers: int, flags: int = 0) -> None:
+        report = _SAVED.pack(generation, pages, layers, len(self._layers), self._rank)
         with contextlib.suppress(OSError):  # the response reports what no datagram did
             self._reports.sendto(report, flags, self._reports_path)
 
