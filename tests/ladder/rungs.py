@@ -28,6 +28,7 @@ KV_BLOCKS = 40_000
 CONTEXT_TOKENS = 140_000
 ANSWER_TOKENS = 12
 IDLE_S = 61.0  # a worker drops a router that sends nothing for a minute
+VOCABULARY_S = 15.0  # an engine reads its vocabulary for grammars 10 s after its start
 HELD_S = 0.05
 PROGRAM = "tests.ladder.watched_worker"
 # Clients are in the router's process: to free the authorities of one holds its loop for 20 ms.

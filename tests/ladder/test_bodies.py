@@ -22,6 +22,7 @@ from router.memory import ROUTER_OBJECTS, collect_rarely, give_back
 from tests.ladder.rungs import (
     CONTEXT_TOKENS,
     NO_AUTHORITIES,
+    VOCABULARY_S,
     LadderFleet,
     anonymous_bytes,
     ladder_fleet,
@@ -188,6 +189,7 @@ async def test_each_body_by_each_api(artifact, tiny_model, redis_server, holds, 
         caller = Caller(fleet)
         await check_everywhere(caller, BODIES["short"])
         collect_rarely(ROUTER_OBJECTS)
+        await asyncio.sleep(VOCABULARY_S)
         before = await memory_bytes(fleet)
         held_s: dict[str, float] = {}
         for name, chat in BODIES.items():

@@ -23,6 +23,7 @@ from tests.ladder.rungs import (
     HELD_S,
     IDLE_S,
     SIZES,
+    VOCABULARY_S,
     anonymous_bytes,
     ladder_fleet,
 )
@@ -129,6 +130,7 @@ async def test_every_size_on_every_path(artifact, tiny_model, redis_server, hold
         collect_rarely(ROUTER_OBJECTS)
         ladder = Ladder(paths, holds)
         watch = stack.enter_context(LoopHolds().watched())
+        await asyncio.sleep(VOCABULARY_S)
         zero = await ladder.memory_bytes()
         for size in sizes:
             await ladder.seed(size, IDLE)
