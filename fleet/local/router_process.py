@@ -29,6 +29,8 @@ _HEALTHY_S = 60.0
 _FAILURES = 5  # in a row, of one router
 _START_LIMIT_S = 60.0
 _SPAWN_PAUSE_S = 5.0
+# gRPC's handlers may crash a child between fork and exec, such as the process that checks grammars
+_NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 _ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 
@@ -175,7 +177,7 @@ class RouterProcesses:
             with open_log(logs / f"{log_name(index)}.log") as log:
                 return subprocess.Popen(
                     [*command, "--index", str(index)],
-                    env=dict(environment),
+                    env={**environment, **_NO_FORK_HANDLERS},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -133,6 +133,13 @@ def keep_until(routers: RouterProcesses, condition: Callable[[], object]) -> Non
 # ---- one router -------------------------------------------------------------------------------
 
 
+def test_a_router_runs_no_fork_handlers_of_grpc(start: Start) -> None:
+    """With them 2 of 40 starts of the process that checks grammars failed."""
+    [pid] = start(1).pids
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert b"GRPC_ENABLE_FORK_SUPPORT=0" in variables
+
+
 @pytest.mark.slow
 def test_connections_made_while_a_router_is_started_again_wait(start: Start) -> None:
     """Defect 21: none is refused, and each is answered by the next life."""
