@@ -2,7 +2,8 @@
 
     python -m benchmarks.vllm [--only latency,throughput,hand-off,sessions] [--own]
 
-- ``latency``: one request at a time, in turn through the router and to vLLM's own socket
+- ``latency``: one request at a time, in turn through the router, to vLLM's endpoint for token ids,
+  which Baton uses, and to vLLM's ``/v1/completions``, which its users have without Baton
 - ``hand-off``: the same with a prefill and a decode worker; without Baton one token comes from the
   first vLLM and the stream from the second one, as with vLLM's own example proxy
 - ``throughput``: 1 and 16 clients that each keep a request running, in turn likewise; ``--own``
@@ -59,12 +60,13 @@ class Answer:
     cached_tokens: int = 0
 
 
-class ThroughBaton:
-    """Requests through the router."""
+class Completions:
+    """Requests to ``/v1/completions``, of the router or of a vLLM."""
 
-    name = "through Baton"
-
-    def __init__(self, client: httpx.AsyncClient, model: str, mode: str = "auto") -> None:
+    def __init__(
+        self, name: str, client: httpx.AsyncClient, model: str, mode: str = "auto"
+    ) -> None:
+        self.name = name
         self._client = client
         self._model = model
         self._headers = {**_HEADERS, "x-baton-mode": mode}
@@ -124,7 +126,7 @@ class TwoVllms:
         return Answer(arrivals_s=arrivals_s, tokens=rest.tokens)
 
 
-Side = ThroughBaton | ToVllm | TwoVllms
+Side = Completions | ToVllm | TwoVllms
 
 
 def _spec(kind: Kind, max_tokens: int) -> RequestSpec:
@@ -193,14 +195,19 @@ async def _all_ready(router: httpx.AsyncClient) -> list[dict[str, Any]]:
     raise RuntimeError("not all workers are ready")
 
 
+async def _model_of(client: httpx.AsyncClient) -> str:
+    name: str = (await client.get("/v1/models")).json()["data"][0]["id"]
+    return name
+
+
 @contextlib.asynccontextmanager
-async def sides(url: str, mode: str = "auto") -> AsyncIterator[tuple[ThroughBaton, list[ToVllm]]]:
+async def sides(url: str, mode: str = "auto") -> AsyncIterator[tuple[Completions, list[ToVllm]]]:
     """Connect to the router, with this ``x-baton-mode``, and to every vLLM behind it."""
     async with contextlib.AsyncExitStack() as stack:
         router = await stack.enter_async_context(
             httpx.AsyncClient(base_url=url, timeout=600, trust_env=False)
         )
-        model = (await router.get("/v1/models")).json()["data"][0]["id"]
+        model = await _model_of(router)
         own = []
         for worker in await _all_ready(router):
             line = psutil.Process(worker["pid"]).cmdline()
@@ -208,7 +215,7 @@ async def sides(url: str, mode: str = "auto") -> AsyncIterator[tuple[ThroughBato
                 unix = httpx.AsyncHTTPTransport(uds=line[line.index("--uds") + 1])
                 client = httpx.AsyncClient(transport=unix, base_url="http://vllm", timeout=600)
                 own.append(ToVllm(await stack.enter_async_context(client), worker["role"]))
-        yield ThroughBaton(router, model, mode), own
+        yield Completions("through Baton", router, model, mode), own
 
 
 def _prompt(random_: random.Random, tokens: int) -> list[int]:
@@ -218,7 +225,9 @@ def _prompt(random_: random.Random, tokens: int) -> list[int]:
 async def latency(url: str, requests: int, prompt_tokens: int) -> None:
     """Print latencies of single requests through Baton and to the vLLM behind it."""
     async with sides(url) as (baton, own):
-        await _in_turn(own[0], baton, requests, prompt_tokens)
+        vllm = own[0]
+        api = Completions("vLLM's /v1/completions", vllm.client, await _model_of(vllm.client))
+        await _in_turn([vllm, api, baton], requests, prompt_tokens)
 
 
 async def hand_off(url: str, requests: int, prompt_tokens: int) -> None:
@@ -226,17 +235,17 @@ async def hand_off(url: str, requests: int, prompt_tokens: int) -> None:
     async with sides(url, "disaggregated") as (baton, own):
         by_role = {vllm.role: vllm for vllm in own}
         alone = TwoVllms(by_role["prefill"], by_role["decode"])
-        await _in_turn(alone, baton, requests, prompt_tokens)
+        await _in_turn([alone, baton], requests, prompt_tokens)
 
 
-async def _in_turn(alone: Side, baton: ThroughBaton, requests: int, prompt_tokens: int) -> None:
+async def _in_turn(compared: Sequence[Side], requests: int, prompt_tokens: int) -> None:
     """Print first tokens, second tokens and gaps of requests with 32 tokens of response."""
     random_ = random.Random(1)
-    runs: dict[str, list[Answer]] = {alone.name: [], baton.name: []}
+    runs: dict[str, list[Answer]] = {side.name: [] for side in compared}
     for number in range(-4, requests):
         prompt = _prompt(random_, prompt_tokens)  # in no cache
-        for side in (alone, baton) if number % 2 else (baton, alone):
-            prompt[0] += 1  # nor after the other side's request
+        for side in compared if number % 2 else reversed(compared):
+            prompt[0] += 1  # nor after another side's request
             answer = await side.ask(prompt, 32)
             if number >= 0:  # the first ones warm up
                 runs[side.name].append(answer)

@@ -41,6 +41,7 @@ from baton.telemetry.metrics import Metrics
 from baton.types.lanes import whole_fleet
 from baton.wire.process_end import exit_process
 from router.app import Router
+from router.frontend.api.parts import RouterParts
 from router.frontend.http.certificate import LiveCertificate
 from router.frontend.http.server import RouterServer
 from router.frontend.http_server import server_config
@@ -183,7 +184,7 @@ async def serve(
         leave_limit_s=settings.default_timeout_s,
         count_failure=router.parts.observer.task_failed,
     )
-    router.parts.tasks.spawn(_speed_up(router), "speed up")
+    router.parts.tasks.spawn(speed_up(router.parts), "speed up")
     own = [member.own_socket] if member is not None else list(sockets)
     async with router.parts.tasks.beside(_end_requests(server, router), "end requests"):
         await server.serve(own or None)
@@ -198,9 +199,9 @@ def _show_registry(metrics: Metrics, registry: Registry) -> None:
     metrics.count_up("baton_registry_errors", registry.errors)
 
 
-async def _speed_up(router: Router) -> None:
+async def speed_up(parts: RouterParts) -> None:
     """Make long texts faster, but not while the workers of a new fleet start and need the CPUs."""
-    lanes = list(router.parts.lanes)
+    lanes = list(parts.lanes)
     rest_s = 0.0
     await asyncio.sleep(_POLL_S)
     while not any(lane.gateway.workers.usable for lane in lanes):

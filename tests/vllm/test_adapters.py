@@ -3,22 +3,21 @@
 import asyncio
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
-from batonpb import common_pb2
 
 from baton.engine.llm import LLM
-from baton.engine.settings import ExternalEngine
+from baton.engine.vllm import http
 from baton.model.artifact import resolve_model
-from baton.model.lora_artifact import read_adapter
 from baton.types.params import SamplingParams
 from tests.engine.lora_files import write_adapter
 from tests.engine.vllm.record import FRANCE
-from tests.fleet.test_up import Served
+from tests.fleet.test_up import Served, wait_for
 from tests.vllm.places import ARGS, MODEL, PYTHON
 from tests.vllm.test_fleet import READY_S, Fleet
-from tests.workers.harness import MiniRouter, WorkerProcess
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,8 +25,8 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON.exists(), reason="`make test-vllm` makes the environment"),
 ]
-LORA = ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "8")
-FLEET = f"""
+MODELS = ("smol", "adapter-0", "adapter-1", "adapter-2")
+CONFIG = f"""
 fleet: vllm
 model: {MODEL}
 served_model_name: smol
@@ -42,21 +41,12 @@ pools:
   prefill: 0
   decode: 1
   engine: vllm
-  vllm: {{python: {PYTHON}, args: {json.dumps([*ARGS, *LORA[:3]])}}}
+  vllm: {{python: {PYTHON}, args: {json.dumps([*ARGS, "--enable-lora", "--max-loras", "2"])}}}
 """
 
 
-async def ask(router: MiniRouter, name: str, lora: common_pb2.Adapter | None = None) -> list[int]:
-    seed = lora.digest if lora else b"s" * 16  # as the router does: names differ by adapter
-    sampling = {"max_tokens": 12, "temperature": 0.0}
-    await router.submit(name, FRANCE, None, lora, sampling=sampling, hash_seed=seed)
-    ended = await router.ended(name, 120.0)
-    assert not ended.HasField("error"), ended
-    return router.tokens[name][0]
-
-
-def adapters(folder: Path, count: int) -> tuple[list[Path], list[list[int]]]:
-    """Write adapters; return their folders, and the responses of Baton's own engine.
+def write_adapters(folder: Path, count: int) -> list[list[int]]:
+    """Write adapters ``0``, ``1``...; return the responses of Baton's own engine.
 
     The first response is that of the model without an adapter.
     """
@@ -66,67 +56,51 @@ def adapters(folder: Path, count: int) -> tuple[list[Path], list[list[int]]]:
     digests = ["", *(own.load_adapter(folder) for folder in folders)]
     greedy = SamplingParams(max_tokens=12, temperature=0.0)
     outputs = own.generate([FRANCE] * len(digests), greedy, adapter=digests)
-    return folders, [output.token_ids for output in outputs]
+    return [output.token_ids for output in outputs]
 
 
-async def test_requests_with_three_adapters_and_none_share_a_worker(tmp_path) -> None:
-    """Two adapters fit; each response begins as Baton's own engine begins it."""
-    config = resolve_model(str(MODEL)).config
-    folders, expected = adapters(tmp_path, 3)
-    loras: list[common_pb2.Adapter | None] = [None]
-    for number, folder in enumerate(folders):
-        digest = read_adapter(folder, config, 8).digest
-        loras.append(common_pb2.Adapter(name=f"a{number}", digest=digest, path=str(folder)))
-    worker = await WorkerProcess.start(
-        "decode-0",
-        ready_s=READY_S,
-        model=str(MODEL),
-        numerics="fast",
-        max_context_tokens=2048,
-        max_adapters=2,
-        external=ExternalEngine(
-            kind="vllm", python=str(PYTHON), args=(*ARGS, *LORA), adapters=True
-        ),
-    )
+def test_requests_with_three_adapters_and_none_share_a_worker_that_holds_two(
+    tmp_path: Path,
+) -> None:
+    """Adapters are loaded by the API; each response begins as Baton's own engine begins it."""
+    folder = tmp_path / "adapters"
+    expected = write_adapters(folder, 3)
+    served = Served([sys.executable, "-m", "fleet.cli.main", "up"], tmp_path, CONFIG % folder)
     try:
-        router = MiniRouter(worker)
-        await router.connect()
-        alone = [await ask(router, f"alone {n}", lora) for n, lora in enumerate(loras)]
+        fleet = Fleet(served.wait_ready(READY_S))
+        with fleet.client("operator") as client:
+            for number in range(3):
+                body = {"lora_name": f"adapter-{number}", "lora_path": f"{number}"}
+                loaded = client.post("/v1/load_lora_adapter", json=body)
+                assert loaded.status_code == 200, loaded.text
+        alone = [ask(fleet, model) for model in MODELS]
         assert len({tokens[0] for tokens in alone}) == 4
         pairs = list(zip(alone, expected, strict=True))
         assert all(tokens[0] == others[0] for tokens, others in pairs), pairs
         assert sum(tokens[:5] == others[:5] for tokens, others in pairs) >= 3, pairs  # near ties
-        asked = [ask(router, f"mixed {n}", loras[n % 4]) for n in range(12)]
-        mixed = await asyncio.gather(*asked)
-        assert [tokens[0] for tokens in mixed] == [alone[n % 4][0] for n in range(12)]
-        await router.baseline()
-        assert len(router.status.adapters) == 2
-        await router.close()
-    finally:
-        await worker.stop()
-
-
-def test_adapters_that_the_api_of_a_fleet_loads_are_asked_by_name(tmp_path: Path) -> None:
-    _, expected = adapters(tmp_path / "adapters", 2)
-    config = FLEET % (tmp_path / "adapters")
-    served = Served([sys.executable, "-m", "fleet.cli.main", "up"], tmp_path, config)
-    try:
-        fleet = Fleet(served.wait_ready(READY_S))
-        with fleet.client("operator") as client:
-            for name in ("0", "1"):
-                body = {"lora_name": f"adapter-{name}", "lora_path": name}
-                loaded = client.post("/v1/load_lora_adapter", json=body)
-                assert loaded.status_code == 200, loaded.text
-        found: list[list[int]] = []
-        with fleet.client() as client:
-            for model in ("smol", "adapter-0", "adapter-1"):
-                body = {"model": model, "prompt": FRANCE, "temperature": 0, "max_tokens": 12}
-                body["return_token_ids"] = True
-                answer = client.post("/v1/completions", json=body)
-                assert answer.status_code == 200, answer.text
-                found.append(answer.json()["choices"][0]["token_ids"])
+        with ThreadPoolExecutor(12) as threads:
+            mixed = list(threads.map(lambda model: ask(fleet, model), MODELS * 3))
+        assert [tokens[0] for tokens in mixed] == [tokens[0] for tokens in alone * 3]
+        wait_for(fleet.is_at_rest, 30)
+        assert len(loaded_adapters(fleet)) == 2
     finally:
         served.process.terminate()
         served.process.wait(60)
-    assert len({tokens[0] for tokens in found}) == 3
-    assert [tokens[0] for tokens in found] == [tokens[0] for tokens in expected]  # before near ties
+
+
+def ask(fleet: Fleet, model: str) -> list[int]:
+    """Return the tokens of a model's greedy response."""
+    body = {"model": model, "prompt": FRANCE, "temperature": 0, "max_tokens": 12}
+    with fleet.client() as client:
+        answer = client.post("/v1/completions", json={**body, "return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def loaded_adapters(fleet: Fleet) -> list[str]:
+    """Return the names of the adapters that vLLM has loaded."""
+    (worker,) = fleet.workers()
+    line = psutil.Process(worker["pid"]).cmdline()
+    page = asyncio.run(http.fetch(line[line.index("--uds") + 1], "GET", "/v1/models", 30.0))
+    return [one["id"] for one in json.loads(page)["data"] if one["parent"]]

@@ -184,7 +184,7 @@ async def check_cancels(router: MiniRouter, prefill: WorkerProcess) -> None:
 
 
 async def check_rest(socket: str) -> None:
-    """Check that no block and no page stays in use; vLLM completes cancelled prompts first."""
+    """Check that no block and no page stays in use."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     async with asyncio.timeout(90):
         while pages_in_use(socket):

@@ -16,6 +16,8 @@ import yaml
 from baton.model.artifact import resolve_model
 from baton.text.length_bound import LengthBound
 from baton.text.tokenizer import TextTokenizer, load_tokenizer
+from router.__main__ import speed_up
+from router.served_model import ServedModel
 from tests.router.conftest import MODEL, free_port
 
 SPACES = " " * 3_900_000
@@ -43,6 +45,21 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
     error = answer.json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert "8192" in error["message"]
+
+
+async def test_a_router_speeds_up_once_a_worker_can_be_used(make_fleet, monkeypatch):
+    """Not while the workers of a new fleet start and need the CPUs."""
+    fleet = await make_fleet({})
+    calls: list[ServedModel] = []
+    monkeypatch.setattr(ServedModel, "speed_up", lambda model: calls.append(model))
+    monkeypatch.setattr("router.__main__._POLL_S", 0.01)
+    monkeypatch.setattr("router.__main__._OTHERS_S", 0.1)
+    speeding_up = asyncio.create_task(speed_up(fleet.router))
+    await asyncio.sleep(0.3)
+    assert not calls
+    await fleet.add("decode-0")
+    await speeding_up
+    assert calls == [lane.model for lane in fleet.router.lanes]
 
 
 async def test_a_long_text_that_may_fit_is_tokenized(make_fleet):
