@@ -80,7 +80,7 @@ def test_orders_wait_until_they_are_done(url: str, tmp_path: Path) -> None:
     assert states() == {"worker-0": first, "worker-1": ("decode", "ready", 2)}
     told = baton("restart", "--rolling", "--wait")
     assert states() == {"worker-0": ("prefill", "ready", 2), "worker-1": ("decode", "ready", 3)}
-    assert "worker-0: prefill, stopped, epoch" in told
+    assert "worker-0: prefill, starting, epoch 2 (restarted by an operator)" in told
     assert told.index("worker-0: prefill, ready, epoch 2") < told.index("ready, epoch 3")
     baton("scale", "decode=2", "--wait")
     assert [one[:2] for one in states().values()].count(("decode", "ready")) == 2

@@ -262,15 +262,17 @@ async def test_a_thousand_busy_workers_cost_the_browser_50_ms_a_refresh(make_fle
 
 
 @pytest.mark.slow
-async def test_a_page_of_a_thousand_workers_costs_the_router_1_percent_of_a_core(make_fleet):
-    """CPU time of the calls of one second, with the time of the client that makes them here."""
+async def test_a_page_of_a_thousand_workers_costs_the_router_few_plain_calls(make_fleet):
+    """CPU time of the calls of one second, beside calls that do nothing, whatever the CPU is.
+
+    Both have the time of the client that makes them here. On a Zen 5 they took less than 1 % of a
+    core.
+    """
     fleet = await make_fleet({}, slo=LIMITS)
     Crowd(fleet, 500, 500).past()
     await fleet.http.get("/fleet/cells")
-    calls = ("/fleet/cells", "/fleet/requests?limit=40&order=newest", "/fleet/tenants?limit=50")
-    last = fleet.router.observer.series.last
-    total_ms = 0.0
-    for path in (*calls, f"/fleet/series?workers=false&after={last - 1}"):
+
+    async def call_ms(path: str) -> float:
         took_ms = []
         for _ in range(21):
             began_s = time.thread_time()
@@ -278,5 +280,10 @@ async def test_a_page_of_a_thousand_workers_costs_the_router_1_percent_of_a_core
             took_ms.append(1000 * (time.thread_time() - began_s))
             assert answer.status_code == 200
         print(f"{path}: {median(took_ms):.2f} ms")
-        total_ms += median(took_ms)
-    assert total_ms <= 10
+        return median(took_ms)
+
+    calls = ("/fleet/cells", "/fleet/requests?limit=40&order=newest", "/fleet/tenants?limit=50")
+    series = f"/fleet/series?workers=false&after={fleet.router.observer.series.last - 1}"
+    plain_ms = await call_ms("/health/live")
+    total_ms = sum([await call_ms(path) for path in (*calls, series)])
+    assert total_ms <= 15 * plain_ms
