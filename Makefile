@@ -86,7 +86,7 @@ test-vllm: $(VENV)/.dev ## test a fleet of real vLLM workers; its environment ta
 
 test-vllm-hand-off: $(VENV)/.dev ## test KV hand-offs by NIXL and by Baton between two and three vLLM workers, and kills of each process
 	@$(BIN)/python -m tests.vllm.environment
-	$(PYTEST) -q tests/vllm/test_pair.py tests/vllm/test_hand_off.py tests/vllm/test_exact.py
+	$(PYTEST) -q tests/vllm/test_pair.py tests/vllm/test_hand_off.py tests/vllm/test_ranks.py tests/vllm/test_exact.py
 
 test-hosts: $(VENV)/.dev ## test a fleet on five hosts (network namespaces) and its faults; needs root
 	$(PYTEST) -q tests/hosts

@@ -6,7 +6,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 
 from baton.engine.llm import LLM
@@ -17,7 +16,7 @@ from tests.engine.lora_files import write_adapter
 from tests.engine.vllm.record import FRANCE
 from tests.fleet.test_up import Served, wait_for
 from tests.vllm.places import ARGS, MODEL, PYTHON
-from tests.vllm.test_fleet import READY_S, Fleet
+from tests.vllm.test_fleet import READY_S, Fleet, sockets
 
 pytestmark = [
     pytest.mark.slow,
@@ -100,7 +99,6 @@ def ask(fleet: Fleet, model: str) -> list[int]:
 
 def loaded_adapters(fleet: Fleet) -> list[str]:
     """Return the names of the adapters that vLLM has loaded."""
-    (worker,) = fleet.workers()
-    line = psutil.Process(worker["pid"]).cmdline()
-    page = asyncio.run(http.fetch(line[line.index("--uds") + 1], "GET", "/v1/models", 30.0))
+    (socket,) = sockets(fleet).values()
+    page = asyncio.run(http.fetch(socket, "GET", "/v1/models", 30.0))
     return [one["id"] for one in json.loads(page)["data"] if one["parent"]]

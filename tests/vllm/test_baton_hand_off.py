@@ -6,8 +6,6 @@ Every third frame is damaged on its way. The drills beside a recorded vLLM are i
 
 import asyncio
 import contextlib
-import json
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -16,7 +14,6 @@ import psutil
 import pytest
 
 from baton.engine.settings import ExternalEngine
-from tests.engine import tiny_llama
 from tests.vllm.hand_offs import doubtful, pages_in_use, vllm_metric
 from tests.vllm.places import ARGS, MODEL, PYTHON
 from tests.vllm.test_fleet import READY_S, alone
@@ -77,46 +74,10 @@ async def test_hand_offs_with_damage_then_of_two_tenants_then_with_cancels() -> 
             await check_rest(vllm_of(worker))
 
 
-async def test_two_ranks_hand_over_to_two_ranks(tmp_path: Path) -> None:
-    model = tmp_path / "model"  # the heads of SmolLM2 cannot be divided by two
-    tiny_llama.write_llama(model, heads=4, kv_heads=2, context_tokens=2048)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODEL / name, model)
-    async with pair(model, "--tensor-parallel-size", "2") as (prefill, decode):
-        router = MiniRouter(decode)
-        await router.connect()
-        own_socket = vllm_of(decode)
-        repaired = 0
-        loaded_tokens = 0
-        different: list[int] = []
-        for number in range(8):
-            name = f"r{number}"
-            prompt = [5 + (40 * number + 7 * at) % 500 for at in range(17 + 90 * number)]
-            await router.submit(name, prompt, prefill, sampling=ANSWER)
-            ended = await router.ended(name, 60.0)
-            assert not ended.HasField("error"), ended
-            assert router.routes[name].mode == "disaggregated"
-            repaired += ended.times.repaired_chunks
-            loaded_tokens += len(prompt) // 32 * 32
-            tokens = router.tokens[name][0]
-            if tokens != await alone(own_socket, prompt):
-                different.append(number)
-                assert not await doubtful(own_socket, prompt, tokens), (number, tokens)
-        assert len(different) <= 1, different
-        assert await asyncio.to_thread(vllm_metric, own_socket, EXTERNAL_HITS) == loaded_tokens
-        assert repaired > 0
-        await router.baseline(30.0)
-        await router.close()
-        for worker in (prefill, decode):
-            await check_rest(vllm_of(worker))
-
-
 async def check_tokens(router: MiniRouter, prefill: WorkerProcess) -> None:
     """Check that the tokens are those of vLLM alone, but for near ties in bf16.
 
-    Prompts have 17 to 1,567 tokens, and a block of vLLM has 32. The decode worker's vLLM computes
+    Prompts have 17 to 792 tokens, and a block of vLLM has 32. The decode worker's vLLM computes
     the tokens behind the last block apart, which on CPUs with AMX gives other sums: 12 differ.
     """
     own_socket = vllm_of(router.worker)
@@ -126,7 +87,7 @@ async def check_tokens(router: MiniRouter, prefill: WorkerProcess) -> None:
     loaded_tokens = 0
     for number in range(32):
         name = f"r{number}"
-        prompt = list(range(300 + 40 * number, 300 + 40 * number + 17 + 50 * number))
+        prompt = list(range(300 + 40 * number, 300 + 40 * number + 17 + 25 * number))
         await router.submit(name, prompt, prefill, sampling=ANSWER)
         ended = await router.ended(name, 60.0)
         assert not ended.HasField("error"), ended
@@ -136,7 +97,7 @@ async def check_tokens(router: MiniRouter, prefill: WorkerProcess) -> None:
         if tokens != await alone(own_socket, prompt):
             different.append(number)
             assert not await doubtful(own_socket, prompt, tokens), (number, tokens)
-        if len(prompt) > 1024:  # transferred from the end of its first step on
+        if len(prompt) > 512:  # transferred from the end of its first step on
             overlaps.append(ended.times.transfer_ns > ended.times.prefill_ns / 2)
         loaded_tokens += len(prompt) // 32 * 32
     assert len(different) <= 16, different

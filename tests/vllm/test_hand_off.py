@@ -24,11 +24,10 @@ from tests.vllm.hand_offs import (
     complete,
     route,
     serving,
-    sockets,
     vllm_metric,
 )
 from tests.vllm.places import PYTHON
-from tests.vllm.test_fleet import READY_S, Fleet, load
+from tests.vllm.test_fleet import READY_S, Fleet, load, sockets
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,11 +18,10 @@ from tests.vllm.hand_offs import (
     doubtful,
     route,
     serving,
-    sockets,
     vllm_metric,
 )
 from tests.vllm.places import PYTHON
-from tests.vllm.test_fleet import READY_S, Fleet, alone, load
+from tests.vllm.test_fleet import READY_S, Fleet, alone, load, sockets
 
 pytestmark = [
     pytest.mark.slow,
