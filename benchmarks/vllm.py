@@ -2,8 +2,8 @@
 
     python -m benchmarks.vllm [--only latency,throughput,hand-off,sessions] [--own]
 
-- ``latency``: one request at a time, in turn through the router, to vLLM's endpoint for token ids,
-  which Baton uses, and to vLLM's ``/v1/completions``, which its users have without Baton
+- ``latency``: one request at a time, to vLLM's ``/v1/completions``, which its users have without
+  Baton, to its endpoint for token ids, which Baton uses, and through the router, in random order
 - ``hand-off``: the same with a prefill and a decode worker; without Baton one token comes from the
   first vLLM and the stream from the second one, as with vLLM's own example proxy
 - ``throughput``: 1 and 16 clients that each keep a request running, in turn likewise; ``--own``
@@ -227,7 +227,7 @@ async def latency(url: str, requests: int, prompt_tokens: int) -> None:
     async with sides(url) as (baton, own):
         vllm = own[0]
         api = Completions("vLLM's /v1/completions", vllm.client, await _model_of(vllm.client))
-        await _in_turn([vllm, api, baton], requests, prompt_tokens)
+        await _in_turn([api, vllm, baton], requests, prompt_tokens)
 
 
 async def hand_off(url: str, requests: int, prompt_tokens: int) -> None:
@@ -239,30 +239,34 @@ async def hand_off(url: str, requests: int, prompt_tokens: int) -> None:
 
 
 async def _in_turn(compared: Sequence[Side], requests: int, prompt_tokens: int) -> None:
-    """Print first tokens, second tokens and gaps of requests with 32 tokens of response."""
+    """Print first tokens, second tokens and gaps of requests with 32 tokens of response.
+
+    All sides are asked once in each round, in random order. Single requests differ by more than
+    the sides do, so that the median of the rounds' differences tells more than that of medians.
+    """
     random_ = random.Random(1)
-    runs: dict[str, list[Answer]] = {side.name: [] for side in compared}
-    for number in range(-4, requests):
-        prompt = _prompt(random_, prompt_tokens)  # in no cache
-        for side in compared if number % 2 else reversed(compared):
-            prompt[0] += 1  # nor after another side's request
-            answer = await side.ask(prompt, 32)
-            if number >= 0:  # the first ones warm up
-                runs[side.name].append(answer)
-    print(
-        "| one at a time | first token ms, median | lower quartile | second token, median", end=""
-    )
-    print(" | lower quartile | gap, median |\n|---|---|---|---|---|---|")
-    for name, answers in runs.items():
+    rounds: list[dict[str, Answer]] = []
+    for _ in range(4 + requests):
+        order = random_.sample(compared, len(compared))
+        prompts = [_prompt(random_, prompt_tokens) for _ in order]  # in no cache
+        asked = zip(order, prompts, strict=True)
+        rounds.append({side.name: await side.ask(prompt, 32) for side, prompt in asked})
+    base = compared[0].name
+    print("| one at a time | first token ms, median | lower quartile ", end="")
+    print(f"| more than {base}, median of rounds | second token, median | gap, median |")
+    print("|---|---|---|---|---|---|")
+    for name in (side.name for side in compared):
+        answers = [one[name] for one in rounds[4:]]  # the first ones warm up
         first_ms = [1e3 * one.arrivals_s[0] for one in answers]
         second_ms = [1e3 * one.arrivals_s[1] for one in answers]
+        more_ms = [1e3 * (one[name].arrivals_s[0] - one[base].arrivals_s[0]) for one in rounds[4:]]
         gaps_ms = [
             1e3 * (b - a) for one in answers for a, b in itertools.pairwise(one.arrivals_s[1:])
         ]
         print(
             f"| {name} | {statistics.median(first_ms):.1f} | "
-            f"{statistics.quantiles(first_ms)[0]:.1f} | {statistics.median(second_ms):.1f} | "
-            f"{statistics.quantiles(second_ms)[0]:.1f} | {statistics.median(gaps_ms):.2f} |"
+            f"{statistics.quantiles(first_ms)[0]:.1f} | {statistics.median(more_ms):.1f} | "
+            f"{statistics.median(second_ms):.1f} | {statistics.median(gaps_ms):.2f} |"
         )
 
 
