@@ -242,7 +242,7 @@ async def _in_turn(compared: Sequence[Side], requests: int, prompt_tokens: int) 
     """Print first tokens, second tokens and gaps of requests with 32 tokens of response.
 
     All sides are asked once in each round, in random order. Single requests differ by more than
-    the sides do, so that the median of the rounds' differences tells more than that of medians.
+    the sides do, so the median of each round's difference is more exact than that of medians.
     """
     random_ = random.Random(1)
     rounds: list[dict[str, Answer]] = []
