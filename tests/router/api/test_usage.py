@@ -96,6 +96,7 @@ class Clients:
         self.fleets = fleets
         self.answers = Answers()
         self.refused = 0
+        self.running: set[asyncio.Task] = set()
         self._random = random.Random(seed)
 
     async def many(self, count: int, at_once: int) -> None:
@@ -105,6 +106,9 @@ class Clients:
 
         async def one(number: int) -> None:
             async with places:
+                task = asyncio.current_task()
+                self.running.add(task)
+                task.add_done_callback(self.running.discard)
                 call = kinds[number % len(kinds)]
                 await call(self._random.choice(self.fleets), self._random.choice(TENANTS))
 
@@ -222,6 +226,8 @@ async def run_identity(start, count: int) -> None:
         await fleet.workers[name].stop()
         fleet.directory.remove(name)
         await fleet.add(f"{name}-{number}", script)
+        if held := set(clients.running):
+            await asyncio.wait(held)  # a request that loses two workers fails
     await calls
     await fleets[1].router.usage.flush()
     assert await exported(fleets[0]) == clients.answers.sums
