@@ -255,7 +255,7 @@ def test_a_stream_goes_on_elsewhere_when_a_shell_is_killed(fleet: Fleet) -> None
 
 
 def check_a_kill(fleet: Fleet, victim: str) -> None:
-    """Kill a process of the worker that answers a stream, and check that the other one goes on."""
+    """Kill a process of the worker that answers a stream, and check that the stream completes."""
     fleet.wait_until_all_are_ready()
     body = {"model": "smol", "prompt": f"A story of the {victim}:", "max_tokens": 60}
     body |= {"stream": True, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
