@@ -147,8 +147,8 @@ class VllmEngine:
             self._leave_adapter(command.request_id)
             return
         self._requests[command.request_id] = request
-        self._queue(request)
         if remote:
+            self._queue(request)
             cached_blocks = request.cached_tokens // BLOCK_TOKENS
             skip_blocks = cached_blocks if self._staging is None else 0  # vLLM may evict them
             self._send(ev.Reserved(command.request_id, request.generation, skip_blocks))
@@ -196,10 +196,15 @@ class VllmEngine:
         self._send(self._meter.status(self._cached_blocks))
 
     def _begin(self, request: LiveRequest) -> None:
-        """Send vLLM the open choices of a request."""
+        """Send vLLM the open choices of a request, and count them thereafter."""
         ask = self._prefill if request.spec.kind is Kind.PREFILL else self._stream
         for choice in request.open_choices:
             self._tasks.spawn(ask(request, choice), "exchange")
+        asyncio.get_running_loop().call_soon(self._count_begun, request, request.run)
+
+    def _count_begun(self, request: LiveRequest, run: int) -> None:
+        if request.run == run and request.submit.request_id in self._requests:
+            self._queue(request)
 
     def _load(self, command: messages.Commit) -> None:
         """Let vLLM load the KV from another vLLM and decode behind the first tokens."""
@@ -250,7 +255,6 @@ class VllmEngine:
             self._free_pages(request)
             first = [None if one is None else one[0] for one in request.spec.emitted]
             request.begin_run(first, Kind.FULL)
-            self._queue(request)
             self._begin(request)
             return
         request.end_run()
@@ -264,7 +268,6 @@ class VllmEngine:
             return
         self._free_pages(request)
         request.begin_run(command.first, Kind.FULL)
-        self._queue(request)
         self._begin(request)
 
     def _release(self, command: messages.Release) -> None:

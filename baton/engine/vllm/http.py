@@ -1,6 +1,7 @@
 """HTTP client for vLLM's Unix socket: one connection per request, body passed on as it arrives."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 import httptools
@@ -11,15 +12,18 @@ from baton.types.errors import UnavailableError
 class Exchange(asyncio.Protocol):
     """Exchange of a request and its response on one connection.
 
+    Args:
+        unsent: Bytes of the request to send once the loop serves the connection.
+
     Attributes:
         status: HTTP status; 0 until the response begins.
         done: Result True after a complete response, False if the connection broke.
     """
 
-    def __init__(self, request: bytes, on_body: Callable[[bytes], None]) -> None:
+    def __init__(self, unsent: bytes, on_body: Callable[[bytes], None]) -> None:
         self.status = 0
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._request = request
+        self._unsent = unsent
         self._on_body = on_body
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
@@ -31,11 +35,12 @@ class Exchange(asyncio.Protocol):
         self._end(complete=False)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the request on the new connection."""
+        """Send the rest of the request."""
         if not isinstance(transport, asyncio.Transport):
             raise TypeError(f"not a stream: {transport!r}")
         self._transport = transport
-        transport.write(self._request)
+        transport.write(self._unsent)
+        self._unsent = b""
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes of the response."""
@@ -81,13 +86,23 @@ def request_bytes(method: str, target: str, body: bytes = b"") -> bytes:
 
 
 async def begin(socket_path: str, request: bytes, on_body: Callable[[bytes], None]) -> Exchange:
-    """Connect and send a request.
+    """Connect and send a request, as much as fits at once: asyncio takes longer to connect.
 
     Raises:
         OSError: Nothing listens on the socket.
     """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.setblocking(False)
+        connection.connect(socket_path)
+        unsent = request[connection.send(request) :]
+    except OSError:
+        connection.close()
+        raise
     loop = asyncio.get_running_loop()
-    _, exchange = await loop.create_unix_connection(lambda: Exchange(request, on_body), socket_path)
+    _, exchange = await loop.create_unix_connection(
+        lambda: Exchange(unsent, on_body), sock=connection
+    )
     return exchange
 
 
