@@ -262,6 +262,13 @@ class Router:
             # FastAPI's pages load scripts from other hosts; see `router/frontend/api/page.py`.
             docs_url=None,
             redoc_url=None,
+            # Baton traces and counts calls itself.
+            telemetry={
+                "tracing": False,
+                "metrics": False,
+                "logs": False,
+                "auto_configure": False,
+            },
         )
         errors.install(
             app,

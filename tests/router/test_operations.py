@@ -11,6 +11,11 @@ import time
 import httpx
 import pytest
 import yaml
+from fastapi import FastAPI
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.memory import ROUTER_OBJECTS, collect_rarely
@@ -309,6 +314,24 @@ async def test_a_slow_reader_gets_tokens_together(make_fleet):
     events = events_of(b"".join(writes).decode())
     assert sum(len(e["choices"][0]["logprobs"]["tokens"]) for e in events[:-1]) == 200
     assert len(events) < 60
+
+
+async def test_fastapi_adds_no_spans_of_its_own_to_those_of_the_router(fleet, monkeypatch):
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+
+    async def get_models(app: FastAPI) -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            await client.get("/v1/models")
+
+    await get_models(FastAPI())
+    assert [span.name for span in spans.get_finished_spans()] == ["GET"]
+    spans.clear()
+    await get_models(fleet.app())
+    assert not spans.get_finished_spans()
 
 
 async def test_the_process_stops_within_five_seconds_of_sigterm(tmp_path):
