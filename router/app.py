@@ -212,6 +212,7 @@ class Router:
             if parts.audit is not None:
                 await parts.audit.close()
             await lanes.aclose()
+            await parts.answer_checks.close()
             await parts.usage.close()
             if self._usage_copies is not None:
                 await self._usage_copies.close()

@@ -10,7 +10,7 @@ from baton.config.section import Section
 
 # Heuristics: none proves that a text contains nothing else that is private.
 DEFAULT_REDACT: Mapping[str, str] = {
-    "email": r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+",
+    "email": r"(?<![\w.+-])[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63})+",
     "card": r"\b\d(?:[ -]?\d){12,18}\b",
     "secret": r"\b(?:sk|pk|ghp|gho|xox[abp]|AKIA)[-_A-Za-z0-9]{12,}\b",
 }

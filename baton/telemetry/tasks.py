@@ -67,6 +67,11 @@ class BackgroundTasks:
         finally:
             await self._end([task])
 
+    async def settle(self, limit_s: float) -> None:
+        """Wait until all tasks have ended, but at most ``limit_s``."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=limit_s)
+
     async def close(self) -> None:
         """Cancel all tasks but the current one, and wait for them."""
         others = [task for task in self._tasks if task is not asyncio.current_task()]

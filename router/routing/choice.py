@@ -14,7 +14,6 @@ from batonpb.decode_pb2 import TokenRun
 
 from baton.text.channels import parser_of
 from baton.text.detokenizer import Detokenizer
-from baton.text.schema_check import violations
 from baton.text.tokenizer import TextTokenizer
 from baton.text.tool_calls import CallDelta, ToolCallParser
 from baton.wire.tokens import TOKEN_BYTES, unpack_tokens
@@ -89,7 +88,7 @@ class ChoiceRecord:
         self._checked_tools = request.checked_tools
         self._arguments: dict[int, tuple[str, str]] = {}  # by call: tool name, arguments
         self._content: list[str] = []  # kept if a complete response is checked
-        self.violations: tuple[str, ...] = ()  # keywords of the schema that it violates
+        self.checks: list[tuple[str, str]] = []  # schemas and texts of a complete response
         self._sends_ids = shown.token_ids
         self._stop_token_ids = request.sampling.stop_token_ids
         self.reasoning_tokens = 0
@@ -206,7 +205,7 @@ class ChoiceRecord:
             if reason == "stop" and self._tools.calls and not self._tools.cut:
                 reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason
-        self.violations = self._check(reason)
+        self.checks = self._checks(reason)
         # The model's own end token is not reported: the response was complete.
         asked = stop_token if stop_token in self._stop_token_ids else None
         self.stop_reason = self._pending.stop_reason = asked if stop_string is None else stop_string
@@ -230,19 +229,15 @@ class ChoiceRecord:
         else:
             self._add(*self._tools.push(text))
 
-    def _check(self, reason: str) -> tuple[str, ...]:
-        """Return the schema keywords that a complete response violates and no grammar enforces."""
+    def _checks(self, reason: str) -> list[tuple[str, str]]:
+        """Return the texts of a complete response that no grammar enforces, with their schemas."""
         if reason == "stop" and self._checked_schema:
-            return violations(self._checked_schema, "".join(self._content))
+            return [(self._checked_schema, "".join(self._content))]
         if reason != "tool_calls" or not self._checked_tools:
-            return ()
+            return []
         called = self._arguments.values()
-        known = [
-            (self._checked_tools[name], arguments)
-            for name, arguments in called
-            if name in self._checked_tools
-        ]
-        return tuple(sorted({keyword for pair in known for keyword in violations(*pair)}))
+        tools = self._checked_tools
+        return [(tools[name], arguments) for name, arguments in called if name in tools]
 
     def _add(self, text: str, calls: Iterable[CallDelta]) -> None:
         """Merge the parts of a call into one delta: clients use only one."""
@@ -292,5 +287,6 @@ class ChoiceRecord:
         self._texts = []
         self._content = []
         self._arguments = {}
+        self.checks = []
         self._checked_schema = ""
         self._checked_tools = {}

@@ -103,6 +103,7 @@ class Exchange(Response):
                 active.status = status
                 self._router.gateway.cancel(active)
                 self._router.request_log.write(active, self._context.endpoint, status)
+                self._router.answer_checks.follow(active.record)
                 self._router.gateway.on_response_sent(active)
             if self._reservation is not None:
                 self._settle(self._reservation)

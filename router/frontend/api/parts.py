@@ -42,7 +42,8 @@ from router.routing.lanes.shadow import Shadows
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import fitted_rates
 from router.routing.requests.gateway import Gateway
-from router.routing.requests.grammar_checker import GrammarChecker
+from router.routing.checks.answers import AnswerChecks
+from router.routing.checks.grammars import GrammarChecker
 from router.routing.requests.observer import Observer
 from router.routing.requests.readiness import Prober
 from router.routing.shares.quota_feed import QuotaFeed, QuotaSource
@@ -79,6 +80,7 @@ class RouterParts:
     tracing: Tracing
     observer: Observer
     request_log: RequestLog
+    answer_checks: AnswerChecks
     refused: RefusedRequests
     past_reports: PastReports
     worker_cells: WorkerCells
@@ -122,6 +124,7 @@ class RouterParts:
         gateway = Gateway(settings, model.tokenizer, directory, prefix_index, observer)
         observer.fitted = lambda worker_id: fitted_rates(gateway.workers.get(worker_id))
         gates = GateBook()
+        checks = AnswerChecks(metrics)
         routes_file = Path(settings.state_dir) / "routes.json" if settings.state_dir else None
         made = cls(
             lanes=LaneTable(),
@@ -135,7 +138,8 @@ class RouterParts:
             deliveries=Deliveries(),
             tracing=Tracing("router"),
             observer=observer,
-            request_log=RequestLog(settings, model.tokenizer),
+            request_log=RequestLog(settings, model.tokenizer, checks),
+            answer_checks=checks,
             refused=RefusedRequests(settings.kept_records),
             past_reports=PastReports(),
             worker_cells=WorkerCells(gateway.workers),
@@ -187,7 +191,7 @@ class RouterParts:
             settings=settings,
             model=model,
             observer=observer,
-            request_log=RequestLog(settings, model.tokenizer),
+            request_log=RequestLog(settings, model.tokenizer, self.answer_checks),
             prefix_index=prefix_index,
             gateway=gateway,
             worker_cells=WorkerCells(gateway.workers),

@@ -8,7 +8,7 @@ from baton.text.grammar import GrammarKind
 from baton.types.errors import GrammarError
 from router.frontend.api.structured_output import RequestedGrammar
 from router.frontend.api.tool_use.grammar import MOST_LEVEL, Levels, schema_at
-from router.routing.requests.grammar_checker import TIMED_OUT, GrammarChecker
+from router.routing.checks.grammars import TIMED_OUT, GrammarChecker
 
 _KEPT = 256
 _MOST_FAULTY = 8

@@ -1,6 +1,7 @@
 """Golden prompts, run at the workers of a model."""
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from baton.text.answer_check import Match
 from baton.types.errors import BatonError, UnavailableError
 from baton.types.gates import GoldenPrompt, GoldenRound
 from baton.types.params import SamplingParams
@@ -112,7 +114,16 @@ class GoldenRunner:
                 answer = await self._answer(model, prompt, pair)
             except BatonError as error:
                 return _Checked(error=error.message)
-            return _Checked(difference=difference(prompt, answer, other))
+            return _Checked(difference=await self._difference(prompt, answer, other))
+
+    async def _difference(
+        self, prompt: GoldenPrompt, answer: GoldenAnswer, other: GoldenAnswer | None
+    ) -> str:
+        if not prompt.regex and prompt.schema is None:
+            return difference(prompt, answer, other)
+        schema = "" if prompt.schema is None else json.dumps(prompt.schema)
+        match = Match(answer.text, regex=prompt.regex, schema=schema)
+        return await self._router.answer_checks.problem(match)
 
     async def _other(self, prompt: GoldenPrompt) -> GoldenAnswer:
         """Return the answer of the model that a prompt names, which runs once."""

@@ -214,8 +214,6 @@ class Observer:
         for choice in record.choices:
             reason = choice.finish_reason or (record.error.code if record.error else "unknown")
             inc("baton_finished_choices", reason=reason, tenant=tenant)
-            for keyword in choice.violations:
-                inc("baton_schema_violations", keyword=keyword)
             # Only the model's end token shows that a grammar was completed.
             sampling = active.request.sampling
             own_stop = (*active.request.shown.stops, *sampling.stop_token_ids)

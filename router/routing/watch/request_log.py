@@ -4,9 +4,9 @@ Lines have figures. They have prompt and response only if the tenant's key has `
 with each match of a rule of ``logs.redact`` replaced by the rule's name.
 """
 
+import asyncio
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import monotonic_ns, time_ns
 from typing import Any
 
@@ -14,23 +14,14 @@ from baton.telemetry.logs import request_context
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import BatonError
 from router.request import GenerationRequest
+from router.routing.checks.answers import AnswerChecks
 from router.routing.requests.active_request import ActiveRequest
 from router.settings import RouterSettings
 
 _LOG = logging.getLogger("baton.requests")
 
 
-class Redactor:
-    """Replaces matches of rules, which are applied in order."""
-
-    def __init__(self, rules: Mapping[str, str]) -> None:
-        self._rules = [(f"[{name}]", re.compile(rule)) for name, rule in rules.items()]
-
-    def __call__(self, text: str) -> str:
-        """Return the text, with ``[name]`` in place of each match of that rule."""
-        for shown, rule in self._rules:
-            text = rule.sub(shown, text)
-        return text
+_NOT_REDACTED = "[left out: redaction took too long]"
 
 
 class RequestLog:
@@ -40,12 +31,13 @@ class RequestLog:
         self,
         settings: RouterSettings,
         tokenizer: TextTokenizer,
+        checks: AnswerChecks,
     ) -> None:
         self._settings = settings
         self._logs = settings.logs
         self._api_keys = settings.api_keys or {}
         self._issued_keys = settings.issued_keys
-        self._redact = Redactor(settings.logs.rules)
+        self._checks = checks
         self._tokenizer = tokenizer
 
     def write(self, active: ActiveRequest, endpoint: str, status: int) -> None:
@@ -54,11 +46,24 @@ class RequestLog:
             return
         with request_context(active.id, active.request.traceparent):
             fields = _figures(active, endpoint, status)
-            message = "%s %d: %s, %d + %d tokens, %.3f s"
-            parts = ("end", "prompt_tokens", "completion_tokens", "elapsed_s")
-            if self._may_log_texts(active.request):
-                fields |= self._texts(active)
-            _LOG.info(message, endpoint, status, *map(fields.get, parts), extra=fields)
+            if not self._may_log_texts(active.request):
+                _log(fields)
+                return
+            choices = active.record.choices
+            tokens = [active.request.prompt, *(choice.token_ids for choice in choices)]
+            self._checks.spawn(self._write_texts(active.request, fields, tokens), "request log")
+
+    async def _write_texts(
+        self, request: GenerationRequest, fields: dict[str, Any], tokens: list[Sequence[int]]
+    ) -> None:
+        """Log a request with its prompt and its answers."""
+        texts = await asyncio.to_thread(lambda: [self._decoded(part) for part in tokens])
+        redacted = await self._checks.redacted(self._logs.rules, texts, request.tenant)
+        if self._may_log_texts(request):
+            shown = [_NOT_REDACTED] * len(texts) if redacted is None else redacted
+            cut = [self._cut(text) for text in shown]
+            fields |= {"prompt": cut[0], "answers": cut[1:]}
+        _log(fields)
 
     def _may_log_texts(self, request: GenerationRequest) -> bool:
         tenant = request.tenant
@@ -85,16 +90,23 @@ class RequestLog:
             fields |= {"end": error.code, "error": error.code, "reason": error.message}
             _LOG.info("%s %d: %s", endpoint, error.status, error.code, extra=fields)
 
-    def _texts(self, active: ActiveRequest) -> dict[str, Any]:
-        answers = [self._text(choice.token_ids) for choice in active.record.choices]
-        return {"prompt": self._text(active.request.prompt), "answers": answers}
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        """Return the text that is redacted, which is longer than the logged text.
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        # Cut before decoding, as a prompt may be long, and redacted before the last cut, so that a
-        # secret at the end is not missed because a part of it was cut off.
+        Otherwise a secret that the cut divides would not be found.
+        """
+        most = 2 * self._logs.max_text_chars
+        return self._tokenizer.decode(list(tokens[:most]))[:most]
+
+    def _cut(self, text: str) -> str:
         limit = self._logs.max_text_chars
-        text = self._redact(self._tokenizer.decode(list(tokens[: 2 * limit])))
         return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def _log(fields: dict[str, Any]) -> None:
+    parts = ("endpoint", "status", "end", "prompt_tokens", "completion_tokens", "elapsed_s")
+    message = "%s %d: %s, %d + %d tokens, %.3f s"
+    _LOG.info(message, *map(fields.get, parts), extra=fields)
 
 
 def _figures(active: ActiveRequest, endpoint: str, status: int) -> dict[str, Any]:

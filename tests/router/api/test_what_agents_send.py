@@ -5,7 +5,7 @@ import json
 import pytest
 
 from baton.types.errors import GrammarError
-from router.routing.requests.grammar_checker import TIMED_OUT
+from router.routing.checks.grammars import TIMED_OUT
 from router.served_model import ServedModel
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script

@@ -9,7 +9,7 @@ from baton.telemetry.metrics import Metrics
 from baton.text.grammar import MAX_SOURCE_CHARACTERS
 from baton.text.grammar_check import Question, Verdict
 from baton.types.errors import GrammarError, UnavailableError
-from router.routing.requests.grammar_checker import GrammarChecker
+from router.routing.checks.grammars import GrammarChecker
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 
@@ -46,12 +46,12 @@ async def make_checker(vocabulary):
 async def test_a_good_one_comes_back_as_a_grammar_and_is_tried_once(make_checker):
     checker = make_checker()
     first = await checker.check("guided_regex", "regex", "a+")
-    process = checker._process
+    process = checker._process._process
     assert "a+" in first
     await checker.close()
     assert process.returncode is not None
     assert await checker.check("guided_regex", "regex", "a+") == first
-    assert checker._process is None, "what was tried before needs no process"
+    assert checker._process._process is None, "what was tried before needs no process"
 
 
 async def test_one_that_kills_the_compiler_is_refused_and_the_next_is_served(make_checker):
@@ -59,11 +59,11 @@ async def test_one_that_kills_the_compiler_is_refused_and_the_next_is_served(mak
     with pytest.raises(GrammarError, match=r"guided_grammar: too expensive.*nested") as caught:
         await checker.check("guided_grammar", "grammar", DEEP)
     assert caught.value.param == "guided_grammar"
-    assert checker._process is None
+    assert checker._process._process is None
     assert await checker.check("guided_choice", "choice", '["a"]')
     with pytest.raises(GrammarError, match="nested"):
         await checker.check("guided_grammar", "grammar", DEEP)
-    assert checker._process is not None, "it was remembered, not tried again"
+    assert checker._process._process is not None, "it was remembered, not tried again"
     refusals = checker._metrics.value("baton_grammar_refusals", reason="too_expensive")
     assert refusals == 2
 
@@ -72,8 +72,8 @@ async def test_a_process_that_died_between_two_is_no_fault_of_the_second(make_ch
     """It was blamed as too expensive, for as long as the router ran; uvloop made it a 500."""
     checker = make_checker()
     await checker.check("guided_regex", "regex", "a+")
-    checker._process.kill()
-    await checker._process.wait()
+    checker._process._process.kill()
+    await checker._process._process.wait()
     assert "b+" in await checker.check("guided_regex", "regex", "b+")
 
 
@@ -105,16 +105,16 @@ async def test_tenants_take_turns_and_a_full_line_is_the_tenants_own(make_checke
     many = [checker.check("guided_regex", "regex", f"a{i}", "busy") for i in range(300)]
     one = checker.check("guided_regex", "regex", "b", "other")
     *busy, other = await asyncio.gather(*many, one, return_exceptions=True)
-    assert order.index("b") == 1
+    assert order.index("b") == 2, "after the one that ran, and the one that waited for the place"
     assert other == "g"
-    assert sum(isinstance(outcome, UnavailableError) for outcome in busy) == 300 - 256
-    assert not checker._lines
+    assert sum(isinstance(outcome, UnavailableError) for outcome in busy) == 300 - 257
+    assert not checker._limit._queues
 
 
 async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(vocabulary, make_checker):
     checker = make_checker()
     checker._vocabulary = lambda: "not a vocabulary"
-    with pytest.raises(UnavailableError, match="cannot be compiled"):
+    with pytest.raises(UnavailableError, match="does not start"):
         await checker.check("guided_regex", "regex", "a+")
     checker._vocabulary = lambda: vocabulary
     assert await checker.check("guided_regex", "regex", "a+")
@@ -124,7 +124,7 @@ async def test_a_caller_that_cannot_wait_costs_no_other_anything(make_checker):
     """It may leave while its grammar is tried, or while it still stands in the line."""
     checker = make_checker(limit_s=20)
     await checker.check("guided_choice", "choice", '["a"]')
-    process = checker._process
+    process = checker._process._process
     tried = asyncio.create_task(checker.check("response_format", "json", SLOW, "one"))
     waiting = asyncio.create_task(checker.check("guided_regex", "regex", "b+", "two"))
     await asyncio.sleep(0.02)
@@ -133,17 +133,17 @@ async def test_a_caller_that_cannot_wait_costs_no_other_anything(make_checker):
         with pytest.raises(asyncio.CancelledError):
             await gone
     assert "[0-9]" in await checker.check("guided_regex", "regex", "[0-9]")
-    assert checker._process is process, "it goes on, and nobody waits for a new one"
+    assert checker._process._process is process, "it goes on, and nobody waits for a new one"
     known = {question.source for question in checker._known}
     assert SLOW in known
     assert "b+" not in known, "nobody waits for it"
-    assert not checker._lines
+    assert not checker._limit._queues
 
 
 async def test_the_router_closes_while_a_grammar_is_tried(make_checker):
     checker = make_checker()
     await checker.check("guided_choice", "choice", '["a"]')
-    process = checker._process
+    process = checker._process._process
     tried = asyncio.create_task(checker.check("response_format", "json", SLOW))
     await asyncio.sleep(0.02)
     await checker.close()
@@ -250,11 +250,12 @@ async def test_grammars_of_clients_that_have_left_are_not_tried(make_fleet, monk
 
     monkeypatch.setattr(grammars, "_try", slowly)
     calls = [asyncio.create_task(fleet.chat(guided_regex=f"b{{{n}}}")) for n in range(1, 9)]
-    await until(lambda: sum(line.waiting for line in grammars._lines.values()) == 8)
+    queues = grammars._limit._queues
+    await until(lambda: sum(queue.waiting for queue in queues.values()) == 7)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    await until(lambda: not grammars._lines, 3)
+    await until(lambda: not queues, 3)
     goes_on.set()
     assert (await fleet.chat(guided_regex="c+")).status_code == 200
     assert len(tried) == 2  # the one that was being tried, and the last
