@@ -1,0 +1,228 @@
+"""The largest inputs of all fields of all routes do not hold the event loop.
+
+The loop has a beat of one millisecond. A call that delays a beat is repeated: the limit is that of
+the calmest try, because the machine may be busy, but work that holds the loop does so each time.
+"""
+
+import asyncio
+import gc
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from router.memory import ROUTER_OBJECTS, collect_rarely
+from router.served_model import ServedModel
+from tests.router.conftest import MODEL
+from tests.router.emulated_worker import Script
+
+pytestmark = pytest.mark.long
+
+LONGEST_S = 0.05
+TRIES = 6
+SIZE = 4 * 1024 * 1024 - 2048
+USER = {"role": "user", "content": "hi"}
+LEAST = {
+    "/v1/chat/completions": {"messages": [USER], "max_tokens": 1},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 1},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 1, "store": False},
+    "/v1/responses/input_tokens": {"input": "hi"},
+    "/v1/messages": {"messages": [USER], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [USER]},
+    "/score": {"text_1": "hi", "text_2": "you"},
+    "/rerank": {"query": "hi", "documents": ["you"]},
+    "/pooling": {"input": "hi"},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/batches": {"input_file_id": "file-0", "endpoint": "/v1/chat/completions"},
+}
+SAME = {"/v1/score": "/score", "/v1/rerank": "/rerank", "/v2/rerank": "/rerank"}
+NO_BODY = ("/ping", "/cancel", "/v1/files")
+
+
+def repeated(item: str, between: str = ",", size: int = SIZE) -> str:
+    return between.join([item] * (size // (len(item.encode()) + len(between))))
+
+
+def numbered(item: str, size: int = SIZE) -> str:
+    """Items with ``#`` as their number in hexadecimal."""
+    count = size // (len(item) + 6)
+    return ",".join([item.replace("#", f"{number:x}") for number in range(count)])
+
+
+# JSON of a field's value, as large as a body may be.
+VALUES = {
+    "words": f'"{repeated("word", " ")}"',
+    "letters": f'"{repeated("x", "")}"',
+    "dashes": f'"{repeated("-", "")}"',
+    "spaces": f'"{repeated(" ", "")}"',
+    "emoji": f'"{repeated("😀", "")}"',
+    "escapes": f'"{repeated(chr(92) + "u00e9", "")}"',
+    "special": f'"{repeated("<|im_start|>", "")}"',
+    "tags": f'"{repeated("<tool_call>", "")}"',
+    "brackets": f'"{repeated("[{(", "")}"',
+    "digits": repeated("9", ""),
+    "exponents": f"1{repeated('e', '')}",
+    "integers": f"[{repeated('0')}]",
+    "ids": f"[{repeated('12345')}]",
+    "id lists": f"[{repeated('[' + repeated('12345', size=16000) + ']')}]",
+    "many id lists": f"[{repeated('[1]', size=120_000)}]",
+    "texts": f'[{repeated(chr(34) + "a" + chr(34))}]',
+    "long texts": f'[{repeated(chr(34) + "x" * 400_000 + chr(34))}]',
+    "lists": f"[{repeated('[]')}]",
+    "fewer lists": f"[{repeated('[]', size=190_000)}]",
+    "deep": "[" * (SIZE // 2) + "]" * (SIZE // 2),
+    "names": "{" + numbered('"#":0') + "}",
+    "fewer names": "{" + numbered('"#":0', size=600_000) + "}",
+    "numbers": "{" + numbered('"#":5', size=400_000) + "}",
+}
+MANY = {
+    "messages": repeated('{"role":"user","content":"x"}'),
+    "fewer messages": repeated('{"role":"user","content":"x"}', size=240_000),
+    "calls": repeated(
+        '{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":{}}}]}',
+        size=300_000,
+    ),
+    "parts": '{"role":"user","content":[' + repeated('{"type":"text","text":"x"}', size=210_000) + "]}",
+    "large messages": repeated('{"role":"user","content":"' + "x" * 400_000 + '"}'),
+}
+SCHEMAS = {
+    "enum": f'{{"enum":[{repeated("0")}]}}',
+    "names": '{"type":"object","properties":{' + numbered('"#":{}') + "}}",
+    "fewer names": '{"type":"object","properties":{' + numbered('"#":{}', size=400_000) + "}}",
+    "any": f'{{"anyOf":[{repeated("{}", size=120_000)}]}}',
+    "text": f'{{"const":"{repeated("x", "")}"}}',
+    "pattern": f'{{"type":"string","pattern":"{repeated("(a", "", 100_000)}"}}',
+}
+
+
+def bodies(path: str, fields: list[str]) -> Iterator[tuple[str, str]]:
+    """Return names and JSON texts of large bodies."""
+    least = LEAST[path]
+
+    def body(field: str, value: str) -> str:
+        others = json.dumps({"model": MODEL, **{k: v for k, v in least.items() if k != field}})
+        return f'{others[:-1]},{json.dumps(field)}:{value}}}'
+
+    for field in [*fields, "unknown"]:
+        for name, value in VALUES.items():
+            yield f"{field}: {name}", body(field, value)
+    for field in {"messages", "input"} & set(fields):
+        for name, value in MANY.items():
+            yield f"{field}: {name}", body(field, f"[{value}]")
+    for field in {"response_format", "tools", "guided_json", "text", "output_config"} & set(fields):
+        for name, schema in SCHEMAS.items():
+            yield f"{field}: schema of {name}", body(field, _shaped(path, field, schema))
+
+
+def _shaped(path: str, field: str, schema: str) -> str:
+    if field == "guided_json":
+        return schema
+    if field == "response_format":
+        return f'{{"type":"json_schema","json_schema":{{"name":"s","schema":{schema}}}}}'
+    if field in ("text", "output_config"):
+        return f'{{"format":{{"type":"json_schema","name":"s","schema":{schema}}}}}'
+    if path == "/v1/chat/completions":
+        return f'[{{"type":"function","function":{{"name":"f","parameters":{schema}}}}}]'
+    name = "input_schema" if path == "/v1/messages" else "parameters"
+    return f'[{{"type":"function","name":"f","{name}":{schema}}}]'
+
+
+class Beat:
+    """Beat of the event loop. ``longest_s`` is the longest delay since `reset`."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            due_s = time.perf_counter() + 0.001
+            await asyncio.sleep(0.001)
+            self.longest_s = max(self.longest_s, time.perf_counter() - due_s)
+
+    async def of(self, port: int, path: str, kind: str, raw: bytes) -> tuple[int, float]:
+        """Send a body from a thread; return the status, and the longest delay meanwhile."""
+        await asyncio.sleep(0.002)
+        self.longest_s = 0.0
+        status = await asyncio.to_thread(post, port, path, kind, raw)
+        await asyncio.sleep(0.01)
+        return status, self.longest_s
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+
+def post(port: int, path: str, kind: str, raw: bytes) -> int:
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        link.request("POST", path, raw, {"content-type": kind})
+        return link.getresponse().status
+    finally:
+        link.close()
+
+
+def fields_of(document: dict) -> dict[str, list[str]]:
+    """Return the fields of the body of each path; of fields that paths share, the first only."""
+    seen: set[str] = set()
+    found = {}
+    for path, operations in document["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+        schema = content.get("application/json", {}).get("schema")
+        if "post" not in operations or path in SAME:
+            continue
+        if schema is None:
+            assert path.endswith(NO_BODY), f"{path} needs an entry"
+            continue
+        properties = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+        own = {name: json.dumps(value, sort_keys=True) for name, value in properties.items()}
+        found[path] = [name for name, text in own.items() if f"{name} {text}" not in seen]
+        seen |= {f"{name} {text}" for name, text in own.items()}
+    return found
+
+
+@pytest.fixture
+def long_model(model: ServedModel) -> ServedModel:
+    """Return the model with a context of 128 Ki tokens."""
+    config = replace(model.artifact.config, max_context_tokens=131_072)
+    return ServedModel(replace(model.artifact, config=config), model.names)
+
+
+@pytest.mark.timeout(900)
+async def test_no_input_holds_the_loop(make_fleet, long_model, tmp_path, monkeypatch) -> None:
+    fleet = await make_fleet(
+        {"decode-0": Script(step_s=0.001)}, served=long_model, state_dir=str(tmp_path)
+    )
+    long_model.speed_up()
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    thresholds = gc.get_threshold()
+    collect_rarely(ROUTER_OBJECTS)
+    port = int(fleet.url.rpartition(":")[2])
+    beat = Beat()
+    slow = []
+    statuses = set()
+    document = (await fleet.http.get("/openapi.json")).json()
+    for path, fields in fields_of(document).items():
+        for name, text in bodies(path, fields):
+            raw = text.encode()
+            calmest_s = 1.0
+            for _ in range(TRIES):
+                status, delay_s = await beat.of(port, path, "application/json", raw)
+                statuses.add(status)
+                assert status < 500 or status in (501, 503), (path, name, status)
+                calmest_s = min(calmest_s, delay_s)
+                if calmest_s < LONGEST_S:
+                    break
+            if calmest_s >= LONGEST_S:
+                slow.append(f"{path} {name}: {calmest_s * 1000:.0f} ms, {status}")
+                print(slow[-1], flush=True)
+    beat.stop()
+    gc.set_threshold(*thresholds)
+    assert {200, 400, 413} <= statuses | {413}
+    assert not slow, "\n".join(slow)
