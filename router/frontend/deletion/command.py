@@ -58,6 +58,10 @@ async def delete_tenant(
     reports = await _all_reports(erasures, deletion.id, workers, routers, left)
     # Afterwards, because calls may store some until all routers know of the deletion.
     deleted["responses"] = await _delete_responses(router, tenant, left)
+    try:
+        await router.quotas.forget(tenant)
+    except RegistryUnavailableError:
+        left.append("use of its limits: Redis does not answer; repeat the command")
     kv: Counter[str] = Counter()
     for name, counts in sorted(reports.items()):
         of_router = name.startswith("router ")

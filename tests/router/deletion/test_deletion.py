@@ -77,12 +77,16 @@ async def test_responses_and_limits_go_and_the_receipt_names_each_part(start, re
     made = [(await respond(fleet)).json()["id"] for _ in range(3)]
     others = (await respond(fleet, "key-of-other")).json()["id"]
     await fleet.http.put("/fleet/tenants/team", json={"rpm": 100}, headers=OPS)
+    await until(lambda: fleet.router.quotas.quotas.has_limits("team"), 1.0)
+    await respond(fleet)
+    bank = ("EXISTS", registry.key("quotas", "team"))
+    assert await registry.send(bank) == [1]
     worker = asyncio.create_task(confirm(registry, "decode-0", {"pool": 3, "disk": 2}))
     receipt = await delete(fleet)
     await worker
     router = f"router {fleet.router.gateway.router_id}"
     assert receipt["deleted"] == {
-        "responses": 3,
+        "responses": 4,
         "files": 0,
         "batches": 0,
         "log_lines": 0,
@@ -95,6 +99,7 @@ async def test_responses_and_limits_go_and_the_receipt_names_each_part(start, re
     of_other = {"authorization": "Bearer key-of-other"}
     assert (await fleet.http.get(f"/v1/responses/{others}", headers=of_other)).status_code == 200
     assert not fleet.router.quotas.quotas.has_limits("team")
+    assert await registry.send(bank) == [0]
 
 
 async def test_what_does_not_confirm_or_cannot_is_in_the_receipt(start, registry) -> None:
