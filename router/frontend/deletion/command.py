@@ -68,6 +68,8 @@ async def delete_tenant(
         for kind, count in counts.items():
             if kind in _ERRORS:
                 left.append(f"{name}: {_ERRORS[kind]}")
+            elif kind.startswith("batch_"):
+                left.append(f"{name}: answers of {kind}, whose lines have not ended yet")
             elif count < 0:
                 left.append(f"{name}: KV in its {kind} tier, see its log")
             else:

@@ -192,6 +192,44 @@ async def test_a_cancel_keeps_what_is_answered(start):
     await until(lambda: fleet.router.gateway.in_flight == 0)
 
 
+async def test_a_cancel_ends_the_last_lines_too(start):
+    """Also one whose line the fleet cannot run yet."""
+    fleet = await start(Script(step_s=0.05))
+    worker = fleet.workers["decode-0"]
+    async with client_of(fleet) as client:
+        begun = await begin(client, lines(3, max_tokens=4000))
+        await until(lambda: len(worker.submissions) == 3)
+        await client.batches.cancel(begun.id)
+        done = await ended(client, begun)
+        assert (done.status, done.request_counts.completed) == ("cancelled", 0)
+        await until(lambda: fleet.router.gateway.in_flight == 0)
+        await worker.stop()
+        await until(lambda: fleet.state("decode-0") != "ready")
+        begun = await begin(client, lines(1))
+        while (await client.batches.retrieve(begun.id)).status != "in_progress":
+            await asyncio.sleep(0.05)
+        await client.batches.cancel(begun.id)
+        assert (await ended(client, begun)).status == "cancelled"
+
+
+async def test_nothing_comes_back_of_a_batch_whose_record_is_gone(start, tmp_path):
+    fleet = await start(Script(step_s=0.05))
+    worker = fleet.workers["decode-0"]
+    store = BatchStore(tmp_path / "batch", BatchConfig())
+    content = line("short") + b"\n" + line("long", max_tokens=4000)
+    async with client_of(fleet) as client:
+        begun = await begin(client, content)
+        await until(lambda: len(worker.submissions) == 2)
+        record = store.batch("default", begun.id)
+        with store.changing("default"):
+            assert store.remove(record)
+        await until(lambda: fleet.router.gateway.in_flight == 0)
+        await asyncio.sleep(0.5)
+        assert [file.purpose async for file in client.files.list()] == ["batch"]
+        assert (await client.batches.list()).data == []
+    assert list((tmp_path / "batch" / "default" / "batches").iterdir()) == []
+
+
 async def test_a_batch_goes_on_where_a_router_left_it(start, tmp_path):
     """No line twice in the answers, none left out, though the last line was torn."""
     first = await start(Script(step_s=0.001, prefill_s=0.03), at_once=2)
@@ -343,6 +381,15 @@ async def test_answers_beyond_the_limit_end_the_batch_and_say_so(start):
         assert done.errors.data[0].code == "storage_full"
         answers = await read(client, done.output_file_id)
         assert 0 < len(answers) == done.request_counts.completed < 20
+
+
+async def test_a_lack_of_room_ends_the_lines_that_run(start):
+    content = line("short") + b"\n" + line("long", max_tokens=4000)
+    fleet = await start(Script(step_s=0.05), max_bytes_per_tenant=len(content) + 700)
+    async with client_of(fleet) as client:
+        done = await ended(client, await begin(client, content))
+        assert (done.status, done.errors.data[0].code) == ("failed", "storage_full")
+    await until(lambda: fleet.router.gateway.in_flight == 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n\n"])

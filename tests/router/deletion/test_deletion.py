@@ -3,10 +3,12 @@
 import asyncio
 import os
 import signal
+import time
 
 import httpx
 import pytest
 
+from baton.config.batch import BatchConfig
 from baton.config.clients import ApiKeyConfig
 from baton.config.tenants_file import TenantsFile
 from baton.registry.stored_responses import StoredResponses, StoreLimits
@@ -14,7 +16,9 @@ from baton.registry.tenants.erasures import Erasures
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
 from baton.types.block_hashes import tag_of
-from router.frontend.deletion import command
+from router.frontend.batch.record import BatchRecord
+from router.frontend.batch.store import BatchStore
+from router.frontend.deletion import command, local
 from router.policies import TenantPolicies
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, until
@@ -197,3 +201,33 @@ async def test_without_redis_nothing_is_deleted(start, registry, redis_server) -
         os.kill(redis_server.pid, signal.SIGCONT)
     assert owner(fleet) == "team"
     assert (await fleet.http.get(f"/v1/responses/{made}", headers=TEAM)).status_code == 200
+
+
+async def test_a_batch_whose_lines_do_not_end_is_in_the_receipt(
+    start, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(local, "_CANCEL_LIMIT_S", 0.2)
+    store = BatchStore(tmp_path / "state" / "batch", BatchConfig())
+    now_s = int(time.time())
+    ended, running = (
+        BatchRecord(
+            id=f"batch_{number:032x}",
+            tenant="team",
+            endpoint="/v1/chat/completions",
+            input_file_id="file-1",
+            completion_window="24h",
+            created_s=now_s,
+            expires_s=now_s + 3600,
+            state=state,
+        )
+        for number, state in enumerate(("completed", "in_progress"))
+    )
+    store.save(ended)
+    store.save(running)
+    with store.lock() as held:  # as a router that does not look at the cancel
+        assert held
+        receipt = await delete(await start())
+    assert receipt["deleted"]["batches"] == 1
+    (problem,) = [text for text in receipt["not_deleted"] if "decode-0" not in text]
+    assert running.id in problem
+    assert not store.has(running)
