@@ -10,7 +10,7 @@ import pytest
 
 from baton.config.batch import BatchConfig
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
-from router.frontend.batch.lines import LOWEST_PRIORITY
+from router.frontend.batch.lines import LOWEST_PRIORITY, LineRequest, read_line
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import BatchStore
 from tests.router.conftest import MODEL, until
@@ -490,3 +490,18 @@ async def baton_batch(url: str, *arguments: str) -> tuple[int, str, str]:
     )
     out, told = await process.communicate()
     return process.returncode, out.decode(), told.decode()
+
+
+@pytest.mark.parametrize(
+    ("stream", "url", "runs"),
+    [
+        ("false", CHAT, True),
+        (None, CHAT, True),
+        ({}, CHAT, True),  # the call has the error
+        ("yes", CHAT, False),
+        (True, "/v1/embeddings", True),  # which does not know the field
+    ],
+)
+def test_a_line_reads_values_as_the_call_does(stream, url, runs):
+    found = read_line(line("a", url, stream=stream), 1, url, set(), 10_000)
+    assert isinstance(found, LineRequest) is runs

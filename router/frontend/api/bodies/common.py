@@ -3,6 +3,7 @@
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic_core import PydanticCustomError
 
 from router.frontend.api.bodies.fields import Refused
 
@@ -17,6 +18,15 @@ Ids = Annotated[list[TokenId], FIRST_FAULT]
 Prompts = str | Annotated[list[str], FIRST_FAULT] | Ids | Annotated[list[Ids], FIRST_FAULT]
 # Number of last prompt tokens to keep; -1: as many as leave room for the answer.
 Truncation = Annotated[int, Field(ge=-1, lt=INT32)]
+
+
+MISSING_HERE = "missing_here"
+"""Type of the error of a field that is required by the value of another one."""
+
+
+def missing_here(field: str) -> PydanticCustomError:
+    """Return the error of an object without ``field``, for a validator of its class."""
+    return PydanticCustomError(MISSING_HERE, "is required", {"field": field})
 
 
 class Body(BaseModel):

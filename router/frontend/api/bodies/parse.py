@@ -1,5 +1,6 @@
 """Parsing and validation of request bodies. Errors name the field."""
 
+import re
 from functools import cache
 from typing import Any, TypeVar, get_args
 
@@ -7,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from baton.types.errors import InvalidRequestError
-from router.frontend.api.bodies.common import Body
+from router.frontend.api.bodies.common import MISSING_HERE, Body
 from router.frontend.api.bodies.fields import Ignored, refuse
 
 _MAX_FAULTS = 256  # limits the work of choosing the error that is reported
@@ -72,6 +73,8 @@ class _Sieve:
         kept = {}
         for name, value in data.items():
             inner = known.get(name)
+            if value is None and name in _optional(kinds):
+                continue  # null is the default
             if inner is None:
                 self._other(kinds, data, name, place, where)
             elif inner and isinstance(value, dict | list):
@@ -122,6 +125,16 @@ def _fields(kinds: _Kinds) -> dict[str, _Kinds]:
     return found
 
 
+@cache
+def _optional(kinds: _Kinds) -> frozenset[str]:
+    return frozenset(
+        field.alias or name
+        for kind in kinds
+        for name, field in kind.model_fields.items()
+        if not field.is_required()
+    )
+
+
 def _bodies_in(annotation: Any) -> _Kinds:
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return (annotation,)
@@ -140,7 +153,10 @@ def _first_error(error: ValidationError, data: Any) -> InvalidRequestError:
     depth = max(len(place) for place, _ in same)
     deepest = [(place, item) for place, item in same if len(place) == depth]
     param = _dotted(deepest[0][0])
-    reasons = dict.fromkeys(_sentence(item) for place, item in deepest if place == deepest[0][0])
+    faults = [item for place, item in deepest if place == deepest[0][0]]
+    # A branch of the right type is the one that the client meant.
+    meant = [item for item in faults if not item["type"].endswith("_type")] or faults
+    reasons = dict.fromkeys(map(sentence, meant))
     return InvalidRequestError.at(param, f"{' or '.join(reasons)}")
 
 
@@ -156,7 +172,9 @@ def _place(item: Any, data: Any) -> tuple[int | str, ...]:
         else:
             continue
         place = (*place, step)
-    return (*place, loc[-1]) if item["type"] == "missing" else place
+    if item["type"] == "missing":
+        return (*place, loc[-1])
+    return (*place, item["ctx"]["field"]) if item["type"] == MISSING_HERE else place
 
 
 def _dotted(place: tuple[int | str, ...]) -> str:
@@ -166,8 +184,9 @@ def _dotted(place: tuple[int | str, ...]) -> str:
     return text
 
 
-def _sentence(item: Any) -> str:
-    if item["type"] == "missing":
+def sentence(item: Any) -> str:
+    """Return what is wrong in an error of pydantic."""
+    if item["type"] in ("missing", MISSING_HERE):
         return "is required"
     if item["type"] in _OBJECTS:
         message = "must be an object"
@@ -176,7 +195,8 @@ def _sentence(item: Any) -> str:
     elif item["type"] == "union_tag_not_found":
         message = "must have a type"
     else:
-        message = str(item["msg"]).replace("Input should", "must").replace("valid list", "list")
+        message = re.sub(r"^\w+ should", "must", str(item["msg"])).replace("valid list", "list")
+        message = re.sub(r" after validation(, not \d+)?$", "", message)
     given = repr(item.get("input"))
     shown = given if len(given) <= 60 else f"{given[:57]}..."
     return f"{message} (got {shown})"

@@ -72,11 +72,13 @@ class AnswerParts:
     """Splitter of an answer's deltas into parts.
 
     Args:
-        new_id: Function that returns an id for a part of this kind and index.
+        new_id: Function that returns an id for a part of this kind, or ``custom``, and index.
         custom: Names of custom tools, whose parts contain the input instead of arguments.
     """
 
-    def __init__(self, new_id: Callable[[Kind, int], str], custom: Collection[str] = ()) -> None:
+    def __init__(
+        self, new_id: Callable[[Kind | Literal["custom"], int], str], custom: Collection[str] = ()
+    ) -> None:
         self.parts: list[Part] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -136,11 +138,11 @@ class AnswerParts:
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Part:
         self._end()
+        custom = kind == "call" and name in self._custom
         index = len(self.parts)
-        part_id = self._new_id(kind, index)
-        part = Part(index=index, kind=kind, id=part_id, call_id=call_id, name=name)
-        if kind == "call" and name in self._custom:
-            part.custom = True
+        part_id = self._new_id("custom" if custom else kind, index)
+        part = Part(index=index, kind=kind, id=part_id, call_id=call_id, name=name, custom=custom)
+        if custom:
             self._reader = InputReader()
         self._open = part
         self.parts.append(part)
