@@ -144,7 +144,7 @@ class _Run:
         self._saved_s = 0.0
 
     def cancel(self) -> None:
-        """Cancel the batch."""
+        """Cancel the batch, and its running lines with it."""
         self.batch.cancel(time.time())
         self.stop()
 

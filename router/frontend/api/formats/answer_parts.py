@@ -3,7 +3,8 @@
     deltas   "Let me" "…" │ <call 0> {"ci │ ty": "Paris"} │ <call 1> {}
     events   Begin More More End │ Begin More More End    │ Begin More End
 
-Within a delta, the rest of an open call precedes thinking, then text, then other calls.
+Within a delta, the rest of an open call precedes thinking, then text and other calls in the order
+in which the model wrote them.
 """
 
 from collections.abc import Callable, Collection
@@ -86,6 +87,7 @@ class AnswerParts:
         self._custom = custom
         self._reader: InputReader | None = None  # of the open part
         self._open: Part | None = None
+        self._waiting: list[ShownLogprob] = []  # of tokens whose text is not known
         self._call_index = -1  # of the open part, as the deltas count calls
         self._events: list[Event] = []
 
@@ -97,13 +99,19 @@ class AnswerParts:
             calls = calls[1:]
         if delta.reasoning:
             self._add("thinking", delta.reasoning, [])
-        if delta.text:
-            self._add("text", delta.text, delta.logprobs)
+        text_at = 0
+        logprobs_at = 0
         for call in calls:
+            text_end = len(delta.text) if call.text_before is None else call.text_before
+            shown = len(delta.logprobs) if call.logprobs_before is None else call.logprobs_before
+            self._add_text(delta.text[text_at:text_end], delta.logprobs[logprobs_at:shown])
+            text_at = text_end
+            logprobs_at = shown
             if self._call_index != call.index:
                 self._begin("call", call.id or "", call.name or "")
                 self._call_index = call.index
             self._add_call(call)
+        self._add_text(delta.text[text_at:], delta.logprobs[logprobs_at:])
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
@@ -115,6 +123,14 @@ class AnswerParts:
             self._begin("text")
         self._end()
         return self._taken()
+
+    def _add_text(self, text: str, logprobs: list[ShownLogprob]) -> None:
+        """Add text. Log-probabilities of tokens without text belong to the text that follows."""
+        self._waiting += logprobs
+        if text:
+            waiting = self._waiting
+            self._waiting = []
+            self._add("text", text, waiting)
 
     def _add_call(self, call: CallDelta) -> None:
         arguments = call.arguments
@@ -155,6 +171,10 @@ class AnswerParts:
             self._reader = None
             if rest:
                 self._add("call", rest, [])
+        if self._open is not None and self._open.kind == "text" and self._waiting:
+            waiting = self._waiting
+            self._waiting = []
+            self._add("text", "", waiting)
         if self._open is not None:
             self._events.append(End(self._open))
         self._open = None
