@@ -3,10 +3,11 @@
 from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 from router.frontend.api.bodies.adapters import LoadAdapterBody, UnloadAdapterBody
 from router.frontend.api.bodies.chat import ChatBody
-from router.frontend.api.bodies.common import Body
+from router.frontend.api.bodies.common import Body, OperatorBody
 from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.embedding import EmbeddingBody
 from router.frontend.api.bodies.parse import checked
@@ -15,6 +16,8 @@ from router.frontend.api.messages.body import CountTokensBody, MessagesBody
 from router.frontend.api.pooling.bodies import PoolingBody, RerankBody, ScoreBody
 from router.frontend.api.responses.body import InputTokensBody, ResponsesBody
 from router.frontend.batch.calls import BatchBody
+from router.frontend.keys import routes as key_routes
+from router.frontend.model_routes import routes as model_routes
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 
@@ -137,6 +140,17 @@ def test_null_is_the_default_of_every_optional_field(kind: type[Body]) -> None:
         *("CalledFunction", "CalledCustom", "InputGrammar", "CustomNamed", "ToolNamed"),
         *("SomeTools", "ContextAmount", "Document", "ResponsesFunctionName"),
     }
+
+
+def test_null_is_the_default_of_operators_bodies_too() -> None:
+    assert key_routes and model_routes  # whose modules have the bodies
+    kinds = OperatorBody.__subclasses__()
+    assert len(kinds) > 3
+    for kind in kinds:
+        optional = [name for name, field in kind.model_fields.items() if not field.is_required()]
+        with pytest.raises(ValidationError) as failed:
+            kind.model_validate(dict.fromkeys(kind.model_fields))
+        assert not {error["loc"][0] for error in failed.value.errors()} & set(optional)
 
 
 def test_every_body_of_a_route_has_an_example() -> None:

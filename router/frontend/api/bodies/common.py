@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from router.frontend.api.bodies.fields import Refused
@@ -27,6 +27,20 @@ MISSING_HERE = "missing_here"
 def missing_here(field: str) -> PydanticCustomError:
     """Return the error of an object without ``field``, for a validator of its class."""
     return PydanticCustomError(MISSING_HERE, "is required", {"field": field})
+
+
+class OperatorBody(BaseModel):
+    """A JSON object of an operator's request."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: v for name, v in data.items() if v is not None or name not in optional}
 
 
 class Body(BaseModel):
