@@ -150,7 +150,8 @@ class Router:
         self._erasures = erasures
         if self.limits is not None and erasures is not None:
             name = f"router {self.parts.gateway.router_id}"
-            follower = DeletionFollower(settings, name, erasures, self.parts.tasks)
+            forget = self.parts.quotas.quotas.forget
+            follower = DeletionFollower(settings, name, erasures, self.parts.tasks, forget)
             self.limits.on_table.append(follower.receive)
         first = LaneSources(
             settings=settings,

@@ -13,8 +13,10 @@ not depend on how the text is split into pieces.
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic_core import from_json
 
 from baton.text.calls.formats import After, CallFormat
 from baton.text.calls.parameters import ParameterReader
@@ -25,12 +27,19 @@ from baton.text.tools import ExpectedCalls
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """New part of one call; ``id`` and ``name`` are only in its first delta."""
+    """New part of one call; ``id`` and ``name`` are only in its first delta.
+
+    Attributes:
+        text_before: Characters of the new content that precede it; None: all.
+        logprobs_before: The same for new log-probabilities.
+    """
 
     index: int
     id: str | None
     name: str | None
     arguments: str
+    text_before: int | None = field(default=None, compare=False)
+    logprobs_before: int | None = field(default=None, compare=False)
 
 
 def new_call_id() -> str:
@@ -74,6 +83,7 @@ class ToolCallParser:
         self.cut = False  # the response ended within a call, or a call broke off
         self._format: CallFormat = expected.format
         self._names = expected.names
+        self._only = expected.only
         self._kinds = expected.kinds
         self._new_id = new_id
         self._markers = tuple(dict.fromkeys(start.marker for start in self._format.starts))
@@ -97,24 +107,45 @@ class ToolCallParser:
             pass
         return self._taken()
 
-    def finish(self) -> tuple[str, list[CallDelta]]:
-        """Return held content and deltas at the end of the text."""
+    def finish(self, *, was_cut: bool = False) -> tuple[str, list[CallDelta]]:
+        """Return held content and deltas at the end of the text.
+
+        If the text ``was_cut``, the markup of a call that lacks arguments is not shown, and the
+        call appears if its name is complete. Other text may mention markup.
+        """
+        shows_head = not (was_cut or self._only)
         if self._read == self._text:
             self._show(self._marker.release())
         elif self._read in (self._head, self._whole):
-            self.cut |= self._starts is not self._format.bare
-            self._show("".join(self._held) + self._buffer)
+            is_bare = self._starts is self._format.bare
+            self.cut |= not is_bare
+            self._finish_head(shows=shows_head or (is_bare and not self._only))
         elif self._read == self._tail:
             self._finish_tail()
         elif self._parameters is not None:
-            self._finish_parameters(self._parameters)
+            self._finish_parameters(self._parameters, shows_head=shows_head)
         else:
             self.cut = True
         if self._space and not self.calls:
             self._content.append(self._space)
+        if self._only:
+            self._content = []
         self._buffer = ""
         self._space = ""
         return self._taken()
+
+    def _finish_head(self, *, shows: bool) -> None:
+        text = "".join(self._held) + self._buffer
+        if shows:
+            self._show(text)
+            return
+        try:
+            call: Any = from_json(text[text.index("{") :], allow_partial=True)
+            name = call.get("name")
+        except (ValueError, AttributeError):
+            return
+        if isinstance(name, str) and self._is_offered(name):
+            self._add(name=name)
 
     def _finish_tail(self) -> None:
         """Drop the begin of an end of the call; show other text that is not complete."""
@@ -127,12 +158,15 @@ class ToolCallParser:
         if not any(scan.undecided for scan in ends):
             self._show(self._buffer[end:])
 
-    def _finish_parameters(self, parameters: ParameterReader) -> None:
+    def _finish_parameters(self, parameters: ParameterReader, *, shows_head: bool) -> None:
         """Complete a call that lacks only the markup behind its end; show other text."""
         read = parameters.finish(self._buffer)
         self.cut |= read.state == "broken"
         if self._name is not None and not read.json:
-            self._show("".join(self._held) + self._buffer)
+            if shows_head or read.state == "broken":
+                self._show("".join(self._held) + self._buffer)
+            else:
+                self._add_named("")
             return
         if read.json:
             self._add_named(read.json)
@@ -281,7 +315,8 @@ class ToolCallParser:
 
     def _add(self, arguments: str = "", name: str | None = None) -> None:
         call_id = None if name is None else self._new_id()
-        self._deltas.append(CallDelta(self.calls, call_id, name, arguments))
+        before = sum(map(len, self._content))
+        self._deltas.append(CallDelta(self.calls, call_id, name, arguments, before))
 
     def _show(self, text: str) -> None:
         """Output content; white space next to a call only if more text follows."""

@@ -92,8 +92,8 @@ class ToolSyntax:
         """Return the ids of special tokens that the parser needs in the text."""
         return frozenset(self.token_ids.values())
 
-    def expected(self, tools: Iterable[Tool]) -> "ExpectedCalls":
-        """Return what the parser of a response needs, if the model may call ``tools``."""
+    def expected(self, tools: Iterable[Tool], *, only: bool = False) -> "ExpectedCalls":
+        """Return what the parser of a response needs, if the model may, or must, call ``tools``."""
         schemas = {tool.name: tool.parameters for tool in tools}
         tagged = self.format.parameters is not None
         kinds = {name: kinds_of(schema) for name, schema in schemas.items()} if tagged else {}
@@ -102,6 +102,7 @@ class ToolSyntax:
             names=frozenset(schemas),
             kinds=kinds,
             special_ids=self.special_ids,
+            only=only,
         )
 
     def call(self, name: str, arguments: str) -> str:
@@ -120,12 +121,14 @@ class ExpectedCalls:
         names: Names of the tools that the model may call.
         kinds: Kinds of parameters, by function and parameter, if they are written outside JSON.
         special_ids: Ids of special tokens that the parser needs in the text.
+        only: Whether the response consists of calls.
     """
 
     format: CallFormat
     names: frozenset[str] = frozenset()
     kinds: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
     special_ids: frozenset[int] = frozenset()
+    only: bool = False
 
 
 PROMPTED = ToolSyntax(format=HERMES, forms=None)

@@ -16,13 +16,14 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import HTTPException, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from baton.config.clients import ApiKeyConfig
 from baton.registry.keys.record import KeyRecord
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnavailableError
 from router.frontend.access import check_operator
+from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import audited
 from router.keys.exchange import (
@@ -44,9 +45,7 @@ _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Lifetime = Annotated[float, Field(gt=0, le=_LONGEST_S)]
 
 
-class _NewKey(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _NewKey(OperatorBody):
     id: _Id
     sha256: _Hash
     rights: ApiKeyConfig
@@ -54,22 +53,18 @@ class _NewKey(BaseModel):
     by_hash: bool = False
 
 
-class _NewKeys(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _NewKeys(OperatorBody):
     keys: Annotated[list[_NewKey], Field(min_length=1, max_length=_MOST_AT_ONCE)]
 
 
-class _Successor(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _Successor(OperatorBody):
     id: _Id
     sha256: _Hash
     expires_s: _Lifetime | None = None
     overlap_s: Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 
-_Body = TypeVar("_Body", bound=BaseModel)
+_Body = TypeVar("_Body", bound=OperatorBody)
 
 
 def routes(router: RouterParts, keys: KeyExchange) -> Endpoints:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from baton.registry.orders import Orders
 from baton.registry.redis_store import RegistryUnavailableError
@@ -23,6 +23,7 @@ from baton.types.gates import MAX_GOLDEN, GoldenPrompt, GoldenRound
 from baton.types.routes import NameRoute, RouteTable
 from router.adapter_table import AdapterEntry
 from router.frontend.access import check_operator, who_of
+from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.orders import ask
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import audited
@@ -50,9 +51,7 @@ _LOG = logging.getLogger(__name__)
 _Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class _ChangeBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _ChangeBody(OperatorBody):
     verb: Literal[
         "alias",
         "canary",
@@ -69,7 +68,7 @@ class _ChangeBody(BaseModel):
     model: _Name | None = None
     share: Annotated[float, Field(ge=0, le=1)] | None = None
     tenants: Annotated[list[_Name], Field(max_length=256)] | None = None
-    fallbacks: Annotated[list[_Name], Field(max_length=16)] = []
+    fallbacks: Annotated[list[_Name], Field(max_length=16)] = Field(default_factory=list)
     golden: Annotated[list[dict[str, Any]], Field(max_length=MAX_GOLDEN)] | None = None
 
 

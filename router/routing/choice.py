@@ -201,7 +201,7 @@ class ChoiceRecord:
         if self._thinking is not None:
             self._show_parts(*self._thinking.finish())
         if self._tools is not None:
-            self._add(*self._tools.finish())
+            self._add(*self._tools.finish(was_cut=reason == "length"))
             if reason == "stop" and self._tools.calls and not self._tools.cut:
                 reason = "tool_calls"
         self.finish_reason = self._pending.finish_reason = reason
@@ -242,6 +242,7 @@ class ChoiceRecord:
     def _add(self, text: str, calls: Iterable[CallDelta]) -> None:
         """Merge the parts of a call into one delta: clients use only one."""
         pending = self._pending
+        text_at = len(pending.text)
         pending.text += text
         if self._checked_schema:
             self._content.append(text)
@@ -253,7 +254,9 @@ class ChoiceRecord:
                 last = pending.calls[-1]
                 pending.calls[-1] = replace(last, arguments=last.arguments + call.arguments)
             else:
-                pending.calls.append(call)
+                at = text_at + (call.text_before or 0)
+                shown = len(pending.logprobs)
+                pending.calls.append(replace(call, text_before=at, logprobs_before=shown))
 
     @property
     def has_news(self) -> bool:

@@ -5,6 +5,8 @@ import time
 
 from baton.registry.tenants.bank import Ask, Bank, Grant, Need
 from baton.registry.tenants.quotas import SharedQuotas
+from baton.types.limits import Limits
+from router.routing.shares.quota import EXCHANGE_NS, Quotas, Taken
 
 START_MS = 1_790_000_000_000
 KINDS = {"tpm": (1000, 61, 500), "tpd": (86_400_000, 1, 3000), "concurrent": (1, 0, 9)}
@@ -95,3 +97,34 @@ def test_a_step_of_the_clock_neither_frees_nor_blocks() -> None:
         for number in range(3, 400):
             found = bank.exchange(ask_of(number, {}), START_MS + step_ms + 200 * (number - 2))
         assert found.parts["rpm"].left == 10, "and everything in time"
+
+
+async def test_limits_that_are_removed_and_set_again_hold_at_once_in_redis(registry) -> None:
+    shared = SharedQuotas(registry)
+    day = {"team": Limits(tpd=100)}
+    routers = [Quotas(f"router-{number}", START_MS) for number in range(2)]
+    now_ns = 10**9
+    for _ in range(3):
+        for quotas in routers:
+            quotas.set_limits(day)
+        for quotas in routers:
+            for _ in range(10):
+                now_ns += EXCHANGE_NS
+                found = quotas.take("team", 1, 1, 0, now_ns)
+                asks = quotas.asks(now_ns)
+                grants = await shared.exchange(asks, START_MS + now_ns // 10**6)
+                quotas.granted(grants, now_ns)
+                if not isinstance(found, Taken):
+                    found = quotas.take("team", 1, 1, 0, now_ns)
+                assert isinstance(found, Taken)
+                quotas.settle(found.reservation, 1, 0, now_ns)
+        for quotas in routers:
+            quotas.set_limits({})
+        now_ns += 60 * 10**9
+    left = routers[0]
+    left.set_limits(day)
+    grants = await shared.exchange(left.asks(now_ns), START_MS + now_ns // 10**6)
+    left.granted(grants, now_ns)
+    assert left.standing("team", now_ns)["tpd"].used in (59, 60), "the last may not be reported"
+    await shared.forget("team")
+    assert await registry.send(("EXISTS", registry.key("quotas", "team"))) == [0]

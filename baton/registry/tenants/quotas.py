@@ -167,3 +167,7 @@ class SharedQuotas:
             tenant: msgspec.json.decode(answer, type=Grant)
             for tenant, answer in zip(asks, answers, strict=True)
         }
+
+    async def forget(self, tenant: str) -> None:
+        """Remove the bank of a tenant. Routers with a lease of it report their use again."""
+        await self._registry.send(("DEL", self._registry.key("quotas", tenant)))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -18,6 +19,7 @@ from baton.types.errors import (
     BudgetSpentError,
     DeadlineError,
     InternalError,
+    InvalidRequestError,
     LimitTooSmallError,
     QueueFullError,
     RateLimitError,
@@ -25,6 +27,7 @@ from baton.types.errors import (
     UnauthorizedError,
     UnavailableError,
 )
+from router.frontend.api.bodies.parse import sentence
 from router.frontend.rate_limits import Headers, openai_headers
 from router.routing.shares.quota import Standing
 
@@ -167,6 +170,13 @@ def install(
         refusal = Refusal(error.status_code, message, "invalid_request_error", code)
         return _response(refusal, new_id(), shape_of(request), error.headers)
 
+    async def on_query_fault(request: Request, error: Exception) -> JSONResponse:
+        if not isinstance(error, RequestValidationError):
+            raise error
+        fault = error.errors()[0]
+        known = InvalidRequestError.at(str(fault["loc"][-1]), sentence(fault))
+        return error_response(known, refused_id(request), shape_of(request))
+
     async def on_fault(request: Request, error: Exception) -> JSONResponse:
         name = new_id()  # this response bypasses the middleware
         with request_context(name, request.headers.get("traceparent", "")):
@@ -178,4 +188,5 @@ def install(
     app.add_middleware(_RequestIds)
     app.add_exception_handler(BatonError, on_baton_error)
     app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_query_fault)
     app.add_exception_handler(Exception, on_fault)

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from baton.registry.orders import Answer, Orders
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.types.errors import InvalidRequestError, UnauthorizedError, UnavailableError
 from router.frontend.access import check_operator, has_operator_key, who_of
+from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import source_of
 
@@ -24,12 +25,14 @@ _FREE = {"free_cpus", "free_gpus"}
 _OF_ALL = ("ping", "slots", "nodes", "restart", "roll", "close", "open")
 
 
-class _OrderBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _OrderBody(OperatorBody):
     verb: Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]
-    workers: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=1024)] = []
-    arguments: dict[str, int | bool | Annotated[str, Field(max_length=256)]] = {}
+    workers: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=1024)] = Field(
+        default_factory=list
+    )
+    arguments: dict[str, int | bool | Annotated[str, Field(max_length=256)]] = Field(
+        default_factory=dict
+    )
     timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
     model: Annotated[str, Field(max_length=200)] | None = None
 

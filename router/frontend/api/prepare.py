@@ -20,7 +20,7 @@ from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.rendering import rendering_of
 from router.frontend.api.call_headers import client_id_of
 from router.frontend.api.structured_output import checked_schema
-from router.frontend.api.tool_use.offered import messages_of, offered
+from router.frontend.api.tool_use.offered import messages_of, must_call, offered
 from router.frontend.slo import slo_of
 from router.memory import LargeWork, OneByOne
 from router.request import GenerationRequest, Mode, Routed, Shown, Slo, part_id
@@ -177,7 +177,8 @@ class Preparer:
         )
         _check_prompt_logprobs(body, [request])
         thinking = self._model.thinking_of(text, shown=body.include_reasoning is not False)
-        calls = self._model.tool_syntax.expected(tools) if tools else None
+        only = must_call(body.tool_choice)
+        calls = self._model.tool_syntax.expected(tools, only=only) if tools else None
         return replace(
             request,
             expected_calls=calls,

@@ -59,6 +59,14 @@ class Conversation:
         """Add the result of a call."""
         self._append({"role": "tool", "tool_call_id": call_id, "content": text}, where)
 
+    def drop_empty_end(self) -> None:
+        """Remove a last message of the assistant that has neither text nor calls."""
+        last = self.messages[-1] if self.messages else {}
+        is_empty = not any(last.get("content", "")) and "tool_calls" not in last
+        if last.get("role") == "assistant" and is_empty:
+            self.messages.pop()
+            self.places.pop()
+
     def _append(self, message: dict[str, Any], where: str) -> dict[str, Any]:
         if message["role"] == "assistant" and self._thoughts:
             message["reasoning_content"] = "\n".join(self._thoughts)
@@ -121,10 +129,15 @@ class Translation:
     def _renamed(self, param: str) -> str:
         found = _MESSAGE.match(param)
         if found is not None and int(found[1]) < len(self.places):
-            return self.places[int(found[1])]
+            field = param[found.end() :]  # known, or of the item of which the place is
+            renamed = self._theirs(field)
+            return self.places[int(found[1])] + (renamed if renamed != field else "")
         tool = _TOOL.match(param)
         if tool is not None and int(tool[1]) < len(self.tool_places):
             param = self.tool_places[int(tool[1])] + param[tool.end() :]
+        return self._theirs(param)
+
+    def _theirs(self, param: str) -> str:
         for name, theirs in self.names.items():
             renamed, count = re.subn(f"^{name}", theirs, param)
             if count:

@@ -4,11 +4,14 @@ import hashlib
 from typing import Any, NamedTuple
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 MAX_CUSTOM_ID_CHARS = 512
 LOWEST_PRIORITY = 2**31 - 1
 """Replaces the line's own ``priority``: batches run after all other requests."""
 
+_STREAMING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_BOOLEAN = TypeAdapter(bool | None)  # as in the bodies of calls
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -71,15 +74,22 @@ def read_line(
 
 def _wrong(line: dict[str, Any], endpoint: str) -> tuple[str, str] | None:
     """Return code and message of a line's error, or None."""
-    if line.get("method", "POST") != "POST":
+    if line.get("method") not in (None, "POST"):
         return "invalid_method", "method must be POST"
     if line.get("url") != endpoint:
         return "mismatched_endpoint", f"url must be {endpoint}, the batch's endpoint"
     if not isinstance(line.get("body"), dict):
         return "invalid_body", "body must be a JSON object"
-    if line["body"].get("stream"):
+    if endpoint in _STREAMING and _is_true(line["body"].get("stream")):
         return "invalid_body", "body.stream must not be true"
     return None
+
+
+def _is_true(value: Any) -> bool:
+    try:
+        return bool(_BOOLEAN.validate_python(value))
+    except ValidationError:
+        return False  # the call has the error
 
 
 def _fault(name: str | None, number: int, code: str, message: str) -> LineFault:

@@ -93,6 +93,9 @@ class BatchRunner:
                 sweep_at_s = time.monotonic() + (_SHORT_SWEEP_S if is_short else _SWEEP_S)
             for batch in await asyncio.to_thread(self.store.open_batches):
                 await self._attend(batch, client)
+            for run in list(self._running.values()):
+                if not await asyncio.to_thread(self.store.has, run.batch):
+                    run.stop()
             await asyncio.sleep(_POLL_S)
 
     async def _attend(self, batch: BatchRecord, client: httpx.AsyncClient) -> None:
@@ -137,12 +140,16 @@ class _Run:
         self._max_line_bytes = runner.settings.max_body_bytes
         self._headers = _headers_of(batch.tenant, runner.settings)
         self._metrics = runner.metrics
-        self._enough = asyncio.Event()  # cancelled, or no space
+        self._enough = asyncio.Event()  # cancelled, no space, or the record is gone
         self._saved_s = 0.0
 
     def cancel(self) -> None:
-        """Cancel running lines, and start no further ones."""
+        """Cancel the batch, and its running lines with it."""
         self.batch.cancel(time.time())
+        self.stop()
+
+    def stop(self) -> None:
+        """Cancel running lines, and start no further ones."""
         self._enough.set()
 
     async def all_lines(self) -> None:
@@ -191,15 +198,16 @@ class _Run:
         lines = lines_of(path, self._max_line_bytes)
         left_s = self.batch.expires_s - time.time()
         try:
-            async with asyncio.timeout(max(left_s, 0)), asyncio.TaskGroup() as group:
-                stop = group.create_task(self._stop_when_enough())
-                while piece := await asyncio.to_thread(self._read, lines, seen):
-                    for number, line in piece:
-                        if number in files.done:
-                            continue
-                        await self._lines.acquire()
-                        task = group.create_task(self._one(files, number, line))
-                        task.add_done_callback(lambda _: self._lines.release())
+            async with asyncio.timeout(max(left_s, 0)), asyncio.TaskGroup() as both:
+                stop = both.create_task(self._stop_when_enough())
+                async with asyncio.TaskGroup() as group:  # ends with its last line
+                    while piece := await asyncio.to_thread(self._read, lines, seen):
+                        for number, line in piece:
+                            if number in files.done:
+                                continue
+                            await self._lines.acquire()
+                            task = group.create_task(self._one(files, number, line))
+                            task.add_done_callback(lambda _: self._lines.release())
                 stop.cancel()
         except* (_EnoughError, TimeoutError):
             pass
@@ -216,7 +224,7 @@ class _Run:
 
     async def _stop_when_enough(self) -> None:
         await self._enough.wait()
-        raise _EnoughError  # cancels the other tasks of the group
+        raise _EnoughError  # cancels all lines
 
     async def _one(self, files: AnswerFiles, number: int, line: LineRequest | LineFault) -> None:
         if isinstance(line, LineFault):
@@ -268,23 +276,34 @@ class _Run:
             f"the output would exceed the limit of {limits.max_bytes_per_tenant} bytes of one "
             f"tenant, or {limits.max_bytes} of all tenants",
         )
-        self._enough.set()
+        self.stop()
 
     async def _save(self, files: AnswerFiles) -> None:
         self._saved_s = time.monotonic()
         self.batch.completed = files.completed
         self.batch.failed = files.failed
-        await asyncio.to_thread(self._store.save, self.batch)
+        if not await asyncio.to_thread(self._store.save_known, self.batch):
+            self.stop()
 
     async def _fail(self, code: str, message: str) -> None:
         self.batch.fail(code, message)
         await self.end()
 
     async def end(self) -> None:
-        """Convert the output to files, and store the end of the batch."""
+        """Convert the output to files, and store the end of the batch.
+
+        Of a batch whose record was deleted meanwhile nothing is kept.
+        """
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
+        with self._store.changing(self.batch.tenant):
+            if self._store.has(self.batch):
+                self._keep()
+            else:
+                self._store.remove(self.batch)
+
+    def _keep(self) -> None:
         batch = self.batch
         store = self._store
         now_s = time.time()

@@ -189,6 +189,37 @@ class BatchStore:
         """Write a batch's record atomically."""
         self._write(self._folder(batch.tenant, "batches") / f"{batch.id}.json", batch)
 
+    def save_known(self, batch: BatchRecord) -> bool:
+        """Do the same; return False, and write nothing, if the record was deleted."""
+        with self.changing(batch.tenant):
+            if not self.has(batch):
+                return False
+            self.save(batch)
+            return True
+
+    def has(self, batch: BatchRecord) -> bool:
+        """Return whether the batch has a record."""
+        return self.path_of(batch, "json").exists()
+
+    def remove(self, batch: BatchRecord) -> bool:
+        """Remove a batch's record and files; return whether this call removed the record."""
+        found = False
+        for path in self._folder(batch.tenant, "batches").glob(f"{batch.id}.*"):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+                found = found or path.suffix == ".json"
+        return found
+
+    @contextlib.contextmanager
+    def changing(self, tenant: str) -> Iterator[None]:
+        """Exclude other ends and deletions of a tenant's batches by processes of this host."""
+        held = os.open(self._folder(tenant, "batches"), os.O_RDONLY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(held)
+
     def batch(self, tenant: str, batch_id: str) -> BatchRecord | None:
         """Return a tenant's batch, or None."""
         return self._read(tenant, "batches", batch_id, BatchRecord)
@@ -228,7 +259,7 @@ class BatchStore:
         return self.path_of(batch, "cancel").exists()
 
     def path_of(self, batch: BatchRecord, kind: str) -> Path:
-        """Return the path of a batch's ``output``, ``errors`` or ``cancel``."""
+        """Return the path of a batch's ``json``, ``output``, ``errors`` or ``cancel``."""
         return self._folder(batch.tenant, "batches") / f"{batch.id}.{kind}"
 
     def sweep(self, now_s: float) -> None:
@@ -237,8 +268,7 @@ class BatchStore:
             keep_s = self.keep_s(tenant)
             for batch in self.batches(tenant):
                 if batch.ended and batch.ended_s + keep_s < now_s:
-                    for path in self._folder(tenant, "batches").glob(f"{batch.id}.*"):
-                        path.unlink(missing_ok=True)
+                    self.remove(batch)
             for record in self.files(tenant):
                 if min(record.expires_s, record.created_s + keep_s) < now_s:
                     with contextlib.suppress(InvalidRequestError):  # its batch has not ended

@@ -58,12 +58,18 @@ async def delete_tenant(
     reports = await _all_reports(erasures, deletion.id, workers, routers, left)
     # Afterwards, because calls may store some until all routers know of the deletion.
     deleted["responses"] = await _delete_responses(router, tenant, left)
+    try:
+        await router.quotas.forget(tenant)
+    except RegistryUnavailableError:
+        left.append("use of its limits: Redis does not answer; repeat the command")
     kv: Counter[str] = Counter()
     for name, counts in sorted(reports.items()):
         of_router = name.startswith("router ")
         for kind, count in counts.items():
             if kind in _ERRORS:
                 left.append(f"{name}: {_ERRORS[kind]}")
+            elif kind.startswith("batch_"):
+                left.append(f"{name}: answers of {kind}, whose lines have not ended yet")
             elif count < 0:
                 left.append(f"{name}: KV in its {kind} tier, see its log")
             else:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from baton.registry.redis_store import RegistryUnavailableError
@@ -27,16 +27,22 @@ class DeletionFollower:
     """Carries out the deletions in the table of tenants.
 
     At the start of the router these are all of them: it may have been down. What the tenants have
-    stored since is younger, and stays.
+    stored since is younger, and stays. ``forget`` receives the name of each tenant at once.
     """
 
     def __init__(
-        self, settings: RouterSettings, name: str, erasures: Erasures, tasks: BackgroundTasks
+        self,
+        settings: RouterSettings,
+        name: str,
+        erasures: Erasures,
+        tasks: BackgroundTasks,
+        forget: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._name = name
         self._erasures = erasures
         self._tasks = tasks
+        self._forget = forget
         self._known: set[str] = set()
 
     def receive(self, table: LimitsTable) -> None:
@@ -45,6 +51,8 @@ class DeletionFollower:
         new = {tenant: one for tenant, one in found.items() if one.id not in self._known}
         if new:
             self._known.update(one.id for one in new.values())
+            for tenant in new:
+                self._forget(tenant)
             self._tasks.spawn(self._carry_out(new), "deletion")
 
     async def _carry_out(self, deletions: Mapping[str, Deletion]) -> None:

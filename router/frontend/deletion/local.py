@@ -22,7 +22,8 @@ def delete_files(store: BatchStore, tenant: str, until_ms: int) -> dict[str, int
 
     Returns:
         The number of deleted ``files`` and ``batches``. Another router of this host may delete
-        some at the same time; each is counted by one.
+        some at the same time; each is counted by one. The id of a batch whose lines did not end in
+        time has 1: its record is deleted, and so are its answers when they end.
     """
     counts = {"files": 0, "batches": 0}
     if not (store.root / tenant).is_dir():
@@ -36,10 +37,16 @@ def delete_files(store: BatchStore, tenant: str, until_ms: int) -> dict[str, int
         (now := store.batch(tenant, batch.id)) is not None and not now.ended for batch in batches
     ):
         time.sleep(_POLL_S)
-    outputs = [store.batch(tenant, batch.id) or batch for batch in batches]
-    made = {name for one in outputs for name in (one.output_file_id, one.error_file_id) if name}
+    made: set[str | None] = set()
     for batch in batches:
-        counts["batches"] += _remove(store.root / tenant / "batches", batch.id)
+        with store.changing(tenant):
+            now = store.batch(tenant, batch.id) or batch
+            made |= {now.output_file_id, now.error_file_id}
+            was_there = store.remove(batch)
+        if was_there and now.ended:
+            counts["batches"] += 1
+        elif was_there:
+            counts[batch.id] = 1
     for file in store.files(tenant):
         if file.created_s * 1000 <= until_ms or file.id in made:
             counts["files"] += _remove(store.root / tenant / "files", file.id)

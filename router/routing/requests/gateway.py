@@ -333,7 +333,7 @@ class Gateway:
         if record.attempt == 1:
             first_s = (record.first_token_ns - active.placed_ns) / 1e9
             predicted_s = active.placement.chosen.terms.first_token_s
-            self._slo.gate.learn_wait(predicted_s, first_s, len(active.request.prompt))
+            self._slo.gate.learn_wait(predicted_s, first_s, record.prompt_tokens)
             tokens = record.completion_tokens // active.request.sampling.n
             # The second token also waits for the KV transfer and for the step that runs.
             step_s = (record.last_token_ns - record.second_token_ns) / 1e9 / max(tokens - 2, 1)
@@ -351,10 +351,15 @@ class Gateway:
         self._stream_repair.on_live(link)
         if same_life:
             for active in self._held_by(link.worker_id):
-                if not active.record.ended:
+                ended = active.record.ended
+                if not ended:
                     self._stream_repair.resume(link, active)
-                elif active.record.error is not None:
-                    self._send_cancel(active)  # the first one may have been lost
+                choices = tuple(c.index for c in active.record.choices if c.finish_reason)
+                # The first cancel, of all choices or of some, may have been lost.
+                if ended and (active.cancelled_ns or active.record.error is not None):
+                    self._send_cancel(active)
+                elif choices and not ended:
+                    self._send_cancel(active, choices)
         self._prefill_recovery.on_live(list(self._active.values()))
         self.pump()
 

@@ -55,5 +55,5 @@ def _began_in_time(active: ActiveRequest, placement: Placement, slo: Slo, now_ns
 
 
 def _own_s(active: ActiveRequest, placement: Placement) -> float:
-    length = len(active.request.prompt)
+    length = active.record.prompt_tokens  # the request of a sent response has no prompt
     return placement.chosen.computes.prompt_s(length, context_tokens(0, length))

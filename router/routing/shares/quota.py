@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 
 from baton.registry.tenants.bank import SILENT_MS, Ask, Bank, Grant, Need
+from baton.registry.tenants.policies import MAX_TENANTS
 from baton.types.limits import Limits
 
 EXCHANGE_NS = 200_000_000
@@ -119,9 +120,10 @@ class _Lease:
 @dataclass(slots=True, eq=False)
 class _Tenant:
     offset_ms: int
-    leases: dict[str, _Lease]
+    known: dict[str, _Lease] = field(default_factory=dict)  # of all limits it ever had
+    leases: dict[str, _Lease] = field(default_factory=dict)  # of the limits it has
     smallest_limit: int = 0
-    sequence: int = 0
+    sequence: int = 0  # an answer with another one is late
     sent_ns: int = 0
     silent_ms: int = SILENT_MS  # by the exchange that was sent last
     acknowledged_ns: int = 0  # when the exchange was sent that the bank answered last
@@ -222,30 +224,48 @@ class Quotas:
         self._router = router
         self._offset_ms = offset_ms
         self._tenants: dict[str, _Tenant] = {}
+        self._unlimited: dict[str, _Tenant] = {}  # with use from when they had limits
+        self._sequence = 0  # of all tenants: the banks ignore what is not newer
         self.routers = 0
         """Number of routers that share the limits without Redis; 0: Redis has the banks."""
         self.live_routers = 1
         """Number of routers that lease parts of the limits."""
 
     def set_limits(self, limits: Mapping[str, Limits]) -> None:
-        """Replace the limits of all tenants; leases of those that stay are kept."""
-        for gone in self._tenants.keys() - limits.keys():
-            del self._tenants[gone]
+        """Replace the limits of all tenants.
+
+        Leases of those that stay are kept. Use counts as long as usual, also if its limit is
+        removed and set again.
+        """
+        before = self._tenants
+        self._tenants = {}
         for tenant, its in limits.items():
-            state = self._tenants.get(tenant)
-            if state is None:
-                state = self._tenants[tenant] = _Tenant(self._offset_ms, {})
-            before = state.leases
+            if not its.amounts:
+                continue
+            state = before.pop(tenant, None) or self._unlimited.pop(tenant, None)
+            state = self._tenants[tenant] = state or _Tenant(self._offset_ms)
+            kinds = state.leases.keys()
             state.leases = {}
             for kind, limit in its.amounts.items():
-                state.leases[kind] = before.get(kind) or _Lease(kind, limit, left=limit)
-                state.leases[kind].limit = limit
-            state.smallest_limit = min(its.amounts.values(), default=0)
+                lease = state.known.setdefault(kind, _Lease(kind, limit, left=limit))
+                lease.limit = limit
+                state.leases[kind] = lease
+            state.smallest_limit = min(its.amounts.values())
             state.stirred = True
-            if not state.leases:
-                del self._tenants[tenant]
-            elif state.leases.keys() != before.keys():
+            if state.leases.keys() != kinds:
                 state.whole = True
+                state.sequence = self._next()  # an answer on its way has no effect
+        for tenant, state in before.items():
+            state.leases = {}
+            state.local = None
+            if any(lease.used for lease in state.known.values()):
+                self._unlimited[tenant] = state
+        for tenant in list(self._unlimited)[:-MAX_TENANTS]:
+            del self._unlimited[tenant]
+
+    def forget(self, tenant: str) -> None:
+        """Forget the use of a tenant that was deleted and has no limits."""
+        self._unlimited.pop(tenant, None)
 
     def has_limits(self, tenant: str) -> bool:
         """Return whether calls of a tenant must `take`."""
@@ -417,6 +437,10 @@ class Quotas:
             name for name, state in self._tenants.items() if state.acknowledged_ns and state.called
         ]
 
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
     def _limit(self, lease: _Lease) -> int:
         return max(lease.limit // self.routers, 1) if self.routers else lease.limit
 
@@ -487,7 +511,7 @@ class Quotas:
                 ceiling=ceiling,
                 used={str(slot): lease.used[slot] for slot in names},
             )
-        state.sequence += 1
+        state.sequence = self._next()
         elapsed_ms = (now_ns - (state.acknowledged_ns or now_ns)) // _MS
         state.sent_ns = now_ns
         state.silent_ms = silent_ms

@@ -38,6 +38,9 @@ class QuotaSource(Protocol):
     async def exchange(self, asks: Mapping[str, Ask]) -> dict[str, Grant]:
         """Exchange reports for leases, by tenant."""
 
+    async def forget(self, tenant: str) -> None:
+        """Remove the bank of a tenant."""
+
 
 class QuotaFeed:
     """Limits of tenants at one router, for calls.
@@ -83,6 +86,15 @@ class QuotaFeed:
     async def close(self) -> None:
         """Stop the exchange. Leases return by themselves."""
         await self._tasks.close()
+
+    async def forget(self, tenant: str) -> None:
+        """Remove the bank of a deleted tenant.
+
+        Raises:
+            RegistryUnavailableError: Redis does not answer.
+        """
+        if self._source is not None:
+            await self._source.forget(tenant)
 
     async def reserve(
         self, tenant: str, prompt_tokens: int, choices: int, answer_tokens: int

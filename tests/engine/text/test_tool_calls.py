@@ -92,3 +92,30 @@ def test_a_cut_call_says_so_or_is_complete(size):
         json.loads(calls[0][1])
     assert content in ("", ONE[:size])
     assert content or calls
+
+
+@pytest.mark.parametrize(
+    ("written", "content", "names"),
+    [
+        ("a <tool_call>", "a ", []),
+        ('a <tool_call>{"na', "a ", []),
+        ('<tool_call>{"name": "wea', "", []),
+        ('<tool_call>{"name": "weather"', "", ["weather"]),
+        ('<tool_call>{"arguments": {"city": "P', "", []),
+        (ONE + '\n<tool_call>\n{"name": "', "", ["weather"]),
+        ("a <", "a <", []),
+    ],
+)
+def test_the_markup_of_a_call_that_was_cut_in_its_head_is_not_shown(written, content, names):
+    parser = ToolCallParser(HERMES)
+    before, deltas = parser.push(written)
+    after, last = parser.finish(was_cut=True)
+    assert (before + after).rstrip() == content.rstrip()
+    assert [delta.name for delta in (*deltas, *last) if delta.name] == names
+
+
+def test_a_call_knows_the_text_before_it():
+    parser = ToolCallParser(HERMES)
+    _, calls = parser.push("ab " + ONE + " cd " + ONE)
+    before = [delta.text_before for delta in calls if delta.name is not None]
+    assert before == [3, 7]

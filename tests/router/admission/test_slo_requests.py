@@ -222,3 +222,16 @@ async def test_a_stream_says_whether_its_first_token_came_in_time(make_fleet, pr
 async def test_without_limits_nothing_is_said_of_them(make_fleet):
     fleet = await make_fleet({"decode-0": Script()})
     assert "x-baton-slo" not in (await call(fleet)).headers
+
+
+async def test_an_answer_that_the_router_ends_is_counted_as_its_header_says(make_fleet):
+    """Its end is confirmed after it was sent; until then the length of its prompt counts."""
+    script = Script(step_s=0.05, prefill_s=0.4, prefill_tokens_per_s=5000.0)
+    fleet = await make_fleet({"decode-0": script}, slo=SloConfig(ttft_s=0.3, itl_s=1))
+    text = (await fleet.complete("hi", max_tokens=20)).json()["choices"][0]["text"]
+    await until(lambda: sum(outcomes(fleet).values()) == 1)
+    before = outcomes(fleet)
+    answer = await fleet.complete([500] * 3000, max_tokens=20, stop=text[10:14])
+    assert answer.headers["x-baton-slo"] == "met"
+    await until(lambda: sum(outcomes(fleet).values()) == 2)
+    assert outcomes(fleet).get("good", 0) == before.get("good", 0) + 1

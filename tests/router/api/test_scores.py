@@ -4,11 +4,13 @@ import base64
 import math
 import struct
 import threading
+from types import SimpleNamespace
 
 import openai
 import pytest
 
 from router.frontend.api.embeddings import EmbeddingAnswer
+from router.frontend.api.formats.prompt_logprobs import token_key, top_by_key
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script
 
@@ -41,6 +43,38 @@ async def test_echo_with_logprobs_speaks_of_the_prompt_too(fleet, model, ids):
     # The tokens lie where text_offset says, over the border between prompt and answer.
     for token, offset in zip(echoed["tokens"], echoed["text_offset"], strict=True):
         assert choice["text"][offset:].startswith(token)
+
+
+def test_each_token_has_a_key_of_its_own_with_its_own_value(model):
+    tokenizer = model.tokenizer
+    first, second, *_ = tokenizer.encode("😀")
+    whole = tokenizer.encode("a")[0]
+    assert token_key(tokenizer, first).startswith("bytes:\\xf0")
+    top = [(second, -1.0), (whole, -2.0)]
+    assert list(top_by_key(tokenizer, first, -3.0, top).values()) == [-1.0, -2.0, -3.0]
+    found = top_by_key(tokenizer, whole, -2.0, top)
+    assert found == {token_key(tokenizer, second): -1.0, "a": -2.0}
+    twins = SimpleNamespace(token_bytes=lambda token: b"x")
+    assert top_by_key(twins, 3, -4.0, [(1, -1.0), (3, -4.0)]) == {"token_id:1": -1.0, "x": -4.0}
+    assert top_by_key(twins, 3, -4.0, [(1, -1.0), (2, -2.0)])["x"] == -4.0
+    assert top_by_key(tokenizer, whole, -2.0, []) == {"a": -2.0}
+
+
+async def test_special_tokens_of_an_echoed_text_have_their_length(fleet, model):
+    text = "<|im_start|>user\nhi<|im_end|>"
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 2}
+    for prompt in (text, model.tokenizer.encode(text)):
+        [choice] = (await fleet.complete(prompt, **fields)).json()["choices"]
+        echoed = choice["logprobs"]
+        decoded = "".join(choice["text"]).startswith("user")
+        assert decoded is not isinstance(prompt, str)
+        for token, offset in zip(echoed["tokens"], echoed["text_offset"], strict=True):
+            special = token.startswith("<|im_")
+            assert choice["text"][offset:].startswith(token) or (decoded and special)
+        assert [len(top) for top in echoed["top_logprobs"][1:]] == [1] * (len(echoed["tokens"]) - 1)
+    expected = [0, 12, 16, 17, 19]
+    [choice] = (await fleet.complete(text, **fields)).json()["choices"]
+    assert choice["logprobs"]["text_offset"][:5] == expected
 
 
 @pytest.mark.parametrize("prompt", [TEXT, "ids"])

@@ -348,6 +348,7 @@ async def test_a_custom_tool_in_responses(make_fleet, model, stream):
         "apply_patch",
         PATCH,
     )
+    assert item["id"].startswith("ctc_"), "OpenAI refuses it in a history otherwise"
     result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"}
     told = [{"role": "user", "content": "hi"}, item, result]
     await respond(fleet, input=told, tools=[RESPONSES_CUSTOM], store=False)

@@ -10,7 +10,7 @@ import pytest
 
 from baton.config.batch import BatchConfig
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
-from router.frontend.batch.lines import LOWEST_PRIORITY
+from router.frontend.batch.lines import LOWEST_PRIORITY, LineRequest, read_line
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import BatchStore
 from tests.router.conftest import MODEL, until
@@ -192,6 +192,44 @@ async def test_a_cancel_keeps_what_is_answered(start):
     await until(lambda: fleet.router.gateway.in_flight == 0)
 
 
+async def test_a_cancel_ends_the_last_lines_too(start):
+    """Also one whose line the fleet cannot run yet."""
+    fleet = await start(Script(step_s=0.05))
+    worker = fleet.workers["decode-0"]
+    async with client_of(fleet) as client:
+        begun = await begin(client, lines(3, max_tokens=4000))
+        await until(lambda: len(worker.submissions) == 3)
+        await client.batches.cancel(begun.id)
+        done = await ended(client, begun)
+        assert (done.status, done.request_counts.completed) == ("cancelled", 0)
+        await until(lambda: fleet.router.gateway.in_flight == 0)
+        await worker.stop()
+        await until(lambda: fleet.state("decode-0") != "ready")
+        begun = await begin(client, lines(1))
+        while (await client.batches.retrieve(begun.id)).status != "in_progress":
+            await asyncio.sleep(0.05)
+        await client.batches.cancel(begun.id)
+        assert (await ended(client, begun)).status == "cancelled"
+
+
+async def test_nothing_comes_back_of_a_batch_whose_record_is_gone(start, tmp_path):
+    fleet = await start(Script(step_s=0.05))
+    worker = fleet.workers["decode-0"]
+    store = BatchStore(tmp_path / "batch", BatchConfig())
+    content = line("short") + b"\n" + line("long", max_tokens=4000)
+    async with client_of(fleet) as client:
+        begun = await begin(client, content)
+        await until(lambda: len(worker.submissions) == 2)
+        record = store.batch("default", begun.id)
+        with store.changing("default"):
+            assert store.remove(record)
+        await until(lambda: fleet.router.gateway.in_flight == 0)
+        await asyncio.sleep(0.5)
+        assert [file.purpose async for file in client.files.list()] == ["batch"]
+        assert (await client.batches.list()).data == []
+    assert list((tmp_path / "batch" / "default" / "batches").iterdir()) == []
+
+
 async def test_a_batch_goes_on_where_a_router_left_it(start, tmp_path):
     """No line twice in the answers, none left out, though the last line was torn."""
     first = await start(Script(step_s=0.001, prefill_s=0.03), at_once=2)
@@ -345,6 +383,15 @@ async def test_answers_beyond_the_limit_end_the_batch_and_say_so(start):
         assert 0 < len(answers) == done.request_counts.completed < 20
 
 
+async def test_a_lack_of_room_ends_the_lines_that_run(start):
+    content = line("short") + b"\n" + line("long", max_tokens=4000)
+    fleet = await start(Script(step_s=0.05), max_bytes_per_tenant=len(content) + 700)
+    async with client_of(fleet) as client:
+        done = await ended(client, await begin(client, content))
+        assert (done.status, done.errors.data[0].code) == ("failed", "storage_full")
+    await until(lambda: fleet.router.gateway.in_flight == 0)
+
+
 @pytest.mark.parametrize("content", [b"", b"\n\n\n"])
 async def test_a_file_without_lines_fails_its_batch(start, content):
     fleet = await start()
@@ -443,3 +490,18 @@ async def baton_batch(url: str, *arguments: str) -> tuple[int, str, str]:
     )
     out, told = await process.communicate()
     return process.returncode, out.decode(), told.decode()
+
+
+@pytest.mark.parametrize(
+    ("stream", "url", "runs"),
+    [
+        ("false", CHAT, True),
+        (None, CHAT, True),
+        ({}, CHAT, True),  # the call has the error
+        ("yes", CHAT, False),
+        (True, "/v1/embeddings", True),  # which does not know the field
+    ],
+)
+def test_a_line_reads_values_as_the_call_does(stream, url, runs):
+    found = read_line(line("a", url, stream=stream), 1, url, set(), 10_000)
+    assert isinstance(found, LineRequest) is runs

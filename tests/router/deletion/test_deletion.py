@@ -3,10 +3,12 @@
 import asyncio
 import os
 import signal
+import time
 
 import httpx
 import pytest
 
+from baton.config.batch import BatchConfig
 from baton.config.clients import ApiKeyConfig
 from baton.config.tenants_file import TenantsFile
 from baton.registry.stored_responses import StoredResponses, StoreLimits
@@ -14,7 +16,9 @@ from baton.registry.tenants.erasures import Erasures
 from baton.registry.tenants.policies import SharedLimits
 from baton.registry.tenants.quotas import SharedQuotas
 from baton.types.block_hashes import tag_of
-from router.frontend.deletion import command
+from router.frontend.batch.record import BatchRecord
+from router.frontend.batch.store import BatchStore
+from router.frontend.deletion import command, local
 from router.policies import TenantPolicies
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, until
@@ -77,12 +81,16 @@ async def test_responses_and_limits_go_and_the_receipt_names_each_part(start, re
     made = [(await respond(fleet)).json()["id"] for _ in range(3)]
     others = (await respond(fleet, "key-of-other")).json()["id"]
     await fleet.http.put("/fleet/tenants/team", json={"rpm": 100}, headers=OPS)
+    await until(lambda: fleet.router.quotas.quotas.has_limits("team"), 1.0)
+    await respond(fleet)
+    bank = ("EXISTS", registry.key("quotas", "team"))
+    assert await registry.send(bank) == [1]
     worker = asyncio.create_task(confirm(registry, "decode-0", {"pool": 3, "disk": 2}))
     receipt = await delete(fleet)
     await worker
     router = f"router {fleet.router.gateway.router_id}"
     assert receipt["deleted"] == {
-        "responses": 3,
+        "responses": 4,
         "files": 0,
         "batches": 0,
         "log_lines": 0,
@@ -95,6 +103,7 @@ async def test_responses_and_limits_go_and_the_receipt_names_each_part(start, re
     of_other = {"authorization": "Bearer key-of-other"}
     assert (await fleet.http.get(f"/v1/responses/{others}", headers=of_other)).status_code == 200
     assert not fleet.router.quotas.quotas.has_limits("team")
+    assert await registry.send(bank) == [0]
 
 
 async def test_what_does_not_confirm_or_cannot_is_in_the_receipt(start, registry) -> None:
@@ -192,3 +201,33 @@ async def test_without_redis_nothing_is_deleted(start, registry, redis_server) -
         os.kill(redis_server.pid, signal.SIGCONT)
     assert owner(fleet) == "team"
     assert (await fleet.http.get(f"/v1/responses/{made}", headers=TEAM)).status_code == 200
+
+
+async def test_a_batch_whose_lines_do_not_end_is_in_the_receipt(
+    start, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(local, "_CANCEL_LIMIT_S", 0.2)
+    store = BatchStore(tmp_path / "state" / "batch", BatchConfig())
+    now_s = int(time.time())
+    ended, running = (
+        BatchRecord(
+            id=f"batch_{number:032x}",
+            tenant="team",
+            endpoint="/v1/chat/completions",
+            input_file_id="file-1",
+            completion_window="24h",
+            created_s=now_s,
+            expires_s=now_s + 3600,
+            state=state,
+        )
+        for number, state in enumerate(("completed", "in_progress"))
+    )
+    store.save(ended)
+    store.save(running)
+    with store.lock() as held:  # as a router that does not look at the cancel
+        assert held
+        receipt = await delete(await start())
+    assert receipt["deleted"]["batches"] == 1
+    (problem,) = [text for text in receipt["not_deleted"] if "decode-0" not in text]
+    assert running.id in problem
+    assert not store.has(running)

@@ -9,6 +9,7 @@ import pytest
 from batonpb import common_pb2 as common
 from batonpb import decode_pb2 as pb
 
+from router.request import Shown
 from router.routing.requests import stream_repair
 from tests.router.requests.fake_links import FakeLink, end, fake_gateway, request, run
 
@@ -152,6 +153,29 @@ async def test_a_cancel_that_a_broken_stream_may_have_lost_is_said_again(one):
     one.link.broken()
     one.link.open_again()
     assert len(one.link.sent("cancel")) == 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_cancel_by_a_stop_string_is_repeated_on_a_new_stream(model, n):
+    """Of the whole request, and of one choice of several."""
+    gateway = fake_gateway(model)
+    link = FakeLink(gateway, "decode-0")
+    stop = model.tokenizer.decode(IDS[1:2])
+    gateway.submit(request(n=n, shown=Shown(stops=(stop,))), asyncio.Event())
+    link.say(tokens=[run(0, IDS[:3])])
+    expected = [(0,) if n > 1 else ()]
+    assert [tuple(cancel.choices) for cancel in link.sent("cancel")] == expected
+    link.broken()
+    link.open_again()
+    assert [tuple(cancel.choices) for cancel in link.sent("cancel")] == 2 * expected
+    assert len(link.sent("resume")) == (n > 1)
+
+
+async def test_a_response_that_ended_at_its_worker_is_not_cancelled_on_a_new_stream(one):
+    one.link.say(tokens=[run(3, IDS[3:], "length")])
+    one.link.broken()
+    one.link.open_again()
+    assert not one.link.sent("cancel")
 
 
 # --- a prefill worker that failed -----------------------------------------------------------------

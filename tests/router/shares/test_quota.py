@@ -462,3 +462,82 @@ class Routers(RuleBasedStateMachine):
 
 TestRouters = Routers.TestCase
 TestRouters.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("limits", [Limits(rpm=1000), Limits(tpd=10**9), Limits(concurrent=9)])
+def test_limits_that_are_removed_and_set_again_hold_at_once(limits: Limits, count: int) -> None:
+    """The banks remember the routers, so the number of an exchange must not begin again."""
+    world = World(limits, count)
+    for pause_s in (0.0, 70.0, 1.0):
+        for _ in range(20):
+            for node in world.nodes:
+                assert isinstance(world.call(node, 1, 1, patient=True), Taken), pause_s
+                world.end(node, 1)
+        world.run(1.5, lambda *_: None)
+        for node in world.nodes:
+            node.quotas.set_limits({})
+            assert node.quotas.take(TENANT, 1, 1, 1, world.now_ns) is None
+        world.pass_ms(int(pause_s * 1000))
+        for node in world.nodes:
+            node.quotas.set_limits({TENANT: limits})
+
+
+@pytest.mark.parametrize("meanwhile", [Limits(), Limits(concurrent=9)])
+@pytest.mark.parametrize(
+    ("limits", "kept_ms"),
+    [
+        (Limits(rpm=10), 0),
+        (Limits(tpm=30), 5_000),
+        (Limits(tpd=30), 3_600_000),
+        (Limits(budget=Budget(tokens=30)), 20 * 3_600_000),
+    ],
+)
+def test_use_counts_although_its_limit_was_removed_meanwhile(
+    limits: Limits, kept_ms: int, meanwhile: Limits
+) -> None:
+    world = World(limits, 2)
+    one, two = world.nodes
+    for node in [one, one, one, one, one, two, two, two, two, two]:
+        assert isinstance(world.call(node, 1, 2, patient=True), Taken)
+        world.end(node, 2)
+    for _ in range(3):
+        world.run(1.5, lambda *_: None)
+        for node in world.nodes:
+            node.quotas.set_limits({TENANT: meanwhile})
+        world.run(0.5, lambda *_: None)
+        world.pass_ms(kept_ms)
+        for node in world.nodes:
+            node.quotas.set_limits({TENANT: limits})
+    assert [isinstance(world.call(node, 1, 2), Wait) for node in world.nodes] == [True, True]
+    for node in world.nodes:
+        node.quotas.set_limits({})
+        node.quotas.forget(TENANT)
+        node.quotas.set_limits({TENANT: limits})
+    world.bank = Bank()
+    assert isinstance(world.call(one, 1, 2, patient=True), Taken), "of a new tenant of this name"
+
+
+def test_a_call_that_runs_while_limits_are_removed_and_set_again_counts() -> None:
+    world = World(Limits(concurrent=1), 1)
+    (node,) = world.nodes
+    assert isinstance(world.call(node, 1, 1), Taken)
+    node.quotas.set_limits({})
+    node.quotas.set_limits({TENANT: world.limits})
+    assert isinstance(world.call(node, 1, 1), Wait)
+    world.end(node, 1)
+    assert isinstance(world.call(node, 1, 1, patient=True), Taken)
+
+
+def test_an_answer_on_its_way_does_not_hide_the_use_of_a_limit_that_returns() -> None:
+    world = World(Limits(tpd=30), 1)
+    (node,) = world.nodes
+    world.call(node, 10, 20)
+    world.end(node, 20)
+    world.exchange(node)
+    node.quotas.set_limits({TENANT: Limits(rpm=100)})
+    asks = world.asked(node)
+    grants = world.answered(asks)
+    node.quotas.set_limits({TENANT: Limits(rpm=100, tpd=30)})
+    node.quotas.granted(grants, world.now_ns)
+    assert isinstance(world.call(node, 1, 1), Wait)

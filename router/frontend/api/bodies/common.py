@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
 
 from router.frontend.api.bodies.fields import Refused
 
@@ -17,6 +18,29 @@ Ids = Annotated[list[TokenId], FIRST_FAULT]
 Prompts = str | Annotated[list[str], FIRST_FAULT] | Ids | Annotated[list[Ids], FIRST_FAULT]
 # Number of last prompt tokens to keep; -1: as many as leave room for the answer.
 Truncation = Annotated[int, Field(ge=-1, lt=INT32)]
+
+
+MISSING_HERE = "missing_here"
+"""Type of the error of a field that is required by the value of another one."""
+
+
+def missing_here(field: str) -> PydanticCustomError:
+    """Return the error of an object without ``field``, for a validator of its class."""
+    return PydanticCustomError(MISSING_HERE, "is required", {"field": field})
+
+
+class OperatorBody(BaseModel):
+    """A JSON object of an operator's request."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: v for name, v in data.items() if v is not None or name not in optional}
 
 
 class Body(BaseModel):

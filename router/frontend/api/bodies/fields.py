@@ -25,7 +25,7 @@ class Refused:
     """A field that is rejected.
 
     Attributes:
-        harmless: Values that are accepted, because they request nothing.
+        harmless: Values that are accepted beside null, because they request nothing.
         instead: Advice to the client, the end of the error message.
     """
 
@@ -36,7 +36,7 @@ class Refused:
         """Return whether ``value`` is one of the harmless values."""
         # 1.0 is accepted for 1, but `1 == True` must not be.
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        return any(
+        return value is None or any(
             value == one and (type(value) is type(one) or (number and not isinstance(one, bool)))
             for one in self.harmless
         )

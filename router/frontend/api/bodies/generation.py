@@ -63,6 +63,10 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFormat | None = None
     """required for type json_schema"""
 
+    refused: ClassVar[dict[str, Refused]] = {
+        "schema": Refused((), "use type json_schema, and json_schema: {name, schema}")
+    }
+
 
 class StructuredOutputs(Body):
     """vLLM's constraints on the form of an answer; at most one of them."""
@@ -189,6 +193,12 @@ class GenerationBody(ModelBody):
         "guided_whitespace_pattern": Refused(
             (None,), "add x-guidance: {whitespace_pattern: ...} to the schema"
         ),
+        "grammar": Refused((), "use structured_outputs.grammar"),
+        "json_schema": Refused((), "use response_format"),
+        "output_format": Refused((), "use response_format"),
+        "regex": Refused((), "use structured_outputs.regex"),
+        "ebnf": Refused((), "use structured_outputs.grammar"),
+        "structural_tag": Refused((), "use tools or a grammar"),
         "guided_json_object": Refused((None, False), "use response_format"),
         "return_tokens_as_token_ids": Refused((None, False), "use return_token_ids"),
         "logprob_token_ids": Refused((None, []), "use top_logprobs"),

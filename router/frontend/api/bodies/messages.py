@@ -1,10 +1,10 @@
 """Messages of a conversation. Earlier output of any model is accepted as input."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
-from router.frontend.api.bodies.common import FIRST_FAULT, Body, NonEmpty
+from router.frontend.api.bodies.common import FIRST_FAULT, Body, NonEmpty, missing_here
 from router.frontend.api.bodies.fields import Refused
 
 _TEXT_ONLY = "this model supports text only"
@@ -16,11 +16,11 @@ class Part(Body):
     type: Literal["text", "input_text", "output_text", "refusal", "thinking"]
     """text, input_text, output_text, refusal; thinking is reasoning"""
     text: str | None = None
-    """each part is placed on its own line"""
+    """each part is placed on its own line; required for a text type"""
     refusal: str | None = None
-    """same as text"""
+    """same as text; required for type refusal"""
     thinking: str | None = None
-    """same as reasoning_content"""
+    """same as reasoning_content; required for type thinking"""
 
     accepted: ClassVar[dict[str, str]] = {
         "cache_control": "prefixes are cached without markers",
@@ -31,11 +31,18 @@ class Part(Body):
         "index": "the order is that of the list",
     }
 
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        name = self.type if self.type in ("refusal", "thinking") else "text"
+        if getattr(self, name) is None:
+            raise missing_here(name)
+        return self
+
     def shown(self) -> str:
         """Return the text that is part of the message's content."""
         if self.type == "thinking":
             return ""
-        return self.text or self.refusal or ""
+        return (self.refusal if self.type == "refusal" else self.text) or ""
 
 
 class CalledFunction(Body):

@@ -4,6 +4,7 @@ One call of the parser or of the validation holds the interpreter, and so the ev
 runs in a thread. Therefore the number of objects in a body is limited.
 """
 
+import re
 import reprlib
 from functools import cache
 from typing import Any, TypeVar, get_args
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from baton.types.errors import InvalidRequestError
-from router.frontend.api.bodies.common import Body
+from router.frontend.api.bodies.common import MISSING_HERE, Body
 from router.frontend.api.bodies.fields import Ignored, refuse
 
 MAX_STRUCTURES = 65_536
@@ -113,6 +114,8 @@ class _Sieve:
         kept = {}
         for name, value in data.items():
             inner = known.get(name)
+            if value is None and name in _optional(kinds):
+                continue  # null is the default
             if inner is None:
                 self._other(kinds, data, name, place, where)
             elif inner and isinstance(value, dict | list):
@@ -163,6 +166,16 @@ def _fields(kinds: _Kinds) -> dict[str, _Kinds]:
     return found
 
 
+@cache
+def _optional(kinds: _Kinds) -> frozenset[str]:
+    return frozenset(
+        field.alias or name
+        for kind in kinds
+        for name, field in kind.model_fields.items()
+        if not field.is_required()
+    )
+
+
 def _bodies_in(annotation: Any) -> _Kinds:
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return (annotation,)
@@ -181,7 +194,10 @@ def _first_error(error: ValidationError, data: Any) -> InvalidRequestError:
     depth = max(len(place) for place, _ in same)
     deepest = [(place, item) for place, item in same if len(place) == depth]
     param = _dotted(deepest[0][0])
-    reasons = dict.fromkeys(_sentence(item) for place, item in deepest if place == deepest[0][0])
+    faults = [item for place, item in deepest if place == deepest[0][0]]
+    # A branch of the right type is the one that the client meant.
+    meant = [item for item in faults if not item["type"].endswith("_type")] or faults
+    reasons = dict.fromkeys(map(sentence, meant))
     return InvalidRequestError.at(param, f"{' or '.join(reasons)}")
 
 
@@ -197,7 +213,9 @@ def _place(item: Any, data: Any) -> tuple[int | str, ...]:
         else:
             continue
         place = (*place, step)
-    return (*place, loc[-1]) if item["type"] == "missing" else place
+    if item["type"] == "missing":
+        return (*place, loc[-1])
+    return (*place, item["ctx"]["field"]) if item["type"] == MISSING_HERE else place
 
 
 def _dotted(place: tuple[int | str, ...]) -> str:
@@ -207,8 +225,9 @@ def _dotted(place: tuple[int | str, ...]) -> str:
     return text
 
 
-def _sentence(item: Any) -> str:
-    if item["type"] == "missing":
+def sentence(item: Any) -> str:
+    """Return what is wrong in an error of pydantic."""
+    if item["type"] in ("missing", MISSING_HERE):
         return "is required"
     if item["type"] in _OBJECTS:
         message = "must be an object"
@@ -217,7 +236,8 @@ def _sentence(item: Any) -> str:
     elif item["type"] == "union_tag_not_found":
         message = "must have a type"
     else:
-        message = str(item["msg"]).replace("Input should", "must").replace("valid list", "list")
+        message = re.sub(r"^\w+ should", "must", str(item["msg"])).replace("valid list", "list")
+        message = re.sub(r" after validation(, not \d+)?$", "", message)
     given = item.get("input")
     shown = repr(given) if isinstance(given, int | float) else _SHORT.repr(given)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -3,7 +3,8 @@
     deltas   "Let me" "…" │ <call 0> {"ci │ ty": "Paris"} │ <call 1> {}
     events   Begin More More End │ Begin More More End    │ Begin More End
 
-Within a delta, the rest of an open call precedes thinking, then text, then other calls.
+Within a delta, the rest of an open call precedes thinking, then text and other calls in the order
+in which the model wrote them.
 """
 
 from collections.abc import Callable, Collection
@@ -72,11 +73,13 @@ class AnswerParts:
     """Splitter of an answer's deltas into parts.
 
     Args:
-        new_id: Function that returns an id for a part of this kind and index.
+        new_id: Function that returns an id for a part of this kind, or ``custom``, and index.
         custom: Names of custom tools, whose parts contain the input instead of arguments.
     """
 
-    def __init__(self, new_id: Callable[[Kind, int], str], custom: Collection[str] = ()) -> None:
+    def __init__(
+        self, new_id: Callable[[Kind | Literal["custom"], int], str], custom: Collection[str] = ()
+    ) -> None:
         self.parts: list[Part] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -84,6 +87,7 @@ class AnswerParts:
         self._custom = custom
         self._reader: InputReader | None = None  # of the open part
         self._open: Part | None = None
+        self._waiting: list[ShownLogprob] = []  # of tokens whose text is not known
         self._call_index = -1  # of the open part, as the deltas count calls
         self._events: list[Event] = []
 
@@ -95,13 +99,19 @@ class AnswerParts:
             calls = calls[1:]
         if delta.reasoning:
             self._add("thinking", delta.reasoning, [])
-        if delta.text:
-            self._add("text", delta.text, delta.logprobs)
+        text_at = 0
+        logprobs_at = 0
         for call in calls:
+            text_end = len(delta.text) if call.text_before is None else call.text_before
+            shown = len(delta.logprobs) if call.logprobs_before is None else call.logprobs_before
+            self._add_text(delta.text[text_at:text_end], delta.logprobs[logprobs_at:shown])
+            text_at = text_end
+            logprobs_at = shown
             if self._call_index != call.index:
                 self._begin("call", call.id or "", call.name or "")
                 self._call_index = call.index
             self._add_call(call)
+        self._add_text(delta.text[text_at:], delta.logprobs[logprobs_at:])
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
@@ -113,6 +123,14 @@ class AnswerParts:
             self._begin("text")
         self._end()
         return self._taken()
+
+    def _add_text(self, text: str, logprobs: list[ShownLogprob]) -> None:
+        """Add text. Log-probabilities of tokens without text belong to the text that follows."""
+        self._waiting += logprobs
+        if text:
+            waiting = self._waiting
+            self._waiting = []
+            self._add("text", text, waiting)
 
     def _add_call(self, call: CallDelta) -> None:
         arguments = call.arguments
@@ -136,11 +154,11 @@ class AnswerParts:
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Part:
         self._end()
+        custom = kind == "call" and name in self._custom
         index = len(self.parts)
-        part_id = self._new_id(kind, index)
-        part = Part(index=index, kind=kind, id=part_id, call_id=call_id, name=name)
-        if kind == "call" and name in self._custom:
-            part.custom = True
+        part_id = self._new_id("custom" if custom else kind, index)
+        part = Part(index=index, kind=kind, id=part_id, call_id=call_id, name=name, custom=custom)
+        if custom:
             self._reader = InputReader()
         self._open = part
         self.parts.append(part)
@@ -153,6 +171,10 @@ class AnswerParts:
             self._reader = None
             if rest:
                 self._add("call", rest, [])
+        if self._open is not None and self._open.kind == "text" and self._waiting:
+            waiting = self._waiting
+            self._waiting = []
+            self._add("text", "", waiting)
         if self._open is not None:
             self._events.append(End(self._open))
         self._open = None

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from baton.text.tokenizer import TextTokenizer
 from router.frontend.api.formats.answer_format import usage
-from router.frontend.api.formats.prompt_logprobs import PromptView
+from router.frontend.api.formats.prompt_logprobs import PromptView, token_key, top_by_key
 from router.frontend.api.tool_use.custom import ChatCalls, ShownCall
 from router.routing.choice import Delta, ShownLogprob
 from router.routing.requests.active_request import ActiveRequest
@@ -235,7 +235,7 @@ class CompletionFormat(_Format):
 
     def prompt_logprobs(self, prompt: int, active: ActiveRequest) -> list[dict[str, Any]]:
         """Return a chunk for each choice with the echoed prompt's logprobs, and vLLM's field."""
-        logprobs = self._echoed_logprobs(active)
+        logprobs = self._echoed_logprobs(prompt, active)
         text = self._echo(prompt) if logprobs is not None else ""
         chunks = []
         for choice in range(self._n):
@@ -244,11 +244,13 @@ class CompletionFormat(_Format):
             chunks.append(chunk)
         return chunks
 
-    def _echoed_logprobs(self, active: ActiveRequest) -> dict[str, list[Any]] | None:
+    def _echoed_logprobs(self, prompt: int, active: ActiveRequest) -> dict[str, list[Any]] | None:
         if self._echo_logprobs is None:
             return None
         view = PromptView.of(active, self._tokenizer)
-        return view.openai(self._echo_logprobs) if view is not None else None
+        if view is None:
+            return None
+        return view.openai(self._echo_logprobs, self._echo(prompt))
 
     def _echo(self, prompt: int) -> str:
         return self._echoes[prompt] if self._echoes is not None else ""
@@ -292,7 +294,7 @@ class CompletionFormat(_Format):
         choices = []
         for prompt, active in enumerate(active_requests):
             echo = self._echo(prompt)
-            echoed = self._echoed_logprobs(active)
+            echoed = self._echoed_logprobs(prompt, active)
             extra = {**self._vllm(active), **self._prompt_ids(active)}
             with_logprobs = active.request.sampling.logprobs is not None
             choices += [
@@ -318,14 +320,13 @@ class CompletionFormat(_Format):
         shown: Sequence[ShownLogprob],
         echoed: dict[str, list[Any]] | None = None,
     ) -> dict[str, Any]:
-        spell = self._tokenizer.token_text
+        tokenizer = self._tokenizer
         before = len(self._echo(prompt))
         columns: dict[str, list[Any]] = {
-            "tokens": [spell(entry.token_id) for entry in shown],
+            "tokens": [token_key(tokenizer, entry.token_id) for entry in shown],
             "token_logprobs": [entry.logprob for entry in shown],
-            # Of two ids with the same text, the likelier one wins (they are sorted best first).
             "top_logprobs": [
-                {spell(token): value for token, value in reversed(entry.top)} for entry in shown
+                top_by_key(tokenizer, entry.token_id, entry.logprob, entry.top) for entry in shown
             ],
             "text_offset": [before + entry.text_offset for entry in shown],
         }

@@ -1,5 +1,6 @@
-"""Log-probabilities of prompt tokens in two formats: OpenAI's ``echo`` and vLLM's own."""
+"""Log-probabilities of tokens for text completions: OpenAI's columns, and vLLM's of prompts."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,34 @@ from baton.text.detokenizer import Detokenizer
 from baton.text.tokenizer import TextTokenizer
 from baton.types.prompt_outputs import PromptLogprobs
 from router.routing.requests.active_request import ActiveRequest
+
+
+def token_key(tokenizer: TextTokenizer, token_id: int) -> str:
+    """Return a token's name in OpenAI's columns: its text, or the bytes of a part of one."""
+    spelled = tokenizer.token_bytes(token_id)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def top_by_key(
+    tokenizer: TextTokenizer, token_id: int, logprob: float, top: Iterable[tuple[int, float]]
+) -> dict[str, float]:
+    """Return the values of the likeliest tokens, and of the token itself, each under its own key.
+
+    Of tokens with the same text, the token itself has the text as its key, or else the likeliest
+    one. The others have their ids.
+    """
+    own = token_key(tokenizer, token_id)
+    found: dict[str, float] = {}
+    for other, value in top:
+        key = token_key(tokenizer, other)
+        if other != token_id and (key == own or key in found):
+            key = f"token_id:{other}"
+        found[key] = value
+    found[own] = logprob
+    return found
 
 
 class PromptView:
@@ -34,33 +63,39 @@ class PromptView:
         logprobs = active.record.prompt_logprobs
         return None if logprobs is None else cls(active.request.prompt, logprobs, tokenizer)
 
-    def openai(self, alternatives: int) -> dict[str, list[Any]]:
-        """Return the ``logprobs`` of an echoed prompt; values of the first token are null.
-
-        Of two alternatives with the same text, only the likelier one appears.
-        """
-        spell = self._spell
+    def openai(self, alternatives: int, echo: str) -> dict[str, list[Any]]:
+        """Return the ``logprobs`` of a prompt with the text ``echo``; the first token has none."""
+        tokenizer = self._tokenizer
         top = [
-            {spell(token): value for token, value in reversed(best[:alternatives])}
-            for best in self._top
+            top_by_key(tokenizer, token, own, best[:alternatives])
+            for token, own, best in zip(self._prompt[1:], self._own, self._top, strict=True)
         ]
         return {
-            "tokens": [spell(token) for token in self._prompt],
+            "tokens": [token_key(tokenizer, token) for token in self._prompt],
             "token_logprobs": [None, *self._own],
             "top_logprobs": [None, *top],
-            "text_offset": self._offsets(),
+            "text_offset": self._offsets(echo),
         }
 
-    def _offsets(self) -> list[int]:
-        """Return the position of each token's text in the echoed text."""
+    def _offsets(self, echo: str) -> list[int]:
+        """Return the position of each token's text in the echoed text.
+
+        Special tokens are in the text of a client, but not in one that was decoded.
+        """
         detokenizer = Detokenizer(self._tokenizer)
+        special_ids = self._tokenizer.special_ids
+        strips = self._tokenizer.strip_first_space  # which the first token adds to the text
         offsets = []
-        cut = 0  # 1 if the first token adds a space that is not in the text
-        for index, token in enumerate(self._prompt):
-            offsets.append(max(detokenizer.text_length - cut, 0))
-            shown = detokenizer.push(token)
-            if index == 0 and self._tokenizer.strip_first_space and shown.startswith(" "):
-                cut = 1
+        at = 0
+        for token in self._prompt:
+            offsets.append(at)
+            if token in special_ids:
+                text = self._spell(token)
+                at += len(text) if echo.startswith(text, at) else 0
+                continue
+            text = detokenizer.push(token)
+            at += len(text) - (strips and text.startswith(" "))
+            strips = strips and not text
         return offsets
 
     def vllm(self, alternatives: int) -> list[dict[str, Any] | None]:

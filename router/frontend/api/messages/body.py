@@ -210,6 +210,9 @@ class CountTokensBody(ModelBody):
         "container": Refused((None,), _THEIRS),
         "mcp_servers": Refused((None, []), _THEIRS),
         "compaction": Refused((None,), "ask for a summary in a message"),
+        "output_format": Refused((), "use output_config.format"),
+        "response_format": Refused((), "use output_config.format"),
+        "stop": Refused((), "use stop_sequences"),
     }
 
 

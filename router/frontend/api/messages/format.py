@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import from_json
 
@@ -112,7 +112,7 @@ class MessagesFormat(AnswerFormat):
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _new_id(kind: Kind, _: int) -> str:
+def _new_id(kind: Kind | Literal["custom"], _: int) -> str:
     return f"toolu_{secrets.token_hex(12)}" if kind == "call" else ""
 
 

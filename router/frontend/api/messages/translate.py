@@ -19,9 +19,8 @@ _HOSTED_BLOCKS = re.compile(
     r"server_tool_use|mcp_tool_(use|result)|tool_reference"
     r"|(web_search|web_fetch|(bash_|text_editor_)?code_execution|tool_search)_tool_result"
 )
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {
-    "response_format": "output_config.format",
+    r"response_format(\.json_schema)?": "output_config.format",
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "user": "metadata.user_id",
@@ -29,6 +28,9 @@ _NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     "continue_final_message": "messages",
     "messages": "messages",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    r"tool_choice\.function": "tool_choice",
+    r"\.tool_call_id": ".tool_use_id",
     r"(tools\[\d+\])\.parameters": r"\1.input_schema",
 }
 
@@ -46,6 +48,7 @@ def chat_of(body: CountTokensBody, ignored: Ignored | None = None) -> Translatio
         conversation.add_text("system", _text_of(body.system, "system"), "system")
     for index, message in enumerate(body.messages):
         _add(conversation, message.role, message.content, f"messages[{index}]")
+    conversation.drop_empty_end()
     if not conversation.messages:
         raise InvalidRequestError.at("messages", "must contain a text, a call or a result")
     fields: dict[str, Any] = {"model": body.model, "messages": conversation.messages}
@@ -84,7 +87,7 @@ def _add_block(conversation: Conversation, role: str, block: MessagesBlock, wher
         text = _text_of(block.content or "", f"{where}.content", image=_NO_IMAGE)
         conversation.add_result(call_id, f"Error: {text}" if block.is_error else text, where)
     elif block.type == "thinking" and role == "assistant":
-        conversation.add_thoughts(block.thinking or "")
+        conversation.add_thoughts(_given(block.thinking, f"{where}.thinking"))
     elif block.type == "redacted_thinking" and role == "assistant":
         return  # it is encrypted
     elif _HOSTED_BLOCKS.fullmatch(block.type):
@@ -149,7 +152,7 @@ def _tools(body: CountTokensBody, offered: list[dict[str, Any]]) -> dict[str, An
         name = _given(choice.name, "tool_choice.name")
         fields["tool_choice"] = {"type": "function", "function": {"name": name}}
     else:
-        fields["tool_choice"] = _CHOICES[choice.type]
+        fields["tool_choice"] = choice.type
     if choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False
     return fields

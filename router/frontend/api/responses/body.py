@@ -145,6 +145,10 @@ class ResponsesTextFormat(Body):
     strict: bool | None = None
     """false: keywords that cannot be enforced during generation are checked afterwards"""
 
+    refused: ClassVar[dict[str, Refused]] = {
+        "json_schema": Refused((), "put its name, schema and strict beside type")
+    }
+
 
 class ResponsesText(Body):
     """Format and verbosity of the answer's text."""
@@ -194,6 +198,8 @@ class InputTokensBody(ModelBody):
 
     refused: ClassVar[dict[str, Refused]] = {
         "conversation": Refused((None,), "send previous_response_id, or all items as input"),
+        "response_format": Refused((), "use text.format"),
+        "stop": Refused((), "use /v1/chat/completions"),
     }
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from time import time
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import BatonError, CancelledError_
@@ -28,7 +28,7 @@ from router.frontend.api.responses.tools import CallForm
 from router.routing.choice import Delta, ShownLogprob
 from router.routing.requests.active_request import ActiveRequest
 
-_PREFIXES: dict[Kind, str] = {"thinking": "rs", "text": "msg", "call": "fc"}
+_PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 _ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})_(in|out)(\d{1,6})")
 
 Keep = Callable[[dict[str, Any]], Awaitable[str]]
@@ -67,7 +67,7 @@ class _NumberedText:
         return b'%b"sequence_number":%d%b' % (self._before, number, self._text.of(text))
 
 
-def _new_id(response_id: str, kind: Kind, index: int) -> str:
+def _new_id(response_id: str, kind: Kind | Literal["custom"], index: int) -> str:
     return item_id(response_id, _PREFIXES[kind], "out", index)
 
 

@@ -18,11 +18,14 @@ from router.frontend.api.translation import Conversation, Translation
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _NAMES = {
-    "response_format": "text.format",
+    r"response_format(\.json_schema)?": "text.format",
     "max_completion_tokens": "max_output_tokens",
     "logprobs": "include",
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
+    r"tool_choice\.(function|custom)": "tool_choice",
+    r"tool_choice\.allowed_tools": "tool_choice",
+    r"\.tool_call_id": ".call_id",
 }
 _HOSTED_ITEMS = re.compile(
     r"(web_search|file_search|computer|image_generation|code_interpreter|local_shell|shell|"
@@ -122,7 +125,8 @@ def _text_of(content: str | list[ResponsesPart], where: str, image: str = "") ->
         return content
     texts = []
     for index, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text
+        name = "refusal" if part.type == "refusal" else "text"
+        text: str | None = getattr(part, name)
         if part.type == "input_image" and image:
             texts.append(image)
             continue
@@ -132,7 +136,7 @@ def _text_of(content: str | list[ResponsesPart], where: str, image: str = "") ->
                 f"{part.type[:64]!r} is not supported; this model reads only text: send its text",
             )
         if text is None:
-            raise _required(f"{where}[{index}].text")
+            raise _required(f"{where}[{index}].{name}")
         texts.append(text)
     return "\n".join(texts)
 

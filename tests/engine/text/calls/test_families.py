@@ -171,6 +171,24 @@ def test_a_cut_call_says_so_or_is_complete(family):
             assert content == family.one[:size] or family.format.in_channels, size
 
 
+@each_family
+def test_nothing_of_the_markup_of_a_cut_call_is_shown_where_only_calls_may_be(family):
+    """The second of two calls may be cut, too; a call appears once its name is complete."""
+    if family.format.in_channels:
+        return  # the channels hide it
+    ids = itertools.count()
+    expected = syntax_of(family).expected(TOOLS, only=True)
+    shown = []
+    for size in range(1, len(family.one)):
+        parser = ToolCallParser(expected, lambda: f"call_{next(ids)}")
+        content, deltas = parser.push(family.one[:size])
+        more, last = parser.finish(was_cut=True)
+        assert (content + more).strip() == "", size
+        shown.append([delta.name for delta in (*deltas, *last) if delta.name is not None])
+    assert shown[0] == [] and shown[-1] == [ROME[0]]
+    assert all(names in ([], [ROME[0]]) for names in shown)
+
+
 @pytest.mark.parametrize("schema", [{"type": ["string", "null"]}, {}, {"type": "integer"}])
 @pytest.mark.parametrize("value", ['hello "wor', "hello\n", "nul", "4", "", "x < </arg_val"])
 def test_a_value_that_was_cut_is_the_begin_of_json(schema, value):
