@@ -281,6 +281,33 @@ async def test_a_model_without_template_cannot_chat(make_fleet, artifact):
     assert (await fleet.complete(model="base")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "number", ["0.12345678901234567", "1234567890123456.7", "1.00000000000000000001e2"]
+)
+async def test_a_decimal_that_would_change_is_refused_by_its_place(make_fleet, number):
+    fleet = await make_fleet({"decode-0": None})
+    deep = '{"properties": {"a": {"enum": [1, {"x": NUMBER}]}}}'.replace("NUMBER", number)
+    user = '"messages": [{"role": "user", "content": "hi"}]'
+    tool = f'"tools": [{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}]'
+    answer = f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {deep}}}}}'
+    claude = f'"tools": [{{"name": "f", "input_schema": {deep}}}], "max_tokens": 5'
+    for path, fields in (
+        ("chat/completions", f"{user}, {tool}"),
+        ("chat/completions", f"{user}, {answer}"),
+        ("completions", f'"prompt": "x", "guided_json": {deep}'),
+        ("messages", f"{user}, {claude}"),
+    ):
+        raw = f'{{"model": "{MODEL}", {fields}}}'
+        found = await fleet.http.post(f"/v1/{path}", content=raw)
+        assert found.status_code == 400, found.text
+        assert "properties.a.enum[1].x" in found.text
+    fine = user.replace("hi", f'{{\\"const\\": {number}}}')
+    found = await fleet.http.post(
+        "/v1/chat/completions", content=f'{{"model": "{MODEL}", "max_tokens": 2, {fine}}}'
+    )
+    assert found.status_code == 200, found.text
+
+
 async def test_a_text_with_a_token_that_the_model_lacks_is_refused(make_fleet, artifact, caplog):
     """It ended the engine of one worker after the other."""
     config = replace(artifact.config, vocab_size=49_000)

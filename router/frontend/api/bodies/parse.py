@@ -8,6 +8,7 @@ from pydantic_core import from_json
 
 from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.common import Body
+from router.frontend.api.bodies.decimals import refuse_long_decimals
 from router.frontend.api.bodies.fields import Ignored, refuse
 
 _MAX_FAULTS = 256  # limits the work of choosing the error that is reported
@@ -30,6 +31,7 @@ def parse(
 
     Raises:
         InvalidRequestError: The body is not a JSON object, or a parameter is invalid.
+        GrammarError: A schema has a number that would change.
     """
     try:
         data = from_json(raw, allow_inf_nan=False)
@@ -37,6 +39,7 @@ def parse(
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object")
+    refuse_long_decimals(raw)
     return checked(kind, data, ignored, model=model)
 
 
