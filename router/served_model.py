@@ -1,5 +1,6 @@
 """Served model without weights: names, tokenizer, chat template, limits."""
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,8 @@ from baton.types.errors import InvalidRequestError, ModelNotFoundError, PromptTo
 from baton.types.params import AdapterRef
 from router.adapter_table import AdapterTable
 from router.settings import RouterSettings
+
+_LOG = logging.getLogger(__name__)
 
 
 class ServedModel:
@@ -54,17 +57,14 @@ class ServedModel:
         self.adapters = adapters or AdapterTable(artifact.config, self.names)
         self.max_context_tokens = max_context_tokens or limit
         self.tokenizer: TextTokenizer = load_tokenizer(artifact.tokenizer_source())
-        config = artifact.config
-        self.vocab_size = config.vocab_size
-        eos = config.eos_token_ids[0] if config.eos_token_ids else None
+        self.vocab_size = artifact.config.vocab_size
         source = chat_template or artifact.chat_template
         self.tool_syntax = ToolSyntax.of(source, self.tokenizer)
         self.reasoning = ReasoningSyntax.of(source, self.tokenizer)
-        self.template = ChatTemplate(
-            source,
-            special_tokens_of(self.tokenizer.token_text, bos=config.bos_token_id, eos=eos),
-        )
+        special = special_tokens_of(artifact, self.tokenizer.token_text)
+        self.template = ChatTemplate(source, special)
         self._alternates = self.template.requires_alternation()
+        self._warn_of_unknown_ids()
 
     @classmethod
     def load(cls, settings: RouterSettings) -> "ServedModel":
@@ -163,7 +163,8 @@ class ServedModel:
 
         Raises:
             PromptTooLongError: The text is too long for the context.
-            InvalidRequestError: The prompt is empty, or an id is outside the vocabulary.
+            InvalidRequestError: The prompt is empty, or an id is outside the vocabulary, which
+                may be smaller than the tokenizer's.
         """
         if isinstance(prompt, str):
             if whole:
@@ -171,7 +172,7 @@ class ServedModel:
             tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
         else:
             tokens = list(prompt)
-            self.check_ids(tokens, param)
+        self.check_ids(tokens, param)
         if not tokens:
             raise InvalidRequestError.at(param, "must not be empty")
         return tokens
@@ -242,14 +243,18 @@ class ServedModel:
             tokens = self.tokenizer.encode(text, add_special_tokens=True)
         else:
             tokens = self.tokenizer.encode_conversation(text, scope)
+        self.check_ids(tokens, "messages")
         if not tokens:
             raise InvalidRequestError.at("messages", "the chat template returned an empty prompt")
         return tokens
 
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of words, at the start of a text and after a space."""
+        """Return the token ids of ``bad_words``, at the start of a text and after a space."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
-        return tuple(dict.fromkeys(tuple(ids) for ids in map(self.tokenizer.encode, texts) if ids))
+        spelled = dict.fromkeys(tuple(ids) for ids in map(self.tokenizer.encode, texts) if ids)
+        for ids in spelled:
+            self.check_ids(ids, "bad_words")
+        return tuple(spelled)
 
     def speed_up(self) -> None:
         """Make long texts faster from now on. It takes a second or more. Thread-safe."""
@@ -276,13 +281,28 @@ class ServedModel:
         return vocabulary_of(self.tokenizer, self.vocab_size, ends)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Reject token ids outside the vocabulary."""
-        for token_id in ids:
-            if token_id >= self.vocab_size:
-                raise InvalidRequestError.at(
-                    param,
-                    f"token id {token_id} is outside the vocabulary (0 to {self.vocab_size - 1})",
-                )
+        """Reject token ids outside the vocabulary, from clients or from the tokenizer."""
+        largest = max(ids, default=0)
+        if largest >= self.vocab_size:
+            text = self.tokenizer.token_text(largest)
+            raise InvalidRequestError.at(
+                param,
+                f"token id {largest}{f' ({text[:80]!r})' if text else ''} is outside the model's "
+                f"vocabulary (0 to {self.vocab_size - 1})",
+            )
+
+    def _warn_of_unknown_ids(self) -> None:
+        """Log tokens of the tokenizer that the model cannot read."""
+        unknown = self.tokenizer.texts_from(self.vocab_size)
+        if unknown:
+            shown = ", ".join(f"{text!r} = {token_id}" for token_id, text in unknown[:8])
+            _LOG.warning(
+                "the tokenizer has %d tokens outside the model's vocabulary of %d; texts with "
+                "them are refused: %s",
+                len(unknown),
+                self.vocab_size,
+                shown,
+            )
 
     def record(self, name: str, created: int, dtype: str = "") -> dict[str, Any]:
         """Return the artifact record for ``GET /v1/models/{id}``."""

@@ -113,12 +113,7 @@ class LLM:
 
         Raises ``InvalidRequestError`` if the model has no chat template.
         """
-        eos = self.artifact.config.eos_token_ids
-        special = special_tokens_of(
-            self.tokenizer.token_text,
-            bos=self.artifact.config.bos_token_id,
-            eos=eos[0] if eos else None,
-        )
+        special = special_tokens_of(self.artifact, self.tokenizer.token_text)
         template = ChatTemplate(self.artifact.chat_template, special)
         prompt = template.render(messages)
         return self.generate([self.tokenizer.encode(prompt)], **params)[0]

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.model import gguf_config, hf_config
+from baton.model import gguf_config, hf_config, hf_tokens
 from baton.model.hf_config import read_json
 from baton.model.locate import HUB_LOAD_S, locate
 from baton.model.model_config import ModelConfig, ModelError, refuse_numbers
@@ -47,6 +47,8 @@ class ModelArtifact:
         quantisation: Format of most weights (``Q4_1``, ``BF16``).
         template_digest: 16 bytes over the chat template; empty without one.
         tokenizer: Text of ``tokenizer.json``, or ``tokenizer.*`` metadata of a GGUF file.
+        special_tokens: Text by name (``bos_token``) that the tokenizer's own files give; empty if
+            the model has none of this name.
     """
 
     source: str
@@ -63,6 +65,7 @@ class ModelArtifact:
     template_digest: bytes
     generation_defaults: dict[str, float | int]
     tokenizer: TokenizerSource = field(repr=False, compare=False)
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def weights_digest(self) -> bytes:
@@ -114,13 +117,15 @@ def _from_directory(
     if check:
         hf_config.refuse_unsupported(folder, architecture, raw)
     config = hf_config.read_config(folder, raw, generation, architecture)
-    if check:
-        refuse_numbers(str(folder / "config.json"), config)
     files = _safetensors_files(folder)
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.exists():
         raise ModelError(f"{folder}: tokenizer.json is missing (other formats are not supported)")
     tokenizer = tokenizer_file.read_text(encoding="utf-8")
+    special = hf_tokens.special_tokens(folder)
+    config = hf_tokens.with_end(config, tokenizer, special.get("eos_token", ""))
+    if check:
+        refuse_numbers(str(folder / "config.json"), config)
     template = _hf_template(folder)
     return ModelArtifact(
         source=source,
@@ -139,6 +144,7 @@ def _from_directory(
             {key: generation[key] for key in _GENERATION_KEYS if generation.get(key)}
         ),
         tokenizer=tokenizer,
+        special_tokens=special,
     )
 
 

@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.text.json_schema import ready
+from baton.text.schemas.numbers import literals
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import GrammarError
 
@@ -94,6 +95,8 @@ def _lark(kind: GrammarKind, source: str) -> str:
     if kind == "json":
         schema = json.loads(source)
         if isinstance(schema, dict):
+            if integers := literals(schema):
+                return "start: " + " | ".join(f'"{integer}"' for integer in integers)
             schema = ready(schema)
         return f"start: %json {json.dumps(schema)}"
     if kind == "choice":

@@ -8,8 +8,12 @@ its parts, which would forbid each other's keys.
 
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
+from baton.text.schemas.numbers import changed, narrow
+from baton.text.schemas.one_of import excludes
+from baton.text.schemas.references import escaped, target
 from baton.types.errors import GrammarError
 
 # White space between the parts of a JSON text: none, one space, or a new line with its indent.
@@ -23,7 +27,7 @@ UNFOLLOWED_KEYWORDS = frozenset(
     (
         *("not", "if", "contains", "minContains", "maxContains", "uniqueItems"),
         *("dependentRequired", "dependentSchemas", "dependencies", "propertyNames"),
-        *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
+        *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef", "oneOf"),
     )
 )
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -86,6 +90,11 @@ def ready(schema: Any) -> Any:
             f"the keyword {unfollowed.keyword} at {unfollowed.place} cannot be enforced during "
             "generation; remove it, or set strict: false to have it checked afterwards"
         )
+    for _, part in list(_parts(found, "#")):
+        for keyword in list(changed(part)):
+            del part[keyword]
+        if "oneOf" in part:
+            _join(part)
     _Closer(found).close()
     found["x-guidance"] = {**_OPTIONS, **(options if isinstance(options, dict) else {})}
     return found
@@ -153,6 +162,8 @@ def unfollowed_in(schema: Any) -> Iterator[Unfollowed]:
         for keyword in part.keys() & UNFOLLOWED_KEYWORDS:
             if not _has_no_effect(keyword, part):
                 yield Unfollowed(keyword, f"{place}/{keyword}")
+        for keyword in changed(part):
+            yield Unfollowed(keyword, f"{place}/{keyword}")
 
 
 def _has_no_effect(keyword: str, part: Schema) -> bool:
@@ -185,8 +196,14 @@ def _copied(value: Any) -> Any:
 
 def _rewrite(schema: Schema) -> None:
     """Replace keywords by equivalents that a grammar supports."""
-    for _, part in _parts(schema, "#"):
+    resolve = partial(target, schema)
+    for _, part in list(_parts(schema, "#")):
         _drop_annotations(part)
+        narrow(part)
+        if isinstance(part.get("$ref"), str):
+            part["$ref"] = escaped(schema, part["$ref"])
+        if "oneOf" in part and excludes(part, resolve):
+            _join(part)
         known = isinstance(part.get("format"), str) and part["format"] in _FORMATS
         if "format" in part and not known:
             del part["format"]  # unknown formats are annotations by the standard
@@ -198,6 +215,15 @@ def _rewrite(schema: Schema) -> None:
             part.pop("then", None)
             part.pop("else", None)
         _rewrite_names(part)
+
+
+def _join(part: Schema) -> None:
+    """Replace ``oneOf`` by ``anyOf``, which the grammar follows."""
+    branches = part.pop("oneOf")
+    if "anyOf" not in part:
+        part["anyOf"] = branches
+    else:
+        part["allOf"] = [*_list(part, "allOf"), {"anyOf": branches}]
 
 
 def _rewrite_names(part: Schema) -> None:
@@ -234,6 +260,8 @@ class _Closer:
         has_own = "properties" in part or "patternProperties" in part
         if not _joins(part, has_own):
             if has_own and "additionalProperties" not in part:
+                for name in _required(part):
+                    part.setdefault("properties", {}).setdefault(name, True)
                 part["additionalProperties"] = False
             return
         self._take_apart(part)
@@ -276,15 +304,7 @@ class _Closer:
 
     def _target(self, reference: Any) -> Any:
         """Return the target of a reference within the schema; None for other references."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        found: Any = self._untouched
-        for step in reference.removeprefix("#").split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, dict) or name not in found:
-                return None
-            found = found[name]
-        return found
+        return target(self._untouched, reference)
 
 
 def _joins(part: Schema, has_own: bool) -> bool:
@@ -304,7 +324,7 @@ def _names(part: Any, depth: int = 0) -> list[str] | None:
     opened = part.get("additionalProperties", False) is not False or "patternProperties" in part
     if "$ref" in part or opened or not isinstance(own, dict) or depth > _MAX_COPIES:
         return None
-    names = list(own)
+    names = [*own, *_required(part)]
     for keyword in _JOINTS:
         for item in _list(part, keyword):
             inner = _names(item, depth + 1)
@@ -312,6 +332,10 @@ def _names(part: Any, depth: int = 0) -> list[str] | None:
                 return None
             names += inner
     return names
+
+
+def _required(part: Schema) -> list[str]:
+    return [name for name in _list(part, "required") if isinstance(name, str)]
 
 
 def _list(part: Schema, keyword: str) -> list[Any]:

@@ -17,6 +17,7 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from baton.model.artifact import ModelArtifact
 from baton.types.errors import InvalidRequestError
 
 _MAX_CHARACTERS = 16 * 1024 * 1024
@@ -236,9 +237,12 @@ def _up_to_content(text: str, content: str) -> str:
     return text[: at + len(tail)] if text.startswith(tail, at) else text[: at + len(core)]
 
 
-def special_tokens_of(
-    spell: Callable[[int], str], *, bos: int | None, eos: int | None
-) -> dict[str, str]:
-    """Return template variables with the texts of the special tokens."""
-    named = {"bos_token": bos, "eos_token": eos}
-    return {name: spell(token_id) for name, token_id in named.items() if token_id is not None}
+def special_tokens_of(artifact: ModelArtifact, spell: Callable[[int], str]) -> dict[str, str]:
+    """Return template variables with the texts of the special tokens.
+
+    The ids of the configuration count only where the tokenizer's own files have no entry.
+    """
+    named = {"bos_token": artifact.config.bos_token_id}
+    named["eos_token"] = next(iter(artifact.config.eos_token_ids), None)
+    texts = {name: spell(token_id) for name, token_id in named.items() if token_id is not None}
+    return {**texts, **artifact.special_tokens}

@@ -122,6 +122,12 @@ class TextTokenizer:
         ids = found.ids
         return ids
 
+    def texts_from(self, first_id: int) -> list[tuple[int, str]]:
+        """Return the tokens with ids of at least ``first_id``, as ids and texts."""
+        end = max(self.vocab_size, *(i + 1 for i in self._added), 0)
+        named = ((i, self.backend.id_to_token(i)) for i in range(first_id, end))
+        return [(i, text) for i, text in named if text is not None]
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, special ones included; empty for an unknown id."""
         known = self._bytes.get(token_id)
@@ -132,17 +138,19 @@ class TextTokenizer:
     def spell(self, token_id: int) -> bytes:
         """Return the bytes of a token without caching them."""
         added = self._added.get(token_id)
-        if added is not None:
-            return str(added.content).encode()
         piece: str | None = self.backend.id_to_token(token_id)
         if piece is None:
             return b""
+        if added is not None and added.special:
+            return str(added.content).encode()
         if not self.byte_level:
             raw = _BYTE_TOKEN.fullmatch(piece)
             return bytes([int(raw[1], 16)]) if raw else piece.replace(_SPACE, " ").encode()
         alphabet = byte_alphabet()
         if all(character in alphabet for character in piece):
-            return bytes(alphabet[character] for character in piece)
+            spelled = bytes(alphabet[character] for character in piece)
+            if added is None or _is_text(spelled):
+                return spelled
         return piece.encode()
 
     def shown_bytes(self, token_id: int) -> bytes:
@@ -158,6 +166,14 @@ class TextTokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, as in the ``token`` field of logprobs."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _is_byte_level(backend: Tokenizer) -> bool:
@@ -182,6 +198,11 @@ def load_tokenizer(source: str | Mapping[str, Any]) -> TextTokenizer:
             backend = Tokenizer.from_str(source)
         except Exception as error:  # `tokenizers` raises no more specific type
             raise ValueError(f"tokenizer.json cannot be read: {error}") from error
+        # Settings of training, which would cut, lengthen or vary prompts.
+        backend.no_truncation()
+        backend.no_padding()
+        if getattr(backend.model, "dropout", None):
+            backend.model.dropout = None
         strip = "Strip(" in repr(backend.decoder) or "Metaspace" in repr(backend.decoder)
         return TextTokenizer(backend, strip_first_space=strip and not _is_byte_level(backend))
     backend, strip_first_space = build_from_gguf(source)

@@ -56,7 +56,13 @@ async def test_a_malformed_submission_is_refused_alone(disaggregated: bool) -> N
         target = prefill if disaggregated else None
         await router.submit("ragged", PROMPT, target, prompt_tokens=b"abc")
         await router.submit("none", PROMPT, target, sampling={"n": 0})
-        for name in ("ragged", "none"):
+        await router.submit("prompt", [5, 2**31], target)
+        await router.submit("stop", PROMPT, target, sampling={"stop_token_ids": [2**31]})
+        bias = {"logit_bias": [{"token_id": 2**31, "bias": 1.0}]}
+        await router.submit("bias", PROMPT, target, sampling=bias)
+        await router.submit("words", PROMPT, target, sampling={"bad_words": [b"\xff" * 4]})
+        await router.submit("resumed", PROMPT, target, emitted=[[2**31]])
+        for name in ("ragged", "none", "prompt", "stop", "bias", "words", "resumed"):
             assert (await router.ended(name)).error.code == "invalid_request"
         await router.submit("good", PROMPT, prefill)
         assert not (await router.ended("good")).HasField("error")

@@ -18,11 +18,12 @@ from baton.types.params import AdapterRef, SampledToken
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """Identity and context limit of the model behind a runner."""
+    """Identity and limits of the model behind a runner."""
 
     numerics_id: str
     weights_digest: bytes
     max_context_tokens: int
+    vocab_size: int
 
 
 class RunnerCapabilities(msgspec.Struct, frozen=True, kw_only=True):

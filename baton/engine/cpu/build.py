@@ -71,7 +71,7 @@ def build_cpu_runner(
     give_back_memory()
     if cores is not None:
         cores.lend()
-    return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens)
+    return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens, c.vocab_size)
 
 
 def _shared_cores(settings: EngineSettings) -> SharedCores | None:

@@ -153,7 +153,7 @@ def build_cuda_runner(
     verify_steps(decoder, runner.steps)
     runner.host_pool.verify()
     runner.steps.prepare(settings.max_batch_requests, progress)
-    return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens)
+    return runner, ModelInfo(identity, artifact.weights_digest, max_context_tokens, c.vocab_size)
 
 
 def _first_gpu() -> torch.device:

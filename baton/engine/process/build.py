@@ -133,7 +133,8 @@ def _build_paced(
     geometry = paced_geometry(settings.kv_blocks)
     runner = PacedRunner(geometry, map_pool(pool_fd, geometry), model)
     weights = hashlib.blake2b(f"emulated {settings.model}".encode(), digest_size=16).digest()
-    info = ModelInfo(numerics_id_of(model.timing), weights, model.max_context_tokens)
+    context = model.max_context_tokens
+    info = ModelInfo(numerics_id_of(model.timing), weights, context, model.vocab_size)
     return runner, info
 
 
@@ -154,4 +155,4 @@ def build_emulated(settings: EngineSettings, pool_fd: int) -> tuple[ModelRunner,
         token_s=settings.emulated_token_s,
         nan_after_steps=settings.emulated_nan_after_steps,
     )
-    return runner, ModelInfo("exact/emulated", b"emulated weights", 1 << 20)
+    return runner, ModelInfo("exact/emulated", b"emulated weights", 1 << 20, 1 << 20)

@@ -8,12 +8,15 @@ and ``tokens: list[int]``. ``prompt_tokens`` is a count.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import msgspec
+import numpy as np
 
 from baton.engine.core.sequence import RequestSpec
 from baton.engine.ipc import LENGTH, FrameReader
 from baton.types import events as ev
+from baton.types.errors import InvalidRequestError
 from baton.types.geometry import KvGeometry
 
 
@@ -106,6 +109,30 @@ Command = (
     | Sleep
     | Stop
 )
+
+
+def malformed(command: Command, vocab_size: int) -> InvalidRequestError | None:
+    """Return the error for a command that would end an engine with this vocabulary, or None."""
+    ids: tuple[int | None, ...] = ()
+    match command:
+        case Submit(prompt_token_ids=prompt, spec=spec):
+            if len(prompt) % np.dtype("<u4").itemsize:
+                return InvalidRequestError("the prompt is not a list of uint32 token ids")
+            if spec.params.n < 1:
+                return InvalidRequestError(f"n is {spec.params.n}; it must be at least 1")
+            largest = int(np.frombuffer(prompt, "<u4").max(initial=0))
+            biased = (token for token, _ in spec.params.logit_bias)
+            emitted = (tokens for tokens in spec.emitted if tokens is not None)
+            words = chain(spec.params.bad_words, emitted)
+            ids = (largest, *spec.params.stop_token_ids, *biased, *chain.from_iterable(words))
+        case Commit() | ComputeLocally():
+            ids = command.first or ()
+    for token in ids:
+        if token is not None and not 0 <= token < vocab_size:
+            return InvalidRequestError(
+                f"token id {token} is outside the model's vocabulary (0 to {vocab_size - 1})"
+            )
+    return None
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -34,7 +34,6 @@ from baton.types import events as ev
 from baton.types.errors import (
     BatonError,
     CancelledError_,
-    InvalidRequestError,
     NumericsError,
 )
 
@@ -63,6 +62,7 @@ class StepLoop:
         self._ranks = engine.ranks
         self._copier = engine.copier
         self._capabilities = runner.capabilities
+        self._vocab_size = engine.info.vocab_size
         self._reader = messages.command_reader()
         self._adapters = AdapterLoader(settings.max_adapters, runner.adapters)
         self._grammar_queue: GrammarCompileQueue[messages.Submit] | None = (
@@ -150,6 +150,8 @@ class StepLoop:
                 self._waiting[command.request_id].append(command)
             case messages.Bind():
                 scheduler.bind(command.request_id, command.generation)
+            case messages.Commit() | messages.ComputeLocally() if error := self._malformed(command):
+                scheduler.fail(command.request_id, error)
             case messages.Commit():
                 scheduler.commit(command.request_id, command.generation, command.first, now_ns)
             case messages.ComputeLocally():
@@ -174,7 +176,7 @@ class StepLoop:
 
     def _prepare(self, command: messages.Submit) -> None:
         """Submit a request, or wait for its grammar and adapter beside the step loop."""
-        refusal = _malformed(command) or self._capabilities.refusal(command.spec)
+        refusal = self._malformed(command) or self._capabilities.refusal(command.spec)
         grammar = command.spec.params.grammar
         if refusal is not None:
             self._end(command.request_id, refusal)
@@ -186,6 +188,9 @@ class StepLoop:
             self._submit(command, command.sent_ns or time.monotonic_ns())
         else:
             self._require_adapter(command)
+
+    def _malformed(self, command: messages.Command) -> BatonError | None:
+        return messages.malformed(command, self._vocab_size)
 
     def _require_adapter(self, command: messages.Submit) -> None:
         if command.spec.adapter is None:
@@ -255,15 +260,6 @@ class StepLoop:
                         self._grammar_queue.ended(report.request_id)
             self._control.sendall(messages.frame(reports))
             self._sent_s = time.monotonic()
-
-
-def _malformed(command: messages.Submit) -> BatonError | None:
-    """Return the error for a command that would crash the process, or None."""
-    if len(command.prompt_token_ids) % 4:
-        return InvalidRequestError("the prompt is not a list of uint32 token ids")
-    if command.spec.params.n < 1:
-        return InvalidRequestError(f"n is {command.spec.params.n}; it must be at least 1")
-    return None
 
 
 def serve(

@@ -46,6 +46,7 @@ class VllmEngine:
         send: Sends reports to the shell.
         folder: Folder with vLLM's sockets.
         eos: End tokens of the model.
+        vocab_size: Number of the model's tokens.
         total_blocks: Baton's blocks in vLLM's pool.
         adapters_of: Configuration of the model if it serves LoRA adapters; None: it does not.
         max_adapters: Number of adapters that are loaded at most.
@@ -61,6 +62,7 @@ class VllmEngine:
         folder: str,
         facts: VllmFacts,
         eos: tuple[int, ...],
+        vocab_size: int,
         total_blocks: int,
         adapters_of: ModelConfig | None = None,
         max_adapters: int = 0,
@@ -80,6 +82,7 @@ class VllmEngine:
             self._saves = SaveReports(f"{folder}/{SAVES}", self._saved, self._staging.ended)
         self._generation = 0  # of the latest hand-off at this worker
         self._eos = eos
+        self._vocab_size = vocab_size
         self._requests: dict[str, LiveRequest] = {}
         self._meter = LoadMeter(total_blocks)
         self._events = KvEventsClient(folder, self._send, _log)
@@ -101,11 +104,15 @@ class VllmEngine:
 
     def handle(self, command: messages.Command) -> None:
         """Execute a command of the shell."""
+        error = messages.malformed(command, self._vocab_size)
         match command:
             case messages.Submit():
-                self._submit(command)
+                self._submit(command, error)
             case messages.Cancel():
                 self._cancel(command)
+            case messages.Commit() | messages.ComputeLocally() if error is not None:
+                if (request := self._requests.get(command.request_id)) is not None:
+                    self._end(request, error)
             case messages.Bind():
                 self._bind(command)
             case messages.Commit():
@@ -125,9 +132,10 @@ class VllmEngine:
             self._saves.close()
         await self._tasks.close()
 
-    def _submit(self, command: messages.Submit) -> None:
+    def _submit(self, command: messages.Submit, error: BatonError | None) -> None:
         ref = command.spec.adapter
-        error = protocol.refusal(command.spec, self._hands_over, self._adapters is not None)
+        has_adapters = self._adapters is not None
+        error = error or protocol.refusal(command.spec, self._hands_over, has_adapters)
         if error is not None:
             self._send(ev.Ended(command.request_id, error.code, error.message))
         elif ref is not None and self._adapters is not None:
@@ -392,7 +400,7 @@ class VllmEngine:
             if not request.admitted:
                 request.admitted = True
                 if request.computes:
-                    sent.append(self._admitted(request))
+                    sent.append(request.admission())
             if step is not None:
                 sent.append(step)
             sent.append(tokens)
@@ -490,14 +498,6 @@ class VllmEngine:
             self._meter.status(self._cached_blocks),
         )
 
-    def _admitted(self, request: LiveRequest) -> ev.Admitted:
-        return ev.Admitted(
-            request_id=request.submit.request_id,
-            cached_tokens=min(request.cached_tokens, len(request.prompt)),
-            queue_ns=0,
-            blocks=request.pages if request.spec.kind is Kind.PREFILL else (),
-        )
-
     async def _fail(self, request: LiveRequest, error: BatonError) -> None:
         """End a request with vLLM's error, unless vLLM itself is dying."""
         if isinstance(error, InternalError) and await self._is_dying():
@@ -543,7 +543,7 @@ class VllmEngine:
         cached = min(request.cached_tokens, prompt_tokens)
         computed_tokens = prompt_tokens - cached if request.admitted and request.computes else 0
         if request.computes:
-            self._send(self._admitted(request))
+            self._send(request.admission())
         self._send(
             ev.Ended(
                 request_id,

@@ -10,6 +10,7 @@ import msgspec
 from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
 from baton.engine.vllm import http, transfer
+from baton.types import events as ev
 from baton.types.params import SampledToken
 
 
@@ -124,6 +125,15 @@ class LiveRequest:
         self.spec = msgspec.structs.replace(self.spec, kind=kind, emitted=emitted)
         self.open_choices -= {n for n, tokens in enumerate(emitted) if tokens is None}
         self.submitted_ns = time.monotonic_ns()
+
+    def admission(self) -> ev.Admitted:
+        """Return the report that vLLM computes the prompt."""
+        return ev.Admitted(
+            request_id=self.submit.request_id,
+            cached_tokens=min(self.cached_tokens, len(self.prompt)),
+            queue_ns=0,
+            blocks=self.pages if self.spec.kind is Kind.PREFILL else (),
+        )
 
     def end_run(self) -> None:
         """Close all exchanges and discard what they have brought."""

@@ -103,9 +103,9 @@ class VllmProcess:
             facts = await server.read_facts(self._folder, self._external.hand_off)
             artifact = await describing
             geometry = facts.geometry(artifact)
+            vocabulary = artifact.config.vocab_size
             if settings.numerics == "exact":
                 self._progress("checking that vLLM's numerics are exact")
-                vocabulary = artifact.config.vocab_size
                 proof = await prove_exact(f"{self._folder}/http", facts, vocabulary)
                 facts = msgspec.structs.replace(facts, exact=proof)
             if self._external.hand_off == "baton":
@@ -118,6 +118,7 @@ class VllmProcess:
                 self._folder,
                 facts,
                 eos,
+                vocabulary,
                 blocks,
                 adapters_of=artifact.config if self._external.adapters else None,
                 max_adapters=settings.max_adapters,

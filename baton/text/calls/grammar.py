@@ -163,7 +163,8 @@ class _Writer:
         before = self._lark(*tags.written[0])
         between = self._lark(*tags.written[1])
         found = []
-        for key, schema in known.items():
+        only_required = [key for key in required if isinstance(key, str) and key not in known]
+        for key, schema in {**known, **dict.fromkeys(only_required, True)}.items():
             value = self._tagged(schema, root, tags, is_lenient=tool.lenient)
             mark = "" if key in required else "?"
             found.append(f"({before} {_quoted(key)} {between} {value}){mark}")
@@ -203,9 +204,14 @@ def _in_regex(text: str) -> str:
     )
 
 
+def of_object(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the schema of arguments, which are an object whatever else it allows."""
+    return {**(parameters or {}), "type": "object"}
+
+
 def _own(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments without annotations."""
-    given: dict[str, Any] = without_annotations({"type": "object", **(tool.parameters or {})})
+    given: dict[str, Any] = without_annotations(of_object(tool.parameters))
     if len(json.dumps(given)) > MAX_SOURCE_CHARACTERS:
         raise GrammarError(f"{tool.name}: parameters exceed {MAX_SOURCE_CHARACTERS} characters")
     return given

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
+from baton.text.schemas.references import target
+
 Kind = Literal["text", "json", "mixed"]
 """``text``: always a string; ``json``: never a string; ``mixed``: the value decides."""
 
@@ -45,21 +47,13 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | None:
         return {"string" if isinstance(value, str) else "other" for value in values}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        return _types(_resolved(reference, root), root, depth - 1)
+        return _types(target(root, reference), root, depth - 1)
     for joint in _JOINTS:
         if isinstance(schema.get(joint), list):
             parts = [_types(part, root, depth - 1) for part in schema[joint]]
             known = [part for part in parts if part is not None]
             return set().union(*known) if len(known) == len(parts) else None
     return None
-
-
-def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    found: Any = root
-    for name in reference.removeprefix("#/").split("/"):
-        key = name.replace("~1", "/").replace("~0", "~")
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
 
 
 def text_choices(schema: Any) -> list[str]:

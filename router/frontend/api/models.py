@@ -182,7 +182,9 @@ def _tokens_of(model: ServedModel, body: TokenizeBody) -> list[int]:
         raise InvalidRequestError.at("tools", "requires messages")
     prompt = body.prompt or ""
     model.check_length(prompt, "prompt")
-    return model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+    tokens = model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+    model.check_ids(tokens, "prompt")
+    return tokens
 
 
 def _detokenized(

@@ -3,6 +3,7 @@
 import hashlib
 from typing import Any, NamedTuple
 
+import msgspec
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
@@ -45,7 +46,8 @@ def read_line(
     if len(raw) > max_bytes:
         return _fault(None, number, "line_too_long", f"is longer than {max_bytes} bytes")
     try:
-        line = orjson.loads(raw.removeprefix(_BOM) if number == 1 else raw)
+        text = raw.removeprefix(_BOM) if number == 1 else raw
+        line = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         return _fault(None, number, "invalid_json_line", f"is not valid JSON: {error}")
     if not isinstance(line, dict):
@@ -65,11 +67,18 @@ def read_line(
     if digest in seen:
         return _fault(name, number, "duplicate_custom_id", "custom_id is used by an earlier line")
     try:
-        body = orjson.dumps({**line["body"], "priority": LOWEST_PRIORITY})
+        orjson.dumps(line["body"])
     except TypeError as error:  # orjson parses deeper objects than it encodes
         return _fault(name, number, "invalid_body", f"body: {error}")
     seen.add(digest)
-    return LineRequest(name, body)
+    return LineRequest(name, _with_priority(text, is_empty=not line["body"]))
+
+
+def _with_priority(line: bytes, *, is_empty: bool) -> bytes:
+    """Return the body of a line with the lowest priority, and with its own digits of numbers."""
+    body = bytes(msgspec.json.decode(line, type=dict[str, msgspec.Raw])["body"])
+    comma = b"" if is_empty else b","
+    return b'%b%b"priority":%d}' % (body.rstrip().removesuffix(b"}"), comma, LOWEST_PRIORITY)
 
 
 def _wrong(line: dict[str, Any], endpoint: str) -> tuple[str, str] | None:

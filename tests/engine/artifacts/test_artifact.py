@@ -29,7 +29,7 @@ def test_the_default_model_is_described_in_full(artifact: ModelArtifact) -> None
     assert (c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads) == (30, 576, 9, 3)
     assert (c.head_dim, c.vocab_size, c.max_context_tokens) == (64, 49_152, 8192)
     assert c.tie_word_embeddings
-    assert c.eos_token_ids == (2,)
+    assert c.eos_token_ids == (2, 0, 4)
     assert artifact.chat_template is not None
     assert "tokenizer.ggml.merges" in artifact.tokenizer_source()
     assert {len(artifact.weights_digest), len(artifact.tokenizer_digest)} == {16}

@@ -28,7 +28,7 @@ def test_the_package_is_described_in_full(gemma: ModelArtifact) -> None:
     assert c.layer_windows == ((512,) * 5 + (None,)) * 3
     assert (c.rope_theta, c.local_rope_theta) == (1_000_000.0, 10_000.0)
     assert c.tie_word_embeddings
-    assert c.eos_token_ids == (1,)
+    assert c.eos_token_ids == (1, 106)
 
 
 @pytest.fixture(scope="module")

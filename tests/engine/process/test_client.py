@@ -273,3 +273,37 @@ async def test_an_emulated_engine_that_cannot_start_says_why() -> None:
     unknown = msgspec.structs.replace(EMULATED.emulated, timing="tpu-9")
     with pytest.raises(InternalError, match="tpu-9"):
         await EngineClient.start(msgspec.structs.replace(EMULATED, emulated=unknown))
+
+
+@pytest.mark.parametrize("local", [False, True])
+async def test_a_first_token_outside_the_vocabulary_ends_its_request_alone(local: bool) -> None:
+    """It comes from another worker, and ended the engine."""
+    client = await EngineClient.start(EngineSettings(model="emulated", kv_blocks=8))
+    try:
+        reports: asyncio.Queue[messages.Report] = asyncio.Queue()
+        client.listen(reports.put_nowait)
+
+        async def of(kind: type[messages.Report]) -> messages.Report:
+            async with asyncio.timeout(10):
+                while not isinstance(report := await reports.get(), kind):
+                    pass
+            return report
+
+        spec = RequestSpec(kind=Kind.REMOTE, params=SamplingParams(max_tokens=4), hash_seed=b"s")
+        submit = messages.Submit(request_id="r", prompt_token_ids=pack_tokens([3] * 9), spec=spec)
+        client.send(submit)
+        generation = (await of(ev.Reserved)).generation
+        client.send(messages.Bind("r", generation))
+        await of(ev.Bound)
+        if local:
+            client.send(messages.ComputeLocally("r", (2**31,)))
+        else:
+            client.send(messages.Commit("r", generation, (2**31,)))
+        assert (await of(ev.Ended)).error_code == "invalid_request"
+        client.send(messages.Drained("r", generation))
+        client.send(
+            msgspec.structs.replace(submit, spec=msgspec.structs.replace(spec, kind=Kind.FULL))
+        )
+        assert (await of(ev.Ended)).error_code == ""
+    finally:
+        await client.stop()

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from baton.text import template
-from baton.text.template import ChatTemplate, Rendering, joined_turns, special_tokens_of
+from baton.text.template import ChatTemplate, Rendering, joined_turns
 from baton.types.errors import InvalidRequestError
 from router.served_model import ServedModel
 
@@ -36,8 +36,7 @@ def test_the_default_models_template(default_artifact):
     ],
 )
 def test_what_templates_rely_on(source, text):
-    special = special_tokens_of(lambda _: "<s>", bos=1, eos=None)
-    assert ChatTemplate(source, special).render(USER) == text
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(USER) == text
 
 
 def test_the_date_can_be_asked_for():

@@ -7,7 +7,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from baton.text.tokenizer import TextTokenizer, byte_alphabet, load_tokenizer
 
@@ -165,6 +165,26 @@ def test_bos_and_eos_are_added_only_when_the_file_says_so_and_it_is_asked_for():
     assert spelled(loud, "x") == ["x"]
 
 
+def test_added_tokens_of_a_byte_level_tokenizer_are_shown_as_text():
+    backend = load_tokenizer(small("gpt-2")).backend
+    backend.add_tokens(["ĠĠx", "é", "  y"])
+    tokenizer = load_tokenizer(backend.to_str())
+    ids = [backend.token_to_id(text) for text in ("ĠĠx", "é", "  y")]
+    assert [tokenizer.token_text(i) for i in ids] == ["  x", "é", "  y"]
+    assert backend.decode(ids[::2]) == tokenizer.decode(ids[::2])
+
+
+def test_settings_of_training_do_not_change_prompts():
+    backend = load_tokenizer(small("gpt-2")).backend
+    right = backend.encode("1234 5678").ids
+    backend.enable_truncation(3)
+    backend.enable_padding(length=40)
+    backend.model.dropout = 0.9
+    tokenizer = load_tokenizer(backend.to_str())
+    for _ in range(8):
+        assert tokenizer.encode("1234 5678") == right
+
+
 def test_what_is_not_known_is_refused_by_name():
     with pytest.raises(ValueError, match="viking"):
         load_tokenizer(small("viking"))
@@ -222,6 +242,16 @@ class TestSentencePiece:
         tokenizer = load_tokenizer(sentencepiece())
         ids = tokenizer.encode("é")
         assert b"".join(map(tokenizer.token_bytes, ids)) == " é".encode()
+
+    def test_spaces_in_added_tokens_are_spaces(self):
+        backend = load_tokenizer(sentencepiece()).backend
+        backend.add_tokens([AddedToken(text, normalized=False) for text in ("▁▁▁▁", "<0x0A>")])
+        backend.add_special_tokens(["<｜end▁of▁text｜>"])
+        tokenizer = load_tokenizer(backend.to_str())
+        ids = [backend.token_to_id(text) for text in ("o", "▁▁▁▁", "<0x0A>", "h")]
+        assert tokenizer.decode(ids) == backend.decode(ids) == "o    \nh"
+        special = backend.token_to_id("<｜end▁of▁text｜>")
+        assert tokenizer.token_text(special) == "<｜end▁of▁text｜>"
 
     @settings(deadline=None, max_examples=100)
     @given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=("Cs",))))

@@ -24,6 +24,7 @@ from tests.engine.vllm.record import FRANCE, LONG, SEEDS
 RECORDED = Path(__file__).parent / "recorded"
 EOS = (2,)
 BLOCKS = 1456
+VOCABULARY = 49152
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
 END = b"0\r\n\r\n"
 Reply = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -122,6 +123,7 @@ class Running:
             str(replay.folder),
             facts(hand_off),
             EOS,
+            VOCABULARY,
             BLOCKS,
             **options,
         )
@@ -283,6 +285,19 @@ async def test_what_vllm_lacks_is_refused_without_a_try(running: Running) -> Non
     running.submit(FRANCE, bad_words=((5,),))
     assert (await running.end()).error_message == "bad_words are not served by vLLM workers"
     assert running.replay.bodies == []
+
+
+async def test_a_token_outside_the_vocabulary_never_reaches_vllm(running: Running) -> None:
+    """It ends the GPU's kernels, and with them every request."""
+    running.submit([*FRANCE, VOCABULARY])
+    assert f"token id {VOCABULARY} is outside" in (await running.end()).error_message
+    running.reports.clear()
+    running.submit(LONG, Kind.REMOTE)
+    commit(running, (VOCABULARY,))
+    assert (await running.end()).error_code == "invalid_request"
+    assert running.replay.bodies == []
+    assert running.of(ev.StepDone)[-1].waiting == 0
+    assert not running.engine.broken.done()
 
 
 async def test_the_cache_is_followed_from_its_first_block(running: Running) -> None:

@@ -1,6 +1,7 @@
 """What is refused: by name, with OpenAI's body, never clamped."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from router.frontend.api.bodies.completion import CompletionBody
 from router.frontend.api.bodies.embedding import EmbeddingBody
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.bodies.tokens import DetokenizeBody
+from router.served_model import ServedModel
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 
@@ -272,15 +274,70 @@ async def test_api_keys_name_tenants(make_fleet):
 
 
 async def test_a_model_without_template_cannot_chat(make_fleet, artifact):
-    from dataclasses import replace
-
-    from router.served_model import ServedModel
-
     base = ServedModel(replace(artifact, chat_template=None), ("base",))
     fleet = await make_fleet({"decode-0": None}, served=base)
     error = check_problem(await fleet.chat(model="base"), 400, "messages")
     assert "no chat template" in error["message"]
     assert (await fleet.complete(model="base")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "number", ["0.12345678901234567", "1234567890123456.7", "1.00000000000000000001e2"]
+)
+async def test_a_decimal_that_would_change_is_refused_by_its_place(make_fleet, number):
+    fleet = await make_fleet({"decode-0": None})
+    deep = '{"properties": {"a": {"enum": [1, {"x": NUMBER}]}}}'.replace("NUMBER", number)
+    user = '"messages": [{"role": "user", "content": "hi"}]'
+    tool = f'"tools": [{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}]'
+    answer = f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {deep}}}}}'
+    claude = f'"tools": [{{"name": "f", "input_schema": {deep}}}], "max_tokens": 5'
+    for path, fields in (
+        ("chat/completions", f"{user}, {tool}"),
+        ("chat/completions", f"{user}, {answer}"),
+        ("completions", f'"prompt": "x", "guided_json": {deep}'),
+        ("messages", f"{user}, {claude}"),
+    ):
+        raw = f'{{"model": "{MODEL}", {fields}}}'
+        found = await fleet.http.post(f"/v1/{path}", content=raw)
+        assert found.status_code == 400, found.text
+        assert "properties.a.enum[1].x" in found.text
+    fine = user.replace("hi", f'{{\\"const\\": {number}}}')
+    found = await fleet.http.post(
+        "/v1/chat/completions", content=f'{{"model": "{MODEL}", "max_tokens": 2, {fine}}}'
+    )
+    assert found.status_code == 200, found.text
+
+
+async def test_a_text_with_a_token_that_the_model_lacks_is_refused(make_fleet, artifact, caplog):
+    """It ended the engine of one worker after the other."""
+    config = replace(artifact.config, vocab_size=49_000)
+    served = ServedModel(replace(artifact, config=config), ("small",))
+    assert "152 tokens outside the model's vocabulary" in caplog.text
+    fleet = await make_fleet({"decode-0": None}, served=served)
+    last = served.tokenizer.token_text(49_100)
+    assert served.tokenizer.encode(last) == [49_100]
+    chat = {"messages": [{"role": "user", "content": last}]}
+    calls = {
+        "/v1/completions": [{"prompt": last}, {"prompt": ["a", last]}, {"prompt": [49_000]}],
+        "/v1/chat/completions": [
+            chat,
+            {"messages": [{"role": "user", "content": "hi"}], "bad_words": [last]},
+            {"messages": [{"role": "user", "content": "hi"}], "stop_token_ids": [49_100]},
+            {"messages": [{"role": "user", "content": "hi"}], "logit_bias": {"49100": 1}},
+        ],
+        "/v1/messages": [{**chat, "max_tokens": 4}],
+        "/v1/responses": [{"input": last}],
+        "/v1/embeddings": [{"input": last}, {"input": ["a", last]}],
+        "/v1/score": [{"text_1": "a", "text_2": last}],
+        "/v1/rerank": [{"query": last, "documents": ["a"], "truncate_prompt_tokens": 4}],
+        "/tokenize": [{"prompt": last}, chat],
+    }
+    for path, bodies in calls.items():
+        for body in bodies:
+            answer = await fleet.http.post(path, json={"model": "small", **body})
+            assert answer.status_code == 400, (path, body, answer.text)
+            assert any(number in answer.text for number in ("49100", "49000")), answer.text
+    assert fleet.workers["decode-0"].submissions == []
 
 
 async def test_a_number_in_a_header_counts_with_all_its_digits(make_fleet):

@@ -109,6 +109,27 @@ async def test_the_events_of_a_stream_stand_in_their_order(make_fleet, model):
     assert events[-2][1]["usage"]["output_tokens"] > 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": 100000000000000000000000}', '{"city": 100000000000000000000000}'),
+        ('{"city": [-9223372036854775809, 1e999, 0.10]}', None),
+        ('{"city": 0.123456789012345678}', None),
+        ('{"city": 36893488147419103232', '{"city":36893488147419103232}'),
+    ],
+)
+async def test_numbers_of_a_call_have_the_digits_of_the_model(make_fleet, model, arguments, shown):
+    """They ended a finished answer with 500, or were null."""
+    end = "}</tool_call>" if arguments.endswith("}") else ""
+    text = f'<tool_call>{{"name": "weather", "arguments": {arguments}{end}'
+    fleet = await answering(make_fleet, model, text)
+    count = len(model.tokenizer.encode(text))
+    body = {"model": MODEL, "messages": HI, "max_tokens": 60 if end else count}
+    answer = await fleet.http.post("/v1/messages", json=body | {"tools": [WEATHER]})
+    assert answer.status_code == 200, answer.text
+    assert f'"input":{shown or arguments}' in answer.text
+
+
 async def test_tools_go_round(make_fleet, model):
     """A call, its result, and the answer to it: what the workers are told is a chat's prompt."""
     fleet = await answering(make_fleet, model, CALL)

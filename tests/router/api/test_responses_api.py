@@ -639,13 +639,23 @@ async def test_what_is_refused_is_named_as_the_caller_wrote_it(answering, more, 
     assert not fleet.workers["decode-0"].submissions
 
 
-async def test_an_integer_that_no_answer_could_repeat_is_refused(answering):
+async def test_integers_of_a_schema_may_have_any_size(answering):
+    """OpenAI's clients send what JavaScript prints for 2^64."""
     fleet = await answering("x")
-    tool = WEATHER | {"parameters": {"type": "object", "properties": {"a": {"default": 10**30}}}}
-    body = {"model": MODEL, "input": "hi", "tools": [tool]}
-    answer = await fleet.http.post("/v1/responses", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-    assert "64-bit" in answer.json()["error"]["message"]
+    number = {"type": "integer", "maximum": 18446744073709552000, "default": 10**30}
+    schema = {"type": "object", "properties": {"a": number}}
+    tool = WEATHER | {"parameters": schema, "strict": False}
+    formats = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": False}}
+    for more in ({"tools": [tool]}, {"text": formats}):
+        for stream in (False, True):
+            body = {"model": MODEL, "input": "hi", "stream": stream, **more}
+            answer = await fleet.http.post("/v1/responses", json=body)
+            assert answer.status_code == 200, answer.text
+            assert '"maximum":18446744073709552000,' in answer.text
+            assert f'"default":{10**30}}}' in answer.text
+    whole = await fleet.http.post("/v1/responses", json=body | {"stream": False})
+    kept = await fleet.http.get(f"/v1/responses/{whole.json()['id']}")
+    assert kept.json() == whole.json()
 
 
 async def test_earlier_responses_may_have_no_more_bytes_than_a_body(answering):

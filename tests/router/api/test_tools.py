@@ -235,6 +235,58 @@ async def test_what_no_grammar_follows_is_counted_where_it_was_not_kept(make_fle
     assert count("baton_schema_violations", keyword="uniqueItems") == 1
 
 
+A_RED = {"properties": {"a": {"enum": ["red", "blue"]}}, "required": ["a", "b"]}
+LEAST = {"type": "integer", "minimum": -(2**63)}
+BOTH = {
+    "properties": {"a": {"const": 1}, "b": {"const": 2}},
+    "required": ["a", "b"],
+    "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+}
+RULES = [
+    (
+        {"properties": {"id": LEAST, "s": {"enum": ["x"]}}, "required": ["id", "s"]},
+        None,
+        '{"id": -5, "s": "x"}',
+        ['{"id": -5, "s": "y"}', '{"id": -9223372036854775809, "s": "x"}'],
+    ),
+    ({"type": ["object", "null"], "enum": [None]}, "tools[].f.parameters", "{}", ["null"]),
+    ({"type": ["object", "null"], "properties": {"a": {"const": 1}}}, None, '{"a": 1}', ["null"]),
+    ({"anyOf": [{"type": "null"}, {"type": "object"}]}, None, "{}", ["null"]),
+    (A_RED, None, '{"a": "red", "b": [1]}', ['{"a": "pink", "b": 1}', '{"a": "red"}']),
+    (BOTH, "tools[].f.oneOf", '{"a": 1, "b": 2}', ['{"a": 2, "b": 2}', '{"a": 1}']),
+    (
+        {"properties": {"a": {"const": 2**53 + 1}, "b": {"const": 1}}, "required": ["b"]},
+        "tools[].f.const",
+        '{"b": 1}',
+        ['{"b": 2}'],
+    ),
+    (
+        {"properties": {"a": {"$ref": "#/$defs/L[int]"}}, "$defs": {"L[int]": {"const": 5}}},
+        None,
+        '{"a": 5}',
+        ['{"a": 6}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("rules", "ignored", "good", "bad"), RULES, ids=str)
+async def test_the_rules_of_a_tool_are_in_force_or_named(
+    make_fleet, model, rules, ignored, good, bad
+):
+    fleet = await make_fleet({"decode-0": None})
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"} | rules}}
+    answer = await fleet.chat(tools=[tool], tool_choice="required", max_tokens=9)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get("x-baton-ignored") == ignored
+    grammar = fleet.workers["decode-0"].submissions[0].sampling.grammar
+
+    def written(arguments: str) -> str:
+        return f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+
+    assert fits(model, grammar, written(good))
+    assert not any(fits(model, grammar, written(arguments)) for arguments in bad)
+
+
 async def test_arguments_are_compared_too(make_fleet, model):
     text = '<tool_call>{"name": "f", "arguments": {"a": [1, 1]}}</tool_call>'
     ids = model.tokenizer.encode(text)

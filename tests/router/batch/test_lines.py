@@ -33,6 +33,15 @@ def test_a_line_is_a_request_at_the_lowest_priority():
     assert isinstance(read(b"\xef\xbb\xbf" + json.dumps(GOOD).encode(), number=1), LineRequest)
 
 
+@pytest.mark.parametrize("body", [b"{}", b'{ "a" : 1e22 , "b":100000000000000000000000.10 } '])
+def test_numbers_of_a_line_keep_their_digits(body: bytes):
+    line = b'{"url": "%b", "body": %b, "custom_id": "one"}' % (CHAT.encode(), body)
+    found = read(line)
+    assert isinstance(found, LineRequest)
+    assert found.body.startswith(body.rstrip()[:-1])
+    assert json.loads(found.body)["priority"] == LOWEST_PRIORITY
+
+
 @pytest.mark.parametrize(
     ("line", "code"),
     [

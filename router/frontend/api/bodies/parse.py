@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from baton.types.errors import InvalidRequestError
 from router.frontend.api.bodies.common import MISSING_HERE, Body
+from router.frontend.api.bodies.decimals import refuse_long_decimals
 from router.frontend.api.bodies.fields import Ignored, refuse
 
 MAX_STRUCTURES = 65_536
@@ -46,6 +47,7 @@ def parse(
 
     Raises:
         InvalidRequestError: The body is not a JSON object, or a parameter is invalid.
+        GrammarError: A schema has a number that would change.
     """
     _check_structure(raw)
     try:
@@ -54,6 +56,7 @@ def parse(
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise InvalidRequestError("the body must be a JSON object")
+    refuse_long_decimals(raw)
     return checked(kind, data, ignored, model=model)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
+import orjson
 from pydantic_core import from_json
 
 from baton.types.errors import BatonError
@@ -19,6 +20,7 @@ from router.frontend.api.formats.answer_parts import (
     More,
     Part,
 )
+from router.frontend.api.formats.integers import encodable
 from router.frontend.api.messages.errors import MESSAGES_ERRORS
 from router.routing.choice import Delta
 from router.routing.requests.active_request import ActiveRequest
@@ -163,8 +165,17 @@ def _block(part: Part) -> dict[str, Any]:
             given = from_json(part.text or "{}", allow_partial="trailing-strings")
         except ValueError:
             given = {}
-        return {**block, "input": given if isinstance(given, dict) else {}}
+        return {**block, "input": _input(part.text, given) if isinstance(given, dict) else {}}
     return {**block, part.kind: part.text}
+
+
+def _input(text: str, given: dict[str, Any]) -> Any:
+    """Return complete arguments as they are written, and cut ones as far as they go."""
+    try:
+        from_json(text)
+    except ValueError:
+        return encodable(given)
+    return orjson.Fragment(text)
 
 
 def _usage(active_requests: Sequence[ActiveRequest]) -> dict[str, Any]:

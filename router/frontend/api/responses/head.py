@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from baton.types.errors import InvalidRequestError
+from router.frontend.api.formats.integers import encodable
 from router.frontend.api.responses.body import (
     ResponsesBody,
     ResponsesItem,
@@ -49,13 +50,13 @@ def head_of(body: ResponsesBody, answer_id: str, request: GenerationRequest) -> 
         "service_tier": "default",
         "store": body.keeps,
         "temperature": request.sampling.temperature,
-        "text": {"format": {"type": "text"}, **text},
+        "text": encodable({"format": {"type": "text"}, **text}),
         "tool_choice": choice
         if isinstance(choice, str)
         else choice.model_dump(exclude_none=True)
         if choice is not None
         else "auto",
-        "tools": [_tool(tool) for tool in body.tools or () if tool.type in _OFFERED],
+        "tools": [encodable(_tool(tool)) for tool in body.tools or () if tool.type in _OFFERED],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": request.sampling.top_p,
         "truncation": body.truncation or "disabled",

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from baton.text.calls.grammar import Choice, calls_grammar
+from baton.text.calls.grammar import Choice, calls_grammar, of_object
 from baton.text.grammar import MAX_SOURCE_CHARACTERS
 from baton.text.json_schema import lenient, ready, relaxed, unenforced
 from baton.text.tools import Tool, ToolSyntax
@@ -94,12 +94,16 @@ def at_level(tool: Tool, level: int) -> Tool:
 
 def schema_at(tool: Tool, level: int) -> str:
     """Return the schema that ``level`` enforces, as JSON."""
-    return json.dumps(lenient(at_level(tool, level).parameters or ANY_OBJECT))
+    return json.dumps(lenient(_at(tool, level)))
+
+
+def _at(tool: Tool, level: int) -> dict[str, Any]:
+    return of_object(at_level(tool, level).parameters or ANY_OBJECT)
 
 
 def _is_ready(tool: Tool, level: int) -> bool:
     try:
-        schema = ready(lenient(at_level(tool, level).parameters or ANY_OBJECT))
+        schema = ready(lenient(_at(tool, level)))
     except GrammarError:
         return False
     return len(json.dumps(schema)) <= MAX_SOURCE_CHARACTERS

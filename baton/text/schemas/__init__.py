@@ -1,0 +1,1 @@
+"""Parts of a JSON schema that are rewritten before a grammar is made of them."""

@@ -1,0 +1,46 @@
+"""Decimals of a schema with more digits than a double holds, which would become other numbers."""
+
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from baton.types.errors import GrammarError
+
+_LONG = re.compile(rb"[0-9][0-9.]{16}")
+_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=Decimal)
+_KEYWORDS = ("const", "enum")
+_TEXTS = ("messages", "input", "prompt", "system", "metadata")  # fields without schemas
+
+
+def refuse_long_decimals(raw: bytes) -> None:
+    """Raise ``GrammarError`` if ``const`` or ``enum`` in a body has such a decimal."""
+    if not any(b'"%b"' % keyword.encode() in raw for keyword in _KEYWORDS):
+        return
+    if _LONG.search(raw) is None:
+        return
+    try:
+        data = _DECODER.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return  # what reads the body reports it
+    for field, value in data.items() if isinstance(data, dict) else ():
+        if field not in _TEXTS:
+            for place, number in _inexact(value, field, inside=False):
+                raise GrammarError.at(
+                    place, f"{number} has more digits than a double; write a shorter number"
+                )
+
+
+def _inexact(value: Any, place: str, *, inside: bool) -> Iterator[tuple[str, Decimal]]:
+    """Yield decimals that a double does not hold; ``inside`` of ``const`` or ``enum``."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            within = inside or name in _KEYWORDS
+            yield from _inexact(item, f"{place}.{name}", inside=within)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _inexact(item, f"{place}[{index}]", inside=inside)
+    elif inside and isinstance(value, Decimal) and Decimal(repr(float(value))) != value:
+        yield place, value
