@@ -21,6 +21,7 @@ import grpc.aio
 import msgspec
 from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
+from baton.addresses import join_address
 from baton.engine.emulated_timing import TIMINGS
 from baton.engine.parent import die_with_parent
 from baton.engine.process.handle import EngineHandle
@@ -369,7 +370,7 @@ def _with_address(engine: EngineSettings, settings: WorkerSettings) -> EngineSet
     if external is None or external.hand_off != "nixl":
         return engine
     port = chosen_port(settings.host, settings.ports)
-    address = f"{settings.host}:{port}"
+    address = join_address(settings.host, port)
     own = msgspec.structs.replace(
         external, role=settings.role, address=address, ports=settings.ports
     )
@@ -387,8 +388,8 @@ async def _start_servers(base: _Base, stack: AsyncExitStack) -> tuple[grpc.aio.S
         interceptors=[TokenInterceptor(base.token)],
         options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
     )
-    port = listen(server, f"{host}:{free_port(host, ports)}", base.tls)
-    return server, f"{host}:{port}", metrics_server.address
+    port = listen(server, join_address(host, free_port(host, ports)), base.tls)
+    return server, join_address(host, port), metrics_server.address
 
 
 async def _start_services(

@@ -43,6 +43,8 @@ from redis.asyncio.sentinel import (
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 
+from baton.addresses import join_address
+
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "unix")
 _TLS_FILES = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
 _SECRETS = ("password_file", "password_env")
@@ -75,7 +77,7 @@ class RedisTarget(NamedTuple):
     def __str__(self) -> str:
         if self.path:
             return f"unix://{self.path}"
-        where = ", ".join(f"{host}:{port}" for host, port in self.hosts)
+        where = ", ".join(join_address(*one) for one in self.hosts)
         return f"{self.primary!r} of the Sentinels {where}" if self.primary else where
 
 

@@ -82,7 +82,7 @@ class NodeProbe:
         try:
             rate = await _send(address, port)
         except (OSError, TimeoutError) as error:
-            why = f"cannot connect to {address}:{port} ({error or type(error).__name__})"
+            why = f"cannot connect to port {port} of {address} ({error or type(error).__name__})"
             return msgspec.msgpack.encode(msgspec.structs.replace(edge, problem=why))
         return msgspec.msgpack.encode(msgspec.structs.replace(edge, bytes_per_s=rate))
 
@@ -92,7 +92,7 @@ class NodeProbe:
             async with asyncio.timeout(_CONNECT_S):
                 _, writer = await asyncio.open_connection(address, port)
         except (OSError, TimeoutError) as error:
-            return f"cannot connect to {address}:{port} ({error or type(error).__name__})"
+            return f"cannot connect to port {port} of {address} ({error or type(error).__name__})"
         await _hang_up(writer)
         return ""
 
