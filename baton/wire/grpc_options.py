@@ -7,9 +7,12 @@ import grpc.aio
 from baton.wire.tls import FleetTls
 
 _MESSAGE_BYTES = 16 << 20
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""Option of every channel inside a fleet: gRPC takes proxies from the environment otherwise."""
 WORKER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),
+    NO_PROXY,
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -23,7 +26,7 @@ WORKER_OPTIONS: list[tuple[str, Any]] = [
 ROUTER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
+    NO_PROXY,
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),

@@ -50,6 +50,7 @@ def start_local(folder: Path, config: FleetConfig) -> dict[str, str]:
     os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray lowers the priority
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = process_token()  # otherwise Ray writes ~/.ray/auth_token
+    os.environ.update(RAY_grpc_enable_http_proxy="0")
     os.environ.pop("RAY_USE_TLS", None)  # not needed on loopback
     os.environ[_CLUSTERS_VARIABLE] = "0"  # otherwise the daemons listen on all addresses
     import ray
