@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from baton.control_groups import usable_cpus
+
 Functions = Mapping[str, tuple[object, tuple[object, ...]]]
 """Result and argument types (ctypes) of each exported function."""
 
@@ -87,7 +89,7 @@ def _compile(command: Sequence[str], units: Sequence[str], target: Path) -> bool
         objects = [str(Path(folder) / f"{number}.o") for number in range(len(units))]
         partial = Path(folder) / target.name
         try:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
+            with ThreadPoolExecutor(usable_cpus()) as pool:
                 for _ in pool.map(lambda unit, out: run("-c", unit, "-o", out), units, objects):
                     pass
             run(*objects, "-o", str(partial))

@@ -1,12 +1,10 @@
 """Checks whether this machine has what the processes of a fleet need that all run here."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from baton.config.fleet_file import FleetConfig
+from baton.control_groups import total_memory_bytes, usable_cpus
 from fleet.pools.resources import engine_settings
 
 _GIB = 1 << 30
@@ -40,7 +38,7 @@ def _unreadable(file: str) -> str:
 
 
 def _missing(config: FleetConfig) -> Iterator[str]:
-    cores = os.cpu_count() or 1
+    cores = usable_cpus()
     if config.cpus_per_rank > cores:
         yield f"cpus_per_rank: {config.cpus_per_rank:g}, but this machine has {cores} CPUs"
     settings = engine_settings(config, "decode")
@@ -62,7 +60,7 @@ def _missing(config: FleetConfig) -> Iterator[str]:
             return
         pool = kv_geometry(model, settings.kv_dtype or settings.dtype, settings.kv_blocks)
         needed_bytes = config.pools.most_workers * pool.pool_bytes
-        total_bytes = psutil.virtual_memory().total
+        total_bytes = total_memory_bytes()
         if needed_bytes > total_bytes:
             yield (
                 f"kv_blocks_per_worker: {settings.kv_blocks} blocks of {config.pools.most_workers} "

@@ -16,6 +16,7 @@ import psutil
 from baton.config.fleet_file import FleetConfig
 from baton.config.golden_file import read_golden
 from baton.config.network import is_loopback
+from baton.control_groups import usable_cpus
 from baton.engine.vllm.interpreter import vllm_version
 from baton.model.locate import HUB_CHECK_S, HubSilentError
 from fleet.host_limits import available_memory, open_files
@@ -108,7 +109,7 @@ def port_owner(port: int) -> str | None:
 
 def notes(config: FleetConfig) -> list[str]:
     """Return warnings about settings that work, but slowly or with surprises."""
-    cores = os.cpu_count() or 1
+    cores = usable_cpus()
     timings = [lane.pools.engine.emulated for lane in config.lanes]
     warnings = [
         f"pools.engine: emulated ({timing}): no model runs, responses are synthetic"
@@ -261,7 +262,7 @@ def _speed(config: FleetConfig) -> str:
 
     choose_native(config.numerics.native)
     try:
-        threads = engine_settings(config, "decode").on(os.cpu_count() or 1).threads
+        threads = engine_settings(config, "decode").on(usable_cpus()).threads
         speed = measure(config.model, config.dtype, threads)
     except NoPeerError as missing:
         return f"{description()}; not measured: {missing}"

@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
+from baton.control_groups import usable_cpus
 from fleet.pools.nodes import CapacityError, check_nodes
 from fleet.pools.ray_health import RayHealth
 from fleet.pools.resources import (
@@ -59,7 +60,7 @@ def start_local(folder: Path, config: FleetConfig) -> dict[str, str]:
     with _set_for_children(inherited):
         ray.init(
             address="local",
-            num_cpus=local_cpus(config, os.cpu_count() or 1),
+            num_cpus=local_cpus(config, usable_cpus()),
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",

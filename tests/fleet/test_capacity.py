@@ -111,7 +111,7 @@ def test_auto_reaches_the_engine_and_a_number_stays_a_number(
     def kv_blocks(fleet: FleetConfig) -> int:
         return pool_geometry(engine_settings(fleet, "decode"), config).num_blocks
 
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("fleet.pools.resources.usable_cpus", lambda: 2)
     monkeypatch.setattr("baton.engine.loading.memory.free_memory_bytes", lambda: 6 * GIB)
     assert kv_blocks(FleetConfig(kv_blocks_per_worker=200)) == 200
     pair = kv_blocks(FleetConfig())
