@@ -19,6 +19,7 @@ from baton.config.network import is_loopback
 from baton.control_groups import usable_cpus
 from baton.engine.vllm.interpreter import vllm_version
 from baton.model.locate import HUB_CHECK_S, HubSilentError
+from baton.types.geometry import BLOCK_TOKENS
 from fleet.host_limits import available_memory, open_files
 from fleet.local.redis_server import server_program
 from fleet.local.state import FleetState, load_all
@@ -120,13 +121,7 @@ def notes(config: FleetConfig) -> list[str]:
             f"threads_per_rank x ranks = {config.threads_total} threads on {cores} cores: engine "
             "steps will slow each other down; lower threads_per_rank or pools"
         )
-    needed = config.max_context_tokens or 0
-    blocks = config.kv_blocks_per_worker
-    if blocks != "auto" and needed > blocks * 16:
-        warnings.append(
-            f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = {blocks} "
-            f"({blocks * 16} tokens): longer requests are rejected with 400"
-        )
+    warnings += filter(None, map(_small_pool, config.lanes))
     if config.numerics.mode == "fast" and (config.speculation.ngram or config.speculation.draft):
         warnings.append(
             "speculation with numerics: fast: responses may differ from those without "
@@ -141,6 +136,33 @@ def notes(config: FleetConfig) -> list[str]:
     if not (is_loopback(config.host) or config.has_keys):
         warnings.append(f"host = {config.host}: the router is open to the network without api_keys")
     return warnings
+
+
+def _small_pool(config: FleetConfig) -> str:
+    """Return a warning if a worker's KV pool holds less than the context; empty otherwise."""
+    from baton.engine.loading.memory import pool_geometry
+    from baton.model.artifact import resolve_model
+
+    needed = config.max_context_tokens or 0
+    blocks = config.kv_blocks_per_worker
+    if blocks == "auto":
+        try:
+            engine = engine_settings(config, "decode")
+            model = resolve_model(config.model, hub_answers_s=0).config
+            blocks = pool_geometry(engine, model).num_blocks
+        except (ValueError, OSError):  # `describe_model` names the problem
+            return ""
+        if engine.emulated or engine.external or engine.device != "cpu":
+            return ""  # its pool is not from this host's memory
+        needed = needed or model.max_context_tokens
+    if needed <= blocks * BLOCK_TOKENS:
+        return ""
+    chosen = " = auto" if config.kv_blocks_per_worker == "auto" else ""
+    return (
+        f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker{chosen} = {blocks} "
+        f"({blocks * BLOCK_TOKENS} tokens): requests that need more are rejected with 400, and "
+        "responses without max_tokens end where the pool does"
+    )
 
 
 def doctor(config: FleetConfig) -> list[Finding]:
