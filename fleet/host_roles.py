@@ -16,7 +16,8 @@ import msgspec
 
 from baton.config.fleet_file import FleetConfig
 from baton.control_groups import usable_cpus
-from baton.model.locate import cache_root, locate
+from baton.folders import cache_root
+from baton.model.locate import locate
 from baton.model.model_config import ModelError
 from fleet.pools.resources import engine_settings
 

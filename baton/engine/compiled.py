@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from baton.control_groups import usable_cpus
+from baton.folders import cache_root
 
 Functions = Mapping[str, tuple[object, tuple[object, ...]]]
 """Result and argument types (ctypes) of each exported function."""
@@ -26,8 +27,7 @@ _COMPILE_TIMEOUT_S = 900.0  # per source file; long, because busy machines need 
 
 def cache_folder() -> Path:
     """Return the folder of compiled libraries."""
-    root = os.environ.get("BATON_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "baton") / "native"
+    return cache_root() / "native"
 
 
 def cpu_flags() -> set[str]:

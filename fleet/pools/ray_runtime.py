@@ -25,7 +25,7 @@ from fleet.pools.resources import (
     local_cpus,
     worker_environment,
 )
-from fleet.pools.sealing import seal
+from fleet.pools.sealing import ray_token, seal
 from fleet.process_key import ProcessKey
 
 _DAEMONS = ("gcs_server", "raylet")  # a local Ray needs both
@@ -134,7 +134,7 @@ def attach(address: str) -> None:
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if given or (Path.home() / ".ray" / "auth_token").exists():
+    if given or ray_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray itself does so only for `auto`
     import ray
 

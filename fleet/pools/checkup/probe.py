@@ -165,9 +165,9 @@ def _wire() -> str:
 
 def _disk() -> str:
     """Return the free space of the fullest disk among those of Ray, logs and converted weights."""
-    from baton.model.locate import cache_root
+    from baton.folders import cache_root
 
-    folders = [Path("/tmp"), Path.home(), cache_root()]  # noqa: S108 - Ray's
+    folders = [Path("/tmp"), cache_root()]  # noqa: S108 - Ray's
     there = [next(f for f in (folder, *folder.parents) if f.exists()) for folder in folders]
     free = {str(folder): shutil.disk_usage(folder).free / 2**30 for folder in there}
     folder = min(free, key=lambda name: free[name])
