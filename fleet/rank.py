@@ -42,7 +42,7 @@ from baton.wire.capability import refusal
 from baton.wire.compatibility import geometry_of
 from baton.wire.fleet_token import FleetToken, TokenInterceptor
 from baton.wire.grpc_channels import Channels
-from baton.wire.grpc_options import WORKER_OPTIONS, listen
+from baton.wire.grpc_options import SERVER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
 from baton.wire.process_end import exit_process
 from fleet.ports import free_port
@@ -331,7 +331,7 @@ async def running(settings: RankSettings) -> AsyncIterator[tuple[str, asyncio.Fu
         undo.push_async_callback(program.close)
         server = grpc.aio.server(
             interceptors=[TokenInterceptor(token)],
-            options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
+            options=SERVER_OPTIONS,
         )
         free = settings.port or free_port(settings.host, settings.ports)
         port = listen(server, join_address(settings.host, free))

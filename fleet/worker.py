@@ -45,7 +45,7 @@ from baton.types.errors import UnavailableError
 from baton.types.lanes import lane_of
 from baton.types.trust import TrustRules
 from baton.wire.fleet_token import FleetToken, TokenInterceptor
-from baton.wire.grpc_options import WORKER_OPTIONS, listen
+from baton.wire.grpc_options import SERVER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
 from baton.wire.process_end import exit_process
 from baton.wire.tls import FleetTls
@@ -386,7 +386,7 @@ async def _start_servers(base: _Base, stack: AsyncExitStack) -> tuple[grpc.aio.S
     stack.push_async_callback(metrics_server.close)
     server = grpc.aio.server(
         interceptors=[TokenInterceptor(base.token)],
-        options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
+        options=SERVER_OPTIONS,
     )
     port = listen(server, join_address(host, free_port(host, ports)), base.tls)
     return server, join_address(host, port), metrics_server.address

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from baton.addresses import split_address
 from baton.config.network import is_loopback
 from baton.engine.parent import die_with_parent
 from baton.engine.settings import EngineSettings, ExternalEngine
@@ -144,10 +143,10 @@ def _hand_off_environment(engine: ExternalEngine) -> dict[str, str]:
     """Return the addresses at which other vLLMs reach the KV."""
     if engine.hand_off != "nixl":
         return {}
-    host, port = split_address(engine.address)
+    host, _, port = engine.address.rpartition(":")
     variables = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host.strip("[]"),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": port,
     }
     if is_loopback(host):
         variables["UCX_NET_DEVICES"] = "lo"  # UCX would listen on all interfaces
