@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.telemetry.progress import Progress
 from fleet.audit.local import audit_here
+from fleet.handoff_watch import FleetPage, HandoffWatch, Transfers
 from fleet.local import state as fleet_state
 from fleet.local.changes import Changes, changes, keys_digest
 from fleet.local.cluster_pools import ClusterPools
@@ -108,6 +110,7 @@ class Supervisor:
         self._lock: fleet_state.FleetLock | None = None  # of the state folder
         self._logs = Path()
         self._redis: RedisKeeper | None = None
+        self._handoffs: HandoffWatch | None = None
         self._routers: RouterProcesses | None = None
         self._pools: LocalPools | ClusterPools | None = None
         self._output: OwnOutput | None = None
@@ -186,8 +189,20 @@ class Supervisor:
         if self._address is not None:
             self._start_routers(self._routers)
         self._wait_until_ready(self._routers)
+        self._handoffs = HandoffWatch(self._read_transfers, self._say)
         for lane in unchecked:  # the routers have loaded its files
             self._describe(lane)
+
+    def _read_transfers(self) -> Transfers:
+        answer = httpx.get(
+            f"{self.url}/fleet",
+            headers={"authorization": f"Bearer {self._token.token}"},
+            timeout=_ANSWER_LIMIT_S,
+            trust_env=False,
+            verify=trusted(self._config.clients.certificate),
+        )
+        answer.raise_for_status()
+        return msgspec.json.decode(answer.content, type=FleetPage).transfers
 
     def _describe(self, lane: FleetConfig) -> bool:
         """Show what a model is; return whether it could be checked."""
@@ -504,6 +519,8 @@ class Supervisor:
             stack.callback(fleet_state.sweep, str(self._run_folder))
             if self._redis is not None:
                 stack.callback(self._redis.stop)
+            if self._handoffs is not None:
+                stack.callback(self._handoffs.stop)
             stack.callback(self._stop_workers)
             if self._routers is not None:  # first: their requests need the workers
                 self._routers.begin_stop()
