@@ -7,6 +7,7 @@ import socket
 from baton.addresses import family_of
 from baton.types.errors import InternalError
 
+LEAST_PORTS = 2  # of a worker: gRPC, metrics
 _LOG = logging.getLogger(__name__)
 PORTS_OF_A_WORKER = 3  # gRPC, metrics, KV; a separate rank: gRPC, commands, gloo's store
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from baton.config.fleet_file import FleetConfig
 from baton.control_groups import total_memory_bytes, usable_cpus
 from fleet.pools.resources import engine_settings
+from fleet.ports import LEAST_PORTS, PORTS_OF_A_WORKER
 
 _GIB = 1 << 30
 
@@ -26,7 +27,8 @@ def missing_files(config: FleetConfig) -> list[str]:
 
 def missing_resources(config: FleetConfig) -> list[str]:
     """Return a line for each resource that this machine lacks for all workers of the fleet."""
-    return list(dict.fromkeys(line for lane in config.lanes for line in _missing(lane)))
+    lines = [line for lane in config.lanes for line in _missing(lane)]
+    return list(dict.fromkeys([*_missing_ports(config), *lines]))
 
 
 def _unreadable(file: str) -> str:
@@ -35,6 +37,19 @@ def _unreadable(file: str) -> str:
             return ""
     except OSError as error:
         return f"cannot read {file}: {error.strerror}"
+
+
+def _missing_ports(config: FleetConfig) -> Iterator[str]:
+    if config.pools.ports is None:
+        return
+    first, _, last = config.pools.ports.partition("-")
+    ports = int(last) - int(first) + 1
+    workers = sum(lane.pools.most_workers for lane in config.lanes)
+    if ports < LEAST_PORTS * workers:
+        yield (
+            f"pools.ports: {config.pools.ports} has {ports} ports, but {workers} workers need "
+            f"{LEAST_PORTS * workers} ({PORTS_OF_A_WORKER * workers} with KV by TCP)"
+        )
 
 
 def _missing(config: FleetConfig) -> Iterator[str]:

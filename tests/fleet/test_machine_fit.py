@@ -22,6 +22,16 @@ def test_the_default_fleet_lacks_nothing() -> None:
     assert missing_resources(FleetConfig()) == []
 
 
+def test_a_range_with_fewer_ports_than_the_workers_need_is_told() -> None:
+    def told(ports: str) -> list[str]:
+        return missing_resources(FleetConfig(pools=PoolsConfig(prefill=2, decode=1, ports=ports)))
+
+    assert told("12000-12005") == []
+    assert told("12000-12004") == [
+        "pools.ports: 12000-12004 has 5 ports, but 3 workers need 6 (9 with KV by TCP)"
+    ]
+
+
 def test_pools_larger_than_the_memory_are_told_with_both_sizes() -> None:
     assert missing_resources(FleetConfig(pools=PAIR, kv_blocks_per_worker=1024)) == []
     [line] = missing_resources(FleetConfig(pools=PAIR, kv_blocks_per_worker=10_000_000))
