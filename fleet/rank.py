@@ -28,6 +28,7 @@ import msgspec
 from batonpb import prefill_pb2 as pb
 from batonpb import rank_pb2, rank_pb2_grpc
 
+from baton.addresses import family_of, join_address
 from baton.config.network import is_loopback
 from baton.engine.core.split import owned_heads, rank_geometries
 from baton.engine.cpu.parallel.rank_sockets import read_hello, steady
@@ -41,7 +42,7 @@ from baton.wire.capability import refusal
 from baton.wire.compatibility import geometry_of
 from baton.wire.fleet_token import FleetToken, TokenInterceptor
 from baton.wire.grpc_channels import Channels
-from baton.wire.grpc_options import WORKER_OPTIONS, listen
+from baton.wire.grpc_options import SERVER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
 from baton.wire.process_end import exit_process
 from fleet.ports import free_port
@@ -149,7 +150,7 @@ class RankProgram(rank_pb2_grpc.RankServicer):
 
     def _start_engine(self, begin: rank_pb2.RankBegin) -> None:
         host = self._settings.host
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        family = family_of(host)
         port = free_port(host, self._settings.ports)
         server = socket.create_server((host, port), family=family)
         server.setblocking(False)
@@ -330,15 +331,15 @@ async def running(settings: RankSettings) -> AsyncIterator[tuple[str, asyncio.Fu
         undo.push_async_callback(program.close)
         server = grpc.aio.server(
             interceptors=[TokenInterceptor(token)],
-            options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
+            options=SERVER_OPTIONS,
         )
         free = settings.port or free_port(settings.host, settings.ports)
-        port = listen(server, f"{settings.host}:{free}")
+        port = listen(server, join_address(settings.host, free))
         rank_pb2_grpc.add_RankServicer_to_server(program, server)
         await GrpcServer(ServingSide(server, token, b"", -1)).start(_LatePool(program))
         undo.push_async_callback(server.stop, None)
         await server.start()
-        yield f"{settings.host}:{port}", program.ended
+        yield join_address(settings.host, port), program.ended
 
 
 async def serve(settings: RankSettings) -> int:

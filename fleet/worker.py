@@ -21,6 +21,7 @@ import grpc.aio
 import msgspec
 from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
+from baton.addresses import join_address
 from baton.engine.emulated_timing import TIMINGS
 from baton.engine.parent import die_with_parent
 from baton.engine.process.handle import EngineHandle
@@ -44,7 +45,7 @@ from baton.types.errors import UnavailableError
 from baton.types.lanes import lane_of
 from baton.types.trust import TrustRules
 from baton.wire.fleet_token import FleetToken, TokenInterceptor
-from baton.wire.grpc_options import WORKER_OPTIONS, listen
+from baton.wire.grpc_options import SERVER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
 from baton.wire.process_end import exit_process
 from baton.wire.tls import FleetTls
@@ -369,7 +370,7 @@ def _with_address(engine: EngineSettings, settings: WorkerSettings) -> EngineSet
     if external is None or external.hand_off != "nixl":
         return engine
     port = chosen_port(settings.host, settings.ports)
-    address = f"{settings.host}:{port}"
+    address = join_address(settings.host, port)
     own = msgspec.structs.replace(
         external, role=settings.role, address=address, ports=settings.ports
     )
@@ -385,10 +386,10 @@ async def _start_servers(base: _Base, stack: AsyncExitStack) -> tuple[grpc.aio.S
     stack.push_async_callback(metrics_server.close)
     server = grpc.aio.server(
         interceptors=[TokenInterceptor(base.token)],
-        options=[*WORKER_OPTIONS, ("grpc.so_reuseport", 0)],
+        options=SERVER_OPTIONS,
     )
-    port = listen(server, f"{host}:{free_port(host, ports)}", base.tls)
-    return server, f"{host}:{port}", metrics_server.address
+    port = listen(server, join_address(host, free_port(host, ports)), base.tls)
+    return server, join_address(host, port), metrics_server.address
 
 
 async def _start_services(

@@ -9,12 +9,13 @@ import asyncio
 import ctypes
 import gc
 import logging
-import os
 import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 from weakref import WeakKeyDictionary
+
+from baton.control_groups import usable_cpus
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ _ARENAS = 2
 _OWN_FILES = 256  # files and sockets that are not clients
 _TRIM_BYTES = 256 * 1024
 _TRIM_AFTER_S = 1.0
-_THREADS = max(2, min(4, os.cpu_count() or 2))
+_THREADS = max(2, min(4, usable_cpus()))
 
 
 class LargeWork:

@@ -1,6 +1,5 @@
 """Fleet file section on worker pools: replicas, ranks, engine, ports."""
 
-import os
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
@@ -8,6 +7,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from baton.config.external_engine import ExternalKind, VllmConfig
 from baton.config.network import AbsoluteFile, FleetTlsConfig
 from baton.config.section import Section
+from baton.control_groups import usable_cpus
 
 CORES_OF_A_ROUTER = 4
 
@@ -311,5 +311,5 @@ class PoolsConfig(Section):
     def router_count(self) -> int:
         """Number of router processes on this host."""
         if self.routers == "auto":
-            return max((os.cpu_count() or 1) // CORES_OF_A_ROUTER, 1)
+            return max(usable_cpus() // CORES_OF_A_ROUTER, 1)
         return self.routers

@@ -16,6 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from baton.control_groups import usable_cpus
+from baton.folders import cache_root
+
 Functions = Mapping[str, tuple[object, tuple[object, ...]]]
 """Result and argument types (ctypes) of each exported function."""
 
@@ -24,8 +27,7 @@ _COMPILE_TIMEOUT_S = 900.0  # per source file; long, because busy machines need 
 
 def cache_folder() -> Path:
     """Return the folder of compiled libraries."""
-    root = os.environ.get("BATON_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "baton") / "native"
+    return cache_root() / "native"
 
 
 def cpu_flags() -> set[str]:
@@ -87,7 +89,7 @@ def _compile(command: Sequence[str], units: Sequence[str], target: Path) -> bool
         objects = [str(Path(folder) / f"{number}.o") for number in range(len(units))]
         partial = Path(folder) / target.name
         try:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
+            with ThreadPoolExecutor(usable_cpus()) as pool:
                 for _ in pool.map(lambda unit, out: run("-c", unit, "-o", out), units, objects):
                     pass
             run(*objects, "-o", str(partial))

@@ -5,6 +5,7 @@ from typing import Self
 
 import msgspec
 
+from baton.control_groups import cpu_quota
 from baton.engine.core.speculative.proposers import SpeculationSettings
 
 ENGINE_MODULES = {
@@ -127,8 +128,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         return own and self.device == "cpu"
 
     def on(self, cores: int) -> Self:
-        """Return the settings with the number of threads for a host with so many cores."""
+        """Return the settings with the number of threads for a host with so many cores.
+
+        A smaller CPU quota of this process's control groups takes their place.
+        """
         if self.threads:
             return self
+        cores = min(cores, cpu_quota() or cores)
         own = max(1, cores // (self.workers_on_host * self.tensor_parallel))
         return msgspec.structs.replace(self, threads=own, lends_cores=True)

@@ -13,13 +13,13 @@ joins the parts and checks the result. It is called once; the file stays in
 
 import contextlib
 import json
-import os
 import tempfile
 import threading
 from collections.abc import Callable
 from importlib import import_module, metadata, util
 from pathlib import Path
 
+from baton.folders import cache_root
 from baton.model.model_config import ModelError
 
 HUB_CHECK_S = 1.5
@@ -27,11 +27,6 @@ HUB_CHECK_S = 1.5
 HUB_LOAD_S = 30.0
 """Time in which the hub must answer a process that loads a model."""
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "README.md"]
-
-
-def cache_root() -> Path:
-    """Return the folder of reproducible files."""
-    return Path(os.environ.get("BATON_CACHE") or Path.home() / ".cache" / "baton")
 
 
 class HubSilentError(ModelError):

@@ -43,6 +43,8 @@ from redis.asyncio.sentinel import (
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 
+from baton.addresses import join_address
+
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "unix")
 _TLS_FILES = {"ca_file": "ssl_ca_certs", "cert_file": "ssl_certfile", "key_file": "ssl_keyfile"}
 _SECRETS = ("password_file", "password_env")
@@ -50,6 +52,7 @@ _OF_SENTINELS = ("sentinel_user", "sentinel_password_file", "sentinel_password_e
 _PORT = 6379
 _SENTINEL_PORT = 26379
 _CONNECT_S = 2.0
+_SOCKET_PATH_BYTES = 107  # Linux
 _SENTINEL_S = 0.5  # timeout per Sentinel, so that a dead one leaves time for the others
 
 
@@ -74,7 +77,7 @@ class RedisTarget(NamedTuple):
     def __str__(self) -> str:
         if self.path:
             return f"unix://{self.path}"
-        where = ", ".join(f"{host}:{port}" for host, port in self.hosts)
+        where = ", ".join(join_address(*one) for one in self.hosts)
         return f"{self.primary!r} of the Sentinels {where}" if self.primary else where
 
 
@@ -100,9 +103,8 @@ def parse_redis_url(url: str) -> RedisTarget:
         options["password"] = unquote(parts.password)
     files = {_TLS_FILES[name]: _file(query[name], name) for name in _TLS_FILES if name in query}
     if parts.scheme == "unix":
-        return RedisTarget(
-            (), unquote(parts.path), "", {**options, "db": _db(query, "")}, {}, False
-        )
+        path = _socket_path(unquote(parts.path))
+        return RedisTarget((), path, "", {**options, "db": _db(query, "")}, {}, False)
     hosts = _hosts(named, _SENTINEL_PORT if sentinel else _PORT)
     primary = unquote(parts.path).strip("/") if sentinel else ""
     if sentinel and not primary:
@@ -239,6 +241,15 @@ def _check_names(query: Mapping[str, str], *, tls: bool, sentinel: bool) -> None
 def _check_absolute(path: str, name: str) -> None:
     if not Path(path).is_absolute():
         raise RedisUrlError(f"{name}: {path} must be an absolute path: it is read on every host")
+
+
+def _socket_path(path: str) -> str:
+    if (size := len(os.fsencode(path))) > _SOCKET_PATH_BYTES:
+        raise RedisUrlError(
+            f"the socket's path has {size} bytes, at most {_SOCKET_PATH_BYTES} are possible: "
+            "use a shorter one"
+        )
+    return path
 
 
 def _file(path: str, name: str) -> str:

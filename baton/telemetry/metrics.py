@@ -25,6 +25,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from baton.addresses import join_address
 from baton.telemetry.histograms import Histogram
 from baton.telemetry.metric_names import DEPRECATED_NAMES, METRICS_BY_COMPONENT, MetricSpec
 from baton.telemetry.version import version
@@ -252,7 +253,7 @@ async def serve_metrics(
 
     server = await asyncio.start_server(answer, host, port, ssl=tls)
     bound_host, bound_port = server.sockets[0].getsockname()[:2]
-    return MetricsServer(server, f"{bound_host}:{bound_port}")
+    return MetricsServer(server, join_address(bound_host, bound_port))
 
 
 def _response(metrics: Metrics, head: bytes) -> bytes:

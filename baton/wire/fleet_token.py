@@ -85,13 +85,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
                 grpc.StatusCode.UNAUTHENTICATED, "the fleet token is missing or wrong"
             )
 
-        self._refuse_unary: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
-            refuse
-        )
-        self._refuse_stream: grpc.RpcMethodHandler[Any, Any] = (
-            grpc.stream_stream_rpc_method_handler(refuse)
-        )
-        self._refuse_pull: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
+        # Whatever the method is, a handler of streams: gRPC reads no message before it runs.
+        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             refuse
         )
 
@@ -100,12 +95,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Pass a call on, or answer UNAUTHENTICATED in the shape of the method."""
+        """Pass a call on, or answer UNAUTHENTICATED without reading the caller's messages."""
         metadata: Sequence[Any] = handler_call_details.invocation_metadata or ()
         shown = [value for key, value in metadata if key == TOKEN_KEY and isinstance(value, str)]
         if any(map(self._token.accepts, shown)):
             return await continuation(handler_call_details)
-        rpc = await continuation(handler_call_details)
-        if rpc is None or not (rpc.request_streaming or rpc.response_streaming):
-            return self._refuse_unary
-        return self._refuse_stream if rpc.request_streaming else self._refuse_pull
+        return self._refuse

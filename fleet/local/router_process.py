@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from baton.addresses import join_address
 from fleet.local.preflight import BACKLOG, claim_socket
 from fleet.local.subprocesses import die_with_parent
 from fleet.pools.resources import exit_reason
@@ -60,7 +61,7 @@ def url_of(scheme: str, host: str, port: int, *, elsewhere: bool = False) -> str
         version6 = host == "::"  # which accepts no IPv4
         loopback = "::1" if version6 else "127.0.0.1"
         host = own_address(version6=version6) if elsewhere else loopback
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://{join_address(host, port)}"
 
 
 def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:

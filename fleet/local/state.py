@@ -29,6 +29,7 @@ import psutil
 from baton.config.fleet_file import FleetConfig
 from baton.config.network import TlsFiles
 from baton.config.secrets import SecretError, read_tokens
+from baton.folders import home_folder
 from baton.registry.audit import file as audit
 from fleet.local.subprocesses import end_processes
 from fleet.process_key import ProcessKey
@@ -73,14 +74,20 @@ def home() -> Path:
     """Return the folder of all fleets' states."""
     if folder := os.environ.get("BATON_HOME"):
         return Path(folder)
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    base = os.environ.get("XDG_STATE_HOME") or home_folder() / ".local" / "state"
     return Path(base) / "baton"
 
 
 def state_folder(name: str) -> Path:
     """Return one fleet's folder; a new one is private to this user."""
     folder = home() / name
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise OSError(
+            f"cannot make {folder} ({error.strerror}): set BATON_HOME to a folder that this user "
+            "can write"
+        ) from error
     return folder
 
 

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.telemetry.progress import Progress
 from fleet.audit.local import audit_here
+from fleet.handoff_watch import FleetPage, HandoffWatch, Transfers
 from fleet.local import state as fleet_state
 from fleet.local.changes import Changes, changes, keys_digest
 from fleet.local.cluster_pools import ClusterPools
@@ -35,7 +37,7 @@ from fleet.local.log_files import OwnOutput, rotate, tail
 from fleet.local.machine_fit import missing_files, missing_resources
 from fleet.local.preflight import describe_model, notes
 from fleet.local.redis_check import check_external, redacted
-from fleet.local.redis_server import EmbeddedRedis, RedisKeeper
+from fleet.local.redis_server import EmbeddedRedis, RedisKeeper, server_program
 from fleet.local.router_process import (
     RouterFailedError,
     RouterProcesses,
@@ -108,6 +110,7 @@ class Supervisor:
         self._lock: fleet_state.FleetLock | None = None  # of the state folder
         self._logs = Path()
         self._redis: RedisKeeper | None = None
+        self._handoffs: HandoffWatch | None = None
         self._routers: RouterProcesses | None = None
         self._pools: LocalPools | ClusterPools | None = None
         self._output: OwnOutput | None = None
@@ -186,8 +189,20 @@ class Supervisor:
         if self._address is not None:
             self._start_routers(self._routers)
         self._wait_until_ready(self._routers)
+        self._handoffs = HandoffWatch(self._read_transfers, self._say)
         for lane in unchecked:  # the routers have loaded its files
             self._describe(lane)
+
+    def _read_transfers(self) -> Transfers:
+        answer = httpx.get(
+            f"{self.url}/fleet",
+            headers={"authorization": f"Bearer {self._token.token}"},
+            timeout=_ANSWER_LIMIT_S,
+            trust_env=False,
+            verify=trusted(self._config.clients.certificate),
+        )
+        answer.raise_for_status()
+        return msgspec.json.decode(answer.content, type=FleetPage).transfers
 
     def _describe(self, lane: FleetConfig) -> bool:
         """Show what a model is; return whether it could be checked."""
@@ -248,15 +263,15 @@ class Supervisor:
         import asyncio
 
         if self._config.redis != EMBEDDED:
-            version = asyncio.run(check_external(self._config.redis, self._config.fleet))
+            server = asyncio.run(check_external(self._config.redis, self._config.fleet))
             self._redis_url = self._config.redis
-            self._say(f"redis {version} at {redacted(self._config.redis)}")
+            self._say(f"redis is {server} at {redacted(self._config.redis)}")
             return
         own = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
         own.start()
         self._redis = RedisKeeper(own, self._say)
         self._redis_url = own.url
-        self._say(f"redis is up on port {own.port}")
+        self._say(f"redis is up: {server_program()}")
 
     def _start_workers(self) -> None:
         self._say(
@@ -504,6 +519,8 @@ class Supervisor:
             stack.callback(fleet_state.sweep, str(self._run_folder))
             if self._redis is not None:
                 stack.callback(self._redis.stop)
+            if self._handoffs is not None:
+                stack.callback(self._handoffs.stop)
             stack.callback(self._stop_workers)
             if self._routers is not None:  # first: their requests need the workers
                 self._routers.begin_stop()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import grpc
 
+from baton.wire.grpc_options import NO_PROXY
 from fleet.process_key import ProcessKey
 
 LOOK_EVERY_S = 4.0
@@ -65,7 +66,7 @@ class RayHealth:
 
     def _responds(self) -> bool:
         """Return whether the head responds at all; a rejection counts."""
-        with grpc.insecure_channel(self._address) as channel:
+        with grpc.insecure_channel(self._address, options=[NO_PROXY]) as channel:
             try:
                 # The empty message asks for the health of the whole server.
                 channel.unary_unary(_METHOD, bytes)(b"", timeout=_ANSWER_WITHIN_S)

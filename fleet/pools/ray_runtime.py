@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
+from baton.control_groups import usable_cpus
 from fleet.pools.nodes import CapacityError, check_nodes
 from fleet.pools.ray_health import RayHealth
 from fleet.pools.resources import (
@@ -24,7 +25,7 @@ from fleet.pools.resources import (
     local_cpus,
     worker_environment,
 )
-from fleet.pools.sealing import seal
+from fleet.pools.sealing import ray_token, seal
 from fleet.process_key import ProcessKey
 
 _DAEMONS = ("gcs_server", "raylet")  # a local Ray needs both
@@ -50,6 +51,7 @@ def start_local(folder: Path, config: FleetConfig) -> dict[str, str]:
     os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray lowers the priority
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = process_token()  # otherwise Ray writes ~/.ray/auth_token
+    os.environ.update(RAY_grpc_enable_http_proxy="0")
     os.environ.pop("RAY_USE_TLS", None)  # not needed on loopback
     os.environ[_CLUSTERS_VARIABLE] = "0"  # otherwise the daemons listen on all addresses
     import ray
@@ -58,7 +60,7 @@ def start_local(folder: Path, config: FleetConfig) -> dict[str, str]:
     with _set_for_children(inherited):
         ray.init(
             address="local",
-            num_cpus=local_cpus(config, os.cpu_count() or 1),
+            num_cpus=local_cpus(config, usable_cpus()),
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
@@ -132,7 +134,7 @@ def attach(address: str) -> None:
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if given or (Path.home() / ".ray" / "auth_token").exists():
+    if given or ray_token():
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray itself does so only for `auto`
     import ray
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -13,6 +12,7 @@ import msgspec
 
 from baton.config.external_engine import adapter_rank_limit
 from baton.config.fleet_file import FleetConfig
+from baton.control_groups import usable_cpus
 from baton.engine.core.speculative.proposers import SpeculationSettings
 from baton.engine.settings import (
     EmulatedModel,
@@ -252,7 +252,7 @@ def _model_config(reference: str) -> ModelConfig:
 
 
 def _workers_on_a_host(config: FleetConfig, other_workers: int) -> int:
-    places = math.floor((os.cpu_count() or 1) / config.cpus_per_rank + 1e-9)
+    places = math.floor(usable_cpus() / config.cpus_per_rank + 1e-9)
     return max(1, min(config.pools.most_workers + other_workers, places))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.config.secrets import SecretError
+from baton.folders import home_folder
 
 SECRET_FIELDS = ("redis_url", "fleet_token")
 _MARK = "sealed:"
@@ -60,8 +61,8 @@ def ray_token() -> str:
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token.strip()
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    file = Path(named) if named else Path.home() / ".ray" / "auth_token"
     try:
+        file = Path(named) if named else home_folder() / ".ray" / "auth_token"
         return file.read_text(encoding="utf-8").strip()
     except OSError:
         return ""

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from batonpb import prefill_pb2 as pb
 
+from baton.addresses import join_address, split_address
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
@@ -131,7 +132,7 @@ class _ReceivingEdge:
                 frames.put_nowait(over)
 
     async def _open(self, call: Any, helper: Helper) -> None:
-        host = self.peer.target.address.rpartition(":")[0].strip("[]")
+        host, _ = split_address(self.peer.target.address)
         opening = pb.PairOpen(incarnation=self.peer.target.incarnation, host=host)
         await call.write(pb.PairRequest(open=opening))
         opened = await call.read()
@@ -139,7 +140,7 @@ class _ReceivingEdge:
             raise TransportError("the peer opened no group")
         try:
             async with asyncio.timeout(START_S):
-                await helper.start(RECEIVER, f"{host}:{opened.store_port}", host)
+                await helper.start(RECEIVER, join_address(host, opened.store_port), host)
                 await helper.until_it_stands()
         except TimeoutError as error:
             raise TransportError(f"the group did not form within {START_S:.0f} s") from error

@@ -13,6 +13,7 @@ import grpc.aio
 from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 
+from baton.addresses import join_address
 from baton.telemetry.tasks import BackgroundTasks
 from kvtransfer.pair.helper import SENDER, SLOT_BYTES, Helper
 from kvtransfer.transport import FrameSource, ServingSide, TransportError
@@ -82,7 +83,7 @@ class _SendingEdge:
         helper = Helper(tasks)
         try:
             with contextlib.suppress(grpc.RpcError, TransportError):
-                await helper.start(SENDER, f"{self._host}:0", self._host)
+                await helper.start(SENDER, join_address(self._host, 0), self._host)
                 self.replies.put_nowait(pb.PairReply(store_port=helper.store_port))
                 await helper.until_it_stands()
                 async for request in requests:

@@ -20,6 +20,7 @@ import grpc.aio
 from batonpb import prefill_pb2 as pb
 from batonpb import rank_pb2, rank_pb2_grpc
 
+from baton.addresses import join_address, split_address
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
@@ -74,8 +75,8 @@ class RankLink:
         begin = rank_pb2.RankBegin(rank=self.rank, engine_settings=engine_settings)
         self._send(begin=begin)
         listens = await self._until(self._listens)
-        host = self.address.rpartition(":")[0]
-        return f"{host}:{listens.port}/{listens.secret}"
+        host, _ = split_address(self.address)
+        return f"{join_address(host, listens.port)}/{listens.secret}"
 
     async def serve(self, serve: rank_pb2.RankServe) -> None:
         """Map the rank's pool and serve its heads."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from batonpb import prefill_pb2 as pb
 
+from baton.addresses import split_address
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
@@ -68,7 +69,7 @@ class TcpTransport:
                 del self._idle[place]
                 return link
         offer = peer.offer(NAME)
-        host = peer.target.address.rpartition(":")[0].strip("[]")
+        host, _ = split_address(peer.target.address)
         port = port_in(offer.address) if offer is not None else None
         if port is None:
             raise TransportError(

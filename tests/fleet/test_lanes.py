@@ -71,7 +71,7 @@ def test_each_lane_has_a_controller_that_knows_the_other_workers() -> None:
 
 def test_workers_of_all_lanes_share_the_memory_of_a_host(monkeypatch) -> None:
     monkeypatch.setattr("fleet.pools.resources._emulated", lambda _: None)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("fleet.pools.resources.usable_cpus", lambda: 8)
     small = TWO.lanes[0]
     assert engine_settings(small, "decode").workers_on_host == 1
     assert engine_settings(small, "decode", other_workers=3).workers_on_host == 4

@@ -1,9 +1,7 @@
 """`baton up` and `baton config check` name what this machine lacks before anything starts."""
 
-import os
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -11,10 +9,11 @@ from typer.testing import CliRunner
 from baton.config.clients import ClientLimitsConfig
 from baton.config.fleet_file import FleetConfig, PoolsConfig
 from baton.config.network import HttpsConfig
+from baton.control_groups import total_memory_bytes, usable_cpus
 from fleet.cli.main import app
 from fleet.local.machine_fit import missing_files, missing_resources
 
-CORES = os.cpu_count() or 1
+CORES = usable_cpus()
 PAIR = PoolsConfig(prefill=1, decode=1)
 
 
@@ -23,11 +22,21 @@ def test_the_default_fleet_lacks_nothing() -> None:
     assert missing_resources(FleetConfig()) == []
 
 
+def test_a_range_with_fewer_ports_than_the_workers_need_is_told() -> None:
+    def told(ports: str) -> list[str]:
+        return missing_resources(FleetConfig(pools=PoolsConfig(prefill=2, decode=1, ports=ports)))
+
+    assert told("12000-12005") == []
+    assert told("12000-12004") == [
+        "pools.ports: 12000-12004 has 5 ports, but 3 workers need 6 (9 with KV by TCP)"
+    ]
+
+
 def test_pools_larger_than_the_memory_are_told_with_both_sizes() -> None:
     assert missing_resources(FleetConfig(pools=PAIR, kv_blocks_per_worker=1024)) == []
     [line] = missing_resources(FleetConfig(pools=PAIR, kv_blocks_per_worker=10_000_000))
     assert line.startswith("kv_blocks_per_worker: 10000000 blocks of 2 workers need 6866.5 GiB")
-    assert f"{psutil.virtual_memory().total / 2**30:.1f} GiB" in line
+    assert f"{total_memory_bytes() / 2**30:.1f} GiB" in line
 
 
 def test_a_rank_with_more_cpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

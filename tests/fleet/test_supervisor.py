@@ -48,8 +48,11 @@ def wait_for(condition: Callable[[], object], limit_s: float = 10.0) -> None:
 # ---- Ray's health -----------------------------------------------------------------------------
 
 
-def test_a_head_that_answers_anything_is_well_and_one_that_is_gone_is_not() -> None:
-    """Defect 16: noticed without Ray, whose calls would wait for a minute."""
+def test_a_head_that_answers_anything_is_well_and_one_that_is_gone_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Defect 16: noticed without Ray, whose calls would wait for a minute; and without a proxy."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with ThreadPoolExecutor(1) as pool:
         server = grpc.server(pool)  # knows no method: it refuses, which is an answer
         port = server.add_insecure_port("127.0.0.1:0")

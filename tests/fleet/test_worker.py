@@ -3,12 +3,14 @@
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
+from baton.addresses import split_address
 from baton.engine.settings import EngineSettings
 from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord
@@ -100,3 +102,19 @@ async def test_an_actor_begins_its_next_life_and_keeps_nothing_of_the_last(
         await registry.close()
     await actor.stop()
     assert open_files() <= files_before + 8
+
+
+async def test_a_worker_serves_at_an_ipv6_address(
+    monkeypatch: pytest.MonkeyPatch, redis_server: EmbeddedRedis
+) -> None:
+    monkeypatch.setattr(ray_worker, "log_to", lambda *_, **__: None)
+    here = msgspec.structs.replace(SETTINGS, redis_url=redis_server.url, host="::1")
+    actor = WorkerActor("fleet.worker", msgspec.to_builtins(here))
+    record = msgspec.msgpack.decode(await actor.start(), type=WorkerRecord)
+    try:
+        for address in (record.address, record.metrics_address):
+            host, port = split_address(address)
+            assert host == "::1" and address.startswith("[::1]:")
+            socket.create_connection((host, port), 5.0).close()
+    finally:
+        await actor.stop()

@@ -119,7 +119,7 @@ def test_redis_comes_back_empty(cluster: Cluster) -> None:
     """Fault table: loss of the Redis host. The fleet serves on, and nobody takes the lease."""
     client = cluster.host("client")
     load = cluster.load(25)
-    client.output("kill -9 $(pgrep -f 'redis-server.*[:]6399')")
+    client.output("kill -9 $(pgrep -f 'valkey-server.*[:]6399')")
     time.sleep(8)
     start_redis(client, "a-password")
     result = load.result()

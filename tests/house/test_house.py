@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from baton.wire.grpc_options import NO_PROXY, ROUTER_OPTIONS, WORKER_OPTIONS
 from tests.house import picture
 from tests.house.imports import ROOT, circles, floors, imports, modules, rooms
 
@@ -76,3 +77,28 @@ def test_every_package_says_what_lives_there() -> None:
 def test_the_picture_in_the_docs_is_drawn_from_the_imports() -> None:
     shown = picture.TARGET.read_text(encoding="utf-8")
     assert shown == picture.drawing(), "run: python -m tests.house.picture"
+
+
+CONNECTING = {
+    **dict.fromkeys(("Client", "AsyncClient", "HTTPTransport", "AsyncHTTPTransport"), "trust_env"),
+    **dict.fromkeys(("get", "post", "put", "delete", "request", "stream"), "trust_env"),
+    **dict.fromkeys(("insecure_channel", "secure_channel"), "options"),
+}
+
+
+def test_no_call_inside_a_fleet_takes_a_proxy_from_the_environment() -> None:
+    """httpx and gRPC do, and urllib always does; each call that connects says otherwise."""
+    silent = []
+    product = {name: file for name, file in modules().items() if name[:5] != "bench"}
+    for file in product.values():
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                owner = ast.unparse(call.func.value)
+                wanted = CONNECTING.get(call.func.attr, "")
+                connects = owner in ("httpx", "grpc", "grpc.aio") and wanted
+                if connects and wanted not in {keyword.arg for keyword in call.keywords}:
+                    silent.append(f"{file}:{call.lineno}")
+                if call.func.attr in ("urlopen", "build_opener"):
+                    silent.append(f"{file}:{call.lineno}")
+    assert silent == []
+    assert all(NO_PROXY in options for options in (WORKER_OPTIONS, ROUTER_OPTIONS))

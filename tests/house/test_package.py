@@ -25,7 +25,7 @@ def test_an_installation_adds_one_name_of_ours_and_the_names_of_the_programs() -
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     packages = {path.rpartition("/")[2] for path in build["targets"]["wheel"]["packages"]}
     programs = {"router", "prefill_worker", "decode_worker", "kvtransfer", "fleet", "loadtest"}
-    assert packages == {"baton", "batonpb", *programs}
+    assert packages == {"baton", "batonpb", "baton_command.py", *programs}
     assert all((ROOT / name / "__init__.py").exists() for name in programs)
 
 

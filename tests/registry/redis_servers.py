@@ -27,14 +27,22 @@ def free_ports(count: int) -> list[int]:
 class Server:
     """One `redis-server`, on loopback."""
 
-    def __init__(self, folder: Path, port: int, *lines: str, sentinel: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        *lines: str,
+        sentinel: bool = False,
+        binary: Path | None = None,
+    ) -> None:
         self.port = port
+        self.binary = binary or server_binary()
         own = folder / str(port)
         own.mkdir()
         file = own / "redis.conf"
         common = ("bind 127.0.0.1", f"port {port}", f"dir {own}", *lines)
         file.write_text("\n".join(common if sentinel else (*common, 'save ""')) + "\n")
-        self._command = [str(server_binary()), str(file), *(["--sentinel"] if sentinel else [])]
+        self._command = [str(self.binary), str(file), *(["--sentinel"] if sentinel else [])]
         self.process = self.start()
 
     def start(self) -> "subprocess.Popen[bytes]":

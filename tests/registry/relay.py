@@ -1,14 +1,15 @@
 """Relay in front of Redis that can stop forwarding, as a network that is cut."""
 
 import asyncio
+from pathlib import Path
 
 
 class Relay:
-    """Forwards connections to ``to_port`` of this host. They stay open during a cut."""
+    """Forwards connections to the Unix socket ``to``. They stay open during a cut."""
 
-    def __init__(self, to_port: int) -> None:
+    def __init__(self, to: Path) -> None:
         self.port = 0
-        self.to_port = to_port
+        self.to = to
         self._open = asyncio.Event()
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -31,7 +32,7 @@ class Relay:
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there = await asyncio.open_connection("127.0.0.1", self.to_port)
+            there = await asyncio.open_unix_connection(self.to)
         except OSError:
             writer.close()
             return

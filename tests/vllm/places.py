@@ -1,6 +1,6 @@
 """Where `make test-vllm` puts vLLM's environment and its model, and arguments for this CPU."""
 
-from baton.model.locate import cache_root
+from baton.folders import cache_root
 
 PYTHON = cache_root() / "vllm/bin/python"
 MODEL = cache_root() / "vllm-models/smol"

@@ -4,11 +4,11 @@
 """
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
 
+from baton.control_groups import usable_cpus
 from baton.engine.core.model_runner import ModelInfo
 from baton.engine.cpu.attention import AttentionTiling
 from baton.engine.cpu.cores import SharedCores, cores_file
@@ -78,7 +78,7 @@ def _shared_cores(settings: EngineSettings) -> SharedCores | None:
     """Return this worker's entry in the table of shared cores; ranks lend and do not borrow."""
     if not settings.lends_cores:
         return None
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     own = settings.threads * settings.tensor_parallel
     most = settings.threads if settings.tensor_parallel > 1 else cores
     try:

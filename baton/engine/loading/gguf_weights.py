@@ -30,9 +30,9 @@ from baton.engine.loading.weights import Progress, Rows, Weights, check_table, f
 from baton.engine.models.families import weight_table
 from baton.engine.models.family import ROPE_FACTORS, WeightName
 from baton.engine.numerics import DTYPES
+from baton.folders import cache_root
 from baton.model.artifact import ModelArtifact, ModelError
 from baton.model.gguf_file import GgufTensor, open_gguf
-from baton.model.locate import cache_root
 
 _CACHE_FORMAT = 3
 _CHUNK_ELEMENTS = 1 << 19  # elements dequantised at once: numpy needs about 30 bytes each

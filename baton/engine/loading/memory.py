@@ -16,10 +16,8 @@ parallelism it is the sum over the rank processes, which share one pool. The con
 import ctypes
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import psutil
-
+from baton.control_groups import free_memory_bytes
 from baton.engine.core.sequence import blocks_for
 from baton.engine.core.split import Split, rank_geometries
 from baton.engine.models.families import weight_table
@@ -47,8 +45,6 @@ _INT4_BYTES_PER_GROUP = 4  # scale and offset
 _LOADING_BYTES = 16 * _MIB  # buffers to quantise and pack a part of a weight
 _AUTO_SHARE = 0.5  # KV pool's share of a worker's free memory
 _MIN_BLOCKS = 64
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
 @dataclass(frozen=True)
@@ -316,16 +312,6 @@ def kv_geometry(config: ModelConfig, kv_dtype: str, num_blocks: int) -> KvGeomet
         num_blocks=num_blocks,
         dtype=kv_dtype,
     )
-
-
-def free_memory_bytes() -> int:
-    """Return the free memory of this machine, or of its container."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = int(_CGROUP_LIMIT.read_text())
-        return min(free, limit - int(_CGROUP_USED.read_text()))
-    except (OSError, ValueError):
-        return free  # no limit ("max")
 
 
 def pool_geometry(

@@ -18,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroupGloo
 
+from baton.addresses import split_address
 from baton.engine.parent import die_with_parent
 
 ORDER = struct.Struct("<QQQ")
@@ -89,11 +90,11 @@ def main() -> None:
     parser.add_argument("staging_fd", type=int)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    store_host, _, port = options.store.rpartition(":")
+    store_host, port = split_address(options.store)
     control = socket.socket(fileno=options.control_fd)
     store = TCPStore(
         store_host,
-        int(port),
+        port,
         world_size=2,
         is_master=options.rank == SENDER,
         timeout=timedelta(seconds=MEETING_S),

@@ -196,8 +196,13 @@ async def start(
 
 
 def _own_environment() -> dict[str, str]:
-    """Return this process's environment without what only its own interpreter may read."""
-    own = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    """Return this process's environment without what only its own interpreter may read.
+
+    Nor does vLLM get ``VLLM_PORT=tcp://…``, which Kubernetes sets for a Service named ``vllm``.
+    """
+    own = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    if "://" in os.environ.get("VLLM_PORT", ""):
+        own.add("VLLM_PORT")
     return {name: value for name, value in os.environ.items() if name not in own}
 
 

@@ -82,7 +82,7 @@ class NodeProbe:
         try:
             rate = await _send(address, port)
         except (OSError, TimeoutError) as error:
-            why = f"cannot connect to {address}:{port} ({error or type(error).__name__})"
+            why = f"cannot connect to port {port} of {address} ({error or type(error).__name__})"
             return msgspec.msgpack.encode(msgspec.structs.replace(edge, problem=why))
         return msgspec.msgpack.encode(msgspec.structs.replace(edge, bytes_per_s=rate))
 
@@ -92,7 +92,7 @@ class NodeProbe:
             async with asyncio.timeout(_CONNECT_S):
                 _, writer = await asyncio.open_connection(address, port)
         except (OSError, TimeoutError) as error:
-            return f"cannot connect to {address}:{port} ({error or type(error).__name__})"
+            return f"cannot connect to port {port} of {address} ({error or type(error).__name__})"
         await _hang_up(writer)
         return ""
 
@@ -165,9 +165,9 @@ def _wire() -> str:
 
 def _disk() -> str:
     """Return the free space of the fullest disk among those of Ray, logs and converted weights."""
-    from baton.model.locate import cache_root
+    from baton.folders import cache_root
 
-    folders = [Path("/tmp"), Path.home(), cache_root()]  # noqa: S108 - Ray's
+    folders = [Path("/tmp"), cache_root()]  # noqa: S108 - Ray's
     there = [next(f for f in (folder, *folder.parents) if f.exists()) for folder in folders]
     free = {str(folder): shutil.disk_usage(folder).free / 2**30 for folder in there}
     folder = min(free, key=lambda name: free[name])

@@ -141,9 +141,15 @@ class Preparer:
     Every method raises InvalidRequestError if a parameter is invalid.
     """
 
-    def __init__(self, model: ServedModel, settings: RouterSettings) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        settings: RouterSettings,
+        pool_tokens: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._model = model
         self._settings = settings
+        self._pool_tokens = pool_tokens
 
     def chat(
         self, body: ChatBody, caller: Caller, now_ns: int, grammar: AnswerGrammar = NO_GRAMMAR
@@ -167,7 +173,7 @@ class Preparer:
             body,
             asked_tokens,
             room,
-            default=room,
+            default=self._most_tokens(prompt, room),
             logprobs=alternatives,
             grammar=grammar.compiled,
         )
@@ -236,7 +242,7 @@ class Preparer:
             prompt = self._cut(prompt, cut, answer_tokens)
             # Without an answer the prompt may fill the context: the sampled token is discarded.
             room = self._room(prompt, "prompt", answer_tokens=0 if logprobs_only else 1)
-            default = min(_COMPLETION_TOKENS, room)
+            default = min(_COMPLETION_TOKENS, self._most_tokens(prompt, room))
             asked_tokens = 1 if logprobs_only else body.max_tokens
             sampling = self._sampling(
                 body,
@@ -303,6 +309,11 @@ class Preparer:
                 f"together is {limit} tokens",
             )
         return limit - len(prompt)
+
+    def _most_tokens(self, prompt: list[int], room: int) -> int:
+        """Return the response tokens that both the context and a worker's KV pool have room for."""
+        pool = self._pool_tokens()
+        return room if pool is None else min(room, max(1, pool - len(prompt)))
 
     def _sampling(
         self,

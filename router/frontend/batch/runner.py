@@ -76,7 +76,10 @@ class BatchRunner:
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             # The header x-baton-timeout-ms limits a line to the expiry of its batch.
             client = httpx.AsyncClient(
-                transport=transport, base_url="http://batch", timeout=_MAX_TIMEOUT_MS / 1000
+                transport=transport,
+                base_url="http://batch",
+                timeout=_MAX_TIMEOUT_MS / 1000,
+                trust_env=False,
             )
             async with client:
                 # An error in this task must not release the lock while lines are running.

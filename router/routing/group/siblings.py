@@ -37,9 +37,12 @@ class Siblings:
         self._leaving = False
 
     def _client(self, index: int) -> httpx.AsyncClient:
-        transport = httpx.AsyncHTTPTransport(uds=str(self._member.http_path(index)))
+        path = str(self._member.http_path(index))
         return httpx.AsyncClient(
-            transport=transport, base_url="http://sibling", timeout=_ANSWER_LIMIT_S
+            transport=httpx.AsyncHTTPTransport(uds=path, trust_env=False),
+            base_url="http://sibling",
+            timeout=_ANSWER_LIMIT_S,
+            trust_env=False,
         )
 
     async def start(self, make_connection: MakeConnection, tls: object | None) -> None:

@@ -13,6 +13,7 @@ from batonpb.decode_pb2 import Hello
 from baton.registry.types import Role, WorkerRecord
 from baton.registry.workers import WorkerChange
 from baton.telemetry.tasks import BackgroundTasks
+from baton.types.geometry import BLOCK_TOKENS
 from baton.wire.compatibility import EMITTED_WIRE, emulation, external_engine, wire_overlaps
 from router.routing.workers.link import LinkListener, WorkerLink
 from router.routing.workers.resting import RestingWorkers
@@ -469,6 +470,16 @@ class WorkerTable:
             for slot in self._slots.values()
             if slot.is_begun or slot.is_kept or not _long_dead(slot, limit_ns)
         ]
+
+    def pool_tokens(self) -> int | None:
+        """Return the tokens in the smallest KV pool of the workers that generate, if any is known.
+
+        Threads other than the event loop's may call this.
+        """
+        slots = [slot for slot in list(self._slots.values()) if slot.role != "prefill"]
+        statuses = [slot.link.status for slot in slots if slot.link is not None]
+        totals = [status.kv_blocks.total for status in statuses if status is not None]
+        return min(filter(None, totals), default=0) * BLOCK_TOKENS or None
 
     def transfers(self) -> dict[str, int]:
         """Return the sums of KV transfers: ``count``, ``bytes``, ``failures``."""

@@ -269,6 +269,20 @@ async def test_every_resolved_parameter_reaches_the_worker(fleet, model):
     assert explained["user"] == "somebody"
 
 
+async def test_a_default_length_fits_the_smallest_pool_that_generates(make_fleet):
+    """Its refusal would fail every client that names none; a length that is named stays."""
+    scripts = {
+        "decode-0": Script(answer=[1000, 1001], stop_token=2, kv_blocks=96),
+        "decode-1": Script(answer=[1000, 1001], stop_token=2, kv_blocks=96),
+    }
+    fleet = await make_fleet(scripts)
+    for call in (fleet.chat(max_tokens=None), fleet.chat(max_tokens=4000)):
+        assert (await call).status_code == 200
+    sent = [one for name in ("decode-0", "decode-1") for one in fleet.workers[name].submissions]
+    lengths = {one.sampling.max_tokens for one in sent}
+    assert lengths == {4000, 96 * 16 - len(sent[0].prompt_tokens) // 4}
+
+
 async def test_defaults_are_openais(make_fleet):
     fleet = await make_fleet({"decode-0": Script(answer=[1000, 1001], stop_token=2)})
     await fleet.complete("hi", seed=None)

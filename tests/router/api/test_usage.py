@@ -395,14 +395,14 @@ class Reach:
     def __init__(self, redis_server: EmbeddedRedis) -> None:
         self.redis = redis_server
         self.spare = EmbeddedRedis(password=redis_server.password)
-        self.relays = [Relay(redis_server.port) for _ in range(2)]
+        self.relays = [Relay(redis_server.socket_path) for _ in range(2)]
         self.registries: list[Registry] = []
 
     async def __aenter__(self) -> Self:
         self.spare.start()
         for relay in self.relays:
             await relay.start()
-            url = self.redis.url.replace(f":{self.redis.port}", f":{relay.port}")
+            url = f"redis://:{self.redis.password}@127.0.0.1:{relay.port}/0"
             self.registries.append(Registry(url, "test"))
         return self
 
@@ -423,7 +423,7 @@ class Reach:
         self.redis.kill()
         await asyncio.sleep(outage_s)
         for relay in self.relays:
-            relay.to_port = self.spare.port
+            relay.to = self.spare.socket_path
 
     async def cut(self, outage_s: float) -> None:
         """Cut one router off."""
@@ -476,7 +476,7 @@ async def test_a_router_that_stops_without_redis_leaves_its_usage_to_the_next(
         await first.chat(headers=headers_of("team"))
         await first.router.usage.close()
         assert "kept usage in the state folder" in caplog.text
-        reach.relays[0].to_port = reach.spare.port
+        reach.relays[0].to = reach.spare.socket_path
         for _ in range(2):
             second = await make_fleet({"decode-0": script}, **more)
             async with asyncio.timeout(10):

@@ -138,7 +138,7 @@ def serve(
     torch.set_num_threads(settings.threads)
     choose_native(settings.native)
     leader.sendall(ranks.frame(ranks.Started()))
-    host = leader.getsockname()[0] if leader.family is socket.AF_INET else "127.0.0.1"
+    host = leader.getsockname()[0] if leader.family is not socket.AF_UNIX else "127.0.0.1"
     group = Group(number, settings.tensor_parallel, store, torch.device("cpu"), host=host)
     artifact = resolve_model(settings.model)
     shard = Shard(artifact.config, number, group, own_pools=settings.own_pools)

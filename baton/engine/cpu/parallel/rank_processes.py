@@ -29,6 +29,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from baton.addresses import join_address
 from baton.engine.core.plan import PlanRow
 from baton.engine.cpu.parallel.rank_sockets import RankAddress, connect, greet
 from baton.engine.ipc import LENGTH, FrameReader
@@ -220,9 +221,10 @@ class RankProcesses:
             for address in addresses:
                 link = connect(address, STEP_TIMEOUT_S)
                 if self.meeting is None:
-                    self.meeting = socket.create_server((link.getsockname()[0], meeting_port))
+                    own = (link.getsockname()[0], meeting_port)
+                    self.meeting = socket.create_server(own, family=link.family)
                     host, port = self.meeting.getsockname()[:2]
-                    self.store = f"tcp://{host}:{port}"
+                    self.store = f"tcp://{join_address(host, port)}"
                 greet(link, address, self.store)
                 loader = connect(address, STEP_TIMEOUT_S)
                 greet(loader, address, self.store)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from baton.addresses import split_address
 from baton.engine.ipc import LENGTH
 
 _MOST_BYTES = 4096
@@ -30,8 +31,7 @@ class RankAddress(NamedTuple):
     def parse(cls, text: str) -> "RankAddress":
         """Parse ``HOST:PORT/SECRET`` into its parts."""
         address, _, secret = text.rpartition("/")
-        host, _, port = address.rpartition(":")
-        return cls(host, int(port), secret)
+        return cls(*split_address(address), secret)
 
 
 def connect(address: RankAddress, timeout_s: float) -> socket.socket:

@@ -38,6 +38,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
+from baton.addresses import split_address
 from baton.engine.core.plan import PlanRow
 from baton.engine.cpu.attention import AttentionTiling
 from baton.engine.cpu.linear import Linear
@@ -153,11 +154,11 @@ def _broken(cause: Exception) -> RankError:
 def _meet(store: str, ranks: int, patience: timedelta, meeting: socket.socket | None) -> Store:
     found: Store
     if store.startswith("tcp://"):
-        host, _, port = store.removeprefix("tcp://").rpartition(":")
+        host, port = split_address(store.removeprefix("tcp://"))
         fd = None if meeting is None else meeting.detach()
         found = TCPStore(
             host,
-            int(port),
+            port,
             ranks,
             fd is not None,
             patience,

@@ -1,0 +1,52 @@
+"""Folders of this user that outlive a process."""
+
+import contextlib
+import os
+import stat
+import tempfile
+from functools import cache
+from pathlib import Path
+
+
+class NoHomeError(OSError):
+    """The user has no home folder; the message names the variable to set."""
+
+
+def home_folder() -> Path:
+    """Return the user's home folder.
+
+    Raises:
+        NoHomeError: Neither HOME nor the user database has one.
+    """
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise NoHomeError(
+            f"user {os.getuid()} has no home folder: set BATON_HOME to a folder that this user can "
+            "write"
+        ) from error
+
+
+def cache_root() -> Path:
+    """Return the folder of reproducible files; a temporary one where the home cannot be written."""
+    if named := os.environ.get("BATON_CACHE"):
+        return Path(named)
+    with contextlib.suppress(NoHomeError):
+        folder = home_folder() / ".cache" / "baton"
+        nearest = next(one for one in (folder, *folder.parents) if one.exists())
+        if os.access(nearest, os.W_OK | os.X_OK):
+            return folder
+    return _temporary()
+
+
+@cache
+def _temporary() -> Path:
+    """Return this user's folder in /tmp, or a new one where others may have made or changed it."""
+    folder = Path(tempfile.gettempdir(), f"baton-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    ours = about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode)
+    if ours and not about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return folder
+    return Path(tempfile.mkdtemp(prefix="baton-"))

@@ -1,0 +1,82 @@
+"""Watch for a fleet whose KV hand-offs all fail, as behind a firewall between its workers.
+
+Requests with mode ``auto`` are answered all the same: decode workers compute their prompts.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import httpx
+import msgspec
+
+_LOOK_EVERY_S = 15.0
+_LEAST_FAILURES = 5
+_FAILING = (
+    "warning: all KV hand-offs fail ({failures} since the last success): decode workers compute "
+    "the prompts; see `baton doctor --edges` and `baton logs WORKER`"
+)
+_WORKING = "KV hand-offs work again"
+
+
+class Transfers(msgspec.Struct, frozen=True):
+    """Totals of the fleet's KV transfers."""
+
+    count: int
+    failures: int
+
+
+class FleetPage(msgspec.Struct, frozen=True):
+    """Part of a router's ``/fleet``."""
+
+    transfers: Transfers
+
+
+class HandoffState:
+    """Decision whether all hand-offs fail, from successive totals. Pure."""
+
+    def __init__(self) -> None:
+        self._last_success: Transfers | None = None
+        self._failing = False
+
+    def note(self, totals: Transfers) -> str:
+        """Return a line for the console; empty without news."""
+        last = self._last_success
+        if last is None or totals.count != last.count or totals.failures < last.failures:
+            self._last_success = totals
+            news = _WORKING if self._failing else ""
+            self._failing = False
+            return news
+        failures = totals.failures - last.failures
+        if self._failing or failures < _LEAST_FAILURES:
+            return ""
+        self._failing = True
+        return _FAILING.format(failures=failures)
+
+
+class HandoffWatch:
+    """Reads the totals from a router in a thread, and shows the news."""
+
+    def __init__(
+        self,
+        read: Callable[[], Transfers],
+        say: Callable[[str], None],
+        look_every_s: float = _LOOK_EVERY_S,
+    ) -> None:
+        self._read = read
+        self._say = say
+        self._look_every_s = look_every_s
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="hand-offs").start()
+
+    def stop(self) -> None:
+        """Stop the thread, which ends before its next look."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        state = HandoffState()
+        while not self._stopped.wait(self._look_every_s):
+            # A router may be restarting.
+            with contextlib.suppress(httpx.HTTPError, OSError, msgspec.MsgspecError):
+                if line := state.note(self._read()):
+                    self._say(line)
