@@ -9,7 +9,7 @@ import gc
 import http.client
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import pytest
@@ -73,8 +73,8 @@ VALUES = {
     "ids": f"[{repeated('12345')}]",
     "id lists": f"[{repeated('[' + repeated('12345', size=16000) + ']')}]",
     "many id lists": f"[{repeated('[1]', size=120_000)}]",
-    "texts": f'[{repeated(chr(34) + "a" + chr(34))}]',
-    "long texts": f'[{repeated(chr(34) + "x" * 400_000 + chr(34))}]',
+    "texts": f"[{repeated(chr(34) + 'a' + chr(34))}]",
+    "long texts": f"[{repeated(chr(34) + 'x' * 400_000 + chr(34))}]",
     "lists": f"[{repeated('[]')}]",
     "fewer lists": f"[{repeated('[]', size=190_000)}]",
     "deep": "[" * (SIZE // 2) + "]" * (SIZE // 2),
@@ -82,6 +82,7 @@ VALUES = {
     "fewer names": "{" + numbered('"#":0', size=600_000) + "}",
     "numbers": "{" + numbered('"#":5', size=400_000) + "}",
 }
+ALL_TEXTS = (*list(VALUES)[:9], "integers")
 MANY = {
     "messages": repeated('{"role":"user","content":"x"}'),
     "fewer messages": repeated('{"role":"user","content":"x"}', size=240_000),
@@ -89,7 +90,9 @@ MANY = {
         '{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":{}}}]}',
         size=300_000,
     ),
-    "parts": '{"role":"user","content":[' + repeated('{"type":"text","text":"x"}', size=210_000) + "]}",
+    "parts": '{"role":"user","content":['
+    + repeated('{"type":"text","text":"x"}', size=210_000)
+    + "]}",
     "large messages": repeated('{"role":"user","content":"' + "x" * 400_000 + '"}'),
 }
 SCHEMAS = {
@@ -102,16 +105,25 @@ SCHEMAS = {
 }
 
 
-def bodies(path: str, fields: list[str]) -> Iterator[tuple[str, str]]:
+def kinds_of(schema: str) -> Collection[str]:
+    """Return the kinds of values of a field that reach more than a check of the type."""
+    if '"array"' in schema or '"object"' in schema or "$ref" in schema:
+        return VALUES
+    return ALL_TEXTS if '"string"' in schema else ("integers", "digits", "letters")
+
+
+def bodies(path: str, fields: dict[str, Collection[str]]) -> Iterator[tuple[str, str]]:
     """Return names and JSON texts of large bodies."""
     least = LEAST[path]
 
     def body(field: str, value: str) -> str:
         others = json.dumps({"model": MODEL, **{k: v for k, v in least.items() if k != field}})
-        return f'{others[:-1]},{json.dumps(field)}:{value}}}'
+        return f"{others[:-1]},{json.dumps(field)}:{value}}}"
 
-    for field in [*fields, "unknown"]:
+    for field, kinds in {**fields, "unknown": VALUES}.items():
         for name, value in VALUES.items():
+            if name not in kinds:
+                continue
             yield f"{field}: {name}", body(field, value)
     for field in {"messages", "input"} & set(fields):
         for name, value in MANY.items():
@@ -168,7 +180,7 @@ def post(port: int, path: str, kind: str, raw: bytes) -> int:
         link.close()
 
 
-def fields_of(document: dict) -> dict[str, list[str]]:
+def fields_of(document: dict) -> dict[str, dict[str, Collection[str]]]:
     """Return the fields of the body of each path; of fields that paths share, the first only."""
     seen: set[str] = set()
     found = {}
@@ -180,9 +192,13 @@ def fields_of(document: dict) -> dict[str, list[str]]:
         if schema is None:
             assert path.endswith(NO_BODY), f"{path} needs an entry"
             continue
-        properties = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+        properties = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]][
+            "properties"
+        ]
         own = {name: json.dumps(value, sort_keys=True) for name, value in properties.items()}
-        found[path] = [name for name, text in own.items() if f"{name} {text}" not in seen]
+        found[path] = {
+            name: kinds_of(text) for name, text in own.items() if f"{name} {text}" not in seen
+        }
         seen |= {f"{name} {text}" for name, text in own.items()}
     return found
 

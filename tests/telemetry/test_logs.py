@@ -94,7 +94,9 @@ def test_a_default_rule_can_be_taken_away() -> None:
     assert redacted("a@b.example", email="") == "a@b.example"
 
 
-@pytest.mark.parametrize("text", ["-" * 50_000, "8" * 50_000, "a." * 25_000, "@a." * 16_000, "sk-" * 16_000])
+@pytest.mark.parametrize(
+    "text", ["-" * 50_000, "8" * 50_000, "a." * 25_000, "@a." * 16_000, "sk-" * 16_000]
+)
 def test_the_default_rules_take_time_in_proportion_to_the_text(text: str) -> None:
     began_s = time.thread_time()
     assert redacted(text)

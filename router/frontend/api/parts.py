@@ -36,14 +36,14 @@ from router.frontend.api.prepare import Preparer
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
 from router.frontend.lanes import LaneTable
+from router.routing.checks.answers import AnswerChecks
+from router.routing.checks.grammars import GrammarChecker
 from router.routing.lanes.gate import GateBook
 from router.routing.lanes.mirror import RouteMirror
 from router.routing.lanes.shadow import Shadows
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import fitted_rates
 from router.routing.requests.gateway import Gateway
-from router.routing.checks.answers import AnswerChecks
-from router.routing.checks.grammars import GrammarChecker
 from router.routing.requests.observer import Observer
 from router.routing.requests.readiness import Prober
 from router.routing.shares.quota_feed import QuotaFeed, QuotaSource

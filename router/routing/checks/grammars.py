@@ -16,7 +16,7 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.text.confined import frame
 from baton.text.grammar import MAX_SOURCE_CHARACTERS, GrammarKind, Vocabulary
 from baton.text.grammar_check import Question, Verdict
-from baton.types.errors import BatonError, GrammarError, UnavailableError
+from baton.types.errors import BatonError, GrammarError
 from router.routing.checks.fair_limit import FairLimit
 from router.routing.checks.process import ConfinedProcess, ProcessEndedError
 
@@ -141,4 +141,3 @@ class GrammarChecker:
 
 def _characters(question: Question, verdict: Verdict) -> int:
     return len(question.source) + len(verdict.grammar) + len(verdict.error)
-

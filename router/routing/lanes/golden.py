@@ -38,4 +38,3 @@ def _tokens_differ(found: tuple[int, ...], right: tuple[int, ...]) -> str:
     if len(found) != len(right):
         return f"the answer has {len(found)} tokens instead of {len(right)}"
     return ""
-

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from router.frontend.api.bodies.common import INT32
+from router.frontend.api.bodies.common import FIRST_FAULT, INT32
 from router.frontend.api.bodies.fields import MAX_TOOLS, Refused
 from router.frontend.api.bodies.functions import translated
 from router.frontend.api.bodies.generation import GenerationBody
@@ -31,7 +31,9 @@ class ChatBody(GenerationBody):
     """up to 512"""
     tool_choice: ToolChoice | None = None
     """none, auto, required, any (same as required), a function, a custom tool, allowed_tools"""
-    functions: Annotated[list[FunctionOffered], Field(max_length=MAX_TOOLS)] | None = None
+    functions: Annotated[list[FunctionOffered], Field(max_length=MAX_TOOLS), FIRST_FAULT] | None = (
+        None
+    )
     """tools of the old API; the answer then has function_call instead of tool_calls"""
     function_call: Literal["none", "auto"] | FunctionNamed | None = None
     """tool_choice of the old API"""

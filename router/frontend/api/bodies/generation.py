@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StringConstraints
 
 from router.frontend.api.bodies.common import (
+    FIRST_FAULT,
     INT32,
     Body,
     Choices,
@@ -113,15 +114,15 @@ class GenerationBody(ModelBody):
     """0 to 1"""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """requests with equal seeds get equal answers"""
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16), FIRST_FAULT] | None = None
     """a string, or a list of up to 16; empty strings are ignored"""
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64), FIRST_FAULT] | None = None
     """up to 64"""
     include_stop_str_in_output: bool | None = None
     """true: the text includes the stop string"""
     skip_special_tokens: bool | None = None
     """false: special tokens appear in the text"""
-    bad_words: Annotated[list[_BadWord], Field(max_length=64)] | None = None
+    bad_words: Annotated[list[_BadWord], Field(max_length=64), FIRST_FAULT] | None = None
     """up to 64 texts that are not generated, neither at the start of a word nor within one"""
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     """number of answers; at most the requests that one worker runs at once"""

@@ -7,6 +7,7 @@ runs in a thread. Therefore the number of objects in a body is limited.
 import re
 import reprlib
 from functools import cache
+from itertools import islice
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
@@ -20,14 +21,21 @@ from router.frontend.api.bodies.fields import Ignored, refuse
 MAX_STRUCTURES = 65_536
 """Largest number of JSON objects, arrays and names of fields in a body, which take about 40 ms."""
 
+MAX_VALUES = 1_000_000
+"""Largest number of elements of all arrays and objects in a body, such as token ids."""
+
+MAX_FREE_VALUES = 131_072
+"""Largest number of values in schemas and other objects of any form."""
+
 MAX_OBJECTS = 8_192
 """Largest number of messages, parts, calls and tools in a body, which take about 40 ms."""
 
 _MAX_FAULTS = 256  # limits the work of choosing the error that is reported
 _SLICE_BYTES = 64 * 1024
-_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{:'))
+_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHOWN_FIELDS = 16
 _OBJECTS = ("dict_type", "model_type", "model_attributes_type", "dataclass_type")
 
 _Kind = TypeVar("_Kind", bound=Body)
@@ -74,20 +82,29 @@ def checked(
 
 
 def _check_structure(raw: bytes) -> None:
-    """Reject a JSON text of more than `MAX_STRUCTURES`."""
-    if sum(map(raw.count, (b"[", b"{", b":"))) <= MAX_STRUCTURES:
+    """Reject a JSON text of more than `MAX_STRUCTURES`, or of more than `MAX_VALUES`."""
+    many = sum(map(raw.count, (b"[", b"{", b":"))) > MAX_STRUCTURES
+    if not many and raw.count(b",") <= MAX_VALUES:
         return
     kept = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_STRUCTURE)
     count = 0
+    commas = 0
     in_string = 0
     for begin in range(0, len(kept), _SLICE_BYTES):
         parts = kept[begin : begin + _SLICE_BYTES].split(b'"')
-        count += sum(map(len, parts[in_string::2]))
+        outside = b"".join(parts[in_string::2])
+        separators = outside.count(b",")
+        commas += separators
+        count += len(outside) - separators
         in_string = (in_string + len(parts) - 1) % 2
     if count > MAX_STRUCTURES:
         raise InvalidRequestError(
             f"the body has {count} JSON objects, arrays and names of fields, the limit is "
             f"{MAX_STRUCTURES}; send fewer, larger ones"
+        )
+    if commas > MAX_VALUES:
+        raise InvalidRequestError(
+            f"the body has {commas} elements of arrays and objects, the limit is {MAX_VALUES}"
         )
 
 
@@ -97,6 +114,7 @@ class _Sieve:
     def __init__(self, ignored: Ignored) -> None:
         self._ignored = ignored
         self._objects = 0
+        self._free_values = 0
 
     def known(self, kinds: _Kinds, data: dict[str, Any], place: str, where: str) -> dict[str, Any]:
         """Return the fields that at least one of the classes defines.
@@ -125,7 +143,22 @@ class _Sieve:
                 kept[name] = self._inside(inner, value, f"{place}{name}", f"{where}{name}")
             else:
                 kept[name] = value
+                if isinstance(value, dict):
+                    self._count_values(value, f"{where}{name}")
         return kept
+
+    def _count_values(self, value: dict[str, Any], where: str) -> None:
+        """Reject more than `MAX_FREE_VALUES` in objects of any form, which are encoded again."""
+        rest: list[Any] = [value]
+        while rest:
+            item = rest.pop()
+            self._free_values += len(item)
+            if self._free_values > MAX_FREE_VALUES:
+                raise InvalidRequestError.at(
+                    where, f"has more than {MAX_FREE_VALUES} values together with other objects"
+                )
+            inner = item.values() if isinstance(item, dict) else item
+            rest += [value for value in inner if isinstance(value, dict | list)]
 
     def _inside(self, kinds: _Kinds, value: Any, place: str, where: str) -> Any:
         if isinstance(value, dict):
@@ -242,6 +275,8 @@ def sentence(item: Any) -> str:
         message = re.sub(r"^\w+ should", "must", str(item["msg"])).replace("valid list", "list")
         message = re.sub(r" after validation(, not \d+)?$", "", message)
     given = item.get("input")
+    if isinstance(given, dict) and len(given) > _SHOWN_FIELDS:  # they would be sorted
+        given = dict(islice(given.items(), _SHOWN_FIELDS))
     shown = repr(given) if isinstance(given, int | float) else _SHORT.repr(given)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return f"{message} (got {shown})"

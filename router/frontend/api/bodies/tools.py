@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from router.frontend.api.bodies.common import Body, FunctionName, NonEmpty
+from router.frontend.api.bodies.common import FIRST_FAULT, Body, FunctionName, NonEmpty
 from router.frontend.api.bodies.fields import MAX_TOOLS
 
 
@@ -99,7 +99,9 @@ class SomeTools(Body):
     """A subset of the offered tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[ToolNamed | CustomNamed], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[
+        list[ToolNamed | CustomNamed], Field(min_length=1, max_length=MAX_TOOLS), FIRST_FAULT
+    ]
 
 
 class ToolsAllowed(Body):
@@ -109,7 +111,7 @@ class ToolsAllowed(Body):
     allowed_tools: SomeTools
 
 
-Tools = Annotated[list[ToolOffered], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[ToolOffered], Field(max_length=MAX_TOOLS), FIRST_FAULT]
 ToolChoice = (
     Literal["none", "auto", "required", "any"]
     | Annotated[ToolNamed | CustomNamed | ToolsAllowed, Field(discriminator="type")]

@@ -125,16 +125,18 @@ class ContextEdit(Body):
     """tool uses are cleared if the prompt has more than this (default 100000 input_tokens)"""
     clear_at_least: ContextAmount | None = None
     """input_tokens; fewer are not cleared at all"""
-    exclude_tools: list[str] | None = None
+    exclude_tools: Annotated[list[str], FIRST_FAULT] | None = None
     """names of tools whose results are kept"""
-    clear_tool_inputs: bool | list[str] | None = None
+    clear_tool_inputs: bool | Annotated[list[str], FIRST_FAULT] | None = None
     """true, or names of tools: the arguments of cleared calls are removed, too"""
 
 
 class ContextManagement(Body):
     """Edits of the conversation."""
 
-    edits: Annotated[list[ContextEdit], Field(max_length=16)] = Field(default_factory=list)
+    edits: Annotated[list[ContextEdit], Field(max_length=16), FIRST_FAULT] = Field(
+        default_factory=list
+    )
     """applied in this order"""
 
 
@@ -183,7 +185,7 @@ class CountTokensBody(ModelBody):
     """consecutive messages of one role are joined; a last assistant message is continued"""
     system: str | Annotated[list[MessagesBlock], FIRST_FAULT] | None = None
     """text, or text blocks"""
-    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS), FIRST_FAULT] | None = None
     """up to 512"""
     tool_choice: MessagesToolChoice | None = None
     """see below"""
@@ -221,7 +223,7 @@ class MessagesBody(CountTokensBody):
 
     max_tokens: Annotated[int, Field(ge=1, lt=INT32)]
     """limited to the space that the prompt leaves in the context"""
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], FIRST_FAULT] | None = None
     """up to 16"""
     stream: bool | None = None
     """server-sent events"""

@@ -100,7 +100,7 @@ class ResponsesTool(Body):
     """true: a schema that cannot be enforced in full is a 400; otherwise the rest is enforced"""
     format: ResponsesInputFormat | None = None
     """input of a custom tool: text, or text that follows a grammar"""
-    tools: "Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None" = None
+    tools: "Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS), FIRST_FAULT] | None" = None
     """tools of a namespace, called as namespace.name"""
 
     accepted: ClassVar[dict[str, str]] = {
@@ -127,7 +127,7 @@ class ResponsesToolChoice(ResponsesFunctionName):
     """function, custom, allowed_tools"""
     mode: Literal["auto", "required"] | None = None
     """auto or required; only for allowed_tools"""
-    tools: list[ResponsesFunctionName] | None = None
+    tools: Annotated[list[ResponsesFunctionName], FIRST_FAULT] | None = None
     """tools that may be called; only for allowed_tools; the model still sees all tools"""
 
 
@@ -183,7 +183,7 @@ class InputTokensBody(ModelBody):
     """system message before the conversation"""
     previous_response_id: str | None = None
     """response whose conversation precedes the input"""
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS), FIRST_FAULT] | None = None
     """up to 512"""
     tool_choice: Literal["none", "auto", "required", "any"] | ResponsesToolChoice | None = None
     """none, auto, required, any (same as required), a tool, allowed_tools"""
@@ -214,7 +214,7 @@ class ResponsesBody(InputTokensBody):
     """greater than 0, at most 1"""
     top_logprobs: int | None = None
     """0 to 20"""
-    include: list[str] | None = None
+    include: Annotated[list[str], FIRST_FAULT] | None = None
     """message.output_text.logprobs; other values have no effect"""
     stream: bool | None = None
     """server-sent events"""
