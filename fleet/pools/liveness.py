@@ -68,11 +68,16 @@ class ShellProcess(msgspec.Struct, frozen=True):
 
 
 class Life:
-    """The controller's view of one incarnation: its actor, its process and its last response."""
+    """The controller's view of one incarnation: its actor, its process and its last response.
 
-    def __init__(self, epoch: int, actor: Any) -> None:
+    ``named`` is the epoch in the actor's name, 0 if unknown.
+    """
+
+    def __init__(self, epoch: int, actor: Any, named: int = 0) -> None:
         self.epoch = epoch
         self.actor = actor
+        self.named = named
+        self.on_answer: Callable[[ShellProcess], None] = lambda _: None
         self._process: ShellProcess | None = None
         self._silent_s = 0.0
 
@@ -84,6 +89,7 @@ class Life:
                     await self.actor.ping.remote(), type=ShellProcess
                 )
                 self._silent_s = 0.0
+                self.on_answer(self._process)
             except RayError as error:  # after its end, the task that waits for it gets the error
                 _LOG.debug("no response to a ping: %r", error)
             await asyncio.sleep(ASK_EVERY_S)
@@ -115,6 +121,12 @@ async def process_of(actor: Any) -> ShellProcess | None:
         async with asyncio.timeout(ASK_EVERY_S):
             return msgspec.msgpack.decode(await actor.ping.remote(), type=ShellProcess)
     return None
+
+
+def end_actor(name: str, namespace: str) -> None:
+    """End a named actor, if it is still there."""
+    with contextlib.suppress(ValueError, RayError):
+        ray.kill(ray.get_actor(name, namespace=namespace))
 
 
 class StandstillGuard:

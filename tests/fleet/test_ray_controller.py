@@ -302,6 +302,72 @@ async def test_a_new_controller_plans_if_the_old_one_did(
     await registry.close()
 
 
+async def test_a_slow_worker_of_a_later_epoch_than_its_name_is_adopted_as_it_is(
+    controller: ControllerActor, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process hosts the third incarnation, and answers the first ping too late."""
+    registry = Registry(redis_server.url, "test")
+    slot = WorkerRecord(worker_id="worker-0", role="prefill", state="ready", epoch=4)
+    await registry.write_slot(slot)
+    await registry.close()
+    monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.1)
+    lives = adopting(controller, monkeypatch, "worker-0", "worker-1")
+    slow = lives["worker-0"]
+    slow.process = msgspec.structs.replace(slow.process, epoch=3)
+    slow.frozen = True
+    await controller.run()
+    assert controller._machine.slots["worker-0"].epoch == 4
+    slow.frozen = False
+    await until(lambda: controller._machine.slots["worker-0"].epoch == 3)
+    await until(lambda: phase(controller) is Phase.READY)
+    assert not slow.stopped.is_set()
+    await controller._desk.execute(Order("token", "drain", ("worker-0",)))
+    await until(lambda: phase(controller) is Phase.PARKED)
+
+
+async def test_an_order_for_a_life_that_is_gone_has_an_end_and_the_end_of_another_is_not_its_own(
+    controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives = adopting(controller, monkeypatch)
+    await controller.run()
+    await until(lambda: phase(controller, "worker-1") is phase(controller) is Phase.READY)
+    life = controller._lives.get("worker-0")
+    assert life is not None
+    later = liveness.Life(1, lives["worker-0"], 1)
+    assert controller._lives.add("worker-0", later) is life
+    lives["worker-0"].stopped.set()
+    await until(lambda: phase(controller) is not Phase.READY)
+    assert controller._lives.get("worker-0") is later
+    lost = controller._lives.get("worker-1")
+    assert lost is not None
+    controller._lives.remove("worker-1", lost)
+    await controller._desk.execute(Order("token", "drain", ("worker-1",)))
+    await until(lambda: phase(controller, "worker-1") is Phase.PARKED)
+
+
+async def test_an_actor_that_the_controller_does_not_know_is_ended(
+    controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end that an earlier controller had decided was lost with it."""
+    monkeypatch.setattr(ray_controller, "_STRANGERS_EVERY_S", 0.1)
+    lives = adopting(controller, monkeypatch, "worker-0", "worker-1")
+    listed = ray_controller.ray.util.list_named_actors()
+    old = {"name": "baton-test-worker-0-0", "namespace": ray_controller.NAMESPACE}
+    monkeypatch.setattr(ray_controller.ray.util, "list_named_actors", lambda **_: [*listed, old])
+    ended: list[object] = []
+    get = ray_controller.ray.get_actor
+    monkeypatch.setattr(
+        ray_controller.ray,
+        "get_actor",
+        lambda name, **_: "old" if name == old["name"] else get(name),
+    )
+    monkeypatch.setattr(ray_controller.ray, "kill", ended.append)
+    await controller.run()
+    await until(lambda: len(ended) > 0)
+    assert set(ended) == {"old"}
+    assert not any(life.stopped.is_set() for life in lives.values())
+
+
 async def test_roles_are_planned_as_an_operator_says(controller: ControllerActor) -> None:
     for mode in ("auto", "hold"):
         assert (
