@@ -96,6 +96,21 @@ class Presence:
                     await self._changed.wait()
 
 
+async def was_replaced(url: str, fleet: str, worker_id: str, epoch: int) -> bool | None:
+    """Return whether the controller has replaced an incarnation; None if that is unknown."""
+    registry = Registry(url, fleet)
+    try:
+        (raw,) = await registry.send(("GET", registry.key("slot", worker_id)))
+        slot = msgspec.msgpack.decode(raw, type=WorkerRecord) if raw is not None else None
+    except (RegistryUnavailableError, msgspec.DecodeError):
+        return None
+    finally:
+        await registry.close()
+    if slot is None or slot.epoch < epoch:  # expired, or left over
+        return None
+    return slot.epoch > epoch or slot.state == "dead"
+
+
 class WorkerChange(msgspec.Struct, frozen=True):
     """Change of one slot's record; ``after`` is None when the slot left the list."""
 

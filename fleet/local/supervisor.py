@@ -54,6 +54,7 @@ _ROUTER_STOP_S = 3.5
 _POLL_S = 0.25
 _CONTROLLER_POLL_S = 2.0
 _CONTROLLER_LOST_S = 30.0
+_LOOK_COUNTS_S = 10.0  # at most
 _NAMED = 3  # workers that a line of the start names
 _GIVE_UP_LIVES = 3  # failed starts of a worker after which the fleet's start fails
 _ANSWER_LIMIT_S = 3.0  # a starting router's socket accepts connections before it responds
@@ -357,7 +358,8 @@ class Supervisor:
                 raise FleetError(f"{name} failed {lives} times: {reason}\n{tail(self._logs, name)}")
 
     def _watch(self) -> None:
-        controller_seen_s = next_look_s = time.monotonic()
+        silent_s = 0.0  # without a response of the controller
+        last_look_s = next_look_s = time.monotonic()
         while not self._stop.wait(_POLL_S):
             if self._redis is not None:
                 self._redis.keep(time.monotonic())
@@ -365,12 +367,16 @@ class Supervisor:
             self._check_ray()
             self._follow_changes()
             if time.monotonic() >= next_look_s:
-                if self._pools is not None and self._pools.answers():
-                    controller_seen_s = time.monotonic()
+                responds = self._pools is not None and self._pools.answers()
+                # a standstill of this process counts as one look: the controller stood still too
+                silent_s += min(time.monotonic() - last_look_s, _LOOK_COUNTS_S)
+                last_look_s = time.monotonic()
+                if responds:
+                    silent_s = 0.0
                     self._note_awaited(self._show_slots())
                 next_look_s = time.monotonic() + _CONTROLLER_POLL_S
                 rotate(self._logs)
-            if time.monotonic() - controller_seen_s > _CONTROLLER_LOST_S:
+            if silent_s > _CONTROLLER_LOST_S:
                 raise FleetError(
                     f"Ray or the controller has not responded for {_CONTROLLER_LOST_S:.0f} s; see "
                     f"{self._logs / 'controller.log'}"

@@ -23,6 +23,7 @@ from baton.registry import wanted
 from baton.registry.orders import Answer, Order
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import WorkerRecord
+from baton.registry.workers import was_replaced
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import liveness, placement, ray_controller
@@ -549,10 +550,48 @@ async def test_a_controller_that_stood_still_itself_blames_nobody(
     assert [slot.epoch for slot in controller._machine.slots.values()] == [1, 1]
 
 
-async def test_a_process_that_stood_still_ends_itself() -> None:
+async def test_a_process_that_stood_still_ends_itself_once_it_is_known_to_be_replaced(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause of the whole machine replaces nobody: without an answer it serves and asks again."""
+    monkeypatch.setattr(liveness, "_ASK_AGAIN_S", 0.05)
+    registry = Registry(redis_server.url, "test")
+    slot = WorkerRecord(worker_id="worker-0", role="decode", state="ready", epoch=2)
+    answers: list[bool | None] = []
+    url = "redis://127.0.0.1:1/0"
+
+    async def replaced() -> bool | None:
+        answers.append(await was_replaced(url, "test", "worker-0", 2))
+        return answers[-1]
+
+    why: list[str] = []
+    guard = StandstillGuard(replaced, limit_s=0.5, end=why.append)
+    async with BackgroundTasks("test").beside(guard.run(), "guard"):
+        await asyncio.sleep(0.2)
+        assert answers == []
+        time.sleep(1.0)  # noqa: ASYNC251
+        await until(lambda: len(answers) > 1)
+        assert (set(answers), why) == ({None}, []), "Redis is away"
+        await registry.write_slot(slot)
+        url = redis_server.url
+        await until(lambda: answers[-1] is False)
+        asked = len(answers)
+        await asyncio.sleep(0.5)
+        assert (len(answers), why) == (asked, []), "it is the present one"
+        await registry.write_slot(msgspec.structs.replace(slot, state="starting", epoch=3))
+        time.sleep(1.0)  # noqa: ASYNC251
+        await until(lambda: why != [])
+    await registry.close()
+
+
+async def test_a_loop_that_hangs_ends_once_it_is_replaced() -> None:
     """Defect 5d: who was replaced meanwhile does not come back, nor does a loop that is caught."""
     why: list[str] = []
-    guard = StandstillGuard(limit_s=0.5, end=why.append)
+
+    async def replaced() -> bool:
+        return True
+
+    guard = StandstillGuard(replaced, limit_s=0.5, end=why.append)
     tasks = BackgroundTasks("test")
     async with tasks.beside(guard.run(), "guard"):
         await asyncio.sleep(0.8)
