@@ -161,7 +161,7 @@ async def reconnect(client: redis.asyncio.Redis) -> None:
     """
     pool = client.connection_pool
     with contextlib.suppress(RedisError, OSError, RuntimeError):
-        await pool.update_active_connections_for_reconnect()
+        await pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]
         await pool.disconnect(inuse_connections=False)
 
 

@@ -25,6 +25,7 @@ import httpx
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.telemetry.progress import Progress
 from fleet.audit.local import audit_here
+from fleet.lease_keeper import LeaseKeeper
 from fleet.local import state as fleet_state
 from fleet.local.changes import Changes, changes, keys_digest
 from fleet.local.cluster_pools import ClusterPools
@@ -109,6 +110,7 @@ class Supervisor:
         self._lock: fleet_state.FleetLock | None = None  # of the state folder
         self._logs = Path()
         self._redis: RedisKeeper | None = None
+        self._lease: LeaseKeeper | None = None  # of the fleet's name on a shared Redis
         self._routers: RouterProcesses | None = None
         self._pools: LocalPools | ClusterPools | None = None
         self._output: OwnOutput | None = None
@@ -252,6 +254,9 @@ class Supervisor:
             version = asyncio.run(check_external(self._config.redis, self._config.fleet))
             self._redis_url = self._config.redis
             self._say(f"redis {version} at {redacted(self._config.redis)}")
+            if self._address is None:  # on a cluster, its pools take the lease
+                self._lease = LeaseKeeper(self._redis_url, self._config.fleet, self.announced_url)
+                self._lease.start()
             return
         own = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
         own.start()
@@ -484,6 +489,8 @@ class Supervisor:
         if self._pools is None:
             return
         self._tell_news()
+        if self._lease is not None and (other := self._lease.taken_by) is not None:
+            raise FleetError(f"the fleet was taken over by {other}")
         if problem := self._pools.problem():
             raise RayLostError(f"{problem}; see {self._logs / 'ray.log'}")
 
@@ -510,6 +517,8 @@ class Supervisor:
             stack.callback(fleet_state.sweep, str(self._run_folder))
             if self._redis is not None:
                 stack.callback(self._redis.stop)
+            if self._lease is not None:
+                stack.callback(self._lease.stop)
             stack.callback(self._stop_workers)
             if self._routers is not None:  # first: their requests need the workers
                 self._routers.begin_stop()
