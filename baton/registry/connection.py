@@ -20,6 +20,7 @@ User and password before the ``@`` are the server's. The files are read on every
 so their paths must be absolute.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,6 +43,7 @@ from redis.asyncio.sentinel import (
 )
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
+from redis.exceptions import RedisError
 
 from baton.addresses import join_address
 
@@ -152,6 +154,17 @@ def open_redis(url: str, max_connections: int = 8) -> redis.asyncio.Redis:
             **{"host": host, "port": port, **limits, **target.options, **size},
         )
     return redis.asyncio.Redis.from_pool(pool)
+
+
+async def reconnect(client: redis.asyncio.Redis) -> None:
+    """Make the next calls connect anew: behind the same name there may be another server.
+
+    Idle connections are closed, those in use when their call ends.
+    """
+    pool = client.connection_pool
+    with contextlib.suppress(RedisError, OSError, RuntimeError):
+        await pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]
+        await pool.disconnect(inuse_connections=False)
 
 
 class _SentinelPool(BlockingConnectionPool, SentinelConnectionPool):

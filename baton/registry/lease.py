@@ -22,6 +22,7 @@ class LeaseHolder(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     url: str
     since_s: float  # Unix time of the holder's clock
+    pid_space: str = ""  # namespace of the pid: containers of a host may have its name
 
     def __str__(self) -> str:
         began = time.strftime("%H:%M:%S UTC", time.gmtime(self.since_s))

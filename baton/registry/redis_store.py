@@ -45,10 +45,17 @@ from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import (
+    AskError,
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    ReadOnlyError,
+    RedisError,
+)
 
 from baton.registry import event_streams
-from baton.registry.connection import RedisUrlError, open_redis
+from baton.registry.connection import RedisUrlError, open_redis, reconnect
 from baton.registry.event_streams import BOUND, EventStreams
 from baton.registry.stream_entries import parse_mark, with_log
 from baton.registry.types import (
@@ -78,6 +85,11 @@ for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], ARGV[1]) end
 redis.call('ZADD', KEYS[4], ARGV[2], ARGV[3])
 return {{redis.call('GET', KEYS[1]), redis.call('LLEN', KEYS[2]), redis.call('LLEN', KEYS[3])}}
 """
+
+# Errors of a server that is not, or not yet, the primary. redis-py has no class for some of them,
+# and a script's error has the code in its text.
+_WRONG_SERVER = (ReadOnlyError, BusyLoadingError, AskError, ClusterDownError, MasterDownError)
+_CODES = ("READONLY", "LOADING", "MASTERDOWN", "MOVED", "CLUSTERDOWN", "NOREPLICAS")
 
 Command = tuple[Any, ...]
 _Item = TypeVar("_Item")
@@ -435,6 +447,8 @@ class Registry:
             # uvloop reports a closed connection by a RuntimeError, which redis-py passes on.
             self.connected = False
             self.errors += 1
+            if isinstance(error, _WRONG_SERVER) or any(code in str(error) for code in _CODES):
+                await reconnect(self._redis)
             raise RegistryUnavailableError(f"Redis: {error}") from error
         self.connected = True
         return answers

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.registry.connection import RedisUrlError
 from baton.registry.json_file import keep
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import Role, WorkerRecord, WorkerState
@@ -94,6 +95,24 @@ class Presence:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._changed.wait()
+
+
+async def was_replaced(url: str, fleet: str, worker_id: str, epoch: int) -> bool | None:
+    """Return whether the controller has replaced an incarnation; None if that is unknown."""
+    try:
+        registry = Registry(url, fleet)
+    except RedisUrlError:  # such as a password's file that is being replaced
+        return None
+    try:
+        (raw,) = await registry.send(("GET", registry.key("slot", worker_id)))
+        slot = msgspec.msgpack.decode(raw, type=WorkerRecord) if raw is not None else None
+    except (RegistryUnavailableError, msgspec.DecodeError):
+        return None
+    finally:
+        await registry.close()
+    if slot is None or slot.epoch < epoch:  # expired, or left over
+        return None
+    return slot.epoch > epoch or slot.state == "dead"
 
 
 class WorkerChange(msgspec.Struct, frozen=True):

@@ -30,8 +30,9 @@ from fleet.cli.common import (
 )
 from fleet.cli.reconcile import reconcile_running
 from fleet.host_roles import known, measure, settled
+from fleet.lease_keeper import LeaseTakenError
 from fleet.local import state as fleet_state
-from fleet.local.cluster_pools import LeaseTakenError, call_cluster
+from fleet.local.cluster_pools import call_cluster
 from fleet.local.http_trust import authority_for
 from fleet.local.log_files import LastingConsole, terminal
 from fleet.local.preflight import PortTakenError

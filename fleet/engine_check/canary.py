@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from baton.engine.core.sequence import Kind, RequestSpec
 from baton.engine.process import messages
 from baton.engine.process.handle import EngineHandle
+from baton.telemetry.alive_clock import ALIVE
 from baton.types import events as ev
 from baton.types.params import SamplingParams
 from baton.wire.tokens import pack_tokens
@@ -77,7 +78,7 @@ class Canary:
         )
         self.engine.submit(command, on_report, is_canary=True)
         try:
-            async with asyncio.timeout(self.limit_s):
+            async with ALIVE.timeout(self.limit_s):
                 error = await ended
         except TimeoutError:
             self.engine.client.send_now(messages.Cancel(name))

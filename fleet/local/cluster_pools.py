@@ -11,9 +11,6 @@ reported, and the controller is restarted as soon as possible.
 
 import asyncio
 import contextlib
-import os
-import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -31,12 +28,12 @@ from baton.registry.lease import LEASE_S, RENEW_EVERY_S, FleetLease, LeaseHolder
 from baton.registry.orders import Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.telemetry.tasks import BackgroundTasks
+from fleet.lease_keeper import take_lease, this_process
 from fleet.local.subprocesses import die_with_parent
 from fleet.pools.cluster_call import REFUSED, ClusterCall, ClusterReply
 from fleet.pools.nodes import CapacityError
 from fleet.pools.resources import ControllerSpec, specs_of
 from fleet.private_logs import open_log
-from fleet.process_key import ProcessKey
 
 _T = TypeVar("_T")
 
@@ -45,11 +42,6 @@ _PING_LIMIT_S = 3.0
 _SILENT_S = 6.0  # then the controller is looked up through Ray
 _PAUSE_S = (5.0, 30.0)  # between two attempts: the first pause, the longest
 _STOP_LIMIT_S = 8.0
-_LEASE_LOOK_S = 0.5
-
-
-class LeaseTakenError(RuntimeError):
-    """Another `baton up`, named in the message, runs this fleet."""
 
 
 class ClusterPools:
@@ -73,13 +65,7 @@ class ClusterPools:
         self._redis_url = redis_url
         self._take_over = take_over
         self._log = log
-        self._me = LeaseHolder(
-            life=secrets.token_hex(8),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            url=url,
-            since_s=time.time(),
-        )
+        self._me = this_process(url)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks = BackgroundTasks("cluster pools")
@@ -231,22 +217,9 @@ class ClusterPools:
         await self._tasks.close()
 
     async def _take_lease(self) -> None:
-        """Take the lease if it is free, if its holder is dead, or by force."""
         lease = FleetLease(self._connected(), self._me)
-        other = await lease.take(by_force=self._take_over)
-        seen_ms = await lease.left_ms()
-        while other is not None:
-            dead_here = other.host == self._me.host and ProcessKey.of(other.pid) is None
-            left_ms = await lease.left_ms()
-            if left_ms > seen_ms:  # its holder has renewed it since
-                raise LeaseTakenError(
-                    f"fleet {self._config.fleet} is run by {other}: stop it there, or use "
-                    "--take-over, which keeps its workers running"
-                )
-            seen_ms = left_ms
-            if not dead_here:
-                await asyncio.sleep(_LEASE_LOOK_S)
-            other = await lease.take(by_force=dead_here)
+        fix = "stop it there, or use --take-over, which keeps its workers running"
+        await take_lease(lease, self._config.fleet, fix, by_force=self._take_over)
         self._holds_lease = True
 
     async def _keep_lease(self) -> None:

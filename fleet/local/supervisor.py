@@ -27,6 +27,7 @@ from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.telemetry.progress import Progress
 from fleet.audit.local import audit_here
 from fleet.handoff_watch import FleetPage, HandoffWatch, Transfers
+from fleet.lease_keeper import LeaseKeeper
 from fleet.local import state as fleet_state
 from fleet.local.changes import Changes, changes, keys_digest
 from fleet.local.cluster_pools import ClusterPools
@@ -56,6 +57,7 @@ _ROUTER_STOP_S = 3.5
 _POLL_S = 0.25
 _CONTROLLER_POLL_S = 2.0
 _CONTROLLER_LOST_S = 30.0
+_LOOK_COUNTS_S = 10.0  # at most
 _NAMED = 3  # workers that a line of the start names
 _GIVE_UP_LIVES = 3  # failed starts of a worker after which the fleet's start fails
 _ANSWER_LIMIT_S = 3.0  # a starting router's socket accepts connections before it responds
@@ -111,6 +113,7 @@ class Supervisor:
         self._logs = Path()
         self._redis: RedisKeeper | None = None
         self._handoffs: HandoffWatch | None = None
+        self._lease: LeaseKeeper | None = None  # of the fleet's name on a shared Redis
         self._routers: RouterProcesses | None = None
         self._pools: LocalPools | ClusterPools | None = None
         self._output: OwnOutput | None = None
@@ -266,6 +269,9 @@ class Supervisor:
             server = asyncio.run(check_external(self._config.redis, self._config.fleet))
             self._redis_url = self._config.redis
             self._say(f"redis is {server} at {redacted(self._config.redis)}")
+            if self._address is None:  # on a cluster, its pools take the lease
+                self._lease = LeaseKeeper(self._redis_url, self._config.fleet, self.announced_url)
+                self._lease.start()
             return
         own = EmbeddedRedis(self._run_folder, log_file=self._logs / "redis.log")
         own.start()
@@ -372,7 +378,8 @@ class Supervisor:
                 raise FleetError(f"{name} failed {lives} times: {reason}\n{tail(self._logs, name)}")
 
     def _watch(self) -> None:
-        controller_seen_s = next_look_s = time.monotonic()
+        silent_s = 0.0  # without a response of the controller
+        last_look_s = next_look_s = time.monotonic()
         while not self._stop.wait(_POLL_S):
             if self._redis is not None:
                 self._redis.keep(time.monotonic())
@@ -380,12 +387,16 @@ class Supervisor:
             self._check_ray()
             self._follow_changes()
             if time.monotonic() >= next_look_s:
-                if self._pools is not None and self._pools.answers():
-                    controller_seen_s = time.monotonic()
+                responds = self._pools is not None and self._pools.answers()
+                # a standstill of this process counts as one look: the controller stood still too
+                silent_s += min(time.monotonic() - last_look_s, _LOOK_COUNTS_S)
+                last_look_s = time.monotonic()
+                if responds:
+                    silent_s = 0.0
                     self._note_awaited(self._show_slots())
                 next_look_s = time.monotonic() + _CONTROLLER_POLL_S
                 rotate(self._logs)
-            if time.monotonic() - controller_seen_s > _CONTROLLER_LOST_S:
+            if silent_s > _CONTROLLER_LOST_S:
                 raise FleetError(
                     f"Ray or the controller has not responded for {_CONTROLLER_LOST_S:.0f} s; see "
                     f"{self._logs / 'controller.log'}"
@@ -493,6 +504,8 @@ class Supervisor:
         if self._pools is None:
             return
         self._tell_news()
+        if self._lease is not None and (other := self._lease.taken_by) is not None:
+            raise FleetError(f"the fleet was taken over by {other}")
         if problem := self._pools.problem():
             raise RayLostError(f"{problem}; see {self._logs / 'ray.log'}")
 
@@ -521,6 +534,8 @@ class Supervisor:
                 stack.callback(self._redis.stop)
             if self._handoffs is not None:
                 stack.callback(self._handoffs.stop)
+            if self._lease is not None:
+                stack.callback(self._lease.stop)
             stack.callback(self._stop_workers)
             if self._routers is not None:  # first: their requests need the workers
                 self._routers.begin_stop()

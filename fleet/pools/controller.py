@@ -28,6 +28,7 @@ BACKOFF_LIMIT_NS = 30 * SECOND_NS
 HEALTHY_AFTER_NS = 30 * SECOND_NS
 START_LIMIT_NS = 300 * SECOND_NS
 DRAIN_LIMIT_NS = 30 * SECOND_NS
+STOP_AGAIN_NS = 10 * SECOND_NS  # a Stop may get lost; it is repeated until the end is reported
 KNOWN_AFTER_NS = 2 * SECOND_NS  # all routers use an incarnation that has been ready for so long
 MOVED_AFTER_STARTS = 2  # failed ones: the node may be the reason, such as a full disk
 _NEVER_NS = 1 << 62
@@ -113,6 +114,7 @@ class Slot:
     role: Role
     phase: Phase = Phase.WAITING
     epoch: int = 0
+    used: int = 0  # the highest epoch that was ever used, as far as is known
     turn: int = 0  # number of the turn that gave it its role; 0: it never turned
     told: int = 0  # the turn that the present incarnation knows
     since_ns: int = 0  # when the phase began
@@ -258,7 +260,7 @@ class FleetController:
             slot = self.slots[name]
             actions += self._renew(slot, now_ns)
             if slot.phase is Phase.DRAINING:
-                actions += self._stop_life(slot)
+                actions += self._stop_life(slot, now_ns)
         return actions + self.tick(now_ns)
 
     def stop(self, now_ns: int) -> list[Action]:
@@ -269,7 +271,7 @@ class FleetController:
         for slot in self.slots.values():
             if slot.phase in (Phase.STARTING, Phase.READY, Phase.DRAINING):
                 slot.after_drain = Phase.PARKED
-                actions += self._stop_life(slot)
+                actions += self._stop_life(slot, now_ns)
             else:
                 self._enter(slot, Phase.PARKED, now_ns)
         return actions
@@ -283,11 +285,14 @@ class FleetController:
         now_ns: int,
         role: Role | None = None,
         turn: int = 0,
+        silent: bool = False,
     ) -> None:
-        """Take over an incarnation that an earlier controller started.
+        """Take over a living incarnation that an earlier controller started.
 
-        ``role`` and ``turn`` are those that it reports; without them, the registry's count. An
-        incarnation beyond its pool's size gets a slot too; the next `resize` drains it.
+        ``role`` and ``turn`` are those that it reports; without them, the registry's count. A
+        ``silent`` one has reported nothing, and its actor may be named after an earlier one: it is
+        taken for the latest in the registry, until `correct`. An incarnation beyond its
+        pool's size gets a slot too; the next `resize` drains it.
         """
         slot = self.slots.get(worker_id)
         if slot is None:
@@ -295,9 +300,11 @@ class FleetController:
             known = past.role if past is not None else role_in_name(worker_id)
             slot = self.slots[worker_id] = Slot(worker_id, known or role or "decode")
             slot.turn = past.turn if past is not None else 0
-        if epoch < slot.epoch or slot.phase is not Phase.WAITING:
+            slot.epoch = past.epoch if past is not None else 0
+        if slot.phase is not Phase.WAITING:
             return
-        slot.epoch = epoch
+        slot.used = max(epoch, slot.epoch)
+        slot.epoch = slot.used if silent else epoch
         slot.told = turn
         if role is not None and turn >= slot.turn:
             slot.role = role
@@ -306,6 +313,15 @@ class FleetController:
         self._enter(slot, Phase.READY if ready else Phase.STARTING, now_ns)
         if not ready:
             slot.due_ns = now_ns + START_LIMIT_NS
+
+    def correct(self, worker_id: str, epoch: int, reported: int) -> list[Action]:
+        """Handle the epoch that an adopted incarnation reports, if it is another one."""
+        slot = self._current(worker_id, epoch)
+        if slot is None or not slot.has_process or reported == epoch:
+            return []
+        slot.used = max(slot.used, reported)
+        slot.epoch = reported
+        return [self.describe(slot)]
 
     def note_epoch(self, worker_id: str, epoch: int) -> None:
         """Record an epoch that was used, so that the next incarnation gets a higher one."""
@@ -360,7 +376,7 @@ class FleetController:
     def drained(self, worker_id: str, epoch: int, now_ns: int) -> list[Action]:
         """Handle a draining incarnation that has no requests left."""
         slot = self._current(worker_id, epoch)
-        return self._stop_life(slot) if slot and slot.phase is Phase.DRAINING else []
+        return self._stop_life(slot, now_ns) if slot and slot.phase is Phase.DRAINING else []
 
     def ended(
         self, worker_id: str, epoch: int, reason: str, now_ns: int, *, reusable: bool = False
@@ -399,11 +415,10 @@ class FleetController:
                 continue
             if slot.phase is Phase.WAITING and not self.stopped:
                 actions += self._launch(slot, now_ns)
-            elif slot.phase is Phase.STARTING:
-                slot.reason = f"did not start within {(now_ns - slot.since_ns) // SECOND_NS} s"
-                actions += self._stop_life(slot)
-            elif slot.phase is Phase.DRAINING:
-                actions += self._stop_life(slot)
+            elif slot.has_process:
+                if slot.phase is Phase.STARTING and not slot.stopping:
+                    slot.reason = f"did not start within {(now_ns - slot.since_ns) // SECOND_NS} s"
+                actions += self._stop_life(slot, now_ns)
         return actions + self._roll(now_ns)
 
     @property
@@ -426,9 +441,7 @@ class FleetController:
     @property
     def next_due_ns(self) -> int:
         """Return the time of the next `tick` with something to do."""
-        timed = (Phase.WAITING, Phase.STARTING, Phase.DRAINING)
-        due = [slot.due_ns for slot in self.slots.values() if slot.phase in timed]
-        return min(due, default=_NEVER_NS)
+        return min((slot.due_ns for slot in self.slots.values()), default=_NEVER_NS)
 
     @property
     def ready(self) -> bool:
@@ -523,7 +536,7 @@ class FleetController:
         slot.stopping = slot.stopping and phase is Phase.DRAINING
 
     def _launch(self, slot: Slot, now_ns: int) -> list[Action]:
-        slot.epoch += 1
+        slot.epoch = max(slot.epoch, slot.used) + 1
         self._enter(slot, Phase.STARTING, now_ns)
         slot.due_ns = now_ns + self._place_limit_ns
         move = slot.moving
@@ -535,11 +548,11 @@ class FleetController:
         launch = Launch(slot.worker_id, slot.role, slot.epoch, slot.turn, reuse, move)
         return [self.describe(slot), launch]
 
-    def _stop_life(self, slot: Slot) -> list[Action]:
-        slot.due_ns = _NEVER_NS
-        if slot.stopping:
+    def _stop_life(self, slot: Slot, now_ns: int) -> list[Action]:
+        if slot.stopping and slot.due_ns > now_ns:
             return []
         slot.stopping = True
+        slot.due_ns = now_ns + STOP_AGAIN_NS
         return [Stop(slot.worker_id, slot.epoch)]
 
     def _begin_drain(self, slot: Slot, reason: str, then: Phase, now_ns: int) -> list[Action]:
@@ -555,7 +568,7 @@ class FleetController:
         self._enter(slot, Phase.DRAINING, now_ns)
         slot.due_ns = now_ns + DRAIN_LIMIT_NS
         if not loaded:
-            return [self.describe(slot), *self._stop_life(slot)]
+            return [self.describe(slot), *self._stop_life(slot, now_ns)]
         return [self.describe(slot), Drain(slot.worker_id, slot.epoch, DRAIN_LIMIT_NS)]
 
     def _renew(self, slot: Slot, now_ns: int) -> list[Action]:
@@ -565,7 +578,8 @@ class FleetController:
     def _retire(self, slot: Slot) -> list[Action]:
         """Remove a slot, and keep its epoch in case it returns."""
         del self.slots[slot.worker_id]
-        self._past[slot.worker_id] = _Past(slot.epoch, slot.role, slot.turn)
+        used = max(slot.epoch, slot.used)
+        self._past[slot.worker_id] = _Past(used, slot.role, slot.turn)
         return [self._published(slot, "dead"), Remove(slot.worker_id)]
 
     def _roll(self, now_ns: int) -> list[Action]:

@@ -2,8 +2,9 @@
 
 A process that is stopped, or whose event loop hangs, does not exit: its streams stay open and its
 engine idles. The controller pings each worker every `ASK_EVERY_S`; after `FROZEN_AFTER_S` without a
-response it ends the worker and starts the next one. A process that wakes up later has been
-replaced: `StandstillGuard` ends it before it can act for its old incarnation.
+response it ends the worker and starts the next one. A process that wakes up later may have been
+replaced, unless the controller stood still too, as in a paused container or virtual machine:
+`StandstillGuard` asks the registry, and ends a replaced one.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ _LOG = logging.getLogger("fleet.pools.liveness")
 
 ASK_EVERY_S = 2.0
 FROZEN_AFTER_S = 8.0
+_ASK_AGAIN_S = 1.0
 _SLICE_S = 0.25  # time is counted in slices: if this process freezes, its clock stops too
 
 
@@ -68,11 +70,16 @@ class ShellProcess(msgspec.Struct, frozen=True):
 
 
 class Life:
-    """The controller's view of one incarnation: its actor, its process and its last response."""
+    """The controller's view of one incarnation: its actor, its process and its last response.
 
-    def __init__(self, epoch: int, actor: Any) -> None:
+    ``named`` is the epoch in the actor's name, 0 if unknown.
+    """
+
+    def __init__(self, epoch: int, actor: Any, named: int = 0) -> None:
         self.epoch = epoch
         self.actor = actor
+        self.named = named
+        self.on_answer: Callable[[ShellProcess], None] = lambda _: None
         self._process: ShellProcess | None = None
         self._silent_s = 0.0
 
@@ -84,6 +91,7 @@ class Life:
                     await self.actor.ping.remote(), type=ShellProcess
                 )
                 self._silent_s = 0.0
+                self.on_answer(self._process)
             except RayError as error:  # after its end, the task that waits for it gets the error
                 _LOG.debug("no response to a ping: %r", error)
             await asyncio.sleep(ASK_EVERY_S)
@@ -117,38 +125,61 @@ async def process_of(actor: Any) -> ShellProcess | None:
     return None
 
 
+def end_actor(name: str, namespace: str) -> None:
+    """End a named actor, if it is still there."""
+    with contextlib.suppress(ValueError, RayError):
+        ray.kill(ray.get_actor(name, namespace=namespace))
+
+
 class StandstillGuard:
-    """Watchdog that ends this process after it, or its event loop, has hung for too long."""
+    """Watchdog that ends this process if it was replaced while it, or its event loop, hung.
+
+    ``replaced`` is awaited in a thread, whose event loop runs while the other one hangs; it returns
+    None if it cannot be known. Until it is known, the process serves.
+    """
 
     def __init__(
-        self, limit_s: float = FROZEN_AFTER_S, end: Callable[[str], None] | None = None
+        self,
+        replaced: Callable[[], Coroutine[Any, Any, bool | None]],
+        limit_s: float = FROZEN_AFTER_S,
+        end: Callable[[str], None] | None = None,
     ) -> None:
+        self._replaced = replaced
         self._limit_s = limit_s
         self._end = end or _end_this_process
         self._beat_s = time.monotonic()
+        self._hung_s = 0.0  # the standstill about which the registry was not asked yet
 
     async def run(self) -> None:
         """Beat in the event loop, and watch the beat in a thread, which runs if the loop hangs."""
         self._beat_s = time.monotonic()
         stop = threading.Event()
-        threading.Thread(target=self._listen, args=(stop,), daemon=True, name="standstill").start()
+        threading.Thread(target=self._watch, args=(stop,), daemon=True, name="standstill").start()
         try:
             while True:
-                self.look()
+                self._look()
                 self._beat_s = time.monotonic()
                 await asyncio.sleep(_SLICE_S)
         finally:
             stop.set()
 
-    def look(self) -> None:
-        """End the process if the last beat is too old."""
+    def _look(self) -> None:
         still_s = time.monotonic() - self._beat_s
         if still_s > self._limit_s:
-            self._end(f"hung for {still_s:.1f} s: this worker has been replaced")
+            self._hung_s = still_s
 
-    def _listen(self, stop: threading.Event) -> None:
+    def _watch(self, stop: threading.Event) -> None:
         while not stop.wait(_SLICE_S):
-            self.look()
+            self._look()
+            if not (hung_s := self._hung_s):
+                continue
+            self._hung_s = 0.0
+            answer = asyncio.run(self._replaced())
+            if answer:
+                self._end(f"hung for {hung_s:.1f} s: this worker has been replaced")
+            elif answer is None:
+                self._hung_s = self._hung_s or hung_s
+                stop.wait(_ASK_AGAIN_S)
 
 
 def _end_this_process(why: str) -> None:

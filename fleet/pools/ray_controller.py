@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ from fleet.pools.controller import (
     Stop,
     Turn,
 )
-from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, process_of
+from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, end_actor, process_of
+from fleet.pools.lives import LifeTable
 from fleet.pools.orders import OrderDesk, WantedState, sizes_in
 from fleet.pools.placement import Placements
 from fleet.pools.ray_process import log_to
@@ -51,6 +53,7 @@ from fleet.pools.resources import (
     NAMESPACE,
     ControllerSpec,
     actor_name,
+    actors_among,
     controller_name,
     exit_reason,
     lives_among,
@@ -66,6 +69,7 @@ _LOG = logging.getLogger("fleet.pools.controller")
 _REFRESH_S = 5.0  # of the slots' records in Redis
 _STEP_S = 0.25
 _NODES_EVERY_S = 2.0
+_STRANGERS_EVERY_S = 10.0
 _STOP_LIMIT_S = 4.0
 _NS = 1_000_000_000
 _PLACE_LIMIT_NS = 3600 * _NS  # for a node that an autoscaler starts
@@ -87,8 +91,7 @@ class ControllerActor:
         self._placements = Placements(self._config, self._tasks, chooses=not self._spec.host)
         pools = self._config.pools
         self._begin_with(sizes_in(pools.start_sizes))
-        self._lives: dict[str, Life] = {}
-        self._reused: dict[str, Any] = {}  # actors that will host their slot's next incarnation
+        self._lives = LifeTable[Life]()
         self._kv_blocks: dict[str, int] = {}  # largest pool that each worker has had
         self._placing: dict[str, asyncio.Event] = {}  # set to abort the start of an incarnation
         self._beginning = asyncio.Lock()
@@ -113,6 +116,7 @@ class ControllerActor:
             self._tasks.keep(self._loop, "controller loop")
             self._tasks.keep(self._answer_operators, "operators")
             self._tasks.keep(self._watch_nodes, "nodes")
+            self._tasks.keep(self._end_strangers, "strangers")
             self._tasks.keep(self._desk.planning.run, "planner")
             self._running = True
 
@@ -185,14 +189,20 @@ class ControllerActor:
         if self._machine.stopped and self._machine.idle:
             self._idle.set()
 
-    def _follow(self, launch: Launch, work: Coroutine[Any, Any, None]) -> None:
+    def _follow(
+        self, launch: Launch, work: Coroutine[Any, Any, None], adopted: Life | None = None
+    ) -> None:
         """Run an incarnation; an error here ends it, so that its slot does not wait forever."""
 
         def lost(error: Exception) -> None:
-            if (life := self._lives.pop(launch.worker_id, None)) is not None:
+            life = adopted or self._lives.of(launch.worker_id, launch.epoch)
+            epoch = launch.epoch
+            if life is not None:
+                epoch = life.epoch
+                self._lives.remove(launch.worker_id, life)
                 life.end()
             reason = f"the controller failed to follow it: {error!r}"
-            self._apply(self._machine.ended(launch.worker_id, launch.epoch, reason, _now_ns()))
+            self._apply(self._machine.ended(launch.worker_id, epoch, reason, _now_ns()))
 
         self._tasks.vital(work, "life", lost)
 
@@ -201,9 +211,9 @@ class ControllerActor:
     async def _live(self, launch: Launch) -> None:
         worker_id = launch.worker_id
         epoch = launch.epoch
-        if launch.reuse and (actor := self._reused.pop(worker_id, None)) is not None:
-            record = actor.begin_next_life.remote(self._settings(launch))
-            await self._watch(worker_id, epoch, actor, record)
+        if launch.reuse and (last := self._lives.take_kept(worker_id)) is not None:
+            record = last.actor.begin_next_life.remote(self._settings(launch))
+            await self._watch(worker_id, Life(epoch, last.actor, last.named), record)
             return
         unwanted = self._placing[worker_id] = asyncio.Event()
         try:
@@ -219,14 +229,13 @@ class ControllerActor:
             return
         finally:
             self._placing.pop(worker_id, None)
-        await self._watch(worker_id, epoch, actor, actor.start.remote())
+        await self._watch(worker_id, Life(epoch, actor, epoch), actor.start.remote())
 
-    async def _watch(
-        self, worker_id: str, epoch: int, actor: Any, record: Awaitable[bytes]
-    ) -> None:
+    async def _watch(self, worker_id: str, life: Life, record: Awaitable[bytes]) -> None:
         """Follow an incarnation; ``record`` completes when it has started."""
         reusable = False
-        life = self._lives[worker_id] = Life(epoch, actor)
+        if (earlier := self._lives.add(worker_id, life)) is not None:
+            earlier.end()
         incarnation = b""
         try:
             async with self._tasks.beside(life.ask(), "ask"):
@@ -234,7 +243,7 @@ class ControllerActor:
                 started = msgspec.msgpack.decode(raw, type=WorkerRecord)
                 incarnation = started.incarnation
                 self._note_blocks(started)
-                self._apply(self._machine.started(worker_id, epoch, _now_ns()))
+                self._apply(self._machine.started(worker_id, life.epoch, _now_ns()))
                 reason = await self._until_it_ends(life)
                 reusable = True
         except RayTaskError as error:
@@ -245,10 +254,10 @@ class ControllerActor:
             reason = f"frozen: no response for {FROZEN_AFTER_S:g} s"
         except RayError as error:  # its node died, it cannot be scheduled, ...
             reason = f"lost: {error!r}"
-        self._lives.pop(worker_id, None)
-        actions = self._machine.ended(worker_id, epoch, reason, _now_ns(), reusable=reusable)
+        self._lives.remove(worker_id, life)
+        actions = self._machine.ended(worker_id, life.epoch, reason, _now_ns(), reusable=reusable)
         if any(isinstance(action, Launch) and action.reuse for action in actions):
-            self._reused[worker_id] = actor
+            self._lives.keep(worker_id, life)
         else:
             life.end()
         with contextlib.suppress(RegistryUnavailableError):
@@ -287,6 +296,19 @@ class ControllerActor:
                 if (life := self._lives.get(worker_id)) is not None:
                     _LOG.info("ending worker=%s epoch=%d: its node is lost", worker_id, life.epoch)
                     life.end()
+
+    async def _end_strangers(self) -> None:
+        """End the fleet's actors that are not followed, such as one whose end was lost."""
+        while True:
+            await asyncio.sleep(_STRANGERS_EVERY_S)
+            fleet = self._config.fleet
+            with contextlib.suppress(RayError):
+                names = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+                for worker_id, named in self._lives.strangers(actors_among(names, fleet)):
+                    _LOG.warning(
+                        "ending an unknown process of worker=%s epoch=%d", worker_id, named
+                    )
+                    end_actor(actor_name(fleet, worker_id, named), NAMESPACE)
 
     def _settings(self, launch: Launch) -> dict[str, Any]:
         """Return a worker's settings, with sealed secrets if they go through a shared Ray."""
@@ -331,17 +353,20 @@ class ControllerActor:
         return options.remote(self._spec.program, self._settings(launch))
 
     async def _drain(self, drain: Drain) -> None:
-        life = self._lives.get(drain.worker_id)
-        if life is not None and life.epoch == drain.epoch:
+        life = self._lives.of(drain.worker_id, drain.epoch)
+        if life is not None:
             with contextlib.suppress(RayError):
                 await life.actor.drain.remote(drain.timeout_ns / _NS)
         self._apply(self._machine.drained(drain.worker_id, drain.epoch, _now_ns()))
 
     async def _stop(self, stop: Stop) -> None:
-        life = self._lives.get(stop.worker_id)
-        if life is None or life.epoch != stop.epoch:
+        life = self._lives.of(stop.worker_id, stop.epoch)
+        if life is None:
             if (unwanted := self._placing.get(stop.worker_id)) is not None:
                 unwanted.set()
+            else:
+                named = (stop.worker_id, stop.epoch)
+                self._apply(self._machine.ended(*named, "its process is gone", _now_ns()))
             return
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(_STOP_LIMIT_S):
@@ -370,22 +395,23 @@ class ControllerActor:
         await self._placements.adopt(actors.keys())
         changed = []
         for (worker_id, actor), process in zip(actors.items(), processes, strict=True):
-            # An actor that does not respond is adopted by its name; its `Life` finds out the rest.
-            epoch = max(named[worker_id], process.epoch if process is not None else 0)
-            _LOG.info("adopting worker=%s epoch=%d", worker_id, epoch)
             started = process is not None and process.started
             known = process.turned if process is not None else None
             self._machine.adopt(
                 worker_id,
-                epoch,
+                max(named[worker_id], process.epoch if process is not None else 0),
                 ready=started,
                 now_ns=_now_ns(),
                 role=known.role if known is not None else None,
                 turn=known.turn if known is not None else 0,
+                silent=process is None,
             )
             role = self._machine.slots[worker_id].role
-            life = self._watch(worker_id, epoch, actor, actor.record.remote())
-            self._follow(Launch(worker_id, role, epoch), life)
+            life = Life(self._machine.slots[worker_id].epoch, actor, named[worker_id])
+            _LOG.info("adopting worker=%s epoch=%d", worker_id, life.epoch)
+            life.on_answer = partial(self._correct, worker_id, life)
+            work = self._watch(worker_id, life, actor.record.remote())
+            self._follow(Launch(worker_id, role, life.epoch), work, life)
             differs = process is not None and self._differs(worker_id, role, process)
             if differs or self._placements.outgrown(worker_id):
                 changed.append(worker_id)
@@ -397,6 +423,13 @@ class ControllerActor:
             _LOG.info("restarting workers with old settings: %s", ", ".join(changed))
             again = self._machine.restart(changed, _now_ns(), rolling=True, revive=False)
             self._apply(again)
+
+    def _correct(self, worker_id: str, life: Life, process: ShellProcess) -> None:
+        """Give an adopted incarnation the epoch that it reports."""
+        epoch = process.epoch
+        if epoch and (actions := self._machine.correct(worker_id, life.epoch, epoch)):
+            life.epoch = epoch
+            self._apply(actions)
 
     def _differs(self, worker_id: str, role: Role, process: ShellProcess) -> bool:
         own = settings_digest(self._settings_of(worker_id, role))
@@ -466,7 +499,7 @@ class ControllerActor:
         loads = [
             (slot.role, life.load)
             for slot in slots
-            if (life := self._lives.get(slot.worker_id)) is not None and life.epoch == slot.epoch
+            if (life := self._lives.of(slot.worker_id, slot.epoch)) is not None
         ]
         return [msgspec.structs.replace(load, role=role) for role, load in loads if load]
 
@@ -507,8 +540,8 @@ class ControllerActor:
         """
         with contextlib.suppress(RegistryUnavailableError):
             await self._write_all()
-        life = self._lives.get(turn.worker_id)
-        if life is not None and life.epoch == turn.epoch:
+        life = self._lives.of(turn.worker_id, turn.epoch)
+        if life is not None:
             # An actor of an earlier version has no such method; the record of its slot counts.
             with contextlib.suppress(RayError, AttributeError):
                 await life.actor.turn.remote(turn.role, turn.turn)

@@ -20,6 +20,7 @@ from fleet.pools.resources import (
     NAMESPACE,
     ControllerSpec,
     actor_name,
+    actors_among,
     controller_name,
     lives_among,
     local_cpus,
@@ -288,7 +289,7 @@ def clean(fleet: str) -> int:
         controller.stop()
     left = 0
     names = ray.util.list_named_actors(all_namespaces=True)
-    for worker_id, epoch in lives_among(names, fleet).items():
+    for worker_id, epoch in actors_among(names, fleet):
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(actor_name(fleet, worker_id, epoch), namespace=NAMESPACE))
             left += 1

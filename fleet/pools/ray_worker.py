@@ -16,6 +16,7 @@ import msgspec
 
 from baton.planner.state import WorkerState
 from baton.registry.types import Role, WorkerRecord
+from baton.registry.workers import was_replaced
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools.liveness import ShellProcess, StandstillGuard, TurnedTo
 from fleet.pools.ray_process import log_to, on_this_node
@@ -99,8 +100,12 @@ class WorkerActor:
             settings = msgspec.structs.replace(settings, rank_addresses=addresses)
         self._worker = await self._start_worker(settings)
         if self._guard is None:
-            self._guard = self._tasks.keep(StandstillGuard().run, "standstill")
+            self._guard = self._tasks.keep(StandstillGuard(self._replaced).run, "standstill")
         self._started.set()
+
+    async def _replaced(self) -> bool | None:
+        own = self._settings
+        return await was_replaced(own.redis_url, own.fleet, own.worker_id, own.epoch)
 
     async def begin_next_life(self, settings: Mapping[str, Any]) -> bytes:
         """Start the slot's next worker once the last one has closed, and return its record."""

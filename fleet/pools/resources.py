@@ -279,16 +279,21 @@ def controller_name(fleet: str) -> str:
     return f"baton-controller-{fleet}"
 
 
-def lives_among(names: Sequence[Mapping[str, str]], fleet: str) -> dict[str, int]:
-    """Return worker id -> latest epoch of the workers among Ray's named actors."""
-    epochs: dict[str, int] = {}
+def actors_among(names: Sequence[Mapping[str, str]], fleet: str) -> list[tuple[str, int]]:
+    """Return worker id and epoch in the name of the workers among Ray's named actors, sorted."""
+    found = []
     stem = f"baton-{fleet}-"
     for entry in names:
         worker_id, _, epoch = entry["name"].removeprefix(stem).rpartition("-")
         ours = entry["namespace"] == NAMESPACE and entry["name"].startswith(stem)
         if ours and is_worker_name(worker_id, worker_prefix(fleet)) and epoch.isdigit():
-            epochs[worker_id] = max(int(epoch), epochs.get(worker_id, 0))
-    return epochs
+            found.append((worker_id, int(epoch)))
+    return sorted(found)
+
+
+def lives_among(names: Sequence[Mapping[str, str]], fleet: str) -> dict[str, int]:
+    """Return worker id -> latest epoch of the workers among Ray's named actors."""
+    return dict(actors_among(names, fleet))
 
 
 def exit_reason(code: int) -> str:

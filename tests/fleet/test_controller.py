@@ -12,6 +12,7 @@ from fleet.pools.controller import (
     KNOWN_AFTER_NS,
     SECOND_NS,
     START_LIMIT_NS,
+    STOP_AGAIN_NS,
     Action,
     Drain,
     FleetController,
@@ -455,3 +456,30 @@ def test_a_life_that_the_registry_names_too_is_adopted() -> None:
     assert only(Launch, fleet.tick(0)) == []
     fleet.started("worker-0", 4, 1)
     assert fleet.ready
+
+
+def test_a_silent_life_is_adopted_as_the_latest_and_corrected_when_it_answers() -> None:
+    """Its actor may be named after an earlier life, whose process it took over."""
+    fleet = FleetController({"prefill": 1, "decode": 0}, 0)
+    fleet.note_record("worker-0", 4, "prefill", 0)
+    fleet.adopt("worker-0", 1, ready=False, now_ns=0, silent=True)
+    assert only(Launch, fleet.tick(0)) == []
+    assert fleet.slots["worker-0"].epoch == 4
+    (shown,) = fleet.correct("worker-0", 4, 3)
+    assert isinstance(shown, Publish) and shown.epoch == 3
+    assert fleet.correct("worker-0", 4, 2) == [], "of a life that it is not"
+    fleet.started("worker-0", 3, 1)
+    assert fleet.ready
+    fleet.ended("worker-0", 3, "crash", 2)
+    assert fleet.tick(BACKOFF_FIRST_NS + 2)[-1] == Launch("worker-0", "prefill", 5)
+
+
+def test_a_stop_that_may_be_lost_is_repeated_until_the_end() -> None:
+    fleet = running()
+    fleet.drain("worker-1", 0)
+    assert only(Stop, fleet.drained("worker-1", 1, 5)) == ["worker-1"]
+    assert not only(Stop, fleet.tick(STOP_AGAIN_NS))
+    assert fleet.next_due_ns == 5 + STOP_AGAIN_NS
+    assert only(Stop, fleet.tick(5 + STOP_AGAIN_NS)) == ["worker-1"]
+    fleet.ended("worker-1", 1, "exit code 0", 2 * STOP_AGAIN_NS)
+    assert not only(Stop, fleet.tick(9 * STOP_AGAIN_NS))

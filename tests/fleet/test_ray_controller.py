@@ -23,6 +23,7 @@ from baton.registry import wanted
 from baton.registry.orders import Answer, Order
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import WorkerRecord
+from baton.registry.workers import was_replaced
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import liveness, placement, ray_controller
@@ -302,6 +303,72 @@ async def test_a_new_controller_plans_if_the_old_one_did(
     await registry.close()
 
 
+async def test_a_slow_worker_of_a_later_epoch_than_its_name_is_adopted_as_it_is(
+    controller: ControllerActor, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process hosts the third incarnation, and answers the first ping too late."""
+    registry = Registry(redis_server.url, "test")
+    slot = WorkerRecord(worker_id="worker-0", role="prefill", state="ready", epoch=4)
+    await registry.write_slot(slot)
+    await registry.close()
+    monkeypatch.setattr(liveness, "ASK_EVERY_S", 0.1)
+    lives = adopting(controller, monkeypatch, "worker-0", "worker-1")
+    slow = lives["worker-0"]
+    slow.process = msgspec.structs.replace(slow.process, epoch=3)
+    slow.frozen = True
+    await controller.run()
+    assert controller._machine.slots["worker-0"].epoch == 4
+    slow.frozen = False
+    await until(lambda: controller._machine.slots["worker-0"].epoch == 3)
+    await until(lambda: phase(controller) is Phase.READY)
+    assert not slow.stopped.is_set()
+    await controller._desk.execute(Order("token", "drain", ("worker-0",)))
+    await until(lambda: phase(controller) is Phase.PARKED)
+
+
+async def test_an_order_for_a_life_that_is_gone_has_an_end_and_the_end_of_another_is_not_its_own(
+    controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives = adopting(controller, monkeypatch)
+    await controller.run()
+    await until(lambda: phase(controller, "worker-1") is phase(controller) is Phase.READY)
+    life = controller._lives.get("worker-0")
+    assert life is not None
+    later = liveness.Life(1, lives["worker-0"], 1)
+    assert controller._lives.add("worker-0", later) is life
+    lives["worker-0"].stopped.set()
+    await until(lambda: phase(controller) is not Phase.READY)
+    assert controller._lives.get("worker-0") is later
+    lost = controller._lives.get("worker-1")
+    assert lost is not None
+    controller._lives.remove("worker-1", lost)
+    await controller._desk.execute(Order("token", "drain", ("worker-1",)))
+    await until(lambda: phase(controller, "worker-1") is Phase.PARKED)
+
+
+async def test_an_actor_that_the_controller_does_not_know_is_ended(
+    controller: ControllerActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end that an earlier controller had decided was lost with it."""
+    monkeypatch.setattr(ray_controller, "_STRANGERS_EVERY_S", 0.1)
+    lives = adopting(controller, monkeypatch, "worker-0", "worker-1")
+    listed = ray_controller.ray.util.list_named_actors()
+    old = {"name": "baton-test-worker-0-0", "namespace": ray_controller.NAMESPACE}
+    monkeypatch.setattr(ray_controller.ray.util, "list_named_actors", lambda **_: [*listed, old])
+    ended: list[object] = []
+    get = ray_controller.ray.get_actor
+    monkeypatch.setattr(
+        ray_controller.ray,
+        "get_actor",
+        lambda name, **_: "old" if name == old["name"] else get(name),
+    )
+    monkeypatch.setattr(ray_controller.ray, "kill", ended.append)
+    await controller.run()
+    await until(lambda: len(ended) > 0)
+    assert set(ended) == {"old"}
+    assert not any(life.stopped.is_set() for life in lives.values())
+
+
 async def test_roles_are_planned_as_an_operator_says(controller: ControllerActor) -> None:
     for mode in ("auto", "hold"):
         assert (
@@ -483,10 +550,48 @@ async def test_a_controller_that_stood_still_itself_blames_nobody(
     assert [slot.epoch for slot in controller._machine.slots.values()] == [1, 1]
 
 
-async def test_a_process_that_stood_still_ends_itself() -> None:
+async def test_a_process_that_stood_still_ends_itself_once_it_is_known_to_be_replaced(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause of the whole machine replaces nobody: without an answer it serves and asks again."""
+    monkeypatch.setattr(liveness, "_ASK_AGAIN_S", 0.05)
+    registry = Registry(redis_server.url, "test")
+    slot = WorkerRecord(worker_id="worker-0", role="decode", state="ready", epoch=2)
+    answers: list[bool | None] = []
+    url = "redis://127.0.0.1:1/0"
+
+    async def replaced() -> bool | None:
+        answers.append(await was_replaced(url, "test", "worker-0", 2))
+        return answers[-1]
+
+    why: list[str] = []
+    guard = StandstillGuard(replaced, limit_s=0.5, end=why.append)
+    async with BackgroundTasks("test").beside(guard.run(), "guard"):
+        await asyncio.sleep(0.2)
+        assert answers == []
+        time.sleep(1.0)  # noqa: ASYNC251
+        await until(lambda: len(answers) > 1)
+        assert (set(answers), why) == ({None}, []), "Redis is away"
+        await registry.write_slot(slot)
+        url = redis_server.url
+        await until(lambda: answers[-1] is False)
+        asked = len(answers)
+        await asyncio.sleep(0.5)
+        assert (len(answers), why) == (asked, []), "it is the present one"
+        await registry.write_slot(msgspec.structs.replace(slot, state="starting", epoch=3))
+        time.sleep(1.0)  # noqa: ASYNC251
+        await until(lambda: why != [])
+    await registry.close()
+
+
+async def test_a_loop_that_hangs_ends_once_it_is_replaced() -> None:
     """Defect 5d: who was replaced meanwhile does not come back, nor does a loop that is caught."""
     why: list[str] = []
-    guard = StandstillGuard(limit_s=0.5, end=why.append)
+
+    async def replaced() -> bool:
+        return True
+
+    guard = StandstillGuard(replaced, limit_s=0.5, end=why.append)
     tasks = BackgroundTasks("test")
     async with tasks.beside(guard.run(), "guard"):
         await asyncio.sleep(0.8)

@@ -10,7 +10,7 @@ from baton.wire.grpc_options import NO_PROXY, ROUTER_OPTIONS, WORKER_OPTIONS
 from tests.house import picture
 from tests.house.imports import ROOT, circles, floors, imports, modules, rooms
 
-MAX_MODULES = 15
+MAX_MODULES = 16
 MAX_LINES = 600
 WARN_LINES = 450
 

@@ -1,0 +1,71 @@
+"""A Redis behind one name that moves: the old primary becomes a replica and keeps connections."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.registry.types import WorkerRecord
+from baton.registry.workers import Presence
+from tests.registry.conftest import eventually
+from tests.registry.redis_servers import Server, free_ports
+from tests.registry.relay import Relay
+
+
+@pytest.fixture
+async def front(tmp_path: Path) -> AsyncIterator[tuple[Relay, Server, Server]]:
+    old, new = (Server(tmp_path, port) for port in free_ports(2))
+    relay = Relay(old.port)
+    for server in (old, new):
+        server.wait_up()
+    await relay.start()
+    yield relay, old, new
+    await relay.close()
+    for server in (old, new):
+        server.kill()
+
+
+def demote(front: tuple[Relay, Server, Server]) -> None:
+    relay, old, new = front
+    with old.client() as client:
+        client.execute_command("REPLICAOF", "127.0.0.1", str(new.port))
+    relay.to_port = new.port
+
+
+SCRIPT = "redis.call('SET', KEYS[1], '1') return 1"
+
+
+@pytest.mark.parametrize(
+    ("command", "atomic"),
+    [(("SET", "a", "1"), False), (("SET", "a", "1"), True), (("EVAL", SCRIPT, 1, "a"), False)],
+)
+async def test_after_a_refusal_the_next_call_finds_the_new_primary(
+    front: tuple[Relay, Server, Server], command: tuple[object, ...], atomic: bool
+) -> None:
+    relay, _, new = front
+    registry = Registry(f"redis://127.0.0.1:{relay.port}/0", "test")
+    await registry.send(command, ("GET", "a"), atomic=atomic)
+    demote(front)
+    with pytest.raises(RegistryUnavailableError):
+        await registry.send(command, ("GET", "a"), atomic=atomic)
+    await registry.send(command, ("GET", "a"), atomic=atomic)
+    with new.client() as client:
+        assert client.get("a") == "1"
+    await registry.close()
+
+
+async def test_a_worker_registers_with_a_new_primary_that_has_no_record_of_it(
+    front: tuple[Relay, Server, Server],
+) -> None:
+    relay, _, new = front
+    registry = Registry(f"redis://127.0.0.1:{relay.port}/0", "test")
+    record = WorkerRecord(worker_id="worker-0", role="decode", state="ready", epoch=1)
+    presence = Presence(registry, record)
+    presence.start()
+    await eventually(lambda: presence.connected)
+    demote(front)
+    with new.client() as client:
+        await eventually(lambda: bool(client.exists("baton:{test}:worker:worker-0")))
+    await presence.stop()
+    await registry.close()
