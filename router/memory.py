@@ -5,17 +5,10 @@ some large bodies a router would keep hundreds of MiB. Therefore the number of a
 few threads process large bodies, and freed memory is returned after the last large body.
 """
 
-import asyncio
 import ctypes
 import gc
 import logging
 import resource
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
-from weakref import WeakKeyDictionary
-
-from baton.control_groups import usable_cpus
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,57 +22,9 @@ for more than 200 ms.
 WORKER_OBJECTS = 20_000
 """New objects after which a worker does so: it has few others, and hand-offs leave some cycles."""
 
-_T = TypeVar("_T")
-
 _M_ARENA_MAX = -8  # from malloc.h
 _ARENAS = 2
 _OWN_FILES = 256  # files and sockets that are not clients
-_TRIM_BYTES = 256 * 1024
-_TRIM_AFTER_S = 1.0
-_THREADS = max(2, min(4, usable_cpus()))
-
-
-class LargeWork:
-    """Thread pool for work on large bodies."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="large-body")
-        self._running = 0
-        self._trims_soon = False
-
-    async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """Run ``work()`` on ``size`` bytes in a thread."""
-        loop = asyncio.get_running_loop()
-        self._running += 1
-        try:
-            return await loop.run_in_executor(self._threads, work)
-        finally:
-            self._running -= 1
-            if size > _TRIM_BYTES and not self._trims_soon:
-                self._trims_soon = True
-                loop.call_later(_TRIM_AFTER_S, self._trim, loop)
-
-    def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._running:
-            loop.call_later(_TRIM_AFTER_S, self._trim, loop)
-            return
-        self._trims_soon = False
-        loop.run_in_executor(self._threads, give_back)
-
-
-class OneByOne:
-    """Queue of work in the event loop that takes milliseconds: one item per turn of the loop."""
-
-    def __init__(self) -> None:
-        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
-            WeakKeyDictionary()
-        )
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Run ``work()`` after earlier work and after other events of the loop."""
-        async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            await asyncio.sleep(0)
-            return work()
 
 
 def give_back() -> None:

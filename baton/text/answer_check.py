@@ -134,8 +134,8 @@ def _problem(question: Match) -> str:
 
 def _redacted(text: str, rules: dict[str, str]) -> str:
     for name, rule in rules.items():
-        shown = f"[{name}]"
-        text = re.sub(rule, lambda _, shown=shown: shown, text)
+        shown = f"[{name}]".replace("\\", r"\\")
+        text = re.sub(rule, shown, text)
     return text
 
 

@@ -10,7 +10,7 @@ import pytest
 from router.frontend.api.answer import Answer
 from router.frontend.api.formats.answer_parts import AnswerParts
 from router.frontend.http_server import LimitedProtocol
-from router.memory import OneByOne
+from router.frontend.off_loop import OneByOne
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 

@@ -28,9 +28,9 @@ from baton.types.errors import BatonError, InternalError
 from router.frontend.api.errors import ErrorShape, Refusal, error_response
 from router.frontend.api.formats.answer_format import AnswerFormat, usage
 from router.frontend.api.parts import RouterParts
-from router.frontend.api.prepare import off_loop
 from router.frontend.api.tracing import part_spans
 from router.frontend.http.connection import Connection, connection_of
+from router.frontend.off_loop import off_loop
 from router.frontend.rate_limits import Headers
 from router.request import GenerationRequest
 from router.routing.choice import Delta

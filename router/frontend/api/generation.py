@@ -33,7 +33,6 @@ from router.frontend.api.prepare import (
     NO_GRAMMAR,
     AnswerGrammar,
     Caller,
-    off_loop,
     read_headers,
 )
 from router.frontend.api.relaxation import Relaxations
@@ -42,6 +41,7 @@ from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_
 from router.frontend.conversation import opening_of
 from router.frontend.http.departure import ended_by_departure
 from router.frontend.http.intake import arrived_ns_of
+from router.frontend.off_loop import off_loop
 from router.request import GenerationRequest, Routed
 from router.routing.lanes.shadow import Shadow
 from router.routing.watch.refusals import RefusedRequest

@@ -15,10 +15,10 @@ from router.frontend.api.bodies.rendering import rendering
 from router.frontend.api.bodies.tokens import DetokenizeBody, TokenizeBody
 from router.frontend.api.call_headers import ignored_of
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
-from router.frontend.api.prepare import off_loop
 from router.frontend.api.tool_use.offered import messages_of, offered
 from router.frontend.audited import audited
 from router.frontend.lanes import LaneTable
+from router.frontend.off_loop import TENANT, off_loop
 from router.routing.lanes.routes import leads_to
 from router.served_model import ServedModel
 
@@ -132,6 +132,7 @@ async def _answer_off_loop(
     answer: Callable[[LaneTable[RouterParts], bytes, Ignored, Access], dict[str, Any]],
 ) -> Response:
     access = access_of(request.headers, router.settings)
+    TENANT.set(access.tenant)
     raw = await read_body(request, router)
     ignored = ignored_of(request)
     content = await off_loop(

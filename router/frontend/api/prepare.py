@@ -21,8 +21,8 @@ from router.frontend.api.bodies.rendering import rendering_of
 from router.frontend.api.call_headers import client_id_of
 from router.frontend.api.structured_output import checked_schema
 from router.frontend.api.tool_use.offered import messages_of, must_call, offered
+from router.frontend.off_loop import TENANT
 from router.frontend.slo import slo_of
-from router.memory import LargeWork, OneByOne
 from router.request import GenerationRequest, Mode, Routed, Shown, Slo, part_id
 from router.served_model import ServedModel
 from router.settings import RouterSettings
@@ -32,12 +32,7 @@ _MAX_TIMEOUT_MS = 24 * 3600 * 1000
 _MAX_DIGITS = 12
 _LEAST_TOP_P = 1e-6  # keeps only the likeliest token
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
-_LARGE_BYTES = 32 * 1024  # a larger body is prepared in a thread, since it would block the loop
-_ONE_BY_ONE_BYTES = 4 * 1024  # takes about 0.4 ms; larger bodies yield to other responses
 MAX_PROMPT_LOGPROBS_BYTES = 8 * 1024 * 1024  # per call; their JSON is fifty times as large
-
-_LARGE_WORK = LargeWork()  # one per process: threads cost memory
-_ONE_BY_ONE = OneByOne()
 
 _T = TypeVar("_T")
 
@@ -74,6 +69,7 @@ def read_headers(
             "x-baton-mode", f"must be auto, disaggregated or colocated (got {mode[:40]!r})"
         )
     access = access_of(headers, settings)
+    TENANT.set(access.tenant)
     return Caller(
         tenant=access.tenant,
         min_priority=access.min_priority,
@@ -462,16 +458,3 @@ def _first(*values: _T | None) -> _T:
         if value is not None:
             return value
     raise ValueError("no default")
-
-
-async def off_loop(size: int, work: Callable[[], _T]) -> _T:
-    """Run ``work()`` on a body of ``size`` bytes without delaying other responses.
-
-    Work on large bodies runs in a thread. Work on medium ones runs one at a time in the event loop,
-    which handles other events in between.
-    """
-    if size > _LARGE_BYTES:
-        return await _LARGE_WORK.run(size, work)
-    if size <= _ONE_BY_ONE_BYTES:
-        return work()
-    return await _ONE_BY_ONE.run(work)

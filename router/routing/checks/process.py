@@ -79,7 +79,7 @@ class ConfinedProcess:
             raise
 
     async def kill(self) -> None:
-        """End the process."""
+        """End the process, and wait for it."""
         process = self._process
         self._process = None
         if process is None:

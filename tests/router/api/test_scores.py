@@ -238,7 +238,7 @@ async def test_many_vectors_are_written_beside_the_event_loop(make_fleet, monkey
         return whole(self)
 
     monkeypatch.setattr(EmbeddingAnswer, "_whole", written)
-    monkeypatch.setattr("router.frontend.api.prepare._LARGE_BYTES", 20)  # a vector here has 16
+    monkeypatch.setattr("router.frontend.off_loop._LARGE_BYTES", 20)  # a vector here has 16
     fleet = await make_fleet({"decode-0": Script()})
     for inputs in ([[5], [6]], [[5]]):
         assert (await embed(fleet, inputs)).status_code == 200

@@ -16,8 +16,9 @@ from router.frontend.api.messages.errors import MESSAGES_ERRORS
 from router.frontend.api.messages.format import MessagesFormat
 from router.frontend.api.messages.translate import chat_of
 from router.frontend.api.parts import Endpoints, RouterParts
-from router.frontend.api.prepare import Caller, off_loop
+from router.frontend.api.prepare import Caller
 from router.frontend.api.translation import as_answer
+from router.frontend.off_loop import off_loop
 
 _Counted = TypeVar("_Counted", bound=CountTokensBody)
 

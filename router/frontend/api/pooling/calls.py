@@ -11,7 +11,8 @@ from router.frontend.api.generation import Calls
 from router.frontend.api.parts import Endpoints, RouterParts
 from router.frontend.api.pooling.answers import PooledAnswer, Write, pooled, ranked, scored
 from router.frontend.api.pooling.bodies import PooledBody, PoolingBody, RerankBody, ScoreBody
-from router.frontend.api.prepare import Caller, off_loop
+from router.frontend.api.prepare import Caller
+from router.frontend.off_loop import off_loop
 from router.served_model import ServedModel
 
 

@@ -15,7 +15,7 @@ from router.frontend.api.answer import Answer
 from router.frontend.api.bodies.common import ModelBody
 from router.frontend.api.generation import Calls
 from router.frontend.api.parts import Endpoints, RouterParts, page_of
-from router.frontend.api.prepare import Caller, off_loop
+from router.frontend.api.prepare import Caller
 from router.frontend.api.responses.body import InputTokensBody, ResponsesBody, ResponsesItem
 from router.frontend.api.responses.format import ResponsesFormat
 from router.frontend.api.responses.head import head_of, kept_input
@@ -25,6 +25,7 @@ from router.frontend.api.responses.translate import chat_of, input_items
 from router.frontend.api.tracing import ended_on_error
 from router.frontend.api.translation import Translation, as_answer
 from router.frontend.conversation import opening_of_turns
+from router.frontend.off_loop import off_loop
 from router.request import GenerationRequest
 
 _PAGE = 20

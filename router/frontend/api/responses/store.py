@@ -23,9 +23,9 @@ from baton.types.errors import (
     ResponseNotFoundError,
     UnavailableError,
 )
-from router.frontend.api.prepare import off_loop
 from router.frontend.api.responses.body import ResponsesItem
 from router.frontend.api.responses.format import place_of
+from router.frontend.off_loop import off_loop
 from router.policies import TenantPolicies
 
 MAX_RESPONSES = 1024

@@ -1,0 +1,71 @@
+"""Large bodies of one tenant delay another tenant's by one piece of work."""
+
+import asyncio
+import threading
+
+import pytest
+
+from baton.types.errors import UnavailableError
+from router.frontend.off_loop import TENANT, LargeWork
+
+
+async def test_tenants_take_turns_in_the_threads() -> None:
+    large, may_end, order = LargeWork(), threading.Event(), []
+
+    def work(name: str) -> None:
+        order.append(name)
+        may_end.wait(20)
+
+    async def call(tenant: str) -> None:
+        TENANT.set(tenant)
+        await large.run(1 << 20, lambda: work(tenant))
+
+    busy = [asyncio.create_task(call("busy")) for _ in range(50)]
+    await asyncio.sleep(0.05)
+    other = asyncio.create_task(call("other"))
+    await asyncio.sleep(0.05)
+    running = len(order)
+    may_end.set()
+    await asyncio.gather(*busy, other)
+    assert order.index("other") <= running + 1
+    assert len(order) == 51
+
+
+async def test_much_work_of_a_tenant_is_refused_and_another_tenants_is_not() -> None:
+    large, may_end = LargeWork(), threading.Event()
+
+    async def call(tenant: str) -> str:
+        TENANT.set(tenant)
+        return await large.run(1 << 20, lambda: may_end.wait(20) and tenant)
+
+    busy = [asyncio.create_task(call("busy")) for _ in range(300)]
+    await asyncio.sleep(0.05)
+    other = asyncio.create_task(call("other"))
+    await asyncio.sleep(0.05)
+    may_end.set()
+    results = await asyncio.gather(*busy, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, UnavailableError)]
+    assert 0 < len(refused) <= 300 - 256
+    assert await other == "other"
+
+
+async def test_a_caller_that_leaves_frees_no_thread_that_works() -> None:
+    large, may_end, running = LargeWork(), threading.Event(), []
+
+    def work() -> None:
+        running.append(1)
+        may_end.wait(20)
+        running.pop()
+
+    callers = [asyncio.create_task(large.run(1 << 20, work)) for _ in range(40)]
+    await asyncio.sleep(0.05)
+    most = len(running)
+    for caller in callers[:20]:
+        caller.cancel()
+    await asyncio.sleep(0.05)
+    assert len(running) == most
+    may_end.set()
+    results = await asyncio.gather(*callers, return_exceptions=True)
+    assert sum(isinstance(result, asyncio.CancelledError) for result in results) == 20
+    with pytest.raises(ZeroDivisionError):
+        await large.run(1 << 20, lambda: 1 // 0)
