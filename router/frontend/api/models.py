@@ -59,7 +59,9 @@ def routes(router: RouterParts) -> Endpoints:
     async def load_lora_adapter(request: Request) -> Response:
         """Serve the adapter in the directory ``lora_path`` as the model ``lora_name``."""
         owner = adapter_owner_of(request.headers, settings)
-        body = parse(LoadAdapterBody, await read_body(request, router), ignored_of(request))
+        raw = await read_body(request, router)
+        ignored = ignored_of(request)
+        body = await off_loop(len(raw), lambda: parse(LoadAdapterBody, raw, ignored))
         served = lanes.base(body.base_model, "base_model").model
         entry = await served.adapters.load(body.lora_name, body.lora_path, owner)
         after = {"path": body.lora_path, "digest": entry.digest, "owner": owner}
@@ -71,7 +73,9 @@ def routes(router: RouterParts) -> Endpoints:
     async def unload_lora_adapter(request: Request) -> Response:
         """Stop serving the adapter ``lora_name``. Running requests finish."""
         owner = adapter_owner_of(request.headers, settings)
-        body = parse(UnloadAdapterBody, await read_body(request, router), ignored_of(request))
+        raw = await read_body(request, router)
+        ignored = ignored_of(request)
+        body = await off_loop(len(raw), lambda: parse(UnloadAdapterBody, raw, ignored))
         served = next(
             (lane for lane in lanes if lane.model.adapters.find(body.lora_name)), router
         ).model

@@ -20,6 +20,7 @@ from router.frontend.api.parts import Endpoints, RouterParts, page_of, read_body
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
 from router.frontend.batch.uploads import UploadGate, read_upload
+from router.frontend.off_loop import off_loop
 from router.settings import RouterSettings
 
 _LONG_S = 10**9  # the store has its own limit
@@ -172,7 +173,9 @@ def routes(router: RouterParts) -> Endpoints:
         """Create a batch, which runs each line of a file as a request at the lowest priority."""
         store, tenant = of(request)
         _check_kept(store, tenant)
-        body = parse(BatchBody, await read_body(request, router), ignored_of(request))
+        raw = await read_body(request, router)
+        ignored = ignored_of(request)
+        body = await off_loop(len(raw), lambda: parse(BatchBody, raw, ignored))
         if await asyncio.to_thread(store.file, tenant, body.input_file_id) is None:
             raise InvalidRequestError.at(
                 "input_file_id", f"file {body.input_file_id[:80]!r} does not exist"
