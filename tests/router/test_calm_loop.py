@@ -8,6 +8,7 @@ import asyncio
 import gc
 import http.client
 import json
+import math
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ import pytest
 
 from router.memory import ROUTER_OBJECTS, collect_rarely
 from router.served_model import ServedModel
-from tests.router.conftest import MODEL
+from tests.router.conftest import MODEL, Fleet
 from tests.router.emulated_worker import Script
 
 pytestmark = pytest.mark.long
@@ -146,10 +147,39 @@ def _shaped(path: str, field: str, schema: str) -> str:
     return f'[{{"type":"function","name":"f","{name}":{schema}}}]'
 
 
+LARGE = {
+    "bias": ("/v1/chat/completions", {"logit_bias": dict.fromkeys(map(str, range(8192)), 1)}),
+    "prompt ids": ("/v1/completions", {"prompt": [5] * 131_000}),
+    "prompt": ("/v1/completions", {"prompt": "word " * 120_000}),
+    "conversation": (
+        "/v1/chat/completions",
+        {"messages": [USER, {"role": "assistant", "content": "hello " * 30}] * 1500},
+    ),
+    "one message": ("/v1/chat/completions", {"messages": [{**USER, "content": "word " * 120_000}]}),
+    "prompts": ("/v1/completions", {"prompt": ["hi"] * 128}),
+    "choices": ("/v1/completions", {"prompt": "hi", "n": 32, "max_tokens": 64}),
+    "inputs": ("/v1/embeddings", {"input": ["hi"] * 2048}),
+    "large inputs": ("/v1/embeddings", {"input": ["word " * 150] * 1024}),
+    "documents": ("/rerank", {"query": "hi", "documents": ["word " * 50] * 1024}),
+    "stops": (
+        "/v1/completions",
+        {"prompt": "hi", "stop": ["x" * 1000 + str(n) for n in range(16)]},
+    ),
+    "tools": (
+        "/v1/chat/completions",
+        {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(512)]},
+    ),
+    "tokenize": ("/tokenize", {"prompt": "word " * 120_000, "return_token_strs": True}),
+    "detokenize": ("/detokenize", {"tokens": [5000] * 600_000}),
+    "scores": ("/v1/completions", {"prompt": "word " * 20_000, "prompt_logprobs": 1}),
+}
+
+
 class Beat:
     """Beat of the event loop. ``longest_s`` is the longest delay since `reset`."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet) -> None:
+        self._port = int(fleet.url.rpartition(":")[2])
         self.longest_s = 0.0
         self._task = asyncio.create_task(self._run())
 
@@ -159,22 +189,28 @@ class Beat:
             await asyncio.sleep(0.001)
             self.longest_s = max(self.longest_s, time.perf_counter() - due_s)
 
-    async def of(self, port: int, path: str, kind: str, raw: bytes) -> tuple[int, float]:
-        """Send a body from a thread; return the status, and the longest delay meanwhile."""
-        await asyncio.sleep(0.002)
-        self.longest_s = 0.0
-        status = await asyncio.to_thread(post, port, path, kind, raw)
-        await asyncio.sleep(0.01)
-        return status, self.longest_s
+    async def calmest(self, path: str, raw: bytes) -> tuple[int, float]:
+        """Send a body from a thread; return the status, and the delay of the calmest of tries."""
+        calmest_s = math.inf
+        status = 0
+        for _ in range(TRIES):
+            await asyncio.sleep(0.002)
+            self.longest_s = 0.0
+            status = await asyncio.to_thread(post, self._port, path, raw)
+            await asyncio.sleep(0.01)
+            calmest_s = min(calmest_s, self.longest_s)
+            if calmest_s < LONGEST_S:
+                break
+        return status, calmest_s
 
     def stop(self) -> None:
         self._task.cancel()
 
 
-def post(port: int, path: str, kind: str, raw: bytes) -> int:
+def post(port: int, path: str, raw: bytes) -> int:
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        link.request("POST", path, raw, {"content-type": kind})
+        link.request("POST", path, raw, {"content-type": "application/json"})
         return link.getresponse().status
     finally:
         link.close()
@@ -210,35 +246,43 @@ def long_model(model: ServedModel) -> ServedModel:
     return ServedModel(replace(model.artifact, config=config), model.names)
 
 
-@pytest.mark.timeout(900)
-async def test_no_input_holds_the_loop(make_fleet, long_model, tmp_path, monkeypatch) -> None:
-    fleet = await make_fleet(
-        {"decode-0": Script(step_s=0.001)}, served=long_model, state_dir=str(tmp_path)
+@pytest.fixture
+async def fleet(make_fleet, long_model, tmp_path, monkeypatch):
+    """Yield a router with the garbage collection of its process."""
+    made = await make_fleet(
+        {"decode-0": Script(step_s=0.001, prefill_tokens_per_s=1e6)},
+        served=long_model,
+        state_dir=str(tmp_path),
     )
     long_model.speed_up()
     monkeypatch.setattr(gc, "freeze", lambda: None)
     thresholds = gc.get_threshold()
     collect_rarely(ROUTER_OBJECTS)
-    port = int(fleet.url.rpartition(":")[2])
-    beat = Beat()
+    yield made
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.timeout(900)
+async def test_no_value_of_a_field_holds_the_loop(fleet) -> None:
+    beat = Beat(fleet)
     slow = []
-    statuses = set()
     document = (await fleet.http.get("/openapi.json")).json()
     for path, fields in fields_of(document).items():
         for name, text in bodies(path, fields):
-            raw = text.encode()
-            calmest_s = 1.0
-            for _ in range(TRIES):
-                status, delay_s = await beat.of(port, path, "application/json", raw)
-                statuses.add(status)
-                assert status < 500 or status in (501, 503), (path, name, status)
-                calmest_s = min(calmest_s, delay_s)
-                if calmest_s < LONGEST_S:
-                    break
-            if calmest_s >= LONGEST_S:
-                slow.append(f"{path} {name}: {calmest_s * 1000:.0f} ms, {status}")
-                print(slow[-1], flush=True)
+            status, delay_s = await beat.calmest(path, text.encode())
+            assert status < 500 or status in (501, 503), (path, name, status)
+            if delay_s >= LONGEST_S:
+                slow.append(f"{path} {name}: {delay_s * 1000:.0f} ms, {status}")
     beat.stop()
-    gc.set_threshold(*thresholds)
-    assert {200, 400, 413} <= statuses | {413}
     assert not slow, "\n".join(slow)
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_no_large_call_holds_the_loop(fleet, name: str) -> None:
+    path, fields = LARGE[name]
+    beat = Beat(fleet)
+    body = {"model": MODEL, **LEAST[path], **fields}
+    status, delay_s = await beat.calmest(path, json.dumps(body).encode())
+    beat.stop()
+    assert status == 200
+    assert delay_s < LONGEST_S
