@@ -41,6 +41,7 @@ from router.frontend.deletion.follower import DeletionFollower
 from router.frontend.gates.watch import GateWatch
 from router.frontend.http.cors import allow_origins
 from router.frontend.http.direct import DirectFastAPI
+from router.frontend.http.web_pages import PageGuard
 from router.frontend.openapi.document import describe
 from router.keys.exchange import KeyExchange
 from router.lane_feeds import LaneFeeds, LaneSources
@@ -294,7 +295,9 @@ class Router:
             bodies += endpoints.bodies
             direct += endpoints.direct
         app.direct = direct
-        allow_origins(app, self.parts.settings.clients)
         has_keys = self.parts.settings.api_keys is not None
+        if not has_keys:
+            app.add_middleware(PageGuard, settings=self.parts.settings)
+        allow_origins(app, self.parts.settings.clients)
         describe(app, bodies, self.parts.model.names[0], has_keys=has_keys)
         return app
