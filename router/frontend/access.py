@@ -88,6 +88,14 @@ def is_operator(headers: Mapping[str, str], settings: RouterSettings) -> bool:
     return settings.api_keys is None or has_operator_key(headers, settings)
 
 
+def has_key(headers: Mapping[str, str], settings: RouterSettings) -> bool:
+    """Return whether the caller has a valid API key or the fleet token."""
+    try:
+        return bool(_key_of(headers, settings))
+    except UnauthorizedError:
+        return False
+
+
 def has_operator_key(headers: Mapping[str, str], settings: RouterSettings) -> bool:
     """Return whether the caller has an operator's key or the fleet token."""
     try:

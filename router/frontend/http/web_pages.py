@@ -22,7 +22,9 @@ from baton.types.errors import BatonError, ForeignPageError
 from router.frontend.access import has_operator_key
 from router.settings import RouterSettings
 
-_PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+"""Paths of health probes, which are open to everyone."""
+
 _HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]*)(?::(?P<port>[0-9]{0,5}))?")
 # Public DNS has neither these nor names without a dot, so no page can own such a name.
 _LOCAL_ENDS = (".localhost", ".local", ".internal")
@@ -46,7 +48,7 @@ class PageGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one call of the application."""
-        if scope["type"] == "http" and scope["path"] not in _PROBES:
+        if scope["type"] == "http" and scope["path"] not in PROBES:
             headers = Headers(scope=scope)
             problem = self._problem(scope["method"], headers)
             if problem and not has_operator_key(headers, self._settings):

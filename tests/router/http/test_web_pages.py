@@ -123,3 +123,9 @@ async def test_changes_of_the_fleet_need_the_fleet_token(make_fleet, key):
 def test_what_is_no_host_is_refused(host):
     with pytest.raises(ValueError, match="hosts"):
         FleetConfig.model_validate({"clients": {"hosts": [host]}})
+
+
+@pytest.mark.parametrize("proxy", ["proxy.example", "10.0.0.1/8", "", "10.0.0"])
+def test_what_is_no_proxy_is_refused(proxy):
+    with pytest.raises(ValueError, match="proxies"):
+        FleetConfig.model_validate({"clients": {"proxies": [proxy]}})
