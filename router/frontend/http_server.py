@@ -277,11 +277,17 @@ class LimitedProtocol(HttpToolsProtocol):
         finally:
             self.app = app
         self.cycle.transport = self._writer  # type: ignore[assignment]
-        if self.scope["http_version"] == "1.0":
+        if self._is_old:
             self.cycle.__class__ = _OldCycle
             self.cycle.chunked_encoding = False
+            self.cycle.keep_alive = False
+            self.cycle.waiting_for_100_continue = False
         if self._leaves:
             self.cycle.keep_alive = False
+
+    @property
+    def _is_old(self) -> bool:
+        return self.parser.get_http_version() < "1.1"
 
     @property
     def _is_offer(self) -> bool:
@@ -301,7 +307,7 @@ class LimitedProtocol(HttpToolsProtocol):
             found.add(name)
         if size > MAX_HEADER_BYTES:
             return _too_large()
-        if b"host" not in found and self.parser.get_http_version() != "1.0":
+        if b"host" not in found and not self._is_old:
             return InvalidRequestError.at("host", "is required by HTTP/1.1")
         return None
 

@@ -84,7 +84,7 @@ class Exchange(Response):
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 499
         self._connection = connection_of(scope)
-        self._has_chunks = scope.get("http_version") != "1.0"
+        self._has_chunks = scope.get("http_version", "1.1") >= "1.1"
         try:
             if self._connection is not None:
                 self._connection.follow(self)

@@ -69,6 +69,14 @@ async def test_an_offer_of_another_protocol_is_ignored(serve, offer):
     assert (await answers(router, old)).startswith(b"HTTP/1.1 200 OK")
 
 
+async def test_http_2_is_refused_and_older_versions_end_with_the_connection(serve):
+    router = await serve()
+    assert (await answers(router, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")).startswith(b"HTTP/1.1 400")
+    got = await answers(router, b"GET /version HTTP/0.9\r\nconnection: keep-alive\r\n\r\n")
+    assert got.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in got
+
+
 async def test_connect_is_no_offer(serve):
     router = await serve()
     for target in (b"x:80", b"/health", b"http://x/"):
@@ -133,7 +141,8 @@ async def test_http_1_0_gets_its_body_without_chunks(serve):
     for host, kept in ((b"host: x\r\n", b""), (b"", b"connection: keep-alive\r\n")):
         reader, writer = await router.connect()
         head = b"POST /v1/completions HTTP/1.0\r\n%b%bcontent-length: %d\r\n\r\n"
-        writer.write(head % (host, kept, len(body)) + body)
+        asks = kept + b"expect: 100-continue\r\n"
+        writer.write(head % (host, asks, len(body)) + body)
         got_head, got = (await ended(reader)).split(b"\r\n\r\n", 1)
         writer.close()
         assert b"transfer-encoding" not in got_head.lower()
@@ -143,6 +152,7 @@ async def test_http_1_0_gets_its_body_without_chunks(serve):
             for raw in (new.text, got.decode())
         ]
         assert texts[0] == texts[1]
+        assert got_head.startswith(b"HTTP/1.1 200")
     for path in (b"/v1/models", b"/page/page.js", b"/nowhere"):
         reader, writer = await router.connect()
         writer.write(b"GET %b HTTP/1.0\r\n\r\n" % path)
