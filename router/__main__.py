@@ -43,6 +43,7 @@ from baton.wire.process_end import exit_process
 from router.app import Router
 from router.frontend.api.parts import RouterParts
 from router.frontend.http.certificate import LiveCertificate
+from router.frontend.http.places import capacity
 from router.frontend.http.server import RouterServer
 from router.frontend.http_server import server_config
 from router.lane_feeds import LaneSources
@@ -97,7 +98,7 @@ def main() -> int:
             folder=arguments.group,
             sockets=sockets,
         )
-    allow_connections(settings.clients.max_connections)
+    allow_connections(capacity(settings.clients.max_connections))
     limit_arenas()
     collect_rarely(ROUTER_OBJECTS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -41,6 +41,8 @@ from router.frontend.deletion.follower import DeletionFollower
 from router.frontend.gates.watch import GateWatch
 from router.frontend.http.cors import allow_origins
 from router.frontend.http.direct import DirectFastAPI
+from router.frontend.http.reserve import Reserve
+from router.frontend.http.web_pages import PageGuard
 from router.frontend.openapi.document import describe
 from router.keys.exchange import KeyExchange
 from router.lane_feeds import LaneFeeds, LaneSources
@@ -264,6 +266,7 @@ class Router:
             # FastAPI's pages load scripts from other hosts; see `router/frontend/api/page.py`.
             docs_url=None,
             redoc_url=None,
+            redirect_slashes=False,  # its redirect would name the client's Host, without TLS
             # Baton traces and counts calls itself.
             telemetry={
                 "tracing": False,
@@ -296,7 +299,10 @@ class Router:
             bodies += endpoints.bodies
             direct += endpoints.direct
         app.direct = direct
-        allow_origins(app, self.parts.settings.clients)
         has_keys = self.parts.settings.api_keys is not None
+        app.add_middleware(Reserve, settings=self.parts.settings, metrics=self.parts.metrics)
+        if not has_keys:
+            app.add_middleware(PageGuard, settings=self.parts.settings)
+        allow_origins(app, self.parts.settings.clients)
         describe(app, bodies, self.parts.model.names[0], has_keys=has_keys)
         return app

@@ -1,5 +1,6 @@
 """Fleet file section on clients: API keys, timeouts, HTTPS, stored responses."""
 
+from ipaddress import ip_network
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -19,6 +20,7 @@ ANY_ORIGIN = "*"
 KEYS_IN_REDIS = "redis"
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*?#]+)$")]
+ServedHost = Annotated[str, StringConstraints(to_lower=True, pattern=r"^[A-Za-z0-9_.-]{1,253}$")]
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
@@ -26,6 +28,11 @@ def _file_or_redis(name: str) -> str:
     return name if name == KEYS_IN_REDIS else require_absolute(name)
 
 
+def _network(name: str) -> str:
+    return str(ip_network(name))
+
+
+Network = Annotated[str, AfterValidator(_network)]
 KeysFile = Annotated[str, AfterValidator(_file_or_redis)]
 
 
@@ -96,6 +103,10 @@ class ClientLimitsConfig(Section):
         write_timeout_s: Seconds within which a client must read waiting data of a response.
         cors_origins: Origins whose pages may call the router (``https://chat.example.com``);
             ``*`` allows any. Without origins, browsers block such calls.
+        hosts: Names of the router in ``Host``, beside its address and local names. Without API
+            keys, calls with other names are refused, because a web page could own the name.
+        proxies: Addresses and networks of proxies (``10.0.0.0/8``), whose ``X-Forwarded-For`` is
+            trusted, and which have no limit of connections per address.
         cors_any_origin_with_keys: Confirms ``*`` in a fleet that has API keys: any page that
             gets hold of a key can then use it.
         strict: Reject unknown request fields. Otherwise they are ignored and named in the
@@ -112,6 +123,8 @@ class ClientLimitsConfig(Section):
     write_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     cors_origins: tuple[Origin, ...] = ()
+    hosts: tuple[ServedHost, ...] = ()
+    proxies: tuple[Network, ...] = ()
     cors_any_origin_with_keys: bool = False
     batch: BatchConfig = BatchConfig()  # files and batches that clients upload
     strict: bool = False
@@ -134,7 +147,7 @@ class ClientLimitsConfig(Section):
         """Return why a router may not listen on ``host``, or "" if it may."""
         return plain_text_problem(host, tls=self.tls is not None, insecure=self.insecure)
 
-    @field_validator("cors_origins", mode="before")
+    @field_validator("cors_origins", "hosts", "proxies", mode="before")
     @classmethod
     def _list_to_tuple(cls, value: object) -> object:
         return tuple(value) if isinstance(value, list) else value

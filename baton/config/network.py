@@ -76,7 +76,13 @@ def plain_text_problem(host: str, *, tls: bool, insecure: bool) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether an address is reachable from this host only."""
+    address = address_of(host)
+    return address.is_loopback if address is not None else host == "localhost"
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that ``host`` is; None for a name."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return host == "localhost"
+        return None

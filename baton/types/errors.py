@@ -102,6 +102,12 @@ class ForbiddenError(InvalidRequestError):
     status = 403
 
 
+class ForeignPageError(ForbiddenError):
+    """The call may come from a web page that the router does not trust."""
+
+    code = "foreign_page"
+
+
 class NotKeptError(InvalidRequestError):
     """The policy of the tenant stores nothing."""
 

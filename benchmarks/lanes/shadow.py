@@ -8,6 +8,8 @@ arrivals and lengths, and prompts of their own, so that neither finds the other'
 """
 
 import asyncio
+import os
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +42,7 @@ pools: {{prefill: 0, decode: 1, engine: {{emulated: h100-70b}}}}
 kv_blocks_per_worker: 4096
 cpus_per_rank: 0.05
 """
+_TOKEN = secrets.token_hex(16)
 _FIGURES: dict[str, Callable[[RequestRecord], float | None]] = {
     "TTFT": ttft_s,
     "longest gap": itl_longest_s,
@@ -119,7 +122,10 @@ def _ended(url: str) -> str:
 
 
 def _post(url: str, body: dict[str, Any]) -> None:
-    answer = httpx.post(f"{url}/fleet/models", json=body, trust_env=False, timeout=60)
+    headers = {"authorization": f"Bearer {_TOKEN}"}
+    answer = httpx.post(
+        f"{url}/fleet/models", json=body, headers=headers, trust_env=False, timeout=60
+    )
     answer.raise_for_status()
 
 
@@ -133,6 +139,7 @@ def main(
     with TemporaryDirectory() as folder:
         file = Path(folder) / "fleet.yaml"
         file.write_text(_FLEET)
+        os.environ["BATON_FLEET_TOKEN"] = _TOKEN
         with fleet_of("", file, None, LabContext()) as place:
             found = measure(place.url, rounds, seconds, rate, share / 100)
             counted = copies(place.url)

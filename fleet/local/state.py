@@ -79,7 +79,7 @@ def home() -> Path:
 
 
 def state_folder(name: str) -> Path:
-    """Return one fleet's folder; a new one is private to this user."""
+    """Return one fleet's folder, which is private to this user."""
     folder = home() / name
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -88,6 +88,8 @@ def state_folder(name: str) -> Path:
             f"cannot make {folder} ({error.strerror}): set BATON_HOME to a folder that this user "
             "can write"
         ) from error
+    if folder.stat().st_mode & 0o077:  # of an earlier version, or made by hand
+        folder.chmod(0o700)
     return folder
 
 

@@ -88,6 +88,14 @@ def is_operator(headers: Mapping[str, str], settings: RouterSettings) -> bool:
     return settings.api_keys is None or has_operator_key(headers, settings)
 
 
+def has_key(headers: Mapping[str, str], settings: RouterSettings) -> bool:
+    """Return whether the caller has a valid API key or the fleet token."""
+    try:
+        return bool(_key_of(headers, settings))
+    except UnauthorizedError:
+        return False
+
+
 def has_operator_key(headers: Mapping[str, str], settings: RouterSettings) -> bool:
     """Return whether the caller has an operator's key or the fleet token."""
     try:
@@ -102,8 +110,23 @@ def check_operator(headers: Mapping[str, str], settings: RouterSettings) -> None
         raise ForbiddenError("an API key with the role `operator` is required")
 
 
+def check_change(headers: Mapping[str, str], settings: RouterSettings) -> None:
+    """Reject callers that may not change the fleet.
+
+    They need an operator's key or the fleet token, even if requests need no key.
+    """
+    check_operator(headers, settings)
+    if not has_operator_key(headers, settings):
+        raise UnauthorizedError(
+            "changes of the fleet need the fleet token, the file fleet.token in its state folder, "
+            "or an operator's API key: `Authorization: Bearer TOKEN`"
+        )
+
+
 def adapter_owner_of(headers: Mapping[str, str], settings: RouterSettings) -> str:
     """Return the tenant whose adapters the caller may load and unload; empty: all tenants."""
+    if settings.api_keys is None:
+        check_change(headers, settings)
     caller = access_of(headers, settings)
     if caller.operator:
         return ""

@@ -8,6 +8,7 @@ connection:
   the body count towards the same limit of bytes.
 - body: complete within ``body_timeout_s``. ``router.frontend.api.parts.read_body`` reports the
   timeout earlier; this timeout ends bodies that no handler reads.
+- place: see `router.frontend.http.places`.
 - write: the backlog must shrink within ``write_timeout_s``, at a rate of at least ``_SLOWEST``.
 """
 
@@ -15,10 +16,12 @@ import asyncio
 import functools
 from typing import Any
 
+import httptools
 import orjson
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from baton.config.clients import ClientLimitsConfig
 from baton.telemetry.metrics import Metrics
@@ -29,13 +32,21 @@ from baton.types.errors import (
     SlowRequestError,
     UnavailableError,
 )
+from router.frontend.api.errors import error_response
 from router.frontend.http.connection import Follower, lend
 from router.frontend.http.head_writer import HeadWriter
 from router.frontend.http.intake import Intake
+from router.frontend.http.places import Places
+from router.frontend.http.reserve import no_place
 
 MAX_HEADER_BYTES = 64 * 1024
 """More than 40 times the usual size; the parser itself has no limit."""
 
+_RESERVE_HEADER_S = 1.0  # a silent client must not hold a place of the reserve
+# Of two values, a proxy and the router could take another one each.
+_ONCE = frozenset({b"host", b"authorization", b"x-api-key", b"x-baton-tenant", b"origin"})
+_LINE_BYTES = len(b"  HTTP/1.1\r\n\r\n")
+_FIELD_BYTES = len(b": \r\n")
 _CHUNK_BYTES = 16  # allowance for the frame of a chunk of one byte
 _LINGER_S = 1.0  # a request of the client may be in transit
 _SLOWEST = 64 * 1024  # bytes a second
@@ -52,7 +63,10 @@ def server_config(
     app: ASGIApp, metrics: Metrics, limits: ClientLimitsConfig, **options: Any
 ) -> uvicorn.Config:
     """Return the configuration of a router's server; ``options`` are uvicorn's."""
-    protocol: Any = functools.partial(LimitedProtocol, limits=limits, metrics=metrics)
+    places: Places[LimitedProtocol] = Places(limits.max_connections, limits.proxies)
+    protocol: Any = functools.partial(
+        LimitedProtocol, limits=limits, metrics=metrics, places=places
+    )
     return uvicorn.Config(
         Intake(app, metrics),
         http=protocol,
@@ -60,19 +74,45 @@ def server_config(
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=bool(limits.proxies),
+        forwarded_allow_ips=list(limits.proxies),
         timeout_keep_alive=75,
         **options,
     )
 
 
+class _OldCycle(RequestResponseCycle):
+    """Response for HTTP/1.0, which has no chunks: it ends with the connection."""
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Write a part of the response."""
+        if message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP connection with timeouts for the client. See the module."""
+    """HTTP connection with timeouts for the client. See the module.
+
+    Attributes:
+        has_key: Whether a request has shown a valid key.
+        is_reserved: Whether only health probes and valid keys may use this place.
+    """
 
     def __init__(
-        self, *args: Any, limits: ClientLimitsConfig, metrics: Metrics, **kwargs: Any
+        self,
+        *args: Any,
+        limits: ClientLimitsConfig,
+        metrics: Metrics,
+        places: "Places[LimitedProtocol]",
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._places = places
+        self.has_key = False
+        self.is_reserved = False
+        self._is_late_place = False  # of the reserve, before its first request
         self._metrics = metrics
         self._header_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
@@ -91,21 +131,18 @@ class LimitedProtocol(HttpToolsProtocol):
         """Accept a connection, or reject it if there are too many."""
         super().connection_made(transport)
         self._writer = HeadWriter(transport, self.loop)
-        if len(self.connections) > self._limits.max_connections:
-            self._metrics.inc("baton_connections_refused")
-            self._refuse(
-                UnavailableError(
-                    f"{self._limits.max_connections} connections are open, the limit "
-                    "(clients.max_connections); retry later"
-                )
-            )
+        self._make_way(self._places.enter(self, self.client[0] if self.client else ""))
+        if self._places.is_full:
+            self._refuse_place()
             return
+        self._is_late_place = self._places.is_in_reserve
         self._metrics.set("baton_open_connections", len(self.connections))
         self._await_header()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel all timers, and notify the follower."""
         super().connection_lost(exc)
+        self._places.leave(self)
         for timer in (self._header_timer, self._body_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -116,6 +153,19 @@ class LimitedProtocol(HttpToolsProtocol):
             self._follower.on_lost()
         self.pipeline.clear()
         self.cycle = self.scope = None  # type: ignore[assignment]  # they refer to this connection
+
+    def _make_way(self, other: "LimitedProtocol | None") -> None:
+        """Close a connection that has lost its place."""
+        if other is None:
+            return
+        if other.transport.get_write_buffer_size():
+            other.transport.abort()
+        else:
+            other.transport.close()
+
+    def _refuse_place(self) -> None:
+        self._metrics.inc("baton_connections_refused")
+        self._refuse(UnavailableError(no_place(self._places.limit)))
 
     def leave(self) -> None:
         """Close the connection after its next response, because the router is replaced."""
@@ -137,7 +187,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._began = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if not self._began:
             self._spare_bytes -= len(data)
             if self._spare_bytes < 0 and not self.transport.is_closing():
@@ -147,9 +198,39 @@ class LimitedProtocol(HttpToolsProtocol):
         if idle and self._body_timer is None and not self.transport.is_closing():
             self._await_header()
 
+    def _parse(self, data: bytes) -> None:
+        """Parse received bytes. An offer of another protocol (`Upgrade`) is ignored.
+
+        The parser stops after the header of such a request, so the request is parsed again without
+        the offer.
+        """
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as offer:
+                    if not self._is_offer:
+                        return
+                    data = self._without_offer() + data[offer.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        except httptools.HttpParserError as error:
+            self.send_400_response(str(error))
+
+    def _without_offer(self) -> bytes:
+        """Return the header of the request without its offer of another protocol."""
+        version = self.parser.get_http_version().encode()
+        kept = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
+        return b"".join((line, *kept, b"\r\n"))
+
     def _await_header(self) -> None:
         if self._header_timer is None:
+            self._places.await_header(self)
             limit_s = self._limits.header_timeout_s
+            if self._is_late_place:
+                limit_s = min(limit_s, _RESERVE_HEADER_S)
             self._header_timer = self.loop.call_later(limit_s, self._header_late)
 
     def _header_late(self) -> None:
@@ -158,6 +239,9 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self.flow.read_paused:  # the server, not the client, is slow
             self._await_header()
+            return
+        if self._is_late_place:
+            self._refuse_place()
             return
         self._metrics.inc("baton_client_timeouts", kind="header")
         limit_s = self._limits.header_timeout_s
@@ -171,24 +255,61 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._header_timer is None:  # not a header, or another response is being sent
             self.transport.abort()
             return
-        self._refuse(
-            PayloadTooLargeError(
-                f"the header is larger than {MAX_HEADER_BYTES} bytes; send fewer or shorter fields"
-            )
-        )
+        self._refuse(_too_large())
 
     def on_headers_complete(self) -> None:
-        """Start the timeout of the body."""
+        """Start the timeout of the body, and the request."""
+        if self._is_offer:
+            return
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
         self._await_body()
-        super().on_headers_complete()
-        if self.cycle is None:
-            return
+        self._make_way(self._places.claim(self))
+        self.is_reserved = self._places.is_reserved(self)
+        self._is_late_place = False
+        app = self.app
+        problem = self._problem_of_header()
+        if problem is not None:
+            self.app = error_response(problem, more=((b"connection", b"close"),))
+        try:
+            super().on_headers_complete()
+        finally:
+            self.app = app
         self.cycle.transport = self._writer  # type: ignore[assignment]
+        if self._is_old:
+            self.cycle.__class__ = _OldCycle
+            self.cycle.chunked_encoding = False
+            self.cycle.keep_alive = False
+            self.cycle.waiting_for_100_continue = False
         if self._leaves:
             self.cycle.keep_alive = False
+
+    @property
+    def _is_old(self) -> bool:
+        return self.parser.get_http_version() < "1.1"
+
+    @property
+    def _is_offer(self) -> bool:
+        """True for a request that is parsed again; `CONNECT` is no offer."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _problem_of_header(self) -> BatonError | None:
+        """Return why a complete header is refused, or None."""
+        size = len(self.parser.get_method()) + len(self.url) + _LINE_BYTES
+        found: set[bytes] = set()
+        for name, value in self.headers:
+            size += len(name) + len(value) + _FIELD_BYTES
+            if name not in _ONCE:
+                continue
+            if name in found:
+                return InvalidRequestError.at(name.decode(), "was sent more than once")
+            found.add(name)
+        if size > MAX_HEADER_BYTES:
+            return _too_large()
+        if b"host" not in found and not self._is_old:
+            return InvalidRequestError.at("host", "is required by HTTP/1.1")
+        return None
 
     # --- body ------------------------------------------------------------------------------------
 
@@ -211,6 +332,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the timeout of the body."""
+        if self._is_offer:
+            return
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -262,6 +385,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Start the write timeout if the client has not read the whole response."""
         super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:  # no other request waits
+            self._places.rest(self, has_key=self.has_key)
         self._await_reader()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -313,3 +438,9 @@ class LimitedProtocol(HttpToolsProtocol):
         )
         self.transport.close()
         self._await_reader()
+
+
+def _too_large() -> PayloadTooLargeError:
+    return PayloadTooLargeError(
+        f"the header is larger than {MAX_HEADER_BYTES} bytes; send fewer or shorter fields"
+    )

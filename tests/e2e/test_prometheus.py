@@ -12,7 +12,7 @@ import pytest
 
 from deploy.grafana.dashboard_panels import PRICE
 from deploy.grafana.dashboards import DEFAULT_PRICE, FOLDER
-from tests.e2e.fleet_processes import Fleet, chat, slowed
+from tests.e2e.fleet_processes import OPS, Fleet, chat, slowed
 from tests.e2e.prometheus_server import PROGRAM, SCRAPE_S, Prometheus, prometheus_of, until
 
 pytestmark = pytest.mark.skipif(
@@ -49,7 +49,7 @@ def load(shared: Fleet, prometheus: Prometheus) -> None:
             )
             assert answer.status_code == 200, answer.text
         for tenant, rates in {"default": {"tpm": 1_000_000_000}, "narrow": {"rpm": 1}}.items():
-            limited = client.put(f"/fleet/tenants/{tenant}", json=rates)
+            limited = client.put(f"/fleet/tenants/{tenant}", json=rates, headers=OPS)
             assert limited.status_code == 200, limited.text
         narrow = {"x-baton-tenant": "narrow"}
         ends = [client.post("/v1/chat/completions", json=chat("Hi."), headers=narrow) for _ in "12"]

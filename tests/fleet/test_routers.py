@@ -305,7 +305,9 @@ class Group:
         return self._clients[index].get(path)
 
     def post(self, index: int, path: str, body: dict | None = None) -> httpx.Response:
-        return self._clients[index].post(path, json=body or {})
+        return self._clients[index].post(
+            path, json=body or {}, headers={"authorization": "Bearer t"}
+        )
 
     def stream(self, index: int, path: str, body: dict) -> contextlib.AbstractContextManager:
         return self._clients[index].stream("POST", path, json=body)

@@ -27,6 +27,7 @@ from tests.router.quick_server import QuickServer
 from tests.router.static_directory import StaticDirectory
 
 MODEL = "smollm2"
+OPS = {"authorization": "Bearer secret"}  # the fleet's token
 
 
 @pytest.fixture(scope="session")

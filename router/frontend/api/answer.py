@@ -70,6 +70,7 @@ class Exchange(Response):
         self.on_answered: Callable[[Sequence[ActiveRequest]], None] | None = None
         self._wakeup = asyncio.Event()
         self._gone = False
+        self._has_chunks = True  # HTTP/1.0 has none
         self._connection: Connection | None = None
         self._active: list[ActiveRequest] = []
         self._reservation: Reservation | None = None
@@ -83,6 +84,7 @@ class Exchange(Response):
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 499
         self._connection = connection_of(scope)
+        self._has_chunks = scope.get("http_version", "1.1") >= "1.1"
         try:
             if self._connection is not None:
                 self._connection.follow(self)
@@ -127,6 +129,8 @@ class Exchange(Response):
         try:
             if self._router.quotas.quotas.has_limits(self.requests[0].tenant):
                 await self._reserve()
+            if self._gone:  # while its prompt was prepared, or its tokens were reserved
+                return 499
             if not await self._submit_all(self._router.gateway):
                 return 499
             for active in self._active:
@@ -353,6 +357,7 @@ class Answer(Exchange):
         self._with_logprobs: set[int] = set()  # prompts whose logprobs were sent
         self._shown: set[int] = set()  # prompts with output that was sent
         self._fault: Exception | None = None
+        self._is_direct = False  # whether `_deliver` may write; otherwise the handler does
         self._written_s = 0.0
         self._text = Delta(0)  # reused for each token of a plain answer
 
@@ -382,7 +387,8 @@ class Answer(Exchange):
             opening += self._collect()
         await self._write(send, opening)
         keep_alive = self._layout.keep_alive
-        if self._connection is not None and not self._wants_prompt_logprobs:
+        direct = self._has_chunks and not self._wants_prompt_logprobs
+        if self._connection is not None and direct:
             await self._stream_directly(self._connection)
         while True:
             await self._write_prompt_logprobs(send)
@@ -412,6 +418,7 @@ class Answer(Exchange):
         for active in self._active:
             active.wakeup = self
         self._written_s = loop.time()
+        self._is_direct = True
         self._deliver()
         while not (self._gone or self._over or self._fault):
             silent_s = loop.time() - self._written_s
@@ -423,6 +430,7 @@ class Answer(Exchange):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(keep_alive_s - silent_s):
                     await self._wakeup.wait()
+        self._is_direct = False
         for active in self._active:
             active.wakeup = self._wakeup
         if self._fault is not None:
@@ -439,7 +447,7 @@ class Answer(Exchange):
     def _deliver(self) -> None:
         """Write new tokens as one piece, unless the client is too slow."""
         connection = self._connection
-        if connection is None or self._gone:
+        if connection is None or self._gone or not self._is_direct:
             return
         try:
             if self._over:

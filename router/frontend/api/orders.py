@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError
 
 from baton.registry.orders import Answer, Orders
 from baton.registry.redis_store import RegistryUnavailableError
-from baton.types.errors import InvalidRequestError, UnauthorizedError, UnavailableError
-from router.frontend.access import check_operator, has_operator_key, who_of
+from baton.types.errors import InvalidRequestError, UnavailableError
+from router.frontend.access import check_change, check_operator, who_of
 from router.frontend.api.bodies.common import OperatorBody
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.audited import source_of
@@ -48,9 +48,7 @@ def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
     @api.post("/fleet/orders", include_in_schema=False)
     async def order(request: Request) -> dict[str, Any]:
         """Send an admin command to the controller and wait for its answer."""
-        check_operator(request.headers, router.settings)
-        if not has_operator_key(request.headers, router.settings):
-            raise UnauthorizedError("an operator's API key or the fleet token is required")
+        check_change(request.headers, router.settings)
         try:
             body = _OrderBody.model_validate_json(await read_body(request, router))
         except ValidationError as error:

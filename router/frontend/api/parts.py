@@ -262,7 +262,7 @@ async def read_body(request: Request, router: RouterParts, *, deadline_s: float 
     own_s = router.settings.clients.body_timeout_s
     limit_bytes = settings.max_body_bytes
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > limit_bytes:
+    if declared.isdecimal() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
     decoder = Gunzip.of(request.headers.get("content-encoding", ""))
     body = bytearray()

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import IO
 
 from router.frontend.batch.lines import number_of
+from router.frontend.batch.store import OWN_FILE
+
+_PIECE_BYTES = 256 * 1024
 
 
 class AnswerFiles:
@@ -19,6 +22,8 @@ class AnswerFiles:
         self.completed = self._resume(output)
         self.failed = self._resume(errors)
         self._room_bytes = room_bytes
+        for path in (output, errors):
+            path.touch(mode=OWN_FILE)
         self._output = output.open("ab")
         self._errors = errors.open("ab")
 
@@ -59,6 +64,15 @@ class AnswerFiles:
             self._output.close()
         finally:
             self._errors.close()
+
+
+def has_more_lines(path: Path, limit: int) -> bool:
+    """Return whether a file has more than ``limit`` line ends, also of empty lines."""
+    count = 0
+    with path.open("rb") as file:
+        while count <= limit and (piece := file.read(_PIECE_BYTES)):
+            count += piece.count(b"\n")
+    return count > limit
 
 
 def lines_of(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -19,7 +19,7 @@ from router.frontend.api.call_headers import ignored_of
 from router.frontend.api.parts import Endpoints, RouterParts, page_of, read_body
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import LOCK, MAX_FILES, BatchStore, FileRecord
-from router.frontend.batch.uploads import UploadGate, read_upload
+from router.frontend.batch.uploads import UploadGate, no_room, read_upload
 from router.frontend.off_loop import off_loop
 from router.settings import RouterSettings
 
@@ -47,6 +47,7 @@ _FORM = {
 _Label = Annotated[str, StringConstraints(max_length=512)]
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
 _Record = TypeVar("_Record", FileRecord, BatchRecord)
+_Written = TypeVar("_Written")
 
 Endpoint = Literal[
     "/v1/chat/completions",
@@ -118,7 +119,7 @@ def routes(router: RouterParts) -> Endpoints:
         sent = await read_upload(request, settings.clients, gate, tenant)
         try:
             keep_s = _LONG_S if sent.keep_s is None else sent.keep_s
-            record = await asyncio.to_thread(
+            record = await _stored(
                 store.add_file,
                 tenant,
                 sent.file.file,
@@ -196,7 +197,7 @@ def routes(router: RouterParts) -> Endpoints:
             expires_s=now_s + body.window_s,
             metadata=body.metadata,
         )
-        await asyncio.to_thread(store.save, record)
+        await _stored(store.save, record)
         return record.shown()
 
     @api.get("/v1/batches")
@@ -220,11 +221,19 @@ def routes(router: RouterParts) -> Endpoints:
             raise InvalidRequestError.at(
                 "batch_id", f"the batch has already ended ({record.state})"
             )
-        await asyncio.to_thread(store.ask_to_cancel, record)
+        await _stored(store.ask_to_cancel, record)
         record.cancel(time.time())  # the router that runs it will store the same state
         return record.shown()
 
     return api
+
+
+async def _stored(write: Callable[..., _Written], *values: Any) -> _Written:
+    """Call a function that writes to the disk, in a thread."""
+    try:
+        return await asyncio.to_thread(write, *values)
+    except OSError as error:
+        raise no_room(error) from error
 
 
 def _check_kept(store: BatchStore, tenant: str) -> None:

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import BatonError, UnavailableError, WorkerLostError, from_code
-from router.frontend.batch.answers import AnswerFiles, lines_of
+from router.frontend.batch.answers import AnswerFiles, has_more_lines, lines_of
 from router.frontend.batch.lines import (
     LineFault,
     LineRequest,
@@ -37,6 +37,7 @@ from router.settings import RouterSettings
 _LOG = logging.getLogger(__name__)
 
 MAX_LINES = 50_000
+_MAX_LINE_ENDS = 4 * MAX_LINES  # with empty lines, which are skipped
 _POLL_S = 0.5
 _SAVE_S = 1.0
 _SWEEP_S = 3600.0
@@ -188,6 +189,8 @@ class _Run:
         await self.end()
 
     def _count(self, path: Path) -> int:
+        if has_more_lines(path, _MAX_LINE_ENDS):
+            return MAX_LINES + 1
         lines = lines_of(path, self._max_line_bytes)
         return sum(1 for _ in itertools.islice(lines, MAX_LINES + 1))
 

@@ -32,6 +32,10 @@ MAX_FILES = 1000
 LOCK = "lock"
 """Name of the lock file next to the tenants' folders."""
 
+OWN_FILE = 0o600
+"""Mode of files, which only this user may read."""
+
+_OWN_FOLDER = 0o700
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 _DAY_S = 24 * 3600
 _STRAY_S = 24 * 3600  # age at which a file without a record, left by a dead process, is removed
@@ -123,7 +127,7 @@ class BatchStore:
         )
         data = self.data_path(tenant, record.id)
         try:
-            with data.open("wb") as target:
+            with open(data, "wb", opener=_private) as target:
                 shutil.copyfileobj(source, target, 1024 * 1024)
             self._write(self._folder(tenant, "files") / f"{record.id}.json", record)
         except BaseException:
@@ -252,7 +256,7 @@ class BatchStore:
 
     def ask_to_cancel(self, batch: BatchRecord) -> None:
         """Request cancellation from the router that runs the batch."""
-        self.path_of(batch, "cancel").touch()
+        self.path_of(batch, "cancel").touch(mode=OWN_FILE)
 
     def is_cancelled(self, batch: BatchRecord) -> bool:
         """Return whether cancellation was requested."""
@@ -287,8 +291,8 @@ class BatchStore:
     @contextlib.contextmanager
     def lock(self) -> Iterator[bool]:
         """Try to get the lock for running batches. The kernel releases it when the process dies."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / LOCK).open("a") as held:
+        _make_private(self.root)
+        with open(self.root / LOCK, "a", opener=_private) as held:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -298,7 +302,8 @@ class BatchStore:
 
     def _folder(self, tenant: str, kind: str) -> Path:
         folder = self.root / tenant / kind
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for level in (self.root, folder.parent, folder):
+            _make_private(level)
         return folder
 
     def _read(
@@ -316,11 +321,24 @@ class BatchStore:
     def _write(self, path: Path, record: msgspec.Struct) -> None:
         beside = path.with_suffix(f".{secrets.token_hex(4)}.part")
         try:
-            beside.write_bytes(msgspec.json.encode(record))
+            with open(beside, "wb", opener=_private) as file:
+                file.write(msgspec.json.encode(record))
             beside.replace(path)
         except BaseException:
             beside.unlink(missing_ok=True)
             raise
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only this user may read; the ``opener`` of ``open``."""
+    return os.open(path, flags, OWN_FILE)
+
+
+def _make_private(folder: Path) -> None:
+    """Create a folder if needed, and close one of an earlier version to other users."""
+    folder.mkdir(parents=True, exist_ok=True, mode=_OWN_FOLDER)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(_OWN_FOLDER)
 
 
 def _decoded(path: Path, record: type[_Record]) -> _Record | None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import re
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import NamedTuple
@@ -26,6 +28,8 @@ _AT_ONCE_OF_A_TENANT = 2
 _FORM_BYTES = 64 * 1024  # for the form's content besides the file
 _MAX_FIELDS = 16
 _MAX_NAME_CHARS = 256
+_SECONDS = re.compile(r"[0-9]{1,9}")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Upload(NamedTuple):
@@ -80,7 +84,7 @@ async def read_upload(
         raise UnsupportedMediaError.at("content-type", "must be multipart/form-data")
     limit_bytes = limits.batch.max_file_bytes
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > limit_bytes + _FORM_BYTES:
+    if declared.isdecimal() and int(declared) > limit_bytes + _FORM_BYTES:
         raise _too_large(limit_bytes)
     stream = _bounded(request, limit_bytes)
     parser = MultiPartParser(request.headers, stream, max_files=1, max_fields=_MAX_FIELDS)
@@ -89,8 +93,8 @@ async def read_upload(
             form = await parser.parse()
     except MultiPartException as error:
         raise InvalidRequestError(f"the form is invalid: {error.message}") from error
-    except KeyError as error:
-        raise InvalidRequestError(f"the form is invalid: {error} is missing") from error
+    except (LookupError, ValueError) as error:  # a missing name, or a charset without text
+        raise InvalidRequestError(f"the form is invalid: {error!r}") from error
     except ClientDisconnect as gone:
         raise ClientClosedError("the client disconnected while it sent the file") from gone
     except TimeoutError as late:
@@ -98,6 +102,8 @@ async def read_upload(
             f"the file was not complete within {limits.body_timeout_s:g} s (clients.body_timeout_s)"
         )
         raise SlowRequestError(message) from late
+    except OSError as error:  # of the folder of temporary files
+        raise no_room(error) from error
     try:
         return _checked(form, limit_bytes)
     except BaseException:
@@ -124,10 +130,19 @@ def _checked(form: FormData, limit_bytes: int) -> Upload:
     if (file.size or 0) > limit_bytes:
         raise _too_large(limit_bytes)
     keep = form.get("expires_after[seconds]")
-    if keep is not None and not (isinstance(keep, str) and keep.isdigit() and len(keep) < 10):
+    if keep is not None and not (isinstance(keep, str) and _SECONDS.fullmatch(keep)):
         raise InvalidRequestError.at("expires_after[seconds]", "must be an integer")
     name = (file.filename or "file.jsonl")[:_MAX_NAME_CHARS]
     return Upload(form, file, name, purpose, int(keep) if isinstance(keep, str) else None)
+
+
+def no_room(error: OSError) -> Exception:
+    """Return the error for a client whose file or batch does not fit on the disk, or ``error``."""
+    if error.errno not in _FULL:
+        return error
+    return PayloadTooLargeError(
+        f"the router's disk has no room: {error.strerror}; delete files, or retry later"
+    )
 
 
 def _too_large(limit_bytes: int) -> PayloadTooLargeError:

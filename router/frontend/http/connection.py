@@ -29,7 +29,15 @@ class Follower(Protocol):
 
 
 class Connection(Protocol):
-    """Interface of ``router.frontend.http_server.LimitedProtocol`` for responses."""
+    """Interface of ``router.frontend.http_server.LimitedProtocol`` for responses.
+
+    Attributes:
+        has_key: Whether a request on it has shown a valid key.
+        is_reserved: Whether only health probes and valid keys may use its place.
+    """
+
+    has_key: bool
+    is_reserved: bool
 
     @property
     def writable(self) -> bool:

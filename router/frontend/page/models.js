@@ -100,6 +100,7 @@ async function rollBack(name) {
     method: "POST", body: JSON.stringify({ verb: "rollback", name }),
     headers: { ...headers(), "content-type": "application/json" },
   });
+  state.asksForKey = answer.status === 401;
   const body = answer.ok ? {} : await answer.json().catch(() => ({}));
   setText("models-problem", answer.ok ? "" : body.error?.message ?? `status ${answer.status}`);
   showModels();

@@ -11,7 +11,7 @@ const MODEL_POLLS = 5; // between two requests of a fleet with one model
 const SVG = "http://www.w3.org/2000/svg";
 
 const byId = (id) => document.getElementById(id);
-const state = { samples: [], workers: [], applied: [], order: "newest", paused: false, plots: [], chat: null, failures: 0, polls: 0 };
+const state = { samples: [], workers: [], applied: [], order: "newest", paused: false, plots: [], chat: null, asksForKey: false, failures: 0, polls: 0 };
 
 function element(name, { text, className, title } = {}, ...children) {
   const made = document.createElement(name);
@@ -89,10 +89,11 @@ async function poll() {
 
 function showTrouble(error) {
   state.failures = error && !error.status ? state.failures + 1 : 0;
-  const needsKey = error?.status === 401;
+  const needsKey = state.asksForKey || error?.status === 401;
   byId("key-form").hidden = !(needsKey || error?.status === 403);
   let text = "";
-  if (needsKey) text = "An API key is required. An operator's key shows everything.";
+  if (state.asksForKey) text = "Changes of the fleet need an operator's API key, or the fleet token: the file fleet.token in its state folder.";
+  else if (needsKey) text = "An API key is required. An operator's key shows everything.";
   else if (error?.status === 403) text = "This is a tenant's API key: only its own requests are shown. The fleet needs an operator's key.";
   else if (error?.status) text = error.message;
   else if (state.failures > 1) text = "The router does not answer. The data below is outdated.";

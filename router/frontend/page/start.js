@@ -5,6 +5,7 @@ byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("baton-key", byId("key").value.trim());
   byId("key").value = "";
+  state.asksForKey = false;
 });
 startFleet();
 startPlots();

@@ -11,7 +11,7 @@ clock as its tag: a pause earns no credit, and a newcomer waits for no more than
 other tenant of its weight. Tags that the clock has passed are dropped.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -53,7 +53,13 @@ class Waiting:
 @dataclass(slots=True)
 class _Line:
     tag: float
-    places: deque[tuple[int, Waiting]] = field(default_factory=deque)  # (order of arrival, place)
+    # (order of arrival, place) by the identity of the place
+    places: OrderedDict[int, tuple[int, Waiting]] = field(default_factory=OrderedDict)
+
+    @property
+    def first(self) -> tuple[int, Waiting]:
+        """Oldest place, with its order of arrival."""
+        return next(iter(self.places.values()))
 
 
 class FairQueue:
@@ -80,16 +86,16 @@ class FairQueue:
             tag = max(self.clock, self._tags.pop(entry.tenant, 0.0))
             line = self._lines[entry.tenant] = _Line(tag)
         self._arrivals += 1
-        line.places.append((self._arrivals, entry))
+        line.places[id(entry)] = (self._arrivals, entry)
 
     def head(self) -> Waiting:
         """Return the next request. The queue must not be empty."""
-        return self._next().places[0][1]
+        return self._next().first[1]
 
     def pop(self) -> Waiting:
         """Remove and return the next request."""
         line = self._next()
-        entry = line.places.popleft()[1]
+        entry = line.places.popitem(last=False)[1][1]
         self.clock = line.tag
         line.tag += entry.cost_tokens / self._weight_of(entry.tenant)
         if not line.places:
@@ -114,7 +120,7 @@ class FairQueue:
     def remove(self, entry: Waiting) -> None:
         """Remove a request that was not served, at no cost."""
         line = self._lines[entry.tenant]
-        line.places = deque(place for place in line.places if place[1] is not entry)
+        line.places.pop(id(entry), None)
         if not line.places:
             self._rest(entry.tenant)
 
@@ -125,7 +131,7 @@ class FairQueue:
     def newest_of(self, tenant: str) -> Waiting | None:
         """Return the last request in the tenant's line."""
         line = self._lines.get(tenant)
-        return line.places[-1][1] if line is not None else None
+        return next(reversed(line.places.values()))[1] if line is not None else None
 
     def _next(self) -> _Line:
-        return min(self._lines.values(), key=lambda line: (line.tag, line.places[0][0]))
+        return min(self._lines.values(), key=lambda line: (line.tag, line.first[0]))

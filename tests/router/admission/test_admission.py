@@ -1,6 +1,7 @@
 """The queue: strict priorities, turns by tenant, a bounded length that is shared."""
 
 import asyncio
+import time
 from collections import Counter
 
 import pytest
@@ -13,6 +14,22 @@ from router.routing.admission.fair_queue import FairQueue, Waiting
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 from tests.soak import examples
+
+
+def test_a_long_line_that_leaves_together_takes_no_time_for_each_other():
+    """Each removal copied the line: 20,000 took 13 s of the event loop."""
+    queue = FairQueue()
+    entries = [Waiting(0, f"r{number}") for number in range(100_000)]
+    for entry in entries:
+        queue.push(entry)
+    began = time.process_time()
+    for entry in entries[1::2] + entries[:-2:2]:
+        queue.remove(entry)
+    assert queue.head() is queue.newest_of("default") is entries[-2]
+    assert queue.pop() is entries[-2]
+    assert len(queue) == 0
+    assert time.process_time() - began < 5
+
 
 TENANTS = "abcd"
 

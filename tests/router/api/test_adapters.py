@@ -22,6 +22,7 @@ from router.routing.placement.prompt_hashes import HashSeedCache
 from router.served_model import ServedModel
 from tests.engine.lora_files import write_adapter
 from tests.router.conftest import MODEL, events_of, until
+from tests.router.conftest import OPS as FLEET
 
 
 @pytest.fixture
@@ -39,13 +40,14 @@ def path(artifact, tmp_path_factory) -> Path:
     return write_adapter(folder, artifact.config, rank=4, layers=(0, 29), dtype=torch.bfloat16)
 
 
-async def load(fleet, name: str, path: object, headers: dict | None = None):
+async def load(fleet, name: str, path: object, headers: dict = FLEET):
     body = {"lora_name": name, "lora_path": str(path)}
-    return await fleet.http.post("/v1/load_lora_adapter", json=body, headers=headers or {})
+    return await fleet.http.post("/v1/load_lora_adapter", json=body, headers=headers)
 
 
-async def unload(fleet, name: str):
-    return await fleet.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+async def unload(fleet, name: str, headers: dict = FLEET):
+    body = {"lora_name": name}
+    return await fleet.http.post("/v1/unload_lora_adapter", json=body, headers=headers)
 
 
 async def test_loads_and_unloads_are_in_the_audit_log(make_fleet, served, path, tmp_path):
@@ -57,8 +59,8 @@ async def test_loads_and_unloads_are_in_the_audit_log(make_fleet, served, path, 
     lines = (tmp_path / "audit.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     assert [(one["verb"], one["what"], one["who"]) for one in found] == [
-        ("adapters load", "pirate", "anyone"),
-        ("adapters unload", "pirate", "anyone"),
+        ("adapters load", "pirate", "fleet token"),
+        ("adapters unload", "pirate", "fleet token"),
     ]
     assert found[0]["after"]["path"] == str(path) and found[0]["after"]["digest"]
 
@@ -155,7 +157,7 @@ async def test_what_cannot_be_loaded_is_refused_and_named(make_fleet, served, pa
     twice = await load(fleet, "a", path)
     assert (twice.status_code, twice.json()["error"]["code"]) == (409, "adapter_exists")
     for body in ({"lora_name": "b"}, {"lora_name": "", "lora_path": "x"}, {"lora_path": 3}):
-        answer = await fleet.http.post("/v1/load_lora_adapter", json=body)
+        answer = await fleet.http.post("/v1/load_lora_adapter", json=body, headers=FLEET)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] in {"lora_name", "lora_path"}
 
@@ -166,8 +168,8 @@ async def test_where_there_are_keys_a_key_is_needed(make_fleet, served, path):
         served,
         api_keys={"secret-key": ApiKeyConfig(tenant="team", role="operator")},
     )
-    assert (await load(fleet, "pirate", path)).status_code == 401
-    assert (await unload(fleet, "pirate")).status_code == 401
+    assert (await load(fleet, "pirate", path, {})).status_code == 401
+    assert (await unload(fleet, "pirate", {})).status_code == 401
     with_key = {"authorization": "Bearer secret-key"}
     assert (await load(fleet, "pirate", path, with_key)).status_code == 200
 

@@ -352,3 +352,86 @@ async def test_a_body_of_small_chunks_and_many_requests_at_once_are_no_large_hea
     got = await ended(reader, 30)
     writer.close()
     assert got.count(b"HTTP/1.1 200 ") == 3002
+
+
+async def test_a_pipelined_call_is_answered_after_the_one_before(serve, model):
+    """Its text was written before its own head as soon as the client had read the first answer."""
+    router = await serve(Script(step_s=0.02))
+    asked = {"model": MODEL, "prompt": "hi", "max_tokens": 60, "seed": 1}
+    alone = (await router.http.post("/v1/completions", json=asked)).json()["choices"][0]["text"]
+    calls = b""
+    for path, body in (
+        (b"/detokenize", {"tokens": [LONG_TOKEN] * 5000}),
+        (b"/v1/completions", asked),
+    ):
+        raw = json.dumps(body).encode()
+        head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        calls += head % (path, len(raw)) + raw
+    await router.send_and_not_read(calls)
+    await asyncio.sleep(0.5)  # the second one runs
+    got, loop = b"", asyncio.get_running_loop()
+    async with asyncio.timeout(20):
+        while b'"usage"' not in got[-500:]:
+            got += await loop.sock_recv(router.sockets[-1], 65536)
+    head, rest = got.split(b"\r\n\r\n", 1)
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    second, body = rest[length:].split(b"\r\n\r\n", 1)
+    assert second.startswith(b"HTTP/1.1 200")
+    assert json.loads(body)["choices"][0]["text"] == alone
+
+
+class Lent:
+    """A connection that reports at any time that its client has caught up."""
+
+    writable = True
+    has_key = is_reserved = False
+
+    def __init__(self) -> None:
+        self.follower = None
+        self.written: list[bytes] = []
+
+    def write_piece(self, body: bytes) -> None:
+        self.written.append(body)
+
+    def follow(self, follower) -> None:
+        self.follower = follower
+
+    def unfollow(self, follower) -> None:
+        self.follower = None
+
+
+async def test_text_behind_prompt_logprobs_keeps_its_order(serve):
+    """What the handler waited to write was overtaken by newer text."""
+    router = await serve(Script(step_s=0.004))
+    asked = {"model": MODEL, "prompt": [500] * 8, "max_tokens": 60, "seed": 1, "stream": True}
+    body = json.dumps({**asked, "prompt_logprobs": 1}).encode()
+    right = await router.http.post("/v1/completions", content=body)
+    lent, got = Lent(), b""
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict) -> None:
+        nonlocal got
+        for _ in range(3):  # the client is behind, and catches up
+            lent.follower.on_writable()
+            await asyncio.sleep(0.01)
+        got += message.get("body", b"")
+
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+        "extensions": {"baton.connection": lent},
+    }
+    await router.server.config.loaded_app(scope, receive, send)
+    assert lent.written == []
+    texts = [
+        "".join(c["text"] for e in events_of(raw) if e != "[DONE]" for c in e.get("choices", ()))
+        for raw in (right.text, got.decode())
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0]

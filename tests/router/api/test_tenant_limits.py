@@ -355,3 +355,37 @@ async def test_lines_of_batches_count_and_wait_for_the_limit(start, tmp_path) ->
             await asyncio.sleep(0.05)
         assert (found.request_counts.completed, found.request_counts.failed) == (3, 0)
         assert standing("team", time.monotonic_ns())["rpm"].remaining == 97
+
+
+async def test_a_client_that_left_before_its_call_was_placed_is_not_served(make_fleet, registry):
+    """It was submitted all the same, and the tenant paid for its prompt."""
+    fleet = await make_fleet(
+        {"decode-0": Script()},
+        api_keys={"key-of-team": ApiKeyConfig(tenant="team")},
+        shared_limits=SharedLimits(registry),
+        shared_quotas=SharedQuotas(registry),
+    )
+    await fleet.http.put("/fleet/tenants/team", json={"tpm": 60_000}, headers=OPS)
+    await until(lambda: fleet.router.quotas.quotas.has_limits("team"))
+    reserve, waiting, left = fleet.router.quotas.reserve, asyncio.Event(), asyncio.Event()
+
+    async def slowly(*call):  # as an exchange with a slow Redis
+        waiting.set()
+        await left.wait()
+        return await reserve(*call)
+
+    fleet.router.quotas.reserve = slowly
+    body = json.dumps({"model": MODEL, "prompt": [500] * 700, "max_tokens": 100}).encode()
+    port = fleet.server.servers[0].sockets[0].getsockname()[1]
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key-of-team\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    await waiting.wait()
+    writer.close()
+    connections = fleet.server.server_state.connections
+    await until(lambda: len(connections) < 2)  # the fixture's own client is the other one
+    left.set()
+    await until(lambda: not fleet.server.server_state.tasks)
+    assert fleet.workers["decode-0"].submissions == []
+    used = (await fleet.http.get("/fleet/tenants?limit=5", headers=OPS)).json()["tenants"][0]
+    assert used["used"].get("tpm", 0) == 0

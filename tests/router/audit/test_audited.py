@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.clients import ApiKeyConfig
+from baton.config.clients import ApiKeyConfig, ClientLimitsConfig
 from baton.registry.audit.chain import verify
 from baton.registry.audit.inbox import AuditInbox
 from baton.registry.audit.log import AuditLog
@@ -109,6 +109,31 @@ async def test_refused_logins_are_sampled(fleet, tmp_path):
     logins = fleet.router.refused_logins
     (rest,) = logins.take(time.monotonic_ns() + 60_000_000_000)
     assert rest.after == {"left_out": 4}
+
+
+@pytest.mark.parametrize(
+    ("proxies", "forwarded", "source"),
+    [
+        ((), "203.0.113.66", "127.0.0.1"),  # anyone can write this
+        (("10.0.0.0/8",), "203.0.113.66", "127.0.0.1"),
+        (("127.0.0.1",), "203.0.113.66", "203.0.113.66"),
+        (("127.0.0.0/8", "10.0.0.0/8"), "192.0.2.1, 203.0.113.66, 10.1.1.1", "203.0.113.66"),
+    ],
+)
+async def test_only_proxies_name_the_source(
+    make_fleet, registry, tmp_path, proxies, forwarded, source
+):
+    fleet = await make_fleet(
+        {},
+        api_keys={"key-of-team": ApiKeyConfig(tenant="team")},
+        audit=AuditLog(AuditInbox(registry), tmp_path / "audit.jsonl"),
+        clients=ClientLimitsConfig(proxies=proxies),
+    )
+    wrong = {"authorization": "Bearer wrong", "x-forwarded-for": forwarded}
+    assert (await fleet.http.get("/v1/models", headers=wrong)).status_code == 401
+    await until(lambda: (tmp_path / "audit.jsonl").exists(), 3.0)
+    await until(lambda: entries(tmp_path), 3.0)
+    assert entries(tmp_path)[0]["from"] == source
 
 
 async def test_orders_name_their_caller(fleet, registry):

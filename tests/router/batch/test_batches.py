@@ -335,11 +335,18 @@ async def test_a_form_that_cannot_be_is_refused(start):
         (good, {}, "purpose"),
         (good, {"purpose": "fine-tune"}, "purpose"),
         ({"other": ("a", b"x")}, purpose, "file"),
-        (good, {**purpose, "expires_after[seconds]": "soon"}, "expires_after[seconds]"),
+        *(
+            (good, {**purpose, "expires_after[seconds]": seconds}, "expires_after[seconds]")
+            for seconds in ("soon", "\u00b2", "\u2460", "1" * 10, "-1", "1.0", "")
+        ),
     ):
         refused = await post("/v1/files", files=files, data=data)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     head = {"content-type": "multipart/form-data; boundary=x"}
+    form = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n\xff\r\n--x--\r\n'
+    for charset in ("undefined", "idna", "punycode", "rot13", "base64", "utf-16", "\u00fc", "no"):
+        named = {"content-type": f"multipart/form-data; boundary=x; charset={charset}".encode()}
+        assert (await post("/v1/files", content=form, headers=named)).status_code == 400, charset
     for content in (b"garbage", b"--x\r\ngarbage", b""):
         assert (await post("/v1/files", content=content, headers=head)).status_code == 400
     bare = {"content-type": "multipart/form-data"}
@@ -390,6 +397,14 @@ async def test_a_lack_of_room_ends_the_lines_that_run(start):
         done = await ended(client, await begin(client, content))
         assert (done.status, done.errors.data[0].code) == ("failed", "storage_full")
     await until(lambda: fleet.router.gateway.in_flight == 0)
+
+
+async def test_line_ends_are_limited_too(start):
+    """Twenty million of them kept the router busy for seconds."""
+    fleet = await start()
+    async with client_of(fleet) as client:
+        done = await ended(client, await begin(client, lines(1) + b"\n" * 200_001))
+        assert (done.status, done.errors.data[0].code) == ("failed", "too_many_lines")
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n\n"])

@@ -5,7 +5,9 @@ import errno
 import io
 import json
 import os
+import shutil
 import time
+from tempfile import SpooledTemporaryFile
 
 import pytest
 
@@ -98,6 +100,51 @@ def test_a_file_that_cannot_be_kept_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="space"):
         store.add_file("one", Broken(b"x" * 3_000_000), "a", "batch", 0.0, 100)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (SpooledTemporaryFile, "write"),
+        (shutil, "copyfileobj"),
+        (BatchStore, "_write"),
+        (BatchStore, "ask_to_cancel"),
+    ],
+)
+async def test_a_full_disk_is_a_413(start, monkeypatch, owner, name, number):
+    fleet = await start(script=Script(step_s=0.5))
+    form = {"file": ("in.jsonl", lines(1)), "purpose": (None, "batch")}
+    body = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    body["input_file_id"] = (await fleet.http.post("/v1/files", files=form)).json()["id"]
+    batch = (await fleet.http.post("/v1/batches", json=body)).json()["id"]
+
+    def full(*_):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        if name == "ask_to_cancel":
+            answers = [await fleet.http.post(f"/v1/batches/{batch}/cancel")]
+        else:
+            answers = [await fleet.http.post("/v1/files", files=form)]
+        if name == "_write":
+            answers.append(await fleet.http.post("/v1/batches", json=body))
+    for answer in answers:
+        assert answer.status_code == 413, answer.text
+        assert "disk has no room" in answer.text
+
+
+async def test_only_the_routers_user_reads_files(start, tmp_path):
+    """Also of an earlier version, which made folders for everyone."""
+    (tmp_path / "batch" / "default" / "files").mkdir(parents=True, mode=0o755)
+    fleet = await start()
+    async with client_of(fleet) as client:
+        await ended(client, await begin(client, lines(1) + b"x\n"))
+    found = list((tmp_path / "batch").rglob("*"))
+    assert len(found) >= 8
+    for path in (tmp_path / "batch", *found):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
 def test_what_a_killed_router_left_without_a_record_goes_after_a_day(tmp_path):

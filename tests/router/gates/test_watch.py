@@ -20,7 +20,7 @@ from baton.types.gates import Evidence, GoldenRound, Tally
 from fleet.local.redis_server import EmbeddedRedis
 from router.routing.lanes.mirror import RouteMirror
 from tests.registry.conftest import redis_server, registry
-from tests.router.conftest import until
+from tests.router.conftest import OPS, until
 from tests.router.emulated_worker import Script, answer_token
 from tests.router.lanes.conftest import OTHER, TwoLanes, two_lanes
 
@@ -51,7 +51,9 @@ async def lanes(make_router) -> TwoLanes:
 
 
 async def change(lanes: TwoLanes, verb: str, name: str, **more: Any) -> Any:
-    return await lanes.fleet.http.post("/fleet/models", json={"verb": verb, "name": name, **more})
+    return await lanes.fleet.http.post(
+        "/fleet/models", json={"verb": verb, "name": name, **more}, headers=OPS
+    )
 
 
 async def listed(lanes: TwoLanes) -> Any:

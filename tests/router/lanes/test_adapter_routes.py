@@ -14,7 +14,7 @@ from router.adapter_table import AdapterTable
 from router.served_model import ServedModel
 from tests.engine.lora_files import write_adapter
 from tests.registry.conftest import redis_server, registry
-from tests.router.conftest import MODEL, Fleet, until
+from tests.router.conftest import MODEL, OPS, Fleet, until
 from tests.router.emulated_worker import Script, answer_token
 
 __all__ = ["redis_server", "registry"]
@@ -49,12 +49,16 @@ async def fleet(make_fleet, artifact, model, paths, registry) -> Fleet:
     )
     for name, path in paths.items():
         body = {"lora_name": name, "lora_path": str(path)}
-        assert (await made.http.post("/v1/load_lora_adapter", json=body)).status_code == 200
+        assert (
+            await made.http.post("/v1/load_lora_adapter", json=body, headers=OPS)
+        ).status_code == 200
     return made
 
 
 async def change(fleet: Fleet, verb: str, name: str, **more: Any) -> Any:
-    return await fleet.http.post("/fleet/models", json={"verb": verb, "name": name, **more})
+    return await fleet.http.post(
+        "/fleet/models", json={"verb": verb, "name": name, **more}, headers=OPS
+    )
 
 
 def version(fleet: Fleet, name: str) -> str:
@@ -111,11 +115,13 @@ async def test_versions_of_an_adapter_follow_one_another(fleet: Fleet) -> None:
 async def test_an_adapter_is_not_unloaded_while_a_name_leads_to_it(fleet: Fleet) -> None:
     await change(fleet, "canary", MODEL, model="red", share=0.5)
     body = {"lora_name": "red"}
-    refused = await fleet.http.post("/v1/unload_lora_adapter", json=body)
+    refused = await fleet.http.post("/v1/unload_lora_adapter", json=body, headers=OPS)
     assert refused.status_code == 400
     assert f"{MODEL} leads to red: use `baton models alias`, `rollback`" in refused.text
     await change(fleet, "rollback", MODEL)
-    assert (await fleet.http.post("/v1/unload_lora_adapter", json=body)).status_code == 200
+    assert (
+        await fleet.http.post("/v1/unload_lora_adapter", json=body, headers=OPS)
+    ).status_code == 200
 
 
 async def test_golden_prompts_of_an_adapter_are_its_own(fleet: Fleet) -> None:

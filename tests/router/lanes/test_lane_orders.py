@@ -8,7 +8,7 @@ import pytest
 from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.registry.orders import Answer
 from tests.registry.conftest import redis_server, registry
-from tests.router.conftest import record_of, until
+from tests.router.conftest import OPS, record_of, until
 from tests.router.lanes.conftest import OTHER
 
 __all__ = ["redis_server", "registry"]
@@ -89,7 +89,9 @@ async def test_a_model_is_unloaded_only_if_no_name_leads_to_it(two_lanes, regist
     http = lanes.fleet.http
 
     async def change(verb: str, name: str, **more: Any) -> tuple[int, str]:
-        answer = await http.post("/fleet/models", json={"verb": verb, "name": name, **more})
+        answer = await http.post(
+            "/fleet/models", json={"verb": verb, "name": name, **more}, headers=OPS
+        )
         return answer.status_code, answer.text
 
     await change("canary", "smollm2", model=OTHER, share=0.1)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.router.conftest import OPS
 from tests.router.lanes.conftest import CONTEXT, OTHER, TwoLanes
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -135,8 +136,10 @@ async def test_a_response_of_another_lane_can_be_cancelled(two_lanes) -> None:
 async def test_an_adapter_needs_the_name_of_its_base_model(two_lanes, tmp_path) -> None:
     lanes = await two_lanes(adapter_folder=str(tmp_path))
     body = {"lora_name": "x", "lora_path": str(tmp_path)}
-    answer = await lanes.post("/v1/load_lora_adapter", **body)
+    answer = await lanes.fleet.http.post("/v1/load_lora_adapter", json=body, headers=OPS)
     assert answer.status_code == 400
     assert "base_model: is required: this fleet serves smollm2, other" in answer.text
-    answer = await lanes.post("/v1/load_lora_adapter", **body, base_model="no")
+    answer = await lanes.fleet.http.post(
+        "/v1/load_lora_adapter", json={**body, "base_model": "no"}, headers=OPS
+    )
     assert "must be one of smollm2, other (got 'no')" in answer.text

@@ -15,7 +15,7 @@ from baton.registry.usage.shared import SharedUsage
 from baton.types.routes import RouteTable
 from router.routing.lanes.mirror import RouteMirror
 from tests.registry.conftest import redis_server, registry
-from tests.router.conftest import until
+from tests.router.conftest import OPS, until
 from tests.router.lanes.conftest import OTHER, TwoLanes
 
 __all__ = ["redis_server", "registry"]
@@ -27,7 +27,9 @@ async def lanes(two_lanes, registry) -> TwoLanes:
 
 
 async def change(lanes: TwoLanes, verb: str, name: str, **more: Any) -> Any:
-    return await lanes.fleet.http.post("/fleet/models", json={"verb": verb, "name": name, **more})
+    return await lanes.fleet.http.post(
+        "/fleet/models", json={"verb": verb, "name": name, **more}, headers=OPS
+    )
 
 
 async def ask(lanes: TwoLanes, name: str, text: str = "hi", **more: Any) -> Any:

@@ -24,7 +24,7 @@ from router.routing.lanes.routes import (
 )
 from router.routing.lanes.shadow import LAST
 from tests.registry.conftest import redis_server, registry
-from tests.router.conftest import until
+from tests.router.conftest import OPS, until
 from tests.router.emulated_worker import Script
 from tests.router.lanes.conftest import OTHER, TwoLanes
 
@@ -45,7 +45,9 @@ async def lanes(two_lanes, registry) -> TwoLanes:
 
 
 async def change(lanes: TwoLanes, verb: str, name: str, **more: Any) -> Any:
-    return await lanes.fleet.http.post("/fleet/models", json={"verb": verb, "name": name, **more})
+    return await lanes.fleet.http.post(
+        "/fleet/models", json={"verb": verb, "name": name, **more}, headers=OPS
+    )
 
 
 async def shadowed(lanes: TwoLanes, share: float = 1.0) -> None:

@@ -7,6 +7,7 @@ import pytest
 from baton.registry.lanes.shared_routes import SharedRoutes
 from baton.types.limits import Limits
 from tests.registry.conftest import redis_server, registry
+from tests.router.conftest import OPS
 from tests.router.lanes.conftest import TwoLanes
 
 __all__ = ["redis_server", "registry"]
@@ -24,7 +25,9 @@ async def ask(lanes: TwoLanes, name: str, **more: Any) -> Any:
 
 
 async def change(lanes: TwoLanes, verb: str, name: str, **more: Any) -> Any:
-    return await lanes.fleet.http.post("/fleet/models", json={"verb": verb, "name": name, **more})
+    return await lanes.fleet.http.post(
+        "/fleet/models", json={"verb": verb, "name": name, **more}, headers=OPS
+    )
 
 
 async def test_a_name_without_a_version_means_the_lowest(lanes: TwoLanes) -> None:

@@ -3,6 +3,7 @@
 from baton.registry.lanes.gates import SharedGates
 from baton.registry.lanes.shared_routes import SharedRoutes
 from tests.registry.conftest import redis_server, registry
+from tests.router.conftest import OPS
 from tests.router.emulated_worker import answer_token
 from tests.router.lanes.conftest import OTHER, two_lanes
 from tests.router.page.test_page import needs_browser, tab
@@ -19,9 +20,11 @@ async def test_operators_see_the_gate_of_a_canary_and_roll_it_back(two_lanes, re
         shared_routes=SharedRoutes(registry), shared_gates=SharedGates(registry)
     )
     http = lanes.fleet.http
-    await http.post("/fleet/models", json={"verb": "gate", "name": OTHER, "golden": [GOLDEN]})
+    await http.post(
+        "/fleet/models", json={"verb": "gate", "name": OTHER, "golden": [GOLDEN]}, headers=OPS
+    )
     canary = {"verb": "canary", "name": "smollm2", "model": OTHER, "share": 0.5}
-    await http.post("/fleet/models", json=canary)
+    await http.post("/fleet/models", json=canary, headers=OPS)
     await tab.show_as(1400, 900, "light")
     await tab.go(lanes.fleet.url)
     await tab.until("!byId('models-section').hidden")
@@ -35,14 +38,20 @@ async def test_operators_see_the_gate_of_a_canary_and_roll_it_back(two_lanes, re
     assert "p95 " in text
     assert "smollm2: 50 %" in await tab.js(f"{ROWS}[0].textContent")
     await tab.js(f"window.confirm = () => true; {ROWS}[1].querySelector('button').click()")
+    await tab.until("!byId('key-form').hidden")  # a change needs the fleet's token
+    await tab.js("byId('key').value = 'secret'; byId('key-form').requestSubmit()")
+    await tab.until("byId('key-form').hidden")
+    await tab.js(f"{ROWS}[1].querySelector('button').click()")
     await tab.until(f"!{ROWS}[1].querySelector('button')")
     assert not lanes.fleet.router.routes.table.names
-    await http.post("/fleet/models", json=canary)
+    await http.post("/fleet/models", json=canary, headers=OPS)
     lanes.second.script.answer = [9]
     await tab.until(f"{ROWS}[1].textContent.includes('rolled back: golden prompt')")
-    await http.post("/fleet/models", json={"verb": "gate", "name": OTHER, "golden": []})
+    await http.post(
+        "/fleet/models", json={"verb": "gate", "name": OTHER, "golden": []}, headers=OPS
+    )
     shadow = {"verb": "shadow", "name": "smollm2", "model": OTHER, "share": 1.0}
-    await http.post("/fleet/models", json=shadow)
+    await http.post("/fleet/models", json=shadow, headers=OPS)
     await tab.until(f"{ROWS}[1].textContent.includes('smollm2: shadow 100 %')")
     await lanes.fleet.complete("hi", max_tokens=1, temperature=0)
     await tab.until(f"{ROWS}[1].textContent.includes('0 of 1 answers have the same tokens')")
