@@ -18,7 +18,6 @@ import pytest
 from router.memory import ROUTER_OBJECTS, collect_rarely
 from router.served_model import ServedModel
 from tests.router.conftest import MODEL, Fleet
-from tests.router.emulated_worker import Script
 
 pytestmark = pytest.mark.long
 
@@ -156,7 +155,7 @@ LARGE = {
         {"messages": [USER, {"role": "assistant", "content": "hello " * 30}] * 1500},
     ),
     "one message": ("/v1/chat/completions", {"messages": [{**USER, "content": "word " * 120_000}]}),
-    "prompts": ("/v1/completions", {"prompt": ["hi"] * 128}),
+    "prompts": ("/v1/completions", {"prompt": ["hi"] * 64}),
     "choices": ("/v1/completions", {"prompt": "hi", "n": 32, "max_tokens": 64}),
     "inputs": ("/v1/embeddings", {"input": ["hi"] * 2048}),
     "large inputs": ("/v1/embeddings", {"input": ["word " * 150] * 1024}),
@@ -249,11 +248,8 @@ def long_model(model: ServedModel) -> ServedModel:
 @pytest.fixture
 async def fleet(make_fleet, long_model, tmp_path, monkeypatch):
     """Yield a router with the garbage collection of its process."""
-    made = await make_fleet(
-        {"decode-0": Script(step_s=0.001, prefill_tokens_per_s=1e6)},
-        served=long_model,
-        state_dir=str(tmp_path),
-    )
+    made = await make_fleet({}, served=long_model, state_dir=str(tmp_path))
+    await made.spawn("decode-0")
     long_model.speed_up()
     monkeypatch.setattr(gc, "freeze", lambda: None)
     thresholds = gc.get_threshold()

@@ -42,6 +42,8 @@ from router.routing.requests.slo_outcome import slo_header
 from router.routing.shares.quota import Reservation
 from router.routing.watch.refusals import RefusedRequest
 
+_AT_ONCE = 32  # requests of one call that are handled before other events of the loop
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerContext:
@@ -101,16 +103,22 @@ class Exchange(Response):
             if self._connection is not None:
                 self._connection.unfollow(self)
             self._copy(status)
-            for active in self._active:
-                active.status = status
-                self._router.gateway.cancel(active)
-                self._router.request_log.write(active, self._context.endpoint, status)
-                self._router.answer_checks.follow(active.record)
-                self._router.gateway.on_response_sent(active)
+            for number, active in enumerate(self._active, 1):
+                self._close(active, status)
+                if number % _AT_ONCE == 0:
+                    with contextlib.suppress(asyncio.CancelledError):  # the others end, too
+                        await asyncio.sleep(0)
             if self._reservation is not None:
                 self._settle(self._reservation)
             self._count(status)
             self._report(status)
+
+    def _close(self, active: ActiveRequest, status: int) -> None:
+        active.status = status
+        self._router.gateway.cancel(active)
+        self._router.request_log.write(active, self._context.endpoint, status)
+        self._router.answer_checks.follow(active.record)
+        self._router.gateway.on_response_sent(active)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -215,8 +223,12 @@ class Exchange(Response):
 
     async def _submit_all(self, gateway: Gateway) -> bool:
         """Submit all requests and wait for the response to start; False after a disconnect."""
-        for request in self.requests:
+        for number, request in enumerate(self.requests, 1):
             self._active.append(gateway.submit(request, self._wakeup))
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+                if self._gone:
+                    return False
         return await self._wait(self._may_start)
 
     async def _wait(self, ready: Callable[[], bool], idle: Callable[[], Any] | None = None) -> bool:
