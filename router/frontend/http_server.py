@@ -95,7 +95,7 @@ class LimitedProtocol(HttpToolsProtocol):
     """HTTP connection with timeouts for the client. See the module.
 
     Attributes:
-        has_key: Whether a request has shown a valid key.
+        has_key: Whether a request has shown a valid key since places are few.
         is_reserved: Whether only health probes and valid keys may use this place.
     """
 
@@ -154,14 +154,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         self.cycle = self.scope = None  # type: ignore[assignment]  # they refer to this connection
 
+    @property
+    def is_crowded(self) -> bool:
+        """True if places are few."""
+        return self._places.is_crowded
+
     def _make_way(self, other: "LimitedProtocol | None") -> None:
         """Close a connection that has lost its place."""
-        if other is None:
-            return
-        if other.transport.get_write_buffer_size():
-            other.transport.abort()
-        else:
-            other.transport.close()
+        if other is not None:
+            unread = other.transport.get_write_buffer_size()
+            end = other.transport.abort if unread else other.transport.close
+            end()
 
     def _refuse_place(self) -> None:
         self._metrics.inc("baton_connections_refused")

@@ -32,12 +32,16 @@ class Connection(Protocol):
     """Interface of ``router.frontend.http_server.LimitedProtocol`` for responses.
 
     Attributes:
-        has_key: Whether a request on it has shown a valid key.
+        has_key: Whether a request has shown a valid key since places are few.
         is_reserved: Whether only health probes and valid keys may use its place.
     """
 
     has_key: bool
     is_reserved: bool
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if places are few; only then keys are looked up for them."""
 
     @property
     def writable(self) -> bool:

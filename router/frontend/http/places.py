@@ -78,6 +78,11 @@ class Places(Generic[_Connection]):
         return None
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether more than half of the places are taken."""
+        return 2 * len(self._open) > self.limit
+
+    @property
     def is_in_reserve(self) -> bool:
         """Whether a connection that has just entered is in the reserve."""
         return len(self._open) > self.limit

@@ -23,10 +23,12 @@ class Reserve:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one call of the application."""
         connection = connection_of(scope) if scope["type"] == "http" else None
-        if connection is None or connection.has_key or scope["path"] in PROBES:
+        if connection is None or not connection.is_crowded or scope["path"] in PROBES:
             await self._app(scope, receive, send)
             return
-        if self._settings.api_keys is not None or connection.is_reserved:
+        if not connection.has_key and (
+            self._settings.api_keys is not None or connection.is_reserved
+        ):
             connection.has_key = has_key(Headers(scope=scope), self._settings)
         if connection.has_key or not connection.is_reserved:
             await self._app(scope, receive, send)

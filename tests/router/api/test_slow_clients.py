@@ -384,7 +384,7 @@ class Lent:
     """A connection that reports at any time that its client has caught up."""
 
     writable = True
-    has_key = is_reserved = False
+    has_key = is_reserved = is_crowded = False
 
     def __init__(self) -> None:
         self.follower = None

@@ -138,6 +138,8 @@ async def status(fleet, path: bytes, more: bytes = b"") -> int:
 async def test_idle_connections_shut_no_one_out(make_fleet):
     """4,096 of them did, the liveness probe too."""
     fleet = await make_fleet({}, api_keys=KEYS, clients=ClientLimitsConfig(max_connections=4))
+    early = [await Client(fleet).send(b"/health/live") for _ in range(2)]
+    assert [await one.status() for one in early] == [200] * 2
     keyed = await Client(fleet).send(b"/v1/models", KEYED)
     assert await keyed.status() == 200
     idle = [await Client(fleet).send(b"/health/live") for _ in range(8)]
@@ -148,7 +150,7 @@ async def test_idle_connections_shut_no_one_out(make_fleet):
     assert await status(fleet, b"/health/live") == 200
     keyed.writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n%b\r\n" % KEYED)
     assert (await ended(keyed.reader)).count(b"HTTP/1.1 200") == 1  # it kept its place
-    for one in (keyed, *idle):
+    for one in (keyed, *early, *idle):
         one.writer.close()
 
 
