@@ -5,6 +5,8 @@ import gc
 import os
 from typing import Any
 
+# gRPC's fork handlers abort a process now and then that starts another one.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Ray reads this when it is imported, and never again; a fleet's own Ray asks for a token.
 os.environ["RAY_AUTH_MODE"] = "token"
 import ray  # noqa: F401 - see above
