@@ -14,6 +14,7 @@ from baton.config.logs import LogsConfig
 from baton.telemetry.metrics import Metrics
 from baton.text.answer_check import Match
 from router.routing.checks.answers import AnswerChecks
+from tests.house.imports import ROOT, modules
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
 
@@ -67,6 +68,15 @@ def counts(checks: AnswerChecks) -> dict[str, float]:
     names = ("unchecked", "uniqueItems", "not")
     value = checks._metrics.value
     return {name: value("baton_schema_violations", keyword=name) or 0 for name in names}
+
+
+def test_only_the_confined_process_compares_with_schemas() -> None:
+    users = [
+        str(path.relative_to(ROOT))
+        for path in modules().values()
+        if "jsonschema" in path.read_text()
+    ]
+    assert users == ["baton/text/answer_check.py"]
 
 
 async def test_no_schema_opens_a_socket_or_a_file(checks, tmp_path: Path) -> None:
