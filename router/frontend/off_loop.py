@@ -59,15 +59,16 @@ class LargeWork:
         """
         loop = asyncio.get_running_loop()
         limit = self._limits.get()
-        await limit.acquire(TENANT.get())
+        tenant = TENANT.get()
+        await limit.acquire(tenant)
         self._running += 1
         done = loop.run_in_executor(self._threads, work)
-        done.add_done_callback(lambda ended: self._ended(ended, limit, size))
+        done.add_done_callback(lambda ended: self._ended(ended, limit, tenant, size))
         return await asyncio.shield(done)  # a caller that leaves does not free the thread
 
-    def _ended(self, done: "asyncio.Future[_T]", limit: FairLimit, size: int) -> None:
+    def _ended(self, done: "asyncio.Future[_T]", limit: FairLimit, tenant: str, size: int) -> None:
         done.exception()  # retrieved even if the caller has left
-        limit.release()
+        limit.release(tenant)
         self._running -= 1
         if size > _TRIM_BYTES and not self._trims_soon:
             self._trims_soon = True

@@ -31,6 +31,22 @@ async def test_tenants_take_turns_in_the_threads() -> None:
     assert len(order) == 51
 
 
+async def test_one_tenant_leaves_a_thread_to_the_others() -> None:
+    large, may_end = LargeWork(), threading.Event()
+
+    async def call(tenant: str, wait: bool) -> None:
+        TENANT.set(tenant)
+        await large.run(1 << 20, lambda: wait and may_end.wait(20))
+
+    busy = [asyncio.create_task(call("busy", True)) for _ in range(50)]
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        await call("other", False)
+    may_end.set()
+    await asyncio.gather(*busy)
+    assert not large._limits.get()._tenants
+
+
 async def test_much_work_of_a_tenant_is_refused_and_another_tenants_is_not() -> None:
     large, may_end = LargeWork(), threading.Event()
 

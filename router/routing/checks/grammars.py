@@ -86,11 +86,11 @@ class GrammarChecker:
         await self._limit.acquire(tenant)
         verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         trial = self._tasks.spawn(self._try_into(question, verdict), "grammar")
-        trial.add_done_callback(lambda _: self._tried(verdict))
+        trial.add_done_callback(lambda _: self._tried(tenant, verdict))
         return await asyncio.shield(verdict)
 
-    def _tried(self, verdict: asyncio.Future[Verdict]) -> None:
-        self._limit.release()
+    def _tried(self, tenant: str, verdict: asyncio.Future[Verdict]) -> None:
+        self._limit.release(tenant)
         verdict.cancel()  # no effect unless the compilation was cut short
         if not verdict.cancelled():
             verdict.exception()  # retrieved even if no caller waits any more

@@ -108,7 +108,7 @@ async def test_tenants_take_turns_and_a_full_line_is_the_tenants_own(make_checke
     assert order.index("b") == 2, "after the one that ran, and the one that waited for the place"
     assert other == "g"
     assert sum(isinstance(outcome, UnavailableError) for outcome in busy) == 300 - 257
-    assert not checker._limit._queues
+    assert not checker._limit._tenants
 
 
 async def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(vocabulary, make_checker):
@@ -137,7 +137,7 @@ async def test_a_caller_that_cannot_wait_costs_no_other_anything(make_checker):
     known = {question.source for question in checker._known}
     assert SLOW in known
     assert "b+" not in known, "nobody waits for it"
-    assert not checker._limit._queues
+    assert not checker._limit._tenants
 
 
 async def test_the_router_closes_while_a_grammar_is_tried(make_checker):
@@ -250,12 +250,12 @@ async def test_grammars_of_clients_that_have_left_are_not_tried(make_fleet, monk
 
     monkeypatch.setattr(grammars, "_try", slowly)
     calls = [asyncio.create_task(fleet.chat(guided_regex=f"b{{{n}}}")) for n in range(1, 9)]
-    queues = grammars._limit._queues
-    await until(lambda: sum(queue.waiting for queue in queues.values()) == 7)
+    queues = grammars._limit._tenants
+    await until(lambda: sum(tenant.waiting for tenant in queues.values()) == 7)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    await until(lambda: not queues, 3)
+    await until(lambda: not sum(tenant.waiting for tenant in queues.values()), 3)
     goes_on.set()
     assert (await fleet.chat(guided_regex="c+")).status_code == 200
     assert len(tried) == 2  # the one that was being tried, and the last
