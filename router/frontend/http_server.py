@@ -47,6 +47,7 @@ _RESERVE_HEADER_S = 1.0  # a silent client must not hold a place of the reserve
 _ONCE = frozenset({b"host", b"authorization", b"x-api-key", b"x-baton-tenant", b"origin"})
 _LINE_BYTES = len(b"  HTTP/1.1\r\n\r\n")
 _FIELD_BYTES = len(b": \r\n")
+_MOST_PIPELINED = 64  # requests of one connection that wait; each takes 3 KB and more
 _CHUNK_BYTES = 16  # allowance for the frame of a chunk of one byte
 _LINGER_S = 1.0  # a request of the client may be in transit
 _SLOWEST = 64 * 1024  # bytes a second
@@ -219,7 +220,8 @@ class LimitedProtocol(HttpToolsProtocol):
                     self.parser = httptools.HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         except httptools.HttpParserError as error:
-            self.send_400_response(str(error))
+            if not self.transport.is_closing():
+                self.send_400_response(str(error))
 
     def _without_offer(self) -> bytes:
         """Return the header of the request without its offer of another protocol."""
@@ -264,6 +266,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """Start the timeout of the body, and the request."""
         if self._is_offer:
             return
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            self.transport.abort()
+            raise ConnectionAbortedError  # ends the parser's work
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None

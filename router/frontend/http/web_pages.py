@@ -10,7 +10,6 @@ With API keys nothing is checked, because a page has no key.
 import re
 from collections.abc import Mapping
 from socket import gethostname
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -25,6 +24,7 @@ from router.settings import RouterSettings
 PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 """Paths of health probes, which are open to everyone."""
 
+_ORIGIN = re.compile(r"[A-Za-z]+://(?P<netloc>[^/]*)")
 _HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]*)(?::(?P<port>[0-9]{0,5}))?")
 # Public DNS has neither these nor names without a dot, so no page can own such a name.
 _LOCAL_ENDS = (".localhost", ".local", ".internal")
@@ -103,7 +103,8 @@ def _is_same(origin: str, host: str, site: str) -> bool:
 
     A proxy may leave out the port of ``Host``, so the browser's statement counts for ports.
     """
-    of_page = _HOST.fullmatch(urlsplit(origin).netloc) if "://" in origin else None
+    page = _ORIGIN.fullmatch(origin)
+    of_page = _HOST.fullmatch(page["netloc"]) if page is not None else None
     of_host = _HOST.fullmatch(host)
     if of_page is None or of_host is None or of_page["name"].lower() != of_host["name"].lower():
         return False

@@ -282,7 +282,11 @@ async def test_a_model_without_template_cannot_chat(make_fleet, artifact):
 
 
 @pytest.mark.parametrize(
-    "number", ["0.12345678901234567", "1234567890123456.7", "1.00000000000000000001e2"]
+    "number",
+    [
+        *("0.12345678901234567", "1234567890123456.7", "1.00000000000000000001e2"),
+        *("1e-400", "1e9999999999999999999", "1E-9999999999999999999"),
+    ],
 )
 async def test_a_decimal_that_would_change_is_refused_by_its_place(make_fleet, number):
     fleet = await make_fleet({"decode-0": None})
@@ -306,6 +310,18 @@ async def test_a_decimal_that_would_change_is_refused_by_its_place(make_fleet, n
         "/v1/chat/completions", content=f'{{"model": "{MODEL}", "max_tokens": 2, {fine}}}'
     )
     assert found.status_code == 200, found.text
+
+
+async def test_a_bound_that_would_change_is_refused_by_its_place(make_fleet):
+    """`9007199254740993.0` allowed `9007199254740992`."""
+    fleet = await make_fleet({"decode-0": None})
+    for keyword in ("minimum", "exclusiveMaximum", "multipleOf"):
+        raw = (
+            f'{{"model": "{MODEL}", "prompt": "x", "guided_json": {{"NAME": 9007199254740993.0}}}}'
+        )
+        found = await fleet.http.post("/v1/completions", content=raw.replace("NAME", keyword))
+        assert found.status_code == 400, found.text
+        assert f"guided_json.{keyword}" in found.text
 
 
 async def test_a_text_with_a_token_that_the_model_lacks_is_refused(make_fleet, artifact, caplog):

@@ -52,6 +52,7 @@ async def test_foreign_pages_may_not_call(make_fleet):
     for headers in (
         {"origin": PAGE},
         {"origin": "null"},
+        {"origin": "http://[bad"},
         {"origin": f"http://localhost:{port}"},  # another origin than 127.0.0.1
         {"origin": "http://127.0.0.1:3000"},
         {"origin": PAGE, "sec-fetch-site": "same-origin"},

@@ -2,28 +2,32 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import msgspec
 
 from baton.types.errors import GrammarError
 
-_LONG = re.compile(rb"[0-9][0-9.]{16}")
-_KEYWORDS = ("const", "enum")
+_LONG = re.compile(rb"[0-9][0-9.]{16}|[0-9][eE][-+]?[0-9]{3}")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_KEYWORDS = ("const", "enum", *_BOUNDS)
 _TEXTS = ("messages", "input", "prompt", "system", "metadata")  # fields without schemas
 
 
 def _decimal(text: str) -> Decimal:
     # In Python, so that the event loop can run between two of a million decimals.
-    return Decimal(text)
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # the exponent is too large even for it
+        return Decimal("NaN")
 
 
 _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=_decimal)
 
 
 def refuse_long_decimals(raw: bytes) -> None:
-    """Raise ``GrammarError`` if ``const`` or ``enum`` in a body has such a decimal."""
+    """Raise ``GrammarError`` if a value or bound of a schema in a body is such a decimal."""
     if not any(b'"%b"' % keyword.encode() in raw for keyword in _KEYWORDS):
         return
     if _LONG.search(raw) is None:
@@ -36,12 +40,12 @@ def refuse_long_decimals(raw: bytes) -> None:
         if field not in _TEXTS:
             for place, number in _inexact(value, field, inside=False):
                 raise GrammarError.at(
-                    place, f"{number} has more digits than a double; write a shorter number"
+                    place, f"{number} is no number that a double holds; write a shorter one"
                 )
 
 
 def _inexact(value: Any, place: str, *, inside: bool) -> Iterator[tuple[str, Decimal]]:
-    """Yield decimals that a double does not hold; ``inside`` of ``const`` or ``enum``."""
+    """Yield decimals that a double does not hold; ``inside`` of a keyword."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             within = inside or name in _KEYWORDS

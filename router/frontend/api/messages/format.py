@@ -172,7 +172,7 @@ def _block(part: Part) -> dict[str, Any]:
 def _input(text: str, given: dict[str, Any]) -> Any:
     """Return complete arguments as they are written, and cut ones as far as they go."""
     try:
-        from_json(text)
+        from_json(text, allow_inf_nan=False)  # `NaN` is no JSON
     except ValueError:
         return encodable(given)
     return orjson.Fragment(text)
