@@ -89,14 +89,13 @@ class LeaseKeeper:
         asyncio.run(self._keep())
 
     async def _keep(self) -> None:
-        registry = Registry(self._redis_url, self._fleet)
-        lease = FleetLease(registry, self._me)
         try:
+            registry = Registry(self._redis_url, self._fleet)
+            lease = FleetLease(registry, self._me)
             fix = "stop it there, or set another name with `fleet:` or another Redis"
             await take_lease(lease, self._fleet, fix)
-        except (LeaseTakenError, RegistryUnavailableError) as error:
+        except Exception as error:  # noqa: BLE001 - raised in `start`
             self._problem = error
-            await registry.close()
             return
         finally:
             self._began.set()

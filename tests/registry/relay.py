@@ -5,9 +5,9 @@ from pathlib import Path
 
 
 class Relay:
-    """Forwards connections to the Unix socket ``to``. They stay open during a cut."""
+    """Forwards connections to ``to``, a Unix socket or a port. They stay open during a cut."""
 
-    def __init__(self, to: Path) -> None:
+    def __init__(self, to: Path | int) -> None:
         self.port = 0
         self.to = to
         self._open = asyncio.Event()
@@ -32,7 +32,10 @@ class Relay:
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there = await asyncio.open_unix_connection(self.to)
+            if isinstance(self.to, int):
+                there = await asyncio.open_connection("127.0.0.1", self.to)
+            else:
+                there = await asyncio.open_unix_connection(self.to)
         except OSError:
             writer.close()
             return

@@ -30,7 +30,7 @@ def demote(front: tuple[Relay, Server, Server]) -> None:
     relay, old, new = front
     with old.client() as client:
         client.execute_command("REPLICAOF", "127.0.0.1", str(new.port))
-    relay.to_port = new.port
+    relay.to = new.port
 
 
 SCRIPT = "redis.call('SET', KEYS[1], '1') return 1"

@@ -333,12 +333,15 @@ async def test_texts_are_logged_while_a_key_that_allows_it_is_valid(start, caplo
     quiet, logged = new_key(), new_key()
     await create(fleet, sent(quiet), sent(logged, log_text=True))
 
+    def logged_lines() -> list:
+        return [line for line in caplog.records if line.name == "baton.requests"]
+
     async def has_text() -> bool:
         caplog.clear()
         await fleet.chat("the armadillo", {"authorization": f"Bearer {quiet}"})
-        lines = [line for line in caplog.records if line.name == "baton.requests"]
-        assert len(lines) == 1
-        return "armadillo" in getattr(lines[0], "prompt", "")
+        await until(logged_lines)
+        [line] = logged_lines()
+        return "armadillo" in getattr(line, "prompt", "")
 
     with caplog.at_level(logging.INFO):
         assert await has_text(), "it is a matter of the tenant"
