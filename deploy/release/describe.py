@@ -1,7 +1,8 @@
-"""Write SBOM and checksums of a folder of wheels: ``python -m deploy.release.describe dist``.
+"""Write SBOM and checksums of a folder of wheels: ``python -m deploy.release.describe dist [KEY]``.
 
 The SBOM is CycloneDX 1.5 as JSON: Baton, all packages that it needs at run time, in the versions
-that are installed here and were tested, and the Valkey server in one of them.
+that are installed here and were tested, and the Valkey server in one of them. The hashes of a
+package are those of all its files that the lock files accept.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from model_signing import signing
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
@@ -22,6 +24,18 @@ from fleet.local.redis_server import bundled_program
 PACKAGE = "baton-serve"
 SBOM = "sbom.cdx.json"
 SUMS = "SHA256SUMS"
+SIGNATURE = "SHA256SUMS.sig"
+_ROOT = Path(__file__).parents[2]
+_LOCKED = re.compile(r"^([a-z0-9-]+)==([^ ;]+).*\\\n((?: +--hash=.*\n)+)", re.MULTILINE)
+
+
+def locked(lock: str) -> dict[tuple[str, str], list[str]]:
+    """Return the SHA-256 sums of each name and version in a lock file of the repository."""
+    entries = _LOCKED.findall((_ROOT / lock).read_text(encoding="ascii"))
+    return {
+        (name, version): re.findall(r"sha256:([0-9a-f]{64})", sums)
+        for name, version, sums in entries
+    }
 
 
 def runtime_packages(name: str = PACKAGE) -> dict[str, importlib.metadata.Distribution]:
@@ -58,13 +72,14 @@ def _normalised(name: str) -> str:
 def sbom() -> dict[str, Any]:
     """Return the SBOM of this installation."""
     packages = runtime_packages()
-    own = _component(packages.pop(PACKAGE)) | {"version": version(), "type": "application"}
+    sums = locked("requirements.lock") | locked("requirements-cpu.lock")
+    own = _component(packages.pop(PACKAGE), {}) | {"version": version(), "type": "application"}
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
         "version": 1,
         "metadata": {"component": own},
-        "components": [*(_component(packages[name]) for name in sorted(packages)), _valkey()],
+        "components": [*(_component(packages[name], sums) for name in sorted(packages)), _valkey()],
     }
 
 
@@ -77,11 +92,13 @@ def _valkey() -> dict[str, Any]:
         "version": program.version,
         "purl": f"pkg:github/valkey-io/valkey@{program.version}",
         "licenses": [{"expression": "BSD-3-Clause"}],
-        "hashes": [{"alg": "SHA-256", "content": digest}],
+        "hashes": _hashes([digest]),
     }
 
 
-def _component(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
+def _component(
+    distribution: importlib.metadata.Distribution, sums: dict[tuple[str, str], list[str]]
+) -> dict[str, Any]:
     name = _normalised(distribution.metadata["Name"])
     component: dict[str, Any] = {
         "type": "library",
@@ -89,9 +106,15 @@ def _component(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
         "version": distribution.version,
         "purl": f"pkg:pypi/{name}@{distribution.version}",
     }
+    if found := sums.get((name, distribution.version)):
+        component["hashes"] = _hashes(found)
     if license_ := distribution.metadata.get("License-Expression"):
         component["licenses"] = [{"expression": license_}]
     return component
+
+
+def _hashes(sums: list[str]) -> list[dict[str, str]]:
+    return [{"alg": "SHA-256", "content": one} for one in sums]
 
 
 def write(folder: Path) -> None:
@@ -102,5 +125,13 @@ def write(folder: Path) -> None:
     (folder / SUMS).write_text("".join(lines), encoding="ascii")
 
 
+def sign(folder: Path, key: Path) -> None:
+    """Sign the folder's ``SHA256SUMS`` with the private elliptic-curve key in a file."""
+    signer = signing.Config().use_elliptic_key_signer(private_key=key)
+    signer.sign(folder / SUMS, folder / SIGNATURE)
+
+
 if __name__ == "__main__":
     write(Path(sys.argv[1]))
+    for key_file in sys.argv[2:]:
+        sign(Path(sys.argv[1]), Path(key_file))

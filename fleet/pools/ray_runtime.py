@@ -33,6 +33,9 @@ _DAEMONS = ("gcs_server", "raylet")  # a local Ray needs both
 _NAME_FREE_LIMIT_S = 10.0
 _START_LIMIT_S = 75.0  # for the controller's process on a busy machine
 _CLUSTERS_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": loopback only, on Linux too
+_FENCED_CALL = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+_FENCE_LIMIT_S = 10.0
+_NO_PROXY = (("grpc.enable_http_proxy", 0),)
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum; Baton does not use it
 
 
@@ -69,6 +72,7 @@ def start_local(folder: Path, config: FleetConfig) -> dict[str, str]:
             namespace=NAMESPACE,
             _temp_dir=str(folder),
         )
+    insist_on_token(ray.get_runtime_context().gcs_address)
     return inherited
 
 
@@ -143,6 +147,39 @@ def attach(address: str) -> None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise CapacityError(f"cannot connect to Ray at {address}: {error}") from error
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        insist_on_token(ray.get_runtime_context().gcs_address)
+
+
+def insist_on_token(address: str) -> None:
+    """Check that the Ray at ``address`` refuses a call without its token.
+
+    Raises:
+        CapacityError: It accepts the call, or does not respond.
+    """
+    import grpc
+    import ray
+
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        files = (f"RAY_TLS_{name}" for name in ("CA_CERT", "SERVER_KEY", "SERVER_CERT"))
+        ca, key, certificate = (Path(os.environ[file]).read_bytes() for file in files)
+        credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+        channel = grpc.secure_channel(address, credentials, options=_NO_PROXY)
+    else:
+        channel = grpc.insecure_channel(address, options=_NO_PROXY)
+    with channel:
+        try:
+            channel.unary_unary(_FENCED_CALL, bytes, bytes)(b"", timeout=_FENCE_LIMIT_S)
+            result = "accepted it"
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return
+            result = f"returned {error.code().name}"
+    raise CapacityError(
+        f"Ray {ray.__version__} at {address} must refuse a call without a token, but {result}: "
+        "anyone who can reach it could run code on its nodes. Run Ray 2.52 or newer on every node, "
+        "started with RAY_AUTH_MODE=token"
+    )
 
 
 def health() -> RayHealth:
