@@ -15,7 +15,7 @@ from baton.registry.tenants.policies import SharedLimits
 from router.frontend.batch.record import BatchRecord
 from router.frontend.batch.store import BatchStore
 from tests.registry.conftest import redis_server, registry
-from tests.router.conftest import MODEL
+from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 
 __all__ = ["redis_server", "registry"]
@@ -147,7 +147,12 @@ async def test_the_stricter_of_key_and_policy_decides_on_logged_texts(fleet, cap
     async def logs_text(name: str = "team") -> bool:
         caplog.clear()
         await respond(fleet, name)
-        (line,) = [vars(r) for r in caplog.records if r.name == "baton.requests"]
+
+        def lines() -> list:
+            return [vars(r) for r in caplog.records if r.name == "baton.requests"]
+
+        await until(lines)
+        (line,) = lines()
         return "prompt" in line
 
     assert await logs_text()

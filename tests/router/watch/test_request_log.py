@@ -59,6 +59,7 @@ async def test_texts_are_only_of_those_who_asked_and_redacted(fleet, lines):
     text = "Write to ada@lovelace.example about the engine."
     for headers in (SILENT, TOLD):
         await fleet.chat(text, headers=headers)
+    await until(lambda: len(lines()) == 2)  # texts are redacted in another process
     silent, told = lines()
     assert "prompt" not in silent and "answers" not in silent
     assert "lovelace" not in json.dumps(silent, default=str)
@@ -69,6 +70,7 @@ async def test_texts_are_only_of_those_who_asked_and_redacted(fleet, lines):
 
 async def test_a_long_text_is_cut(fleet, lines):
     await fleet.chat("word " * 500, headers=TOLD)
+    await until(lines)
     [line] = lines()
     assert len(line["prompt"]) == LOGS.max_text_chars + 1 and line["prompt"].endswith("…")
 
