@@ -14,7 +14,12 @@ LAYERS = 2
 
 
 def write_llama(
-    folder: Path, *, heads: int = 4, kv_heads: int = 1, context_tokens: int = 1024
+    folder: Path,
+    *,
+    heads: int = 4,
+    kv_heads: int = 1,
+    context_tokens: int = 1024,
+    vocab_size: int = VOCAB,
 ) -> str:
     """Write the model; returns the reference to load it by."""
     config = {
@@ -25,7 +30,7 @@ def write_llama(
         "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
         "intermediate_size": FEED,
-        "vocab_size": VOCAB,
+        "vocab_size": vocab_size,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": context_tokens,
         "rope_theta": 10_000.0,
@@ -50,8 +55,8 @@ def write_llama(
         return torch.randn(shape, generator=generator) * 0.3
 
     weights = {
-        "model.embed_tokens.weight": random(VOCAB, HIDDEN),
-        "lm_head.weight": random(VOCAB, HIDDEN),
+        "model.embed_tokens.weight": random(vocab_size, HIDDEN),
+        "lm_head.weight": random(vocab_size, HIDDEN),
         "model.norm.weight": random(HIDDEN) + 1,
     }
     for i in range(LAYERS):

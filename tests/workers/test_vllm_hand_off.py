@@ -22,6 +22,7 @@ from tests.workers.vllm_program import RECORDED
 
 pytestmark = pytest.mark.fleet
 FIRST = 260  # first token in recorded/prefill.json
+RECORDED_VOCAB = 2048  # holds the ids of `LONG`
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,7 +58,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     started = []
     async with contextlib.AsyncExitStack() as undo:
         for worker_id in ("prefill-0", "prefill-1", "decode-0"):
-            model = write_llama(tmp_path / worker_id)
+            model = write_llama(tmp_path / worker_id, vocab_size=RECORDED_VOCAB)
             external = ExternalEngine(kind="vllm", python=str(program), hand_off="nixl")
             worker = await WorkerProcess.start(
                 worker_id, model=model, numerics="fast", external=external

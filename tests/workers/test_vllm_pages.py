@@ -10,7 +10,12 @@ from baton.engine.settings import ExternalEngine
 from tests.engine.tiny_llama import write_llama
 from tests.engine.vllm.record import LONG
 from tests.workers.harness import MiniRouter, WorkerProcess
-from tests.workers.test_vllm_hand_off import FIRST, recorded_tokens, recorded_vllm
+from tests.workers.test_vllm_hand_off import (
+    FIRST,
+    RECORDED_VOCAB,
+    recorded_tokens,
+    recorded_vllm,
+)
 
 pytestmark = pytest.mark.fleet
 SLOW_DAMAGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("swap", "replay", "torn")]
@@ -26,7 +31,7 @@ async def pair(folder: Path, fault: str) -> AsyncIterator[tuple[WorkerProcess, M
         for name in ("prefill-0", "decode-0"):
             worker = await WorkerProcess.start(
                 name,
-                model=write_llama(folder / name),
+                model=write_llama(folder / name, vocab_size=RECORDED_VOCAB),
                 numerics="fast",
                 external=external,
                 fault_injection=fault,
