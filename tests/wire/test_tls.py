@@ -260,7 +260,7 @@ def test_keys_are_their_users_alone_and_the_ca_stays(tmp_path: Path) -> None:
 
 
 def test_channels_and_ports_are_made_at_one_place() -> None:
-    """But for benches, which stay on loopback, and for the question to a local Ray."""
+    """But for benches, which stay on loopback, and for questions to Ray."""
     root = Path(__file__).parents[2]
     elsewhere = {
         str(file.relative_to(root))
@@ -269,7 +269,8 @@ def test_channels_and_ports_are_made_at_one_place() -> None:
         for file in (root / package).rglob("*.py")
         if re.search(r"secure_channel\(|secure_port\(", file.read_text(encoding="utf-8"))
     }
-    assert elsewhere == {"baton/wire/grpc_options.py", "fleet/pools/ray_health.py"}
+    ray = {"fleet/pools/ray_health.py", "fleet/pools/ray_runtime.py"}
+    assert elsewhere == {"baton/wire/grpc_options.py", *ray}
 
 
 def test_a_connection_that_ended_as_it_began_says_nothing_of_trust() -> None:

@@ -347,11 +347,11 @@ async def test_a_body_of_small_chunks_and_many_requests_at_once_are_no_large_hea
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
     head = HEAD + b"transfer-encoding: chunked\r\n\r\n"
     reader, writer = await router.connect()
-    writer.write(head + chunks + b"0\r\n\r\n" + (GET + b"\r\n") * 3000)
+    writer.write(head + chunks + b"0\r\n\r\n" + (GET + b"a: " + b"x" * 1200 + b"\r\n\r\n") * 60)
     writer.write(b"GET /ping HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     got = await ended(reader, 30)
     writer.close()
-    assert got.count(b"HTTP/1.1 200 ") == 3002
+    assert got.count(b"HTTP/1.1 200 ") == 62
 
 
 async def test_a_pipelined_call_is_answered_after_the_one_before(serve, model):

@@ -112,7 +112,7 @@ async def test_a_fleet_is_ready_without_the_models_that_are_unloaded(two_lanes) 
     lanes.directory.put(msgspec.structs.replace(record, state="dead"))
     await lanes.second.stop()
     [_, lane] = lanes.fleet.router.lanes
-    await until(lambda: not lane.is_loaded)
+    await until(lambda: not lane.is_loaded and not list(lane.gateway.workers.usable))
     ready = await lanes.fleet.http.get("/health/ready")
     assert ready.status_code == 200
     models = (await lanes.fleet.http.get("/fleet/models")).json()["models"]

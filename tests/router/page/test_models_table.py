@@ -39,6 +39,8 @@ async def test_operators_see_the_gate_of_a_canary_and_roll_it_back(two_lanes, re
     assert "smollm2: 50 %" in await tab.js(f"{ROWS}[0].textContent")
     await tab.js(f"window.confirm = () => true; {ROWS}[1].querySelector('button').click()")
     await tab.until("!byId('key-form').hidden")  # a change needs the fleet's token
+    assert all("401" in problem for problem in tab.problems)
+    tab.problems.clear()
     await tab.js("byId('key').value = 'secret'; byId('key-form').requestSubmit()")
     await tab.until("byId('key-form').hidden")
     await tab.js(f"{ROWS}[1].querySelector('button').click()")

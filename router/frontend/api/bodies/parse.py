@@ -21,7 +21,7 @@ from router.frontend.api.bodies.fields import Ignored, refuse
 MAX_STRUCTURES = 65_536
 """Largest number of JSON objects, arrays and names of fields in a body, which take about 40 ms."""
 
-MAX_VALUES = 1_000_000
+MAX_VALUES = 524_288
 """Largest number of elements of all arrays and objects in a body, such as token ids."""
 
 MAX_FREE_VALUES = 131_072
