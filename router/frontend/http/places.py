@@ -79,17 +79,17 @@ class Places(Generic[_Connection]):
 
     @property
     def is_crowded(self) -> bool:
-        """Whether more than half of the places are taken."""
+        """True if more than half of the places are taken."""
         return 2 * len(self._open) > self.limit
 
     @property
     def is_in_reserve(self) -> bool:
-        """Whether a connection that has just entered is in the reserve."""
+        """True if a connection that has just entered is in the reserve."""
         return len(self._open) > self.limit
 
     @property
     def is_full(self) -> bool:
-        """Whether even the reserve is taken."""
+        """True if even the reserve is taken."""
         return len(self._open) > capacity(self.limit)
 
     def is_reserved(self, connection: _Connection) -> bool:
