@@ -91,7 +91,17 @@ class LeaseKeeper:
     async def _keep(self) -> None:
         try:
             registry = Registry(self._redis_url, self._fleet)
-            lease = FleetLease(registry, self._me)
+        except Exception as error:  # noqa: BLE001 - raised in `start`
+            self._problem = error
+            self._began.set()
+            return
+        try:
+            await self._hold(FleetLease(registry, self._me))
+        finally:
+            await registry.close()
+
+    async def _hold(self, lease: FleetLease) -> None:
+        try:
             fix = "stop it there, or set another name with `fleet:` or another Redis"
             await take_lease(lease, self._fleet, fix)
         except Exception as error:  # noqa: BLE001 - raised in `start`
@@ -106,7 +116,6 @@ class LeaseKeeper:
                 self.taken_by = await lease.renew()
         with contextlib.suppress(RegistryUnavailableError):
             await lease.give_up()
-        await registry.close()
 
 
 def _pid_space() -> str:

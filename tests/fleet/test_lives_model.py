@@ -3,7 +3,7 @@
 The real state machine and the real table of incarnations; Ray and its actors are played here.
 Disturbances come in any order; when they cease and time passes, each slot has one serving worker,
 which the controller knows by its epoch, and no process is left that it does not know. At no time
-is a worker ended that serves and answers, unless somebody asked for it.
+is a worker ended that serves and answers, unless an operator asked for it.
 """
 
 from dataclasses import dataclass, field
@@ -155,7 +155,7 @@ class Controller:
         self.take(actions)
 
     def hear(self, worker_id: str, *, frozen: bool = False) -> None:
-        """What reaches the controller about a slot's incarnation, if it follows one."""
+        """Report of a slot's incarnation to the controller, if it follows one."""
         life = self.lives.get(worker_id)
         if life is None:
             return

@@ -553,7 +553,7 @@ async def test_a_controller_that_stood_still_itself_blames_nobody(
 async def test_a_process_that_stood_still_ends_itself_once_it_is_known_to_be_replaced(
     redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pause of the whole machine replaces nobody: without an answer it serves and asks again."""
+    """A pause of the whole machine replaces no worker: without an answer it serves."""
     monkeypatch.setattr(liveness, "_ASK_AGAIN_S", 0.05)
     registry = Registry(redis_server.url, "test")
     slot = WorkerRecord(worker_id="worker-0", role="decode", state="ready", epoch=2)

@@ -1,4 +1,4 @@
-"""What a worker's gRPC port takes from those without the fleet token: next to nothing."""
+"""A worker's gRPC port takes next to nothing from callers without the fleet token."""
 
 import asyncio
 import contextlib

@@ -401,7 +401,7 @@ class Lent:
 
 
 async def test_text_behind_prompt_logprobs_keeps_its_order(serve):
-    """What the handler waited to write was overtaken by newer text."""
+    """Newer text overtook the text that the handler waited to write."""
     router = await serve(Script(step_s=0.004))
     asked = {"model": MODEL, "prompt": [500] * 8, "max_tokens": 60, "seed": 1, "stream": True}
     body = json.dumps({**asked, "prompt_logprobs": 1}).encode()

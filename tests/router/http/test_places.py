@@ -1,4 +1,4 @@
-"""Who gets a place when all connections are taken: the table, and a router with four of them."""
+"""Places of connections when all are taken: the table, and a router with four of them."""
 
 import asyncio
 import contextlib

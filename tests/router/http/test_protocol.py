@@ -133,7 +133,7 @@ async def test_no_location_is_made_of_what_the_client_sends(serve):
 
 
 async def test_http_1_0_gets_its_body_without_chunks(serve):
-    """That version does not know them: clients took the sizes for text."""
+    """HTTP/1.0 has no chunks: clients took the sizes for text."""
     router = await serve(Script())
     asked = {**ASKED, "stream": True}
     new = await router.http.post("/v1/completions", json=asked)

@@ -157,7 +157,7 @@ async def test_a_cancel_that_a_broken_stream_may_have_lost_is_said_again(one):
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_cancel_by_a_stop_string_is_repeated_on_a_new_stream(model, n):
-    """Of the whole request, and of one choice of several."""
+    """Cancels of a whole request, and of one choice of several."""
     gateway = fake_gateway(model)
     link = FakeLink(gateway, "decode-0")
     stop = model.tokenizer.decode(IDS[1:2])
