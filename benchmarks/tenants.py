@@ -17,15 +17,15 @@ from typing import Annotated
 import httpx
 import typer
 
-from baton.registry.keys.record import issue, new_key
-from baton.registry.tenants.bank import Bank
-from baton.registry.usage.ledger import Ledger, RowName
-from baton.types.limits import Limits
+from baton.tenants.bank import Bank
+from baton.tenants.key_record import issue, new_key
+from baton.tenants.limits import Limits
+from baton.tenants.usage.ledger import Ledger, RowName
 from benchmarks.router.__main__ import Demand, Shape, Side, baton, measure
 from benchmarks.router.processes import TOKEN, redis, router, workers
 from router.frontend.rate_limits import openai_headers
-from router.keys.table import KeyTable
-from router.routing.shares.quota import EXCHANGE_NS, Quotas, Taken
+from router.tenants.key_table import KeyTable
+from router.tenants.quota import EXCHANGE_NS, Quotas, Taken
 
 _TREE = Path(__file__).parents[1]
 _WORKERS = 4

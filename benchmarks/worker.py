@@ -47,7 +47,7 @@ async def bench_worker(
         *launcher,
         sys.executable,
         "-m",
-        "fleet.worker",
+        "fleet.worker.worker",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -22,7 +22,7 @@ from baton.types.errors import BatonError, TransferError, UnavailableError
 from baton.types.params import SampledToken
 from baton.types.prompt_outputs import PromptLogprobsIntake
 from baton.wire.codecs import first_tokens_from_wire, prompt_logprobs_from_wire
-from baton.wire.requests import prefill_start
+from baton.wire.submission import prefill_start
 from baton.wire.tokens import count_tokens
 from decode_worker.frame_puller import FramePuller
 from decode_worker.parts import WorkerParts

@@ -22,7 +22,7 @@ from baton.engine.process import messages
 from baton.types import events as ev
 from baton.types.errors import BatonError
 from baton.types.geometry import BLOCK_TOKENS
-from baton.wire.requests import prefix_request_id, submit_from_wire
+from baton.wire.submission import prefix_request_id, submit_from_wire
 from baton.wire.tokens import TOKEN_BYTES, count_tokens, pack_tokens
 from decode_worker.handoff import FirstTokens, Handoff
 from decode_worker.parts import WorkerParts

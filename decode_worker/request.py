@@ -15,7 +15,7 @@ from baton.types.errors import BatonError, DeadlineError, UnavailableError, from
 from baton.types.geometry import BLOCK_TOKENS
 from baton.types.params import SampledToken, finish_reason
 from baton.wire.codecs import error_from_wire, error_to_wire, sampling_from_wire
-from baton.wire.requests import replace_prefix, submit_from_wire
+from baton.wire.submission import replace_prefix, submit_from_wire
 from baton.wire.tokens import count_tokens, unpack_tokens
 from decode_worker.handoff import FirstTokens, Handoff
 from decode_worker.parts import WorkerParts

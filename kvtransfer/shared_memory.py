@@ -26,9 +26,9 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.compatibility import geometry_of
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
+from kvtransfer import hello
 from kvtransfer.chunk import PoolView
 from kvtransfer.lent_pages import LentFrame
-from kvtransfer.listening import hello
 from kvtransfer.transport import Frame, FrameStream, Peer, TransportError, TransportGoneError
 
 NAME = "shared_memory"

@@ -18,8 +18,8 @@ from batonpb import prefill_pb2 as pb
 from google.protobuf.message import DecodeError
 
 from baton.telemetry.tasks import BackgroundTasks
-from kvtransfer.listening.gate import Gate
-from kvtransfer.listening.hello import check_same_user, prove_to_reader
+from kvtransfer.hello import check_same_user, prove_to_reader
+from kvtransfer.hello_gate import Gate
 from kvtransfer.shared_memory import (
     ATTACH_S,
     GRANTED,

@@ -32,7 +32,7 @@ from baton.wire.capability import refusal
 from baton.wire.codecs import error_to_wire
 from baton.wire.compatibility import disagreement
 from baton.wire.fleet_token import FleetToken
-from baton.wire.requests import submit_from_wire
+from baton.wire.submission import submit_from_wire
 from baton.wire.tokens import unpack_tokens
 from kvtransfer import sender
 from kvtransfer.fault_injection import FrameTamperer

@@ -3,7 +3,7 @@
 With ``--fd`` the router uses a listening socket of its parent process, which outlives the router:
 while a router restarts, new connections wait in the socket's queue and are not rejected. Several
 ``--fd`` and ``--group FOLDER --routers N --index I`` start one of N routers that share a port
-(`router.routing.group`).
+(`router.frontend.group`).
 
 On SIGTERM and SIGINT the router exits within five seconds: it accepts no connections and cancels
 active requests, which end with an error. On SIGUSR1 it exits when all its responses have ended.
@@ -24,33 +24,38 @@ import uvloop
 from starlette.types import ASGIApp
 
 from baton.config.fleet_file import ConfigError, load_config
-from baton.registry.audit.inbox import AuditInbox
-from baton.registry.audit.log import AuditLog
-from baton.registry.keys.shared import SharedKeys
-from baton.registry.lanes.gates import SharedGates
-from baton.registry.lanes.shared_routes import SharedRoutes
+from baton.registry.gates import SharedGates
 from baton.registry.redis_store import Registry
+from baton.registry.shared_routes import SharedRoutes
 from baton.registry.stored_responses import StoredResponses, StoreLimits
-from baton.registry.tenants.erasures import Erasures
-from baton.registry.tenants.policies import SharedLimits
-from baton.registry.tenants.quotas import SharedQuotas
-from baton.registry.usage.shared import SharedUsage
 from baton.telemetry.log_export import LogExport
 from baton.telemetry.logs import set_up_logs
 from baton.telemetry.metrics import Metrics
+from baton.telemetry.process_memory import (
+    ROUTER_OBJECTS,
+    allow_connections,
+    collect_rarely,
+    limit_arenas,
+)
+from baton.tenants.audit.inbox import AuditInbox
+from baton.tenants.audit.log import AuditLog
+from baton.tenants.erasures import Erasures
+from baton.tenants.quotas import SharedQuotas
+from baton.tenants.shared_keys import SharedKeys
+from baton.tenants.shared_limits import SharedLimits
+from baton.tenants.usage.shared import SharedUsage
 from baton.types.lanes import whole_fleet
 from baton.wire.process_end import exit_process
 from router.app import Router
 from router.frontend.api.parts import RouterParts
+from router.frontend.group.group import RouterGroup
+from router.frontend.group.member import Member
 from router.frontend.http.certificate import LiveCertificate
 from router.frontend.http.places import capacity
+from router.frontend.http.protocol import server_config
 from router.frontend.http.server import RouterServer
-from router.frontend.http_server import server_config
 from router.lane_feeds import LaneSources
-from router.memory import ROUTER_OBJECTS, allow_connections, collect_rarely, limit_arenas
-from router.routing.group.group import RouterGroup
-from router.routing.group.member import Member
-from router.routing.watch.request_reports import past_reports
+from router.routing.reports.request_reports import past_reports
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 

@@ -12,22 +12,22 @@ from pydantic import BaseModel
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from baton.registry.audit.log import AuditLog
-from baton.registry.keys.shared import SharedKeys
-from baton.registry.lanes.gates import SharedGates
-from baton.registry.lanes.shared_routes import SharedRoutes
-from baton.registry.orders import Orders
+from baton.registry.admin_commands import Orders
+from baton.registry.gates import SharedGates
 from baton.registry.shared_adapters import SharedAdapters
+from baton.registry.shared_routes import SharedRoutes
 from baton.registry.stored_responses import StoredResponses
-from baton.registry.tenants.erasures import Erasures
-from baton.registry.tenants.policies import SharedLimits
-from baton.registry.tenants.quotas import SharedQuotas
-from baton.registry.usage.copies import UsageCopies
-from baton.registry.usage.shared import SharedUsage
 from baton.telemetry.alive_clock import ALIVE
-from baton.types.limits import Limits
-from router.frontend import keys, model_routes, tenants, usage
-from router.frontend.api import errors, generation, models, operations, orders, page
+from baton.tenants.audit.log import AuditLog
+from baton.tenants.erasures import Erasures
+from baton.tenants.limits import Limits
+from baton.tenants.quotas import SharedQuotas
+from baton.tenants.shared_keys import SharedKeys
+from baton.tenants.shared_limits import SharedLimits
+from baton.tenants.usage.copies import UsageCopies
+from baton.tenants.usage.shared import SharedUsage
+from router.frontend import errors
+from router.frontend.api import generation, models
 from router.frontend.api.call_headers import CallHeaders
 from router.frontend.api.messages import endpoints as messages
 from router.frontend.api.messages.errors import MESSAGES_ERRORS
@@ -37,22 +37,25 @@ from router.frontend.api.responses import endpoints as responses
 from router.frontend.audited import note_refused_login
 from router.frontend.batch import calls as batch
 from router.frontend.batch.runner import BatchRunner
-from router.frontend.deletion.follower import DeletionFollower
-from router.frontend.gates.watch import GateWatch
 from router.frontend.http.cors import allow_origins
 from router.frontend.http.direct import DirectFastAPI
 from router.frontend.http.reserve import Reserve
 from router.frontend.http.web_pages import PageGuard
 from router.frontend.openapi.document import describe
-from router.keys.exchange import KeyExchange
+from router.frontend.operators import admin_commands as orders
+from router.frontend.operators import keys, operations, page, tenants, usage
+from router.frontend.operators import models as model_routes
+from router.frontend.operators.deletion.follower import DeletionFollower
+from router.frontend.operators.gates.watch import GateWatch
 from router.lane_feeds import LaneFeeds, LaneSources
+from router.routing.peers.share_feed import DemandSource
 from router.routing.placement.index_feed import EventSource
 from router.routing.requests.tickets import TicketSource
-from router.routing.shares.feed import DemandSource
-from router.routing.shares.limits_mirror import LimitsMirror
 from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
+from router.tenants.key_exchange import KeyExchange
+from router.tenants.limits_table import LimitsMirror
 
 _POLL_S = 0.01
 _SAMPLE_S = 1.0
@@ -263,7 +266,7 @@ class Router:
             title="Baton router",
             summary="OpenAI's API over a disaggregated fleet",
             lifespan=self.running,
-            # FastAPI's pages load scripts from other hosts; see `router/frontend/api/page.py`.
+            # FastAPI's pages load scripts from other hosts, unlike `operators/page.py`.
             docs_url=None,
             redoc_url=None,
             redirect_slashes=False,  # its redirect would name the client's Host, without TLS

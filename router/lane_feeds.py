@@ -4,16 +4,16 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from baton.registry.admin_commands import Orders
 from baton.registry.event_feed import EventFeed
-from baton.registry.orders import Orders
 from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemands
 from baton.registry.shared_adapters import SharedAdapters
 from baton.registry.workers import RegistryWatcher
 from router.frontend.api.parts import RouterParts
+from router.routing.peers.share_feed import DemandSource, ShareFeed
 from router.routing.placement.index_feed import EventSource, IndexFeeder
 from router.routing.requests.tickets import TicketFeed, TicketSource
-from router.routing.shares.feed import DemandSource, ShareFeed
 from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings

@@ -79,7 +79,7 @@ class Routed(NamedTuple):
     Attributes:
         model: Name of the model.
         version: Digest of its weights, shortened.
-        why: Reason of the choice, see ``router.routing.lanes.routes.Route``.
+        why: Reason of the choice, see ``router.lanes.routes.Route``.
         rollback_to: Model to which a rollback would lead; empty: none.
         requested: Name that the client sent.
     """

@@ -19,13 +19,13 @@ from baton.config.lane import GatesConfig
 from baton.config.logs import LogsConfig
 from baton.config.network import HttpsConfig
 from baton.config.secrets import ApiKeysFile
-from baton.config.tenants_file import TenantsFile
+from baton.tenants.tenants_file import TenantsFile
 from baton.types.gates import GoldenPrompt
 from baton.types.lanes import lane_of
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
-from router.keys.table import KeyTable
-from router.policies import TenantPolicies
+from router.tenants.key_table import KeyTable
+from router.tenants.policies import TenantPolicies
 
 _OF_A_MODEL = (
     "fleet",

@@ -12,7 +12,7 @@ import sys
 from multiprocessing.connection import Connection
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["fleet.worker"])
+_SERVER.set_forkserver_preload(["fleet.worker.worker"])
 
 
 class PreloadedProcess:

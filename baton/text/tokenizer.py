@@ -14,9 +14,9 @@ from typing import Any
 import fastokens
 from tokenizers import Tokenizer, decoders
 
-from baton.text.encoders.fast_encoder import REFUSALS, open_fast_encoder
-from baton.text.encoders.segments import LONG_CHARACTERS, SegmentEncoder, splits_at_special_tokens
+from baton.text.fast_encoder import REFUSALS, open_fast_encoder
 from baton.text.gguf_tokenizer import build_from_gguf
+from baton.text.segments import LONG_CHARACTERS, SegmentEncoder, splits_at_special_tokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"  # a space in SentencePiece

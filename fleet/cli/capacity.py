@@ -64,7 +64,7 @@ def capacity(
     from baton.control_groups import free_memory_bytes
     from baton.model.artifact import resolve_model
     from baton.model.model_config import ModelError
-    from fleet.capacity import plan_capacity
+    from fleet.cli.memory_estimate import plan_capacity
 
     free = free_memory_bytes() if memory is None else int(memory * _GIB)
     try:

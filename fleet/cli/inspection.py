@@ -24,9 +24,9 @@ from fleet.cli.common import (
     load_fleet_file,
 )
 from fleet.cli.reach import KeyOption, UrlOption, order, reach
-from fleet.local import preflight
 from fleet.local import state as fleet_state
-from fleet.local.machine_fit import missing_files, missing_resources
+from fleet.local.checks import preflight
+from fleet.local.checks.machine_fit import missing_files, missing_resources
 from fleet.local.state import FleetState
 from fleet.private_logs import logs_of
 

@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from baton.config.clients import ApiKeyConfig
 from baton.config.secrets import SecretError, read_api_keys
-from baton.registry.keys.record import KeyRecord, issue, new_key
+from baton.tenants.key_record import KeyRecord, issue, new_key
 from fleet.cli.common import FleetOption, fail
 from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
 

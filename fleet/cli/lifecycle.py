@@ -32,10 +32,10 @@ from fleet.cli.reconcile import reconcile_running
 from fleet.host_roles import known, measure, settled
 from fleet.lease_keeper import LeaseTakenError
 from fleet.local import state as fleet_state
+from fleet.local.checks.preflight import PortTakenError
 from fleet.local.cluster_pools import call_cluster
 from fleet.local.http_trust import authority_for
 from fleet.local.log_files import LastingConsole, terminal
-from fleet.local.preflight import PortTakenError
 from fleet.local.redis_server import RedisError
 from fleet.local.state import FleetState
 from fleet.local.supervisor import FleetError, RayLostError, Supervisor

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from baton.registry.orders import Orders
+from baton.registry.admin_commands import Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from fleet.cli.common import known_fleet
 from fleet.local.redis_server import SERVER_PROGRAMS

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from baton.registry.orders import Answer, Orders
+from baton.registry.admin_commands import Answer, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from fleet.audit.local import operator_name
 from fleet.cli.common import RemoteFleet, bearer, fail, running_fleet
+from fleet.local.audited import operator_name
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState
 from loadtest.reasons import http_reason
@@ -66,8 +66,8 @@ def order(
 ) -> Any:
     """Send an admin command to the fleet's controller; exit with an error if it is rejected.
 
-    ``fleet/pools/orders.py`` lists the verbs and their arguments. Each model of a fleet has a
-    controller, which the router finds by ``model`` or by the workers.
+    ``fleet/pools/admin_commands.py`` lists the verbs and their arguments. Each model of a
+    fleet has a controller, which the router finds by ``model`` or by the workers.
     """
     arguments = dict(arguments or {})
     if isinstance(place, RemoteFleet) or model is not None or _has_lanes(place):

@@ -13,8 +13,8 @@ from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.config.secrets import SecretError
 from fleet.cli.common import FileArgument, fail, load_fleet_file
 from fleet.local import state as fleet_state
+from fleet.local.checks.preflight import PortTakenError
 from fleet.local.fleet_token import FILE_VARIABLE, TOKEN_VARIABLE, given_token
-from fleet.local.preflight import PortTakenError
 from fleet.local.router_process import RouterFailedError, RouterProcesses
 from fleet.local.signals import StopSignal
 

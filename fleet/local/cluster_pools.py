@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from baton.config.fleet_file import FleetConfig
+from baton.registry.admin_commands import Orders
 from baton.registry.lease import LEASE_S, RENEW_EVERY_S, FleetLease, LeaseHolder
-from baton.registry.orders import Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.lease_keeper import take_lease, this_process

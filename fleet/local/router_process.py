@@ -2,7 +2,7 @@
 
     port ─┬─ socket 0 ── router 0 ─┐   each inherits all sockets, accepts from its own,
           ├─ socket 1 ── router 1 ─┤   and from that of a router that is down
-          └─ socket 2 ── router 2 ─┘   (`router.routing.group.siblings`)
+          └─ socket 2 ── router 2 ─┘   (`router.frontend.group.siblings`)
 
 The supervisor binds the port and keeps it. While a dead router restarts, connections wait in the
 backlog or are accepted by other routers; none is refused.
@@ -20,11 +20,11 @@ from pathlib import Path
 import psutil
 
 from baton.addresses import join_address
-from fleet.local.preflight import BACKLOG, claim_socket
+from fleet.local.checks.preflight import BACKLOG, claim_socket
 from fleet.local.subprocesses import die_with_parent
 from fleet.pools.resources import exit_reason
 from fleet.private_logs import open_log
-from router.routing.group.member import alive_path
+from router.frontend.group.member import alive_path
 
 _HEALTHY_S = 60.0
 _FAILURES = 5  # in a row, of one router

@@ -30,7 +30,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.config.network import TlsFiles
 from baton.config.secrets import SecretError, read_tokens
 from baton.folders import home_folder
-from baton.registry.audit import file as audit
+from baton.tenants.audit import file as audit
 from fleet.local.subprocesses import end_processes
 from fleet.process_key import ProcessKey
 

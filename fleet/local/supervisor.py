@@ -25,19 +25,19 @@ import msgspec
 
 from baton.config.fleet_file import EMBEDDED, FleetConfig
 from baton.telemetry.progress import Progress
-from fleet.audit.local import audit_here
-from fleet.handoff_watch import FleetPage, HandoffWatch, Transfers
 from fleet.lease_keeper import LeaseKeeper
 from fleet.local import state as fleet_state
+from fleet.local.audited import audit_here
 from fleet.local.changes import Changes, changes, keys_digest
+from fleet.local.checks.machine_fit import missing_files, missing_resources
+from fleet.local.checks.preflight import describe_model, notes
+from fleet.local.checks.redis_check import check_external, redacted
 from fleet.local.cluster_pools import ClusterPools
 from fleet.local.fleet_token import KnownToken, fleet_token
+from fleet.local.handoff_watch import FleetPage, HandoffWatch, Transfers
 from fleet.local.http_trust import trusted
 from fleet.local.local_pools import LocalPools
 from fleet.local.log_files import OwnOutput, rotate, tail
-from fleet.local.machine_fit import missing_files, missing_resources
-from fleet.local.preflight import describe_model, notes
-from fleet.local.redis_check import check_external, redacted
 from fleet.local.redis_server import EmbeddedRedis, RedisKeeper, server_program
 from fleet.local.router_process import (
     RouterFailedError,

@@ -14,7 +14,7 @@ import msgspec
 
 from baton.config.fleet_file import FleetConfig
 from baton.engine.parent import die_with_parent
-from fleet.pools.checkup.findings import Checkup
+from fleet.pools.checks.findings import Checkup
 from fleet.pools.nodes import CapacityError, plan
 from fleet.pools.resources import ControllerSpec
 
@@ -60,7 +60,7 @@ def carry_out(call: ClusterCall) -> ClusterReply:
         return ClusterReply(left=sum(ray_runtime.clean(lane.fleet) for lane in config.lanes))
     if call.verb == "examine":
         ray_runtime.attach(call.address)  # before the import of `ray`, which reads its auth mode
-        from fleet.pools.checkup.examine import examine
+        from fleet.pools.checks.examine import examine
 
         return ClusterReply(checkup=examine(config))
     host = ray_runtime.connect(call.address, config)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.registry.types import Intent, Role, WorkerState, number_of, role_in_name, worker_name
-from fleet.pools.roles.balance import LeavingOrder, MayTurn, always, balance, same
+from fleet.pools.balance import LeavingOrder, MayTurn, always, balance, same
 
 SECOND_NS = 1_000_000_000
 

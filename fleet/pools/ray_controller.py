@@ -22,16 +22,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from baton.config.fleet_file import FleetConfig
 from baton.planner.sizes import SizePlanner
 from baton.planner.state import WorkerState
-from baton.registry import wanted
-from baton.registry.audit.inbox import AuditInbox
-from baton.registry.audit.log import AuditLog
-from baton.registry.orders import Answer, Order, Orders
+from baton.registry import wanted_sizes as wanted
+from baton.registry.admin_commands import Answer, Order, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.tasks import BackgroundTasks
+from baton.tenants.audit.inbox import AuditInbox
+from baton.tenants.audit.log import AuditLog
 from baton.types.lanes import worker_prefix
-from fleet.audit.orders import audit_order
+from fleet.pools.admin_commands import OrderDesk, WantedState, sizes_in
+from fleet.pools.audited_commands import audit_order
 from fleet.pools.controller import (
     START_LIMIT_NS,
     Action,
@@ -45,8 +46,8 @@ from fleet.pools.controller import (
 )
 from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, end_actor, process_of
 from fleet.pools.lives import LifeTable
-from fleet.pools.orders import OrderDesk, WantedState, sizes_in
 from fleet.pools.placement import Placements
+from fleet.pools.planning import RolePlanning
 from fleet.pools.ray_process import log_to
 from fleet.pools.ray_worker import WorkerActor
 from fleet.pools.resources import (
@@ -61,7 +62,6 @@ from fleet.pools.resources import (
     settings_digest,
     worker_settings,
 )
-from fleet.pools.roles.planning import RolePlanning
 from fleet.pools.sealing import SECRET_FIELDS, seal, unseal
 
 _LOG = logging.getLogger("fleet.pools.controller")

@@ -4,7 +4,7 @@
                                 └──────── owns ──────────────────┴─────────────────────┘
 
 Ray ends the actors that another one owns with it, and all actors of a placement group with the
-group. A rank also exits by itself when its leader's stream breaks (``fleet.rank``).
+group. A rank also exits by itself when its leader's stream breaks (``fleet.worker.rank``).
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from baton.telemetry.logs import LogFormat
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools.ray_process import log_to, on_this_node
 from fleet.pools.sealing import unseal
-from fleet.rank import RankSettings, running
+from fleet.worker.rank import RankSettings, running
 
 _START_LIMIT_S = 60.0  # for Ray to start a process on the bundle's node
 _SHARED_SETTINGS = ("host", "ports", "fleet_token", "fleet_token_file", "insecure")

@@ -29,7 +29,7 @@ from baton.types.lanes import worker_prefix
 from fleet.pools.controller import HEALTHY_AFTER_NS
 
 NAMESPACE = "baton"
-WORKER_PROGRAM = "fleet.worker"  # the module with `Worker` and `WorkerSettings`
+WORKER_PROGRAM = "fleet.worker.worker"  # the module with `Worker` and `WorkerSettings`
 _OF_A_LIFE = ("epoch", "role", "turn")  # settings that differ between incarnations
 _OF_AN_ENGINE = ("workers_on_host", "kv_blocks_before")
 
@@ -137,7 +137,7 @@ def worker_settings(
     other_workers: int = 0,
     kv_blocks_before: int = 0,
 ) -> dict[str, Any]:
-    """Return the fields of ``fleet.worker.WorkerSettings`` for one incarnation.
+    """Return the fields of ``fleet.worker.worker.WorkerSettings`` for one incarnation.
 
     ``kv_blocks_before`` is the largest KV pool of earlier ones, 0 if there was none.
     """

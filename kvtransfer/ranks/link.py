@@ -1,6 +1,6 @@
 """Messages from the leader to a rank that shares no memory with it, on one gRPC stream.
 
-    leader's shell                                   fleet/rank.py, on the rank's host
+    leader's shell                                   fleet/worker/rank.py, on the rank's host
       Begin ─────────────────────────────────────▶   start the rank's engine process
       Serve ─────────────────────────────────────▶   map its pool, answer pulls of its heads
       Hold, Publish ───────────── published ◀────    (a slice is announced once its rank has it)

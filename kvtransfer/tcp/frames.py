@@ -3,11 +3,11 @@
     reader   hello   pull: PoolRequest.pull                …
     sender   hello   a length and a frame for each slice   …
 
-``kvtransfer/listening/hello.py`` has the hello; its version is part of the offer's address.
+``kvtransfer/hello.py`` has the hello; its version is part of the offer's address.
 
 Lengths are 4 bytes, little-endian. In place of a frame, `ENDED` means that there are no more, and
 `FAILED` that the sender failed.
-Messages and bytes are not encrypted, so a fleet with TLS does not listen (``fleet/worker.py``).
+Messages and bytes are not encrypted, so the worker of a fleet with TLS does not listen.
 """
 
 import socket
@@ -16,8 +16,8 @@ import struct
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
-from kvtransfer.listening import hello
-from kvtransfer.listening.hello import receive
+from kvtransfer import hello
+from kvtransfer.hello import receive
 
 NAME = "tcp"
 LENGTH = struct.Struct("<I")

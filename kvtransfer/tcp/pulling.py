@@ -17,8 +17,8 @@ from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from kvtransfer.chunk import ByteFrame, PoolView
+from kvtransfer.hello import prove_to_worker, receive
 from kvtransfer.kv_slice import MOST_FRAME_BYTES, KvSlice
-from kvtransfer.listening.hello import prove_to_worker, receive
 from kvtransfer.tcp.frames import (
     ENDED,
     FAILED,

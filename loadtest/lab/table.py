@@ -28,21 +28,17 @@ class Lab:
     Attributes:
         own_fleet: Starts an emulated fleet unless one is given, since the lab changes it.
         timings: Timing of each model of that fleet; empty: it has one model.
-        module: Module in this folder, if it is not the name.
     """
 
     name: str
     question: str
     needs: Literal["engine", "fleet"]
     own_fleet: bool = False
-    module: str = ""
     timings: Mapping[str, str] = field(default_factory=dict)
 
     def load(self) -> Callable[[LabContext], Findings]:
         """Import the lab. Labs with an engine import torch, which takes seconds."""
-        run: Callable[[LabContext], Findings] = import_module(
-            f"loadtest.lab.{self.module or self.name}"
-        ).run
+        run: Callable[[LabContext], Findings] = import_module(f"loadtest.lab.{self.name}").run
         return run
 
     def run(self, context: LabContext) -> Findings:
@@ -70,14 +66,12 @@ LABS = {
             "Which split into prefill and decode is best for a load, and does the planner find it?",
             "fleet",
             own_fleet=True,
-            module="split.lab",
         ),
         Lab(
             "canary",
             "How soon is a bad version of a model rolled back, and is a good one kept?",
             "fleet",
             own_fleet=True,
-            module="canary.lab",
             timings={"chat@1": "h100-70b", "chat@2": "h100-70b", "chat@3": "epyc-135m"},
         ),
     )

@@ -29,15 +29,15 @@ from router.request import GenerationRequest, Slo
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
 from router.routing.admission.slo_gate import SloGate, Verdict
+from router.routing.peers.work_counter import WorkCounter
 from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.chain import Source
 from router.routing.placement.cost import WorkerLoad
 from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.prefix_sources import Source
 from router.routing.placement.worker_load import Reports, load_of, loads_of
 from router.routing.requests.recovery_policy import after_prefill_failure, after_worker_death
 from router.routing.requests.tickets import Tickets
-from router.routing.shares.work_counter import WorkCounter
 from router.routing.workers.table import Slot
 from router.settings import RouterSettings
 

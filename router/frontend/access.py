@@ -13,9 +13,9 @@ from time import time_ns
 from typing import NamedTuple
 
 from baton.config.clients import ApiKeyConfig, SloConfig
-from baton.registry.keys.record import hash_of
+from baton.tenants.key_record import hash_of
+from baton.tenants.limits import LatencyLimits
 from baton.types.errors import ForbiddenError, InvalidRequestError, UnauthorizedError
-from baton.types.limits import LatencyLimits
 from router.settings import RouterSettings
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from fastapi import Request
 
-from baton.registry.audit.log import AuditLog
-from baton.registry.audit.refused_logins import RefusedLogins
+from baton.tenants.audit.log import AuditLog
+from baton.tenants.audit.refused_logins import RefusedLogins
 from router.frontend.access import who_of
 from router.settings import RouterSettings
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from baton.control_groups import usable_cpus
-from router.memory import give_back
+from baton.telemetry.process_memory import give_back
 from router.routing.checks.fair_limit import FairLimit
 
 TENANT: ContextVar[str] = ContextVar("TENANT", default="")

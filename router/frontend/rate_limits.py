@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
-from router.routing.shares.quota import Standing
+from router.tenants.quota import Standing
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 
 from baton.config.clients import SloConfig
+from baton.tenants.limits import LatencyLimits
 from baton.types.errors import InvalidRequestError
-from baton.types.limits import LatencyLimits
 from router.request import Slo
 
 TTFT = ("x-baton-slo-ttft-ms", "x-slo-ttft-ms")  # Baton's name, llm-d's name

@@ -19,7 +19,7 @@ from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.wire.fleet_token import FleetToken
 from fleet.local.redis_server import EmbeddedRedis
 from router.app import Router
-from router.frontend.http_server import server_config
+from router.frontend.http.protocol import server_config
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.clients.shaped_worker import ShapedWorker

@@ -101,7 +101,7 @@ class Fleet:
             }
             settings = msgspec.json.encode(worker_settings(**fields)).decode()
             started[worker_id] = subprocess.Popen(
-                [sys.executable, "-m", "fleet.worker"],
+                [sys.executable, "-m", "fleet.worker.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,

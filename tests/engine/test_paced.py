@@ -241,7 +241,7 @@ def test_the_fleet_file_knows_all_timing_models() -> None:
 
 def test_no_torch_is_loaded() -> None:
     code = (
-        "import sys, fleet.worker, baton.engine.process.step_loop, baton.engine.paced; "
+        "import sys, fleet.worker.worker, baton.engine.process.step_loop, baton.engine.paced; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.registry.audit import file as audit_file
-from fleet.audit.local import audit_here, operator_name
+from baton.tenants.audit import file as audit_file
 from fleet.cli.main import app
 from fleet.local import state as fleet_state
+from fleet.local.audited import audit_here, operator_name
 from tests.fleet.test_up import Served, wait_for
 
 BATON = (sys.executable, "-m", "fleet.cli.main")

@@ -23,9 +23,9 @@ from baton.model.model_config import ModelConfig
 from baton.types import events as ev
 from baton.types.params import SamplingParams
 from baton.wire.tokens import pack_tokens
-from fleet.capacity import Capacity, plan_capacity
 from fleet.cli.main import app
-from fleet.local.preflight import notes
+from fleet.cli.memory_estimate import Capacity, plan_capacity
+from fleet.local.checks.preflight import notes
 from fleet.pools.resources import engine_settings
 from tests.engine.cpu.integer_kernel import needs_integer_products
 

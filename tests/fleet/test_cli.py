@@ -21,14 +21,14 @@ from typer.testing import CliRunner
 
 from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig, load_config
 from baton.model.artifact import resolve_model
+from fleet.cli import certificate_authority as authority
 from fleet.cli import lifecycle
-from fleet.cli.certs import authority
 from fleet.cli.inspection import _worker_table
 from fleet.cli.lifecycle import _announce
 from fleet.cli.main import app
-from fleet.local import preflight
+from fleet.local.checks import preflight
+from fleet.local.checks.preflight import Finding, PortTakenError, claim_port, describe_model
 from fleet.local.http_trust import authority_for
-from fleet.local.preflight import Finding, PortTakenError, claim_port, describe_model
 from fleet.local.state import FleetState, log_folder, save
 from fleet.process_key import ProcessKey
 from tests.wire.certs import DAY

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from baton.registry.orders import Order
-from fleet.pools.orders import OrderDesk
+from baton.registry.admin_commands import Order
+from fleet.pools.admin_commands import OrderDesk
 from fleet.pools.ray_controller import ControllerActor
 from tests.fleet.test_ray_controller import controller
 

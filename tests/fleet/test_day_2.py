@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.registry.audit import file as audit_file
+from baton.tenants.audit import file as audit_file
 from fleet.cli.main import app
 from fleet.local.fleet_token import fleet_token
 

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.registry.redis_store import Registry
-from fleet.cli.doctor.edges import EdgeFigure, measure_edges
+from fleet.cli.doctor_edges import EdgeFigure, measure_edges
 from fleet.local.redis_server import EmbeddedRedis
 from tests.workers.harness import TOKEN, workers
 

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from fleet.cli.explain import list_of, report_of
-from fleet.cli.watch.screen import Scrolled
-from fleet.cli.watch.top import frame
-from router.routing.watch.refusals import RefusedRequest
+from fleet.cli.top import frame
+from fleet.cli.top_screen import Scrolled
+from router.routing.reports.refusals import RefusedRequest
 
 TERMS = dict.fromkeys(
     (

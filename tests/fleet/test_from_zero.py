@@ -24,7 +24,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 from baton.config.clients import SloConfig
 from baton.config.fleet_file import FleetConfig, PoolsConfig
 from baton.config.pools import AutoPoolsConfig
-from baton.registry.orders import Answer, Orders
+from baton.registry.admin_commands import Answer, Orders
 from baton.registry.redis_store import Registry
 from baton.registry.router_demands import RouterDemand, RouterDemands
 from baton.registry.types import PromptSum, WorkDemand

@@ -8,7 +8,7 @@ import ray
 
 from baton.config.fleet_file import FleetConfig
 from baton.registry.redis_store import Registry
-from fleet.local import preflight
+from fleet.local.checks import preflight
 from fleet.pools.placement import cluster_nodes
 from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, ray_fleet
 from tests.fleet.test_ray_fleet import SPEC, wait_for

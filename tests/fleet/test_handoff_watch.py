@@ -1,6 +1,6 @@
 """A fleet whose hand-offs all fail says so, once, and says when they work again."""
 
-from fleet.handoff_watch import HandoffState, Transfers
+from fleet.local.handoff_watch import HandoffState, Transfers
 
 
 def told(*totals: tuple[int, int]) -> list[str]:

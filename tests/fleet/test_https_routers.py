@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from baton.config.network import fleet_host_name
-from fleet.cli.certs import authority
+from fleet.cli import certificate_authority as authority
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.router_process import RouterProcesses
 from tests.fleet.test_routers import wait_for

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.registry.keys.record import KEY
-from baton.registry.keys.shared import SharedKeys
+from baton.tenants.key_record import KEY
+from baton.tenants.shared_keys import SharedKeys
 from fleet.cli import keys as command
 from fleet.cli.main import app
 from tests.registry.conftest import redis_server, registry

@@ -11,7 +11,7 @@ from baton.config.fleet_file import FleetConfig, PoolsConfig
 from baton.config.network import HttpsConfig
 from baton.control_groups import total_memory_bytes, usable_cpus
 from fleet.cli.main import app
-from fleet.local.machine_fit import missing_files, missing_resources
+from fleet.local.checks.machine_fit import missing_files, missing_resources
 
 CORES = usable_cpus()
 PAIR = PoolsConfig(prefill=1, decode=1)

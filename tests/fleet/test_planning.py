@@ -8,7 +8,7 @@ from baton.config.clients import SloConfig
 from baton.planner.state import Decision, Figures, Nothing, Resize, Turn, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import Plan, RouterDemand, WorkDemand
-from fleet.pools.roles.planning import NO_LIMITS, RolePlanning
+from fleet.pools.planning import NO_LIMITS, RolePlanning
 
 FIGURES = Figures(
     prefill=1,

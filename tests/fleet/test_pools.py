@@ -116,7 +116,7 @@ def test_a_worker_gets_only_the_variables_that_it_does_not_inherit() -> None:
 
 def test_the_settings_fit_the_worker_program() -> None:
     msgspec = pytest.importorskip("msgspec")
-    from fleet.worker import WorkerSettings
+    from fleet.worker.worker import WorkerSettings
 
     fields = worker_settings(
         FleetConfig(max_context_tokens=128),

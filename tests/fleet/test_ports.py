@@ -10,7 +10,7 @@ from baton.types.errors import InternalError
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from fleet.ports import free_port, kv_listener
-from fleet.rank import RankSettings, running
+from fleet.worker.rank import RankSettings, running
 from kvtransfer.ranks.link import RankLink
 
 

@@ -14,7 +14,7 @@ from baton.engine.ipc import LENGTH
 from baton.engine.settings import EngineSettings
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
-from fleet import rank
+from fleet.worker import rank
 from kvtransfer.ranks.link import RankLink
 from tests.kvtransfer.test_transports import until
 

@@ -19,8 +19,8 @@ from ray.exceptions import ActorUnschedulableError, NodeDiedError, RayActorError
 
 from baton.config.clients import SloConfig
 from baton.config.fleet_file import FleetConfig, PoolsConfig
-from baton.registry import wanted
-from baton.registry.orders import Answer, Order
+from baton.registry import wanted_sizes as wanted
+from baton.registry.admin_commands import Answer, Order
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import WorkerRecord
 from baton.registry.workers import was_replaced

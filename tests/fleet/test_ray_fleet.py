@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
-from baton.registry.orders import Answer, Orders
+from baton.registry.admin_commands import Answer, Orders
 from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord
 from fleet.local.local_pools import LocalPools

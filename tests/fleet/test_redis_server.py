@@ -13,7 +13,7 @@ import psutil
 import pytest
 import redis
 
-from fleet.local.redis_check import check_external, redacted
+from fleet.local.checks.redis_check import check_external, redacted
 from fleet.local.redis_server import (
     EmbeddedRedis,
     RedisError,

@@ -19,7 +19,7 @@ import pytest
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
-from fleet.local.preflight import PortTakenError, claim_socket
+from fleet.local.checks.preflight import PortTakenError, claim_socket
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.local.router_process import RouterProcesses, listening_sockets
 from tests.engine.lora_files import write_adapter

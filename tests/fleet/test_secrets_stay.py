@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from baton.config.network import fleet_host_name, is_loopback
-from fleet.cli.certs import authority as certificates
+from fleet.cli import certificate_authority as certificates
 from fleet.local import state as fleet_state
 from tests.fleet.test_up import Served
 from tests.wire.certs import DAY

@@ -6,11 +6,10 @@ import pytest
 from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
-from fleet.cli import explain, inspection, orders
-from fleet.cli.doctor import command as doctor
+from fleet.cli import admin_commands as orders
+from fleet.cli import doctor, explain, inspection, top
 from fleet.cli.main import app
-from fleet.cli.watch import top
-from fleet.pools.checkup.findings import Cell
+from fleet.pools.checks.findings import Cell
 
 WORKER = "llama-3.3-70b-instruct-2-worker-12"
 NODE = "ip-10-0-0-12.eu-west-1.compute.internal"

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from baton.registry.tenants.erasures import Erasures
-from baton.registry.tenants.policies import SharedLimits
-from baton.registry.tenants.quotas import SharedQuotas
+from baton.tenants.erasures import Erasures
+from baton.tenants.quotas import SharedQuotas
+from baton.tenants.shared_limits import SharedLimits
+from fleet.cli import tenants as command
 from fleet.cli.main import app
-from fleet.cli.tenants import command
-from router.frontend.deletion import command as deletion
+from router.frontend.operators.deletion import command as deletion
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import artifact, make_fleet, model
 

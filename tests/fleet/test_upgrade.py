@@ -105,7 +105,7 @@ class Mixed:
         )
         with (self.folder / f"{worker_id}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "fleet.worker"],
+                [sys.executable, "-m", "fleet.worker.worker"],
                 cwd=tree,
                 env=self.environment(tree),
                 stdin=subprocess.PIPE,

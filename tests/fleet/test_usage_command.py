@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from baton.registry.usage.shared import SharedUsage
+from baton.tenants.usage.shared import SharedUsage
+from fleet.cli import usage as command
 from fleet.cli.main import app
-from fleet.cli.usage import command
-from fleet.cli.usage.command import _print_table
+from fleet.cli.usage import _print_table
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, artifact, make_fleet, model
 

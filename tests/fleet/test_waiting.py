@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fleet.cli import orders
+from fleet.cli import admin_commands as orders
 from fleet.cli.common import RemoteFleet
 from tests.fleet.test_up import emulated_fleet
 

@@ -18,7 +18,7 @@ from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import ray_worker
 from fleet.pools.liveness import ShellProcess
 from fleet.pools.ray_worker import WorkerActor
-from fleet.worker import WorkerSettings, serve
+from fleet.worker.worker import WorkerSettings, serve
 
 SETTINGS = WorkerSettings(
     worker_id="decode-0",
@@ -56,7 +56,7 @@ async def test_an_actor_that_is_stopped_while_the_model_loads_leaves_no_process_
 ) -> None:
     monkeypatch.setattr(ray_worker, "log_to", lambda *_, **__: None)
     before = children()
-    actor = WorkerActor("fleet.worker", msgspec.to_builtins(SETTINGS))
+    actor = WorkerActor("fleet.worker.worker", msgspec.to_builtins(SETTINGS))
     starting = asyncio.create_task(actor.start())
     await engine_started(before)
     await actor.stop()
@@ -80,7 +80,7 @@ async def test_an_actor_begins_its_next_life_and_keeps_nothing_of_the_last(
     monkeypatch.setattr(ray_worker, "log_to", lambda *_, **__: None)
     first = msgspec.structs.replace(SETTINGS, redis_url=redis_server.url)
     files_before = open_files()
-    actor = WorkerActor("fleet.worker", msgspec.to_builtins(first))
+    actor = WorkerActor("fleet.worker.worker", msgspec.to_builtins(first))
     # One controller died before its word to start was sent, or after; another found the actor.
     raw, again = await asyncio.gather(actor.record(), actor.start())
     assert raw == again
@@ -109,7 +109,7 @@ async def test_a_worker_serves_at_an_ipv6_address(
 ) -> None:
     monkeypatch.setattr(ray_worker, "log_to", lambda *_, **__: None)
     here = msgspec.structs.replace(SETTINGS, redis_url=redis_server.url, host="::1")
-    actor = WorkerActor("fleet.worker", msgspec.to_builtins(here))
+    actor = WorkerActor("fleet.worker.worker", msgspec.to_builtins(here))
     record = msgspec.msgpack.decode(await actor.start(), type=WorkerRecord)
     try:
         for address in (record.address, record.metrics_address):

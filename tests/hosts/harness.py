@@ -183,7 +183,7 @@ def start_worker(host: Host, worker_id: str, config: FleetConfig) -> None:
         log_dir=HOME,
     )
     process = host.start(
-        f"exec {sys.executable} -m fleet.worker 2> {HOME}/{worker_id}.log",
+        f"exec {sys.executable} -m fleet.worker.worker 2> {HOME}/{worker_id}.log",
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fleet.rank import RankSettings
+from fleet.worker.rank import RankSettings
 from tests.hosts.rig.namespaces import Host, Rig
 from tests.hosts.test_real_engine import WARM
 from tests.workers.harness import TOKEN
@@ -22,7 +22,7 @@ def start_rank(host: Host) -> tuple["subprocess.Popen[bytes]", str]:
     settings = msgspec.json.encode(
         RankSettings(host=host.address, fleet_token=TOKEN, insecure=True)
     ).decode()
-    command = f"cd {ROOT} && echo '{settings}' | exec {sys.executable} -m fleet.rank"
+    command = f"cd {ROOT} && echo '{settings}' | exec {sys.executable} -m fleet.worker.rank"
     process = host.start(command, stdout=subprocess.PIPE)
     return process, process.stdout.readline().decode().strip()
 

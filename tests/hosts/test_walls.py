@@ -19,7 +19,7 @@ import pytest
 
 from baton.config.fleet_file import load_config
 from baton.wire.tokens import pack_tokens
-from fleet.cli.certs import authority
+from fleet.cli import certificate_authority as authority
 from tests.hosts.harness import start_worker
 from tests.hosts.rig.cluster import (
     REDIS_PORT,

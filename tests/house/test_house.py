@@ -10,7 +10,16 @@ from baton.wire.grpc_options import NO_PROXY, ROUTER_OPTIONS, WORKER_OPTIONS
 from tests.house import picture
 from tests.house.imports import ROOT, circles, floors, imports, modules, rooms
 
-MAX_MODULES = 16
+MIN_MODULES = 3
+SMALL_FOLDERS = {
+    "baton/engine/core/tiers": "the one optional part of the engine's core",
+    "benchmarks/goodput": "pages of figures that one command makes",
+    "benchmarks/lanes": "pages of figures that one command makes",
+    "kvtransfer/native": "has C++ beside it",
+    "router/frontend/openapi": "has a table of answers beside it",
+    "router/routing/placement/native": "has C++ beside it",
+}
+"""Folders with fewer than three modules, and why they exist."""
 MAX_LINES = 600
 WARN_LINES = 450
 
@@ -45,9 +54,10 @@ def test_a_circle_is_found_where_there_is_one() -> None:
         floors({"a": {"b"}, "b": {"a"}})
 
 
-def test_no_folder_holds_more_modules_than_one_sees_at_a_glance() -> None:
+def test_a_folder_of_one_or_two_modules_has_a_reason() -> None:
     folders = Counter(p.parent for p in modules().values() if p.name != "__init__.py")
-    assert {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > MAX_MODULES} == {}
+    small = {str(f.relative_to(ROOT)) for f, n in folders.items() if n < MIN_MODULES}
+    assert small == SMALL_FOLDERS.keys()
 
 
 def test_no_file_is_longer_than_one_reads_in_one_go() -> None:

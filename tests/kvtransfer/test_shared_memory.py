@@ -16,14 +16,14 @@ from batonpb import prefill_pb2 as pb
 
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
-from kvtransfer.listening.gate import Gate
-from kvtransfer.listening.hello import (
+from kvtransfer.hello import (
     GREETING,
     NONCE_BYTES,
     PROOF_BYTES,
     prove_to_reader,
     prove_to_worker,
 )
+from kvtransfer.hello_gate import Gate
 from kvtransfer.shared_memory import (
     GRANTED,
     MOST_LOANS,

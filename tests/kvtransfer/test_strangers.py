@@ -13,9 +13,9 @@ from batonpb import prefill_pb2 as pb
 
 from baton.engine.cpu.parallel.rank_sockets import Hello, RankAddress, greet
 from baton.engine.ipc import LENGTH
-from fleet import rank
+from fleet.worker import rank
 from kvtransfer import shared_memory
-from kvtransfer.listening.hello import NONCE_BYTES, PROOF_BYTES
+from kvtransfer.hello import NONCE_BYTES, PROOF_BYTES
 from kvtransfer.tcp import frames as tcp
 from tests.kvtransfer.edge_ends import SendingEnd, pull_request, reading_end, slices
 from tests.soak import examples

@@ -15,9 +15,9 @@ from batonpb.decode_pb2 import PrefillTarget
 from baton.telemetry.tasks import BackgroundTasks
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
+from kvtransfer.hello import GREETING, NONCE_BYTES, PROOF_BYTES, prove_to_reader
+from kvtransfer.hello_gate import Gate
 from kvtransfer.kv_slice import MOST_FRAME_BYTES
-from kvtransfer.listening.gate import Gate
-from kvtransfer.listening.hello import GREETING, NONCE_BYTES, PROOF_BYTES, prove_to_reader
 from kvtransfer.tcp import sending
 from kvtransfer.tcp.frames import (
     LENGTH,

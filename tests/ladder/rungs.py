@@ -16,7 +16,7 @@ from baton.registry.redis_store import Registry
 from baton.registry.workers import RegistryWatcher
 from baton.wire.fleet_token import FleetToken
 from router.app import Router
-from router.frontend.http_server import server_config
+from router.frontend.http.protocol import server_config
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.router.conftest import until

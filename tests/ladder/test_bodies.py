@@ -16,9 +16,9 @@ import jsonschema
 import pytest
 
 from baton.engine.cpu.native.library import load as load_native
+from baton.telemetry.process_memory import ROUTER_OBJECTS, collect_rarely, give_back
 from benchmarks.ladder import bodies as ladder
 from router.frontend.api.bodies.fields import MAX_TOOLS
-from router.memory import ROUTER_OBJECTS, collect_rarely, give_back
 from tests.ladder.rungs import (
     CONTEXT_TOKENS,
     NO_AUTHORITIES,

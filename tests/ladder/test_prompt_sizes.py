@@ -15,8 +15,8 @@ import pytest
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
+from baton.telemetry.process_memory import ROUTER_OBJECTS, collect_rarely
 from benchmarks.ladder.tiny_model import write_tiny_model
-from router.memory import ROUTER_OBJECTS, collect_rarely
 from tests.ladder.climbers import FIRST, Climber, climbers
 from tests.ladder.rungs import (
     CONTEXT_TOKENS,

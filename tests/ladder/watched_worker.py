@@ -1,4 +1,4 @@
-"""``fleet.worker`` with a watched event loop; the longest callback, in CPU time, goes to a file."""
+"""A worker with a watched event loop; the longest callback, in CPU time, goes to a file."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from baton.telemetry.alive_clock import ALIVE, AliveClock
-from fleet import worker
+from fleet.worker import worker
 
 
 class LoopHolds:

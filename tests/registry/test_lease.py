@@ -2,10 +2,10 @@
 
 import redis.asyncio
 
+from baton.registry.admin_commands import Answer, Orders
 from baton.registry.lease import LEASE_S, FleetLease, LeaseHolder
-from baton.registry.orders import Answer, Orders
 from baton.registry.redis_store import Registry
-from baton.registry.wanted import Wanted, forget, read, write
+from baton.registry.wanted_sizes import Wanted, forget, read, write
 from fleet.local.redis_server import EmbeddedRedis
 
 

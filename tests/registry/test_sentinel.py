@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from baton.registry.admin_commands import Answer, Orders
 from baton.registry.kv_events import KvEventPublisher
 from baton.registry.lease import FleetLease, LeaseHolder
-from baton.registry.orders import Answer, Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import WorkerRecord
 from baton.registry.workers import Presence, RegistryWatcher
-from fleet.local.redis_check import check_external
+from fleet.local.checks.redis_check import check_external
 from fleet.local.redis_server import RedisError
 from tests.registry.conftest import Reader
 from tests.registry.redis_servers import Watched, free_ports

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from baton.registry import redis_store
-from baton.registry.orders import Orders
+from baton.registry.admin_commands import Orders
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.types import EventBatch, WorkerRecord
 from baton.registry.workers import (

@@ -19,7 +19,7 @@ from baton.model.artifact import resolve_model
 from baton.registry.types import WorkerRecord
 from baton.wire.fleet_token import FleetToken
 from router.app import Router
-from router.frontend.http_server import server_config
+from router.frontend.http.protocol import server_config
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from tests.router.emulated_worker import EmulatedWorker, Script

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.memory import ROUTER_OBJECTS, collect_rarely
+from baton.telemetry.process_memory import ROUTER_OBJECTS, collect_rarely
 from router.served_model import ServedModel
 from tests.router.conftest import MODEL, Fleet
 

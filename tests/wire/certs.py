@@ -4,7 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from baton.config.network import TlsFiles
-from fleet.cli.certs import authority as certificates
+from fleet.cli import certificate_authority as certificates
 
 NAME = "test.baton.internal"
 DAY = timedelta(days=1)

@@ -7,7 +7,7 @@ from baton.engine.core.block_owners import CacheOwner
 from baton.engine.core.sequence import Kind
 from baton.types.params import SamplingParams
 from baton.wire.codecs import sampling_to_wire
-from baton.wire.requests import prefill_start, submit_from_wire
+from baton.wire.submission import prefill_start, submit_from_wire
 
 
 def test_tenant_and_share_of_the_cache_reach_both_engines() -> None:

@@ -13,7 +13,7 @@ import pytest
 from baton.wire.grpc_channels import Channels
 from baton.wire.grpc_options import ROUTER_OPTIONS, listen, open_channel
 from baton.wire.tls import CertificateError, FleetTls, distrust
-from fleet.cli.certs import authority as certificates
+from fleet.cli import certificate_authority as certificates
 from tests.house.imports import PACKAGES
 from tests.wire.certs import DAY, EXPIRED, NAME, files, made
 

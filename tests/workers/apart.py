@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from fleet.rank import RankSettings
+from fleet.worker.rank import RankSettings
 from tests.workers.harness import TOKEN
 
 
 class RankApart:
-    """One ``python -m fleet.rank``; ``address`` is where its leader and other workers ask."""
+    """One ``python -m fleet.worker.rank`` and the ``address`` that leader and workers ask."""
 
     def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
         self.process = process
@@ -21,7 +21,10 @@ class RankApart:
 
     @classmethod
     async def start(
-        cls, program: Sequence[str] = ("fleet.rank",), host: str = "127.0.0.1", **fields: object
+        cls,
+        program: Sequence[str] = ("fleet.worker.rank",),
+        host: str = "127.0.0.1",
+        **fields: object,
     ) -> "RankApart":
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", *program),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-import fleet.worker
+import fleet.worker.worker
 import prefill_worker.announcer as announcer
 
 
@@ -18,4 +18,4 @@ def too_few(*arguments: Any) -> Iterator[Any]:
 if __name__ == "__main__":
     _all = announcer.first_tokens_to_wire
     announcer.first_tokens_to_wire = too_few
-    fleet.worker.main()
+    fleet.worker.worker.main()

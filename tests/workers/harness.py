@@ -18,10 +18,10 @@ from baton.wire import codecs
 from baton.wire.capability import sign
 from baton.wire.fleet_token import FleetToken, token_metadata
 from baton.wire.grpc_options import open_channel
-from baton.wire.requests import prefix_request_id
+from baton.wire.submission import prefix_request_id
 from baton.wire.tls import FleetTls
 from baton.wire.tokens import pack_tokens, unpack_tokens
-from fleet.worker import Worker, WorkerSettings
+from fleet.worker.worker import Worker, WorkerSettings
 from tests.preloaded import PreloadedProcess
 
 TOKEN = "fleet-token"
@@ -64,7 +64,7 @@ class WorkerProcess:
     async def start(
         cls,
         worker_id: str,
-        program: str = "fleet.worker",
+        program: str = "fleet.worker.worker",
         ready_s: float = 60.0,
         **changes: object,
     ) -> "WorkerProcess":

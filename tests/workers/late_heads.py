@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 from batonpb import prefill_pb2 as pb
 
-import fleet.rank
-import fleet.worker
+import fleet.worker.rank
+import fleet.worker.worker
 from kvtransfer.pool_source import PoolSource
 from kvtransfer.transport import Room
 
@@ -28,4 +28,4 @@ async def frames_late(
 if __name__ == "__main__":
     _frames = PoolSource.frames
     PoolSource.frames = frames_late  # type: ignore[method-assign]
-    (fleet.rank if sys.argv[1:] == ["rank"] else fleet.worker).main()
+    (fleet.worker.rank if sys.argv[1:] == ["rank"] else fleet.worker.worker).main()

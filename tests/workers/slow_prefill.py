@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from fleet.worker import main
+from fleet.worker.worker import main
 from kvtransfer.pool_source import PoolSource
 
 READ_S = 0.1  # of one slice

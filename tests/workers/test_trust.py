@@ -21,9 +21,9 @@ from baton.wire.compatibility import kv_group
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_options import open_channel
 from baton.wire.tls import CertificateError, FleetTls
-from fleet.rank import RankProgram, RankSettings
-from fleet.rank import serve as serve_rank
-from fleet.worker import Worker
+from fleet.worker.rank import RankProgram, RankSettings
+from fleet.worker.rank import serve as serve_rank
+from fleet.worker.worker import Worker
 from kvtransfer.pool_source import key_of
 from tests.wire.certs import files, made
 from tests.workers.harness import (

@@ -14,7 +14,7 @@ from baton.engine.loading.memory import kv_geometry
 from baton.engine.numerics import numerics_of
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import resolve_model
-from baton.text.same_vocabulary import check_same_vocabulary
+from baton.text.vocabulary_match import check_same_vocabulary
 
 
 def build_draft(

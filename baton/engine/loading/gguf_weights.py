@@ -18,6 +18,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize
 
+from baton.engine.loading.file_lock import turn
 from baton.engine.loading.memory import give_back_memory
 from baton.engine.loading.safetensors_file import (
     Layout,
@@ -25,7 +26,6 @@ from baton.engine.loading.safetensors_file import (
     read_fully,
     write_safetensors,
 )
-from baton.engine.loading.turns import turn
 from baton.engine.loading.weights import Progress, Rows, Weights, check_table, finished, silent
 from baton.engine.models.families import weight_table
 from baton.engine.models.family import ROPE_FACTORS, WeightName

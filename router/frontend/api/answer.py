@@ -4,7 +4,7 @@ The response starts with the first token or with an error. Until then the status
 report an error, and the headers the route. Therefore no keep-alive comment is sent before the first
 token, since it would fix the status at 200. A slow client receives the tokens of several steps in
 one chunk; its backlog is limited by ``max_tokens``. The server disconnects clients that do not read
-(``router/frontend/http_server.py``).
+(``router/frontend/http/protocol.py``).
 
 After the first token the handler task sleeps, and tokens are written directly to the connection
 that the server provides (``router/frontend/http/connection.py``).
@@ -25,22 +25,22 @@ from starlette.types import Receive, Scope, Send
 
 from baton.telemetry.logs import request_context
 from baton.types.errors import BatonError, InternalError
-from router.frontend.api.errors import ErrorShape, Refusal, error_response
 from router.frontend.api.formats.answer_format import AnswerFormat, usage
 from router.frontend.api.parts import RouterParts
 from router.frontend.api.tracing import part_spans
+from router.frontend.errors import ErrorShape, Refusal, error_response
 from router.frontend.http.connection import Connection, connection_of
 from router.frontend.off_loop import off_loop
 from router.frontend.rate_limits import Headers
+from router.lanes.gate import Outcome
+from router.lanes.shadow import outcome_of
 from router.request import GenerationRequest
-from router.routing.choice import Delta
-from router.routing.lanes.gate import Outcome
-from router.routing.lanes.shadow import outcome_of
+from router.routing.reports.refusals import RefusedRequest
 from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.choice import Delta
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.slo_outcome import slo_header
-from router.routing.shares.quota import Reservation
-from router.routing.watch.refusals import RefusedRequest
+from router.tenants.quota import Reservation
 
 _AT_ONCE = 32  # requests of one call that are handled before other events of the loop
 

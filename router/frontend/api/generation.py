@@ -25,7 +25,6 @@ from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.parse import parse
 from router.frontend.api.call_headers import client_id_of, ignored_of
 from router.frontend.api.embeddings import EmbeddingAnswer
-from router.frontend.api.errors import OPENAI_ERRORS, ErrorShape, Refusal, refused_id
 from router.frontend.api.formats.answer_format import ChunkFormat, DataEvents
 from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
@@ -39,12 +38,13 @@ from router.frontend.api.relaxation import Relaxations
 from router.frontend.api.structured_output import requested_grammar
 from router.frontend.api.tracing import embedding_span, ended_on_error, gateway_span, traceparent_of
 from router.frontend.conversation import opening_of
+from router.frontend.errors import OPENAI_ERRORS, ErrorShape, Refusal, refused_id
 from router.frontend.http.departure import ended_by_departure
 from router.frontend.http.intake import arrived_ns_of
 from router.frontend.off_loop import off_loop
+from router.lanes.shadow import Shadow
 from router.request import GenerationRequest, Routed
-from router.routing.lanes.shadow import Shadow
-from router.routing.watch.refusals import RefusedRequest
+from router.routing.reports.refusals import RefusedRequest
 from router.served_model import ServedModel
 
 _Body = TypeVar("_Body", bound=ModelBody)

@@ -17,9 +17,9 @@ from router.frontend.api.call_headers import ignored_of
 from router.frontend.api.parts import Endpoints, RouterParts, read_body
 from router.frontend.api.tool_use.offered import messages_of, offered
 from router.frontend.audited import audited
-from router.frontend.lanes import LaneTable
 from router.frontend.off_loop import TENANT, off_loop
-from router.routing.lanes.routes import leads_to
+from router.lanes.lane_table import LaneTable
+from router.lanes.routes import leads_to
 from router.served_model import ServedModel
 
 

@@ -16,14 +16,14 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
-from baton.registry.audit.log import AuditLog
-from baton.registry.audit.refused_logins import RefusedLogins
-from baton.registry.lanes.shared_routes import SharedRoutes
+from baton.registry.shared_routes import SharedRoutes
 from baton.registry.stored_responses import StoredResponses
-from baton.registry.usage.feed import UsageFeed, UsageSink
 from baton.telemetry.metrics import Metrics
 from baton.telemetry.tasks import BackgroundTasks
 from baton.telemetry.tracing import Tracing
+from baton.tenants.audit.log import AuditLog
+from baton.tenants.audit.refused_logins import RefusedLogins
+from baton.tenants.usage.feed import UsageFeed, UsageSink
 from baton.types.errors import (
     ClientClosedError,
     DeadlineError,
@@ -35,25 +35,25 @@ from baton.types.lanes import split_version
 from router.frontend.api.prepare import Preparer
 from router.frontend.http.connection import Deliveries
 from router.frontend.http.encodings import BodyTooLargeError, Gunzip, utf8_of
-from router.frontend.lanes import LaneTable
+from router.lanes.gate import GateBook
+from router.lanes.lane_table import LaneTable
+from router.lanes.route_table import RouteMirror
+from router.lanes.shadow import Shadows
 from router.routing.checks.answers import AnswerChecks
 from router.routing.checks.grammars import GrammarChecker
-from router.routing.lanes.gate import GateBook
-from router.routing.lanes.mirror import RouteMirror
-from router.routing.lanes.shadow import Shadows
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.worker_load import fitted_rates
+from router.routing.reports.past_reports import PastReports
+from router.routing.reports.refusals import RefusedRequests
+from router.routing.reports.request_log import RequestLog
+from router.routing.reports.worker_cells import WorkerCells
 from router.routing.requests.gateway import Gateway
 from router.routing.requests.observer import Observer
 from router.routing.requests.readiness import Prober
-from router.routing.shares.quota_feed import QuotaFeed, QuotaSource
-from router.routing.watch.past_reports import PastReports
-from router.routing.watch.refusals import RefusedRequests
-from router.routing.watch.request_log import RequestLog
-from router.routing.watch.worker_cells import WorkerCells
 from router.routing.workers.table import WorkerDirectory
 from router.served_model import ServedModel
 from router.settings import RouterSettings
+from router.tenants.quota_feed import QuotaFeed, QuotaSource
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 

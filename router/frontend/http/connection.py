@@ -29,7 +29,7 @@ class Follower(Protocol):
 
 
 class Connection(Protocol):
-    """Interface of ``router.frontend.http_server.LimitedProtocol`` for responses.
+    """Interface of ``router.frontend.http.protocol.LimitedProtocol`` for responses.
 
     Attributes:
         has_key: Whether a request has shown a valid key since places are few.

@@ -14,8 +14,8 @@ from typing import Any
 
 import uvicorn
 
+from router.frontend.group.group import RouterGroup
 from router.frontend.http.acceptor import Acceptor
-from router.routing.group.group import RouterGroup
 
 _LOOK_EVERY_S = 0.1
 

@@ -24,7 +24,7 @@ import msgspec
 
 from baton.types.geometry import BLOCK_TOKENS, context_tokens
 from router.request import Mode
-from router.routing.placement.chain import Chain, Source, cheapest_chains
+from router.routing.placement.prefix_sources import Chain, Source, cheapest_chains
 
 # Priors until a worker reports: a small model on a laptop, and loopback.
 PRIOR_PREFILL_TOKENS_PER_S = 1500.0

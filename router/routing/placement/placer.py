@@ -17,7 +17,7 @@ from baton.types.geometry import context_tokens
 from router.request import GenerationRequest
 from router.routing.placement.block_table import HASH_BYTES, Hashes, packed
 from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.chain import Source
+from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import (
     PAIRED_OF_A_ROLE,
     Candidate,
@@ -25,8 +25,8 @@ from router.routing.placement.cost import (
     candidates,
     choose,
 )
-from router.routing.placement.crowding import Crowding
 from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.prefix_sources import Source
 from router.routing.placement.pricing import Asked
 from router.routing.placement.prompt_hashes import HashSeedCache, prompt_hashes
 from router.routing.placement.shortlist import Described, Shortlist

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from router.request import Mode
 from router.routing.placement.booked_load import Unreported
-from router.routing.placement.chain import MAX_SOURCES, PULL_OVERHEAD_S, Source
 from router.routing.placement.cost import (
     COMPARED,
     EDGE_OVERHEAD_S,
@@ -30,6 +29,7 @@ from router.routing.placement.cost import (
     PREFILL_OVERHEAD_S,
 )
 from router.routing.placement.edges import ReportedEdges
+from router.routing.placement.prefix_sources import MAX_SOURCES, PULL_OVERHEAD_S, Source
 from router.routing.placement.worker_load import Rates, Report
 
 NO_TIERS_AT_ALL: Mapping[int, tuple[int, float]] = {}

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from baton.registry.types import TIERS
 from router.request import GenerationRequest
 from router.routing.placement.booked_load import LoadBook, Unreported
-from router.routing.placement.chain import MAX_SOURCES, PULL_OVERHEAD_S, Source
+from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import Candidate, WorkerLoad, price
-from router.routing.placement.crowding import Crowding
+from router.routing.placement.prefix_sources import MAX_SOURCES, PULL_OVERHEAD_S, Source
 from router.routing.placement.pricing import Asked, Pricing
 from router.routing.placement.worker_columns import WorkerColumns, Workers
 from router.routing.placement.worker_load import (

@@ -13,7 +13,7 @@ from baton.types.geometry import BLOCK_TOKENS, context_tokens, head_bytes
 from baton.wire.compatibility import format_id
 from router.routing.placement.block_table import Hashes
 from router.routing.placement.booked_load import LoadBook, Unreported
-from router.routing.placement.chain import Source
+from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import (
     BRING_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
@@ -24,9 +24,9 @@ from router.routing.placement.cost import (
     DecodeLine,
     WorkerLoad,
 )
-from router.routing.placement.crowding import Crowding
 from router.routing.placement.edges import Links, ReportedEdges
 from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.prefix_sources import Source
 from router.routing.placement.regret import FittedRates
 from router.routing.workers.table import Slot
 

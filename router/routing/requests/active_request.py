@@ -10,8 +10,8 @@ from baton.types.errors import BatonError, InternalError
 from router.request import GenerationRequest
 from router.routing.placement.placer import Placement
 from router.routing.placement.regret import Regret
-from router.routing.requests.gaps import TokenGaps
 from router.routing.requests.record import RequestRecord
+from router.routing.requests.token_gaps import TokenGaps
 
 _LOG = logging.getLogger(__name__)
 

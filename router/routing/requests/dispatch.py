@@ -11,7 +11,7 @@ from baton.types.errors import UnavailableError
 from baton.wire.capability import sign
 from baton.wire.codecs import adapter_to_wire, sampling_to_wire
 from baton.wire.fleet_token import FleetToken
-from baton.wire.requests import prefix_request_id
+from baton.wire.submission import prefix_request_id
 from baton.wire.tokens import pack_tokens
 from router.routing.placement.placer import Placer, Quote
 from router.routing.requests.active_request import ActiveRequest

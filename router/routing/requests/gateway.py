@@ -23,7 +23,7 @@ from batonpb.decode_pb2 import (
     WorkerFrame,
 )
 
-from baton.registry.usage.ledger import Ledger
+from baton.tenants.usage.ledger import Ledger
 from baton.text.tokenizer import TextTokenizer
 from baton.types.errors import (
     BatonError,
@@ -39,6 +39,8 @@ from baton.wire.compatibility import own_wire
 from router.request import GenerationRequest
 from router.routing.admission.admission import Admission
 from router.routing.admission.fair_queue import Waiting
+from router.routing.peers.shares import Shares
+from router.routing.peers.work_counter import WorkCounter
 from router.routing.placement.booked_load import LoadBook
 from router.routing.placement.placer import Placer, Quote
 from router.routing.placement.prefix_index import PrefixIndex
@@ -52,12 +54,10 @@ from router.routing.requests.recovery_policy import after_worker_death, may_try_
 from router.routing.requests.slo_admitter import SloAdmitter
 from router.routing.requests.stream_repair import StreamRepair
 from router.routing.requests.tickets import Tickets
-from router.routing.shares.shares import Shares
-from router.routing.shares.usage import UsageCounter
-from router.routing.shares.work_counter import WorkCounter
 from router.routing.workers.link import WorkerLink
 from router.routing.workers.table import WorkerDirectory, WorkerTable
 from router.settings import RouterSettings
+from router.tenants.usage_counter import UsageCounter
 
 _LOG = logging.getLogger(__name__)
 

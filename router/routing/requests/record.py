@@ -18,7 +18,7 @@ from baton.types.errors import BatonError, InternalError
 from baton.types.prompt_outputs import PromptLogprobs, PromptLogprobsIntake
 from baton.wire.tokens import pack_tokens
 from router.request import GenerationRequest, Mode
-from router.routing.choice import ONE_TOKEN, ChoiceRecord, Delta, RunResult
+from router.routing.requests.choice import ONE_TOKEN, ChoiceRecord, Delta, RunResult
 
 
 class RequestRecord:

@@ -10,10 +10,10 @@ from baton.engine.settings import EngineSettings
 from baton.model.artifact import ModelError, resolve_model
 from baton.model.trust import check_trust
 from baton.types.trust import TrustRules
-from fleet import worker
-from fleet.local.preflight import describe_model
+from fleet.local.checks.preflight import describe_model
 from fleet.pools.resources import worker_settings
-from fleet.worker_settings import WorkerSettings
+from fleet.worker import worker
+from fleet.worker.settings import WorkerSettings
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from baton.engine.core.speculative.proposers import SpeculationSettings
 from baton.engine.cpu.build_draft import build_draft
 from baton.engine.settings import EngineSettings
 from baton.model.artifact import ModelArtifact, ModelError, resolve_model
-from baton.text.same_vocabulary import check_same_vocabulary
 from baton.text.tokenizer import load_tokenizer
+from baton.text.vocabulary_match import check_same_vocabulary
 from tests.engine.conftest import MODEL
 from tests.engine.core.test_draft_proposer import Draft
 from tests.engine.loading.test_loading import write_directory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.loading.turns import turn
+from baton.engine.loading.file_lock import turn
 from tests.engine.loading.test_loading import write_gguf
 
 LOAD = """

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from baton.text.encoders.fast_encoder import open_fast_encoder
+from baton.text.fast_encoder import open_fast_encoder
 from baton.text.tokenizer import TextTokenizer, load_tokenizer
 
 CUTS = ["smollm", "gpt-2", "llama-bpe", "qwen2", "gpt-4o"]

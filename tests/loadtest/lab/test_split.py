@@ -6,9 +6,9 @@ import pytest
 from baton.config.fleet_file import load_config
 from loadtest.client.records import ServerOptions
 from loadtest.goodput.phases import Limits, PhaseFigures
+from loadtest.lab import split as lab
 from loadtest.lab.places import _emulated
-from loadtest.lab.split import lab
-from loadtest.lab.split.findings import Split, Steered, findings_of
+from loadtest.lab.split_findings import Split, Steered, findings_of
 from tests.loadtest.metrics.test_metrics import record
 
 LIMITS = Limits(ttft_s=2.0, itl_s=0.1, own_s=0.5)

@@ -28,8 +28,8 @@ from loadtest.simulator.worker import SimulatedWorker
 from loadtest.workloads.days import days
 from loadtest.workloads.traces import TraceRequest, read_trace
 from router.request import Slo as RequestSlo
-from router.routing.placement.chain import Source
 from router.routing.placement.placer import Placer
+from router.routing.placement.prefix_sources import Source
 from tests.soak import examples
 
 SAMPLE = Path(__file__).parents[2] / "router" / "placement" / "conversation_sample.jsonl"

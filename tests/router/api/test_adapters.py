@@ -11,10 +11,10 @@ import torch
 from batonpb.common_pb2 import Capabilities
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.audit.inbox import AuditInbox
-from baton.registry.audit.log import AuditLog
 from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.shared_adapters import SharedAdapters
+from baton.tenants.audit.inbox import AuditInbox
+from baton.tenants.audit.log import AuditLog
 from baton.types.errors import AdapterExistsError, InvalidRequestError, ModelNotFoundError
 from fleet.local.redis_server import EmbeddedRedis
 from router.adapter_table import AdapterEntry, AdapterTable

@@ -4,7 +4,7 @@ import pytest
 
 from baton.text.tool_calls import CallDelta
 from router.frontend.api.formats.answer_parts import AnswerParts, Begin, End, More
-from router.routing.choice import Delta, ShownLogprob
+from router.routing.requests.choice import Delta, ShownLogprob
 from tests.router.conftest import MODEL, events_of
 from tests.router.emulated_worker import Script
 

@@ -11,8 +11,8 @@ import pytest
 
 from baton.config.clients import ApiKeyConfig
 from baton.config.logs import LogsConfig
-from baton.registry.keys.record import issue, new_key
-from baton.registry.keys.shared import SharedKeys
+from baton.tenants.key_record import issue, new_key
+from baton.tenants.shared_keys import SharedKeys
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script

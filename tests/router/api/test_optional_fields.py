@@ -16,8 +16,8 @@ from router.frontend.api.messages.body import CountTokensBody, MessagesBody
 from router.frontend.api.pooling.bodies import PoolingBody, RerankBody, ScoreBody
 from router.frontend.api.responses.body import InputTokensBody, ResponsesBody
 from router.frontend.batch.calls import BatchBody
-from router.frontend.keys import routes as key_routes
-from router.frontend.model_routes import routes as model_routes
+from router.frontend.operators.keys import routes as key_routes
+from router.frontend.operators.models import routes as model_routes
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 

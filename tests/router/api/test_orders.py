@@ -9,11 +9,12 @@ import pytest
 from fastapi import FastAPI
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.orders import Answer, Order, Orders
+from baton.registry.admin_commands import Answer, Order, Orders
 from baton.registry.redis_store import Registry
 from baton.telemetry.metrics import Metrics
 from baton.wire.fleet_token import FleetToken
-from router.frontend.api import errors, orders
+from router.frontend import errors
+from router.frontend.operators import admin_commands as orders
 from router.settings import RouterSettings
 from tests.registry.conftest import redis_server, registry
 

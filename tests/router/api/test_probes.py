@@ -5,7 +5,7 @@ import asyncio
 from baton.config.clients import ApiKeyConfig
 from tests.router.conftest import until
 from tests.router.emulated_worker import Script
-from tests.router.test_operations import samples
+from tests.router.operators.test_operations import samples
 
 KEYS = {
     "key-of-one": ApiKeyConfig(tenant="one"),

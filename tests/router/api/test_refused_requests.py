@@ -4,8 +4,8 @@ import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
 from baton.config.clients import ApiKeyConfig
-from router.routing.watch.past_reports import PastReports
-from router.routing.watch.request_reports import past_reports
+from router.routing.reports.past_reports import PastReports
+from router.routing.reports.request_reports import past_reports
 from tests.router.api.test_tracing import recorded
 from tests.router.conftest import until
 

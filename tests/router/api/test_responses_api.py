@@ -13,8 +13,8 @@ from baton.registry.stored_responses import StoredResponses, StoreLimits
 from baton.telemetry.metrics import Metrics
 from fleet.local.redis_server import EmbeddedRedis
 from router.frontend.api.responses import store
-from router.policies import TenantPolicies
 from router.served_model import ServedModel
+from router.tenants.policies import TenantPolicies
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script
 

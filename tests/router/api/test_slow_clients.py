@@ -13,7 +13,7 @@ import uvicorn
 from baton.config.clients import ClientLimitsConfig
 from baton.config.fleet_file import DEFAULT_MODEL
 from router.app import Router
-from router.frontend.http_server import server_config
+from router.frontend.http.protocol import server_config
 from router.settings import RouterSettings
 from tests.router.conftest import MODEL, events_of, record_of, until
 from tests.router.emulated_worker import EmulatedWorker, Script, answer_token

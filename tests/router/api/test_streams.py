@@ -14,7 +14,7 @@ from router.frontend.api.formats.openai import ChatFormat, CompletionFormat
 from router.frontend.api.messages import format as messages_format
 from router.frontend.api.responses.format import ResponsesFormat
 from router.frontend.http.connection import Deliveries
-from router.routing.choice import Delta
+from router.routing.requests.choice import Delta
 from tests.router.conftest import MODEL, events_of, until
 from tests.router.emulated_worker import Script, answer_token
 

@@ -11,12 +11,12 @@ import openai
 import pytest
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.tenants.erasures import Erasures
-from baton.registry.tenants.policies import SharedLimits
-from baton.registry.tenants.quotas import SharedQuotas
-from baton.types.limits import Limits
-from router.frontend.deletion import command
-from router.routing.shares.quota_feed import QuotaFeed
+from baton.tenants.erasures import Erasures
+from baton.tenants.limits import Limits
+from baton.tenants.quotas import SharedQuotas
+from baton.tenants.shared_limits import SharedLimits
+from router.frontend.operators.deletion import command
+from router.tenants.quota_feed import QuotaFeed
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL, until
 from tests.router.emulated_worker import Script

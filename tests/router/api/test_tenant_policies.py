@@ -9,10 +9,10 @@ import pytest
 
 from baton.config.clients import ApiKeyConfig, SloConfig
 from baton.config.secrets import SecretError
-from baton.config.tenants_file import TenantsFile
-from baton.registry.tenants.policies import SharedLimits
-from baton.registry.tenants.quotas import SharedQuotas
-from baton.types.limits import Limits
+from baton.tenants.limits import Limits
+from baton.tenants.quotas import SharedQuotas
+from baton.tenants.shared_limits import SharedLimits
+from baton.tenants.tenants_file import TenantsFile
 from router.frontend.access import access_of
 from tests.registry.conftest import redis_server, registry
 from tests.router.api.test_tenant_limits import CALLS, OPS, TEAM, code_of, put

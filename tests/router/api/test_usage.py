@@ -16,10 +16,10 @@ import pytest
 
 from baton.config.clients import ApiKeyConfig
 from baton.registry.redis_store import Registry, RegistryUnavailableError
-from baton.registry.usage.ledger import HOUR_S
-from baton.registry.usage.shared import SharedUsage
+from baton.tenants.usage.ledger import HOUR_S
+from baton.tenants.usage.shared import SharedUsage
 from fleet.local.redis_server import EmbeddedRedis
-from router.frontend import usage as usage_calls
+from router.frontend.operators import usage as usage_calls
 from tests.registry.conftest import redis_server, registry
 from tests.registry.relay import Relay
 from tests.router.conftest import MODEL, events_of

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.keys.record import issue, new_key
-from baton.registry.keys.shared import SharedKeys
 from baton.registry.stored_responses import StoredResponses, StoreLimits
-from baton.registry.tenants.policies import SharedLimits
-from baton.registry.usage.shared import SharedUsage
+from baton.tenants.key_record import issue, new_key
+from baton.tenants.shared_keys import SharedKeys
+from baton.tenants.shared_limits import SharedLimits
+from baton.tenants.usage.shared import SharedUsage
 from router.adapter_table import AdapterEntry, AdapterTable
-from router.keys.table import KeyTable
 from router.served_model import ServedModel
+from router.tenants.key_table import KeyTable
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script

@@ -8,12 +8,12 @@ import httpx
 import msgspec
 import pytest
 
-from baton.registry.keys.record import issue, new_key
-from baton.registry.keys.shared import SharedKeys
 from baton.registry.redis_store import Registry
 from baton.registry.stored_responses import StoredResponses, StoreLimits
-from router.routing.group.any_router import AnyRouter
-from router.routing.group.siblings import OWN_ANSWER
+from baton.tenants.key_record import issue, new_key
+from baton.tenants.shared_keys import SharedKeys
+from router.frontend.group.any_router import AnyRouter
+from router.frontend.group.siblings import OWN_ANSWER
 from tests.router.conftest import MODEL
 from tests.router.emulated_worker import Script
 

@@ -6,9 +6,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.telemetry.live_series import LiveSeries
 from baton.telemetry.metrics import Metrics
-from router.routing.group.pages import Pages
-from router.routing.group.past_pages import PastPages
-from router.routing.group.together import latest_of, load_of, series_of
+from router.frontend.group.pages import Pages
+from router.frontend.group.past_pages import PastPages
+from router.frontend.group.together import latest_of, load_of, series_of
 
 
 def page(requests: int, waiting: int, workers: int, connected: int = 1) -> tuple[Metrics, bytes]:

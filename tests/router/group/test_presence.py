@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from router.routing.group.presence import BEAT_S, Presence
+from router.frontend.group.presence import BEAT_S, Presence
 
 
 def cancel(_: Presence, talking: asyncio.Task[None]) -> None:

@@ -16,10 +16,10 @@ from baton.config.clients import ClientLimitsConfig
 from baton.config.network import HttpsConfig
 from baton.telemetry.metrics import Metrics
 from baton.wire.tls import CertificateError
-from fleet.cli.certs import authority as certificates
+from fleet.cli import certificate_authority as certificates
 from fleet.local.http_trust import trusted
 from router.frontend.http.certificate import LiveCertificate
-from router.frontend.http_server import server_config
+from router.frontend.http.protocol import server_config
 from tests.e2e.fleet_processes import free_port
 from tests.router.quick_server import QuickServer
 from tests.wire.certs import DAY, made

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from router.frontend.http_server import MAX_HEADER_BYTES
+from router.frontend.http.protocol import MAX_HEADER_BYTES
 from tests.router.api.test_slow_clients import ended, serve
 from tests.router.conftest import MODEL, events_of
 from tests.router.emulated_worker import Script

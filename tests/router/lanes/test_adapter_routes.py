@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.registry.lanes.gates import SharedGates
-from baton.registry.lanes.shared_routes import SharedRoutes
+from baton.registry.gates import SharedGates
+from baton.registry.shared_routes import SharedRoutes
 from baton.types.gates import GoldenPrompt
 from router.adapter_table import AdapterTable
 from router.served_model import ServedModel

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.registry.lanes.shared_routes import SharedRoutes
-from baton.registry.orders import Answer
+from baton.registry.admin_commands import Answer
+from baton.registry.shared_routes import SharedRoutes
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS, record_of, until
 from tests.router.lanes.conftest import OTHER

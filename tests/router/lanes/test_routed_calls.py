@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.lanes.shared_routes import SharedRoutes
+from baton.registry.shared_routes import SharedRoutes
 from baton.registry.stored_responses import StoredResponses, StoreLimits
-from baton.registry.usage.bill import IDLE
-from baton.registry.usage.ledger import HOUR_S, WORKERS, Ledger, RowName
-from baton.registry.usage.shared import SharedUsage
+from baton.tenants.usage.bill import IDLE
+from baton.tenants.usage.ledger import HOUR_S, WORKERS, Ledger, RowName
+from baton.tenants.usage.shared import SharedUsage
 from baton.types.routes import RouteTable
-from router.routing.lanes.mirror import RouteMirror
+from router.lanes.route_table import RouteMirror
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS, until
 from tests.router.lanes.conftest import OTHER, TwoLanes

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.types.routes import NameRoute, RouteTable
-from router.routing.lanes.routes import (
+from router.lanes.routes import (
     Route,
     RouteChangeError,
     models_of,

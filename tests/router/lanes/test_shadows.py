@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from baton.registry.lanes.gates import SharedGates
-from baton.registry.lanes.shared_routes import SharedRoutes
-from baton.registry.usage.shared import SharedUsage
+from baton.registry.gates import SharedGates
+from baton.registry.shared_routes import SharedRoutes
+from baton.tenants.usage.shared import SharedUsage
 from baton.types.gates import Evidence, Tally
 from baton.types.routes import NameRoute, RouteTable
-from router.routing.lanes.comparison import bucket_of
-from router.routing.lanes.gate import Gate, Outcome
-from router.routing.lanes.routes import (
+from router.lanes.comparison import bucket_of
+from router.lanes.gate import Gate, Outcome
+from router.lanes.routes import (
     RouteChangeError,
     rolled_back,
     route,
@@ -22,7 +22,7 @@ from router.routing.lanes.routes import (
     with_canary,
     with_shadow,
 )
-from router.routing.lanes.shadow import LAST
+from router.lanes.shadow import LAST
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS, until
 from tests.router.emulated_worker import Script

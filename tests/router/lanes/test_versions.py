@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from baton.registry.lanes.shared_routes import SharedRoutes
-from baton.types.limits import Limits
+from baton.registry.shared_routes import SharedRoutes
+from baton.tenants.limits import Limits
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS
 from tests.router.lanes.conftest import TwoLanes

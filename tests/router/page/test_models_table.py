@@ -1,7 +1,7 @@
 """The table of models on the live page, in a real browser and with a real Redis."""
 
-from baton.registry.lanes.gates import SharedGates
-from baton.registry.lanes.shared_routes import SharedRoutes
+from baton.registry.gates import SharedGates
+from baton.registry.shared_routes import SharedRoutes
 from tests.registry.conftest import redis_server, registry
 from tests.router.conftest import OPS
 from tests.router.emulated_worker import answer_token

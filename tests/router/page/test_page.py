@@ -8,8 +8,8 @@ import pytest
 
 from baton.config.clients import ApiKeyConfig, SloConfig
 from baton.planner.state import Figures, Nothing, Resize, Turn
-from baton.registry.orders import Answer
-from fleet.pools.roles.planning import Decided
+from baton.registry.admin_commands import Answer
+from fleet.pools.planning import Decided
 from tests.router.emulated_worker import Script
 from tests.router.page.chromium import CHROMIUM, chromium
 

@@ -3,9 +3,9 @@
 import pytest
 
 from baton.config.clients import ApiKeyConfig
-from baton.registry.tenants.policies import SharedLimits
-from baton.registry.tenants.quotas import SharedQuotas
-from baton.types.limits import Budget, Limits
+from baton.tenants.limits import Budget, Limits
+from baton.tenants.quotas import SharedQuotas
+from baton.tenants.shared_limits import SharedLimits
 from tests.registry.conftest import redis_server, registry
 from tests.router.page.test_page import needs_browser, tab
 

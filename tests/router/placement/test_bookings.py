@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.chain import Source
 from router.routing.placement.cost import WorkerLoad, price
 from router.routing.placement.placer import Placer
+from router.routing.placement.prefix_sources import Source
 from tests.router.requests.fake_links import request
 
 SECOND = 10**9

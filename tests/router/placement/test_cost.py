@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from baton.registry.types import EventBatch
 from router.routing.placement.booked_load import LoadBook, Unreported
-from router.routing.placement.chain import PULL_OVERHEAD_S, Source
 from router.routing.placement.cost import (
     EDGE_OVERHEAD_S,
     PRIOR_ADAPTER_LOAD_S,
@@ -26,6 +25,7 @@ from router.routing.placement.cost import (
     choose,
 )
 from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.prefix_sources import PULL_OVERHEAD_S, Source
 from router.routing.placement.worker_load import load_of, loads_of
 
 TRACE = Path(__file__).with_name("conversation_sample.jsonl")

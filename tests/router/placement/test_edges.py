@@ -7,7 +7,7 @@ from batonpb.common_pb2 import EdgeRate, WorkerIdentity, WorkerStatus
 
 from benchmarks.placement import fleet
 from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.crowding import Crowding
+from router.routing.placement.congestion import Crowding
 from router.routing.placement.edges import Links, ReportedEdges
 from router.routing.placement.pricing import Asked
 from router.routing.placement.shortlist import Shortlist

@@ -12,11 +12,11 @@ from baton.registry.types import TIERS, EventBatch, tier_incarnation
 from benchmarks.placement import fleet
 from router.routing.placement import cost, pricing
 from router.routing.placement.booked_load import LoadBook
-from router.routing.placement.chain import MAX_LINKS, MAX_SOURCES
+from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import candidates
-from router.routing.placement.crowding import Crowding
 from router.routing.placement.native.library import load
 from router.routing.placement.prefix_index import PrefixIndex
+from router.routing.placement.prefix_sources import MAX_LINKS, MAX_SOURCES
 from router.routing.placement.pricing import Asked, Pricing
 from router.routing.placement.shortlist import Described, Shortlist
 from router.routing.placement.worker_load import Reports, loads_of

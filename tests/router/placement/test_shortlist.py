@@ -12,8 +12,8 @@ from benchmarks.placement import fleet
 from router.request import GenerationRequest
 from router.routing.placement import cost
 from router.routing.placement.booked_load import LoadBook
+from router.routing.placement.congestion import Crowding
 from router.routing.placement.cost import candidates
-from router.routing.placement.crowding import Crowding
 from router.routing.placement.prefix_index import PrefixIndex
 from router.routing.placement.shortlist import Shortlist
 from router.routing.placement.worker_load import Report, Reports, loads_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.routing.requests.gaps import KEPT_GAPS, TokenGaps
+from router.routing.requests.token_gaps import KEPT_GAPS, TokenGaps
 
 
 def test_the_longest_are_kept_in_order() -> None:

@@ -13,8 +13,8 @@ from baton.registry.types import EventBatch
 from baton.types.block_hashes import block_hashes
 from baton.wire.capability import refusal
 from baton.wire.fleet_token import FleetToken
-from baton.wire.requests import prefix_request_id
-from router.routing.watch.request_reports import report_of
+from baton.wire.submission import prefix_request_id
+from router.routing.reports.request_reports import report_of
 from tests.router.requests.fake_links import FakeLink, fake_gateway, request, run
 
 PROMPT = tuple(range(1000))

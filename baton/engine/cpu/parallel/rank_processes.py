@@ -10,7 +10,7 @@
 A rank that ends closes its socket, which the leader sees between steps; within a step the group
 breaks. Either way the leader raises ``RankError``, and the whole replica fails. Ranks end with
 their leader (``PDEATHSIG``, and the end of their socket). Ranks on other hosts are reached by TCP
-instead (``rank_sockets.py``); ``fleet/rank.py`` starts their processes.
+instead (``rank_sockets.py``); ``fleet/worker/rank.py`` starts their processes.
 
 Adapters are read beside the steps, by one thread of each rank over a second socket. When all ranks
 have read an adapter, putting it to use is an order like any other, and takes no time.

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from pydantic_core import PydanticCustomError
 
 from router.frontend.api.bodies.fields import Refused
+from router.frontend.errors import MISSING_HERE
 
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]{1,256}$")]
@@ -18,10 +19,6 @@ Ids = Annotated[list[TokenId], FIRST_FAULT]
 Prompts = str | Annotated[list[str], FIRST_FAULT] | Ids | Annotated[list[Ids], FIRST_FAULT]
 # Number of last prompt tokens to keep; -1: as many as leave room for the answer.
 Truncation = Annotated[int, Field(ge=-1, lt=INT32)]
-
-
-MISSING_HERE = "missing_here"
-"""Type of the error of a field that is required by the value of another one."""
 
 
 def missing_here(field: str) -> PydanticCustomError:

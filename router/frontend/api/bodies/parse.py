@@ -4,19 +4,17 @@ One call of the parser or of the validation holds the interpreter, and so the ev
 runs in a thread. Therefore the number of objects in a body is limited.
 """
 
-import re
-import reprlib
 from functools import cache
-from itertools import islice
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from baton.types.errors import InvalidRequestError
-from router.frontend.api.bodies.common import MISSING_HERE, Body
+from router.frontend.api.bodies.common import Body
 from router.frontend.api.bodies.decimals import refuse_long_decimals
 from router.frontend.api.bodies.fields import Ignored, refuse
+from router.frontend.errors import MISSING_HERE, sentence
 
 MAX_STRUCTURES = 65_536
 """Largest number of JSON objects, arrays and names of fields in a body, which take about 40 ms."""
@@ -33,10 +31,6 @@ MAX_OBJECTS = 8_192
 _MAX_FAULTS = 256  # limits the work of choosing the error that is reported
 _SLICE_BYTES = 64 * 1024
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
-_SHOWN_FIELDS = 16
-_OBJECTS = ("dict_type", "model_type", "model_attributes_type", "dataclass_type")
 
 _Kind = TypeVar("_Kind", bound=Body)
 _Kinds = tuple[type[Body], ...]
@@ -259,24 +253,3 @@ def _dotted(place: tuple[int | str, ...]) -> str:
     for step in place:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
     return text
-
-
-def sentence(item: Any) -> str:
-    """Return what is wrong in an error of pydantic."""
-    if item["type"] in ("missing", MISSING_HERE):
-        return "is required"
-    if item["type"] in _OBJECTS:
-        message = "must be an object"
-    elif item["type"] == "union_tag_invalid":
-        message = f"must be of type {item['ctx']['expected_tags'].replace(', ', ' or ')}"
-    elif item["type"] == "union_tag_not_found":
-        message = "must have a type"
-    else:
-        message = re.sub(r"^\w+ should", "must", str(item["msg"])).replace("valid list", "list")
-        message = re.sub(r" after validation(, not \d+)?$", "", message)
-    given = item.get("input")
-    if isinstance(given, dict) and len(given) > _SHOWN_FIELDS:  # they would be sorted
-        given = dict(islice(given.items(), _SHOWN_FIELDS))
-    shown = repr(given) if isinstance(given, int | float) else _SHORT.repr(given)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return f"{message} (got {shown})"

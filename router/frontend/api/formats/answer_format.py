@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import orjson
 
 from baton.types.errors import BatonError
-from router.routing.choice import Delta
 from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.choice import Delta
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from baton.text.tool_calls import CallDelta
 from router.frontend.api.tool_use.custom import InputReader
-from router.routing.choice import Delta, ShownLogprob
+from router.routing.requests.choice import Delta, ShownLogprob
 
 Kind = Literal["thinking", "text", "call"]
 

@@ -7,8 +7,8 @@ from baton.text.tokenizer import TextTokenizer
 from router.frontend.api.formats.answer_format import usage
 from router.frontend.api.formats.prompt_logprobs import PromptView, token_key, top_by_key
 from router.frontend.api.tool_use.custom import ChatCalls, ShownCall
-from router.routing.choice import Delta, ShownLogprob
 from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.choice import Delta, ShownLogprob
 
 
 class _Format:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from router.frontend.api.errors import ErrorShape, Refusal
+from router.frontend.errors import ErrorShape, Refusal
 from router.frontend.rate_limits import Headers, anthropic_headers
-from router.routing.shares.quota import Standing
+from router.tenants.quota import Standing
 
 _OVERLOADED = 529
 _KINDS = {

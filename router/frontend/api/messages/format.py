@@ -9,7 +9,6 @@ import orjson
 from pydantic_core import from_json
 
 from baton.types.errors import BatonError
-from router.frontend.api.errors import Refusal
 from router.frontend.api.formats.answer_format import AnswerFormat, TextEvent, named_event, usage
 from router.frontend.api.formats.answer_parts import (
     AnswerParts,
@@ -22,8 +21,9 @@ from router.frontend.api.formats.answer_parts import (
 )
 from router.frontend.api.formats.integers import encodable
 from router.frontend.api.messages.errors import MESSAGES_ERRORS
-from router.routing.choice import Delta
+from router.frontend.errors import Refusal
 from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.choice import Delta
 
 
 class MessagesFormat(AnswerFormat):

@@ -25,8 +25,8 @@ from router.frontend.api.formats.answer_parts import (
     Part,
 )
 from router.frontend.api.responses.tools import CallForm
-from router.routing.choice import Delta, ShownLogprob
 from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.choice import Delta, ShownLogprob
 
 _PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 _ITEM_ID = re.compile(r"[a-z]{1,8}_([0-9a-f]{32})_(in|out)(\d{1,6})")

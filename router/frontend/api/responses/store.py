@@ -26,7 +26,7 @@ from baton.types.errors import (
 from router.frontend.api.responses.body import ResponsesItem
 from router.frontend.api.responses.format import place_of
 from router.frontend.off_loop import off_loop
-from router.policies import TenantPolicies
+from router.tenants.policies import TenantPolicies
 
 MAX_RESPONSES = 1024
 _CALL_LIMIT_S = 1.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.text.tool_calls import CallDelta
-from router.routing.choice import Delta
+from router.routing.requests.choice import Delta
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _ENDS_IN_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:u[0-9a-fA-F]{0,3})?)$")

@@ -1,1 +1,0 @@
-"""Tables about the models of a fleet, which its routers share."""

@@ -1,1 +1,0 @@
-"""Tables in Redis that routers replace as a whole."""

@@ -1,1 +1,0 @@
-"""Limits of tenants: their table in Redis, and the banks from which routers lease parts."""

@@ -1,0 +1,1 @@
+"""Keys, limits, usage, audit and deletion of tenants: what is neither HTTP nor placement."""

@@ -1,1 +1,0 @@
-"""Faster encoding with the same token ids: another library, cached segments."""

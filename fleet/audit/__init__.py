@@ -1,1 +1,0 @@
-"""Audit entries of the controller, the supervisor and commands."""

@@ -1,1 +1,0 @@
-"""`baton certs`: a private CA for trials, and what it signs."""

@@ -1,0 +1,201 @@
+"""Policies of tenants: `baton tenants ls`, `set` and `delete`."""
+
+import json
+import re
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from fleet.cli.common import FleetOption, fail
+from fleet.cli.reach import KeyOption, UrlOption, ask_router, reach
+from fleet.cli.tenants_receipt import receipt_text
+
+_PATH = "/fleet/tenants"
+_EVERYWHERE_S = 1.0  # routers follow a change within this time
+_SWITCH: dict[str, bool | None] = {"on": True, "off": False, "default": None}
+
+tenants_app = typer.Typer(
+    help="Limit what tenants may use, at all routers of a fleet together.", no_args_is_help=True
+)
+
+_JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_TenantArgument = Annotated[str, typer.Argument(help="Name of the tenant, as in `baton keys ls`.")]
+
+
+@tenants_app.command("ls")
+def ls(
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+    as_json: _JsonOption = False,
+) -> None:
+    """List the tenants that have limits, with their limits."""
+    found = ask_router(reach(fleet, url, api_key), "GET", _PATH)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    columns = [Column("tenant", overflow="fold", max_width=30), Column("limits", overflow="fold")]
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for tenant in found["tenants"]:
+        table.add_row(escape(tenant["tenant"]), escape(_described(tenant)))
+    console = Console(highlight=False)
+    console.print(table)
+    if found.get("file"):
+        console.print(f"from {escape(found['file'])}", soft_wrap=True)
+
+
+@tenants_app.command("set")
+def set_(
+    tenant: _TenantArgument,
+    rpm: Annotated[int | None, typer.Option(help="Requests per minute; 0: no limit.")] = None,
+    tpm: Annotated[
+        int | None, typer.Option(help="Tokens per minute, prompts and answers; 0: no limit.")
+    ] = None,
+    tpd: Annotated[int | None, typer.Option(help="Tokens per day (UTC); 0: no limit.")] = None,
+    concurrent: Annotated[
+        int | None, typer.Option(help="Requests at the same time; 0: no limit.")
+    ] = None,
+    budget_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per calendar month (UTC); 0: no limit.")
+    ] = None,
+    weight: Annotated[
+        float | None,
+        typer.Option(help="Part of a busy fleet, relative to other tenants; 0: the default, 1."),
+    ] = None,
+    kv_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of the cached KV (0 to 1) above which it loses its own first; 0: none."
+        ),
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            help="Models and adapters that it may use, separated by commas; '': all.",
+            metavar="NAMES",
+        ),
+    ] = None,
+    slo_ttft_s: Annotated[
+        float | None,
+        typer.Option(help="Limit of the time to first token, as `slo: {ttft_s}`; 0: the fleet's."),
+    ] = None,
+    slo_itl_s: Annotated[
+        float | None, typer.Option(help="Limit of the mean ITL, as `slo: {itl_s}`; 0: the fleet's.")
+    ] = None,
+    keep_s: Annotated[
+        str | None,
+        typer.Option(
+            help="Seconds for which its stored responses, files and batches are kept, or "
+            "`default`; 0: none is stored."
+        ),
+    ] = None,
+    log_text: Annotated[
+        str | None,
+        typer.Option(
+            help="`off`: its texts are not logged, whatever its keys allow. Or `default`."
+        ),
+    ] = None,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+    as_json: _JsonOption = False,
+) -> None:
+    """Change limits of a tenant; those that are not given stay. Routers apply them on return."""
+    given = {
+        "rpm": rpm,
+        "tpm": tpm,
+        "tpd": tpd,
+        "concurrent": concurrent,
+        "weight": weight,
+        "kv_share": kv_share,
+    }
+    body: dict[str, Any] = {name: it or None for name, it in given.items() if it is not None}
+    if budget_tokens is not None:
+        body["budget"] = {"tokens": budget_tokens} if budget_tokens else None
+    if models is not None:
+        body["models"] = [name.strip() for name in models.split(",") if name.strip()] or None
+    latencies = {"ttft_s": slo_ttft_s, "itl_s": slo_itl_s}
+    slo = {name: value for name, value in latencies.items() if value is not None}
+    if slo:
+        body["slo"] = slo if all(slo.values()) else None
+    if keep_s is not None:
+        if keep_s != "default" and not keep_s.isdigit():
+            fail(f"--keep-s {keep_s}: use a number of seconds, or default")
+        body["keep_s"] = None if keep_s == "default" else int(keep_s)
+    if log_text is not None:
+        if log_text not in _SWITCH:
+            fail(f"--log-text {log_text}: use on, off or default")
+        body["log_text"] = _SWITCH[log_text]
+    if not body:
+        fail("give at least one limit, such as --rpm 600; `baton tenants set --help` lists them")
+    found = _changed("PUT", tenant, fleet, url, api_key, body)
+    typer.echo(
+        json.dumps(found, indent=2) if as_json else f"{tenant}: {_described(found) or 'no limits'}"
+    )
+
+
+@tenants_app.command("delete")
+def delete(
+    tenant: _TenantArgument,
+    fleet: FleetOption = None,
+    url: UrlOption = None,
+    api_key: KeyOption = "",
+    as_json: _JsonOption = False,
+) -> None:
+    """Delete a tenant's limits, responses, files, batches, logged texts and KV, for good.
+
+    Prints a receipt. Revoke its keys first (`baton keys revoke`): they stay, and so do the sums of
+    its use. Exits with 1 if something could not be deleted.
+    """
+    found = _changed("DELETE", tenant, fleet, url, api_key)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        Console(highlight=False, soft_wrap=True).print(escape(receipt_text(found)))
+    if found["not_deleted"]:
+        raise typer.Exit(1)
+
+
+def _text(value: int | bool) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:,}"
+
+
+def _described(policy: dict[str, Any]) -> str:
+    """Return the fields of a policy that are set, as text."""
+    parts = []
+    for name, value in policy.items():
+        if name in ("tenant", "used") or value is None:
+            continue
+        if name == "budget":
+            parts.append(f"budget {value['tokens']:,} tokens a month")
+        elif name == "models":
+            parts.append(f"models {' '.join(value)}")
+        elif name == "slo":
+            parts.append(f"slo ttft {value['ttft_s']:g} s itl {value['itl_s']:g} s")
+        elif isinstance(value, float):
+            parts.append(f"{name} {value:g}")
+        else:
+            parts.append(f"{name} {_text(value)}")
+    return ", ".join(parts)
+
+
+def _changed(
+    method: str,
+    tenant: str,
+    fleet: str | None,
+    url: str | None,
+    api_key: str,
+    body: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) is None:
+        fail(f"TENANT {tenant!r}: must be 1 to 64 characters of letters, digits, '_', '.' and '-'")
+    found = ask_router(reach(fleet, url, api_key), method, f"{_PATH}/{tenant}", body, 60.0)
+    time.sleep(_EVERYWHERE_S)
+    return found

@@ -1,1 +1,0 @@
-"""Command `baton tenants`: limits of tenants."""

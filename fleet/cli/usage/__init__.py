@@ -1,1 +1,0 @@
-"""Usage and cost of tenants: `baton usage`."""

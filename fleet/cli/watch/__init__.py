@@ -1,1 +1,0 @@
-"""`baton top` and the terminal that it draws on."""

@@ -1,1 +1,0 @@
-"""Erasure of the KV of deleted tenants at a worker."""

@@ -1,1 +1,0 @@
-"""Roles of a running fleet's workers: sizes that operators ask for, and the planner."""

@@ -1,0 +1,1 @@
+"""The worker process: engine, services, registry, its checks and its end."""

@@ -1,0 +1,561 @@
+"""A worker: an engine process, the prefill and the decode service, and a registry record.
+
+Only routers use the role. Every worker has both services, so a fleet with one pool works too. This
+module does not need Ray; ``fleet.pools.ray_worker`` hosts a ``Worker`` in an actor.
+"""
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import grpc.aio
+import msgspec
+from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
+
+from baton.addresses import join_address
+from baton.engine.emulated_timing import TIMINGS
+from baton.engine.parent import die_with_parent
+from baton.engine.process.handle import EngineHandle
+from baton.engine.settings import EngineSettings
+from baton.model.artifact import resolve_model
+from baton.model.trust import check_trust
+from baton.planner.state import WorkerState, state_of
+from baton.registry.kv_events import KvEventPublisher
+from baton.registry.redis_store import Registry
+from baton.registry.types import Role, WorkerRecord, tier_incarnation
+from baton.registry.workers import Presence
+from baton.telemetry.alive_clock import ALIVE
+from baton.telemetry.logs import set_up_logs
+from baton.telemetry.metrics import Metrics, serve_metrics
+from baton.telemetry.process_memory import WORKER_OBJECTS, collect_rarely
+from baton.telemetry.tasks import BackgroundTasks
+from baton.telemetry.tracing import Tracing
+from baton.tenants.erasures import Erasures
+from baton.tenants.usage.worker_time import WorkerTime
+from baton.types import events as ev
+from baton.types.errors import UnavailableError
+from baton.types.lanes import lane_of
+from baton.types.trust import TrustRules
+from baton.wire.fleet_token import FleetToken, TokenInterceptor
+from baton.wire.grpc_options import SERVER_OPTIONS, listen
+from baton.wire.message_memory import keep_message_memory
+from baton.wire.process_end import exit_process
+from baton.wire.tls import FleetTls
+from decode_worker.pacing import ReceivePacer
+from decode_worker.parts import WorkerParts
+from decode_worker.peers import Peers
+from decode_worker.prefix_pull import PrefixPuller
+from decode_worker.service import DecodeService
+from fleet.ports import chosen_port, free_port, kv_listener
+from fleet.private_logs import open_log
+from fleet.worker.draining import drained
+from fleet.worker.engine_metrics import EngineMetrics
+from fleet.worker.erasure import erase_forever
+from fleet.worker.identity import capabilities_of, identity_of, record_of
+from fleet.worker.idle_sleep import sleep_when_idle
+from fleet.worker.probe import Canary
+from fleet.worker.quarantine_watch import QuarantineWatch
+from fleet.worker.rank_links import open_links, serve_links
+from fleet.worker.settings import CANARY_S, WorkerSettings
+from kvtransfer.fault_injection import FrameTamperer
+from kvtransfer.ranks.link import RankLink
+from kvtransfer.ranks.pools import RankPools
+from kvtransfer.transport import ServingSide
+from kvtransfer.transports import servers
+from prefill_worker.service import PrefillService
+
+_LOG = logging.getLogger(__name__)
+
+DRAIN_S = 30.0
+"""Time after a signal for other workers to resume the requests that run here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """Settings of a worker, and what all steps of its start use."""
+
+    settings: WorkerSettings
+    token: FleetToken
+    tls: FleetTls | None
+    tracing: Tracing
+    metrics: Metrics
+    registry: Registry
+    time: WorkerTime
+
+
+@dataclass(frozen=True, slots=True)
+class _Publishers:
+    presence: Presence
+    pool: KvEventPublisher
+    tiers: Mapping[str, KvEventPublisher]
+
+    def start(self) -> None:
+        for one in (self.pool, *self.tiers.values()):
+            one.start()
+        self.presence.start()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    engine: EngineHandle
+    metrics: Metrics
+    server: grpc.aio.Server
+    decode: DecodeService
+    prefill: PrefillService
+    publishers: _Publishers
+    registry: Registry
+    links: Sequence[RankLink]
+    time: WorkerTime
+
+
+class Worker:
+    """A running worker, made by ``start``."""
+
+    def __init__(self, settings: WorkerSettings, parts: _Parts, undo: AsyncExitStack) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._undo = undo
+        self._closed = asyncio.Event()
+        self._done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._engine_metrics = EngineMetrics(
+            parts.engine, parts.metrics, settings.engine.max_adapters
+        )
+        parts.engine.on_cache_changed = self._on_cache_changed
+        parts.metrics.before_page.append(self._show_registry)
+        self._tasks = BackgroundTasks("worker", _failure_counter(parts.metrics))
+        self._vital(ALIVE.run(), "alive clock")
+        self._vital(parts.decode.tick_forever(), "decode tick")
+        self._vital(parts.prefill.watch_leases(), "prefill leases")
+        self._vital(self._watch_engine(), "engine")
+        self._vital(self._watch_quarantine(), "quarantine")
+        erasures = Erasures(parts.registry.of_whole_fleet())
+        self._vital(erase_forever(parts.engine, erasures, settings.worker_id), "erasure")
+        for link in parts.links:
+            self._vital(self._watch_rank(link), "rank")
+        canary = _canary(settings, parts.engine)
+        if settings.canary_s:
+            self._vital(self._watch_canary(canary), "canary")
+        if settings.idle_sleep_s:
+            rest = sleep_when_idle(parts.engine, canary, settings.idle_sleep_s, parts.metrics)
+            self._vital(rest, "sleep")
+
+    @classmethod
+    async def start(cls, settings: WorkerSettings) -> "Worker":
+        """Load the model, start serving, and register. A failure or cancellation cleans up.
+
+        Raises:
+            InternalError: The engine did not start, or the worker may not listen.
+            ModelError: The model does not meet the gates of the fleet file.
+            SecretError, CertificateError: The token's or a certificate's file cannot be used.
+        """
+        keep_message_memory()
+        async with AsyncExitStack() as stack:
+            base = _start_base(settings, stack)
+            await asyncio.to_thread(_check_trust, settings)
+            engine, links = await _start_engine(base, stack)
+            server, address, metrics_address = await _start_servers(base, stack)
+            ready = engine.client.ready
+            identity = identity_of(settings, ready, address)
+            await serve_links(links, ready, identity.incarnation, settings.unsigned_pulls)
+            pool = RankPools(engine.client.pools, ready.geometry, links)
+            decode, prefill = await _start_services(base, engine, pool, identity, server, stack)
+            record = record_of(settings, identity, ready, links, metrics_address)
+            publishers = _make_publishers(base, identity, record, stack)
+            stack.push_async_callback(server.stop, None)
+            collect_rarely(WORKER_OBJECTS)
+            await server.start()
+            publishers.start()
+            parts = _Parts(
+                engine=engine,
+                metrics=base.metrics,
+                server=server,
+                decode=decode,
+                prefill=prefill,
+                publishers=publishers,
+                registry=base.registry,
+                links=links,
+                time=base.time,
+            )
+            return cls(settings, parts, stack.pop_all())
+
+    @property
+    def record(self) -> WorkerRecord:
+        """The worker's record in the registry."""
+        return self._parts.publishers.presence.record
+
+    def load(self) -> WorkerState:
+        """Return the speed and the load, for the planner of roles."""
+        max_streams = self._settings.engine.max_batch_requests
+        status = self._parts.decode.status()
+        return state_of(self.record.worker_id, self.record.role, status, max_streams)
+
+    def _vital(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a task until the worker stops; if the task raises, the worker fails."""
+
+        def broke(error: Exception) -> None:
+            self._tasks.spawn(self._fail(f"{type(error).__name__}: {error}", 1), "fail")
+
+        self._tasks.vital(work, name, broke)
+
+    def _on_cache_changed(self, change: ev.CacheChanged) -> None:
+        publisher = self._parts.publishers.pool
+        publisher.publish(list(change.stored), list(change.removed))
+        for below in change.tiers:
+            tier = self._parts.publishers.tiers[below.tier]
+            tier.publish(list(below.stored), list(below.removed))
+        self._parts.decode.event_sequence = publisher.sequence
+        self._engine_metrics.note_cache(change)
+
+    async def wait(self) -> int:
+        """Wait for the end of the worker, and return its exit code: 0 after ``stop``."""
+        return await asyncio.shield(self._done)
+
+    async def closed(self) -> None:
+        """Wait until this process has released all resources of the worker."""
+        await self._closed.wait()
+
+    async def drain(self, timeout_s: float = DRAIN_S, hurried: asyncio.Event | None = None) -> bool:
+        """Accept no new requests, and wait until other workers have resumed the running ones.
+
+        Requests that are left after ``timeout_s`` are cancelled. Returns whether none was left.
+        """
+        decode = self._parts.decode
+        prefill = self._parts.prefill
+        decode.drain()
+        prefill.draining = True
+        self._parts.publishers.presence.update("draining")
+        is_empty = await drained(
+            lambda: bool(decode.live_requests or prefill.open_handoffs), timeout_s, hurried
+        )
+        if not is_empty:
+            decode.cancel_all(UnavailableError("the worker is shutting down"))
+            await asyncio.sleep(0.2)
+        return is_empty
+
+    async def turn(self, role: Role, number: int) -> None:
+        """Take another role. What runs stays, and so does the cache.
+
+        Prompts that wait here go to other workers if this one decodes from now on.
+        """
+        self._parts.publishers.presence.turn(role, number)
+        self._parts.time.turn(role)
+        if role == "decode":
+            self._parts.prefill.withdraw()
+
+    async def stop(self) -> None:
+        """Remove the worker from the registry and end all of its processes."""
+        await self._leave(0)
+
+    async def _leave(self, code: int) -> None:
+        if self._done.done():
+            return
+        self._done.set_result(code)
+        await self._tasks.close()
+        await self._parts.server.stop(0.2 if code == 0 else None)
+        await self._parts.decode.close()
+        await self._parts.prefill.close()
+        await self._undo.aclose()
+        gc.unfreeze()  # see `collect_rarely`: this worker's objects are garbage now
+        self._closed.set()
+
+    async def _fail(self, why: str, code: int) -> None:
+        """Fail as a whole: broken streams show routers and decode workers that it is gone."""
+        _LOG.error("stopping worker=%s: %s", self._settings.worker_id, why)
+        await self._leave(code)
+
+    async def _watch_engine(self) -> None:
+        client = self._parts.engine.client
+        code = await client.exited
+        await self._fail(client.fatal or f"the engine process exited with code {code}", code or 1)
+
+    def _show_registry(self) -> None:
+        metrics = self._parts.metrics
+        registry = self._parts.registry
+        metrics.set("baton_registry_connected", registry.connected)
+        metrics.count_up("baton_registry_errors", registry.errors)
+        metrics.count_up("baton_kv_snapshots", self._parts.publishers.pool.snapshots)
+
+    async def _watch_rank(self, link: RankLink) -> None:
+        await self._fail(await asyncio.shield(link.broken), 1)
+
+    async def _watch_canary(self, canary: Canary) -> None:
+        await self._fail(await canary.run(), 1)
+
+    async def _watch_quarantine(self) -> None:
+        """Fail if blocks stay in quarantine, which costs capacity until a restart."""
+        watch = QuarantineWatch()
+        while True:
+            await asyncio.sleep(0.5)
+            load = self._parts.engine.load
+            if watch.stuck(load, ALIVE.now_ns()):
+                self._parts.metrics.inc("baton_quarantines")
+                await self._fail(f"{load.blocks.quarantined} KV blocks are stuck in quarantine", 1)
+                return
+
+
+def _canary(settings: WorkerSettings, engine: EngineHandle) -> Canary:
+    interval_s = settings.canary_s or CANARY_S
+    return Canary(
+        engine=engine,
+        interval_s=interval_s,
+        # the steps of an external engine are seen by their tokens only
+        limit_s=interval_s if settings.engine.external is None else 3 * interval_s,
+        exact=settings.engine.numerics == "exact",
+    )
+
+
+def _check_trust(settings: WorkerSettings) -> None:
+    if settings.trust == TrustRules() or settings.engine.emulated is not None:
+        return
+    external = settings.engine.external is not None
+    check_trust(resolve_model(settings.engine.model, allow_unsupported=external), settings.trust)
+
+
+def _start_base(settings: WorkerSettings, stack: AsyncExitStack) -> _Base:
+    metrics = Metrics("worker", model=settings.served_model_name)
+    registry = Registry(settings.redis_url, settings.fleet)
+    base = _Base(
+        settings,
+        settings.token(),
+        settings.credentials(),
+        Tracing("worker"),
+        metrics,
+        registry,
+        WorkerTime(
+            settings.role,
+            registry.of_whole_fleet(),
+            metrics,
+            _failure_counter(metrics),
+            lane_of(settings.fleet),
+        ),
+    )
+    stack.callback(base.tracing.shutdown)
+    stack.push_async_callback(base.registry.close)
+    stack.push_async_callback(base.time.close)
+    base.time.start()
+    return base
+
+
+async def _start_engine(
+    base: _Base, stack: AsyncExitStack
+) -> tuple[EngineHandle, Sequence[RankLink]]:
+    """Connect to separate ranks and start the engine process."""
+    metrics = base.metrics
+    stderr = _open_log(base.settings)
+    if stderr is not None:
+        stack.callback(stderr.close)
+    links, engine_settings = await open_links(
+        base.settings, base.token, partial(_note_sent, metrics), stack
+    )
+    engine_settings = _with_address(engine_settings, base.settings)
+    engine = await EngineHandle.start(engine_settings, _LOG.info, stderr, _failure_counter(metrics))
+    stack.push_async_callback(engine.client.stop)
+    metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
+    _report_engine_kind(base.settings, metrics)
+    return engine, links
+
+
+def _with_address(engine: EngineSettings, settings: WorkerSettings) -> EngineSettings:
+    """Return engine settings with the role and address with which vLLM hands KV over by NIXL."""
+    external = engine.external
+    if external is None or external.hand_off != "nixl":
+        return engine
+    port = chosen_port(settings.host, settings.ports)
+    address = join_address(settings.host, port)
+    own = msgspec.structs.replace(
+        external, role=settings.role, address=address, ports=settings.ports
+    )
+    return msgspec.structs.replace(engine, external=own)
+
+
+async def _start_servers(base: _Base, stack: AsyncExitStack) -> tuple[grpc.aio.Server, str, str]:
+    """Serve metrics and open the gRPC port; return the gRPC server and both addresses."""
+    host = base.settings.host
+    ports = base.settings.ports
+    page = base.tls.page_context() if base.tls is not None else None
+    metrics_server = await serve_metrics(base.metrics, host, free_port(host, ports), page)
+    stack.push_async_callback(metrics_server.close)
+    server = grpc.aio.server(
+        interceptors=[TokenInterceptor(base.token)],
+        options=SERVER_OPTIONS,
+    )
+    port = listen(server, join_address(host, free_port(host, ports)), base.tls)
+    return server, join_address(host, port), metrics_server.address
+
+
+async def _start_services(
+    base: _Base,
+    engine: EngineHandle,
+    pool: RankPools,
+    identity: common_pb2.WorkerIdentity,
+    server: grpc.aio.Server,
+    stack: AsyncExitStack,
+) -> tuple[DecodeService, PrefillService]:
+    """Add both services to the gRPC server and start the KV transports."""
+    settings = base.settings
+    listener = _kv_listener(settings, stack)
+    client = engine.client
+    side = ServingSide(server, base.token, identity.incarnation, client.pool_fd, listener)
+    senders = servers(side, settings.transports)
+    capabilities = capabilities_of(settings, client.ready, senders, pool)
+    peers = Peers(capabilities, base.token, base.tls)
+    stack.push_async_callback(peers.close)
+    decode, prefill = _make_services(base, engine, pool, peers, identity, capabilities)
+    decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server)
+    for sender in senders:
+        await sender.start(prefill.source)
+        stack.push_async_callback(sender.close)
+    return decode, prefill
+
+
+def _make_services(
+    base: _Base,
+    engine: EngineHandle,
+    pool: RankPools,
+    peers: Peers,
+    identity: common_pb2.WorkerIdentity,
+    capabilities: common_pb2.Capabilities,
+) -> tuple[DecodeService, PrefillService]:
+    settings = base.settings
+    ready = engine.client.ready
+    pacer = ReceivePacer(settings.receive_cpu_share if settings.engine.steps_on_cpu else 0.0)
+    engine.after_step.append(pacer.after_step)
+    known = (ready.eos_token_ids, base.metrics, base.tracing)
+    parts = WorkerParts(engine, pool, peers, identity, *known, pacer)
+    decode = DecodeService(parts, capabilities, ready.threads)
+    prefill = PrefillService(
+        engine,
+        pool,
+        identity,
+        capabilities,
+        base.metrics,
+        base.tracing,
+        PrefixPuller(parts),
+        FrameTamperer.parse(settings.fault_injection),
+        token=base.token,
+        unsigned_pulls=settings.unsigned_pulls,
+    )
+    return decode, prefill
+
+
+def _make_publishers(
+    base: _Base,
+    identity: common_pb2.WorkerIdentity,
+    record: WorkerRecord,
+    stack: AsyncExitStack,
+) -> _Publishers:
+    count = _failure_counter(base.metrics)
+    incarnation = identity.incarnation
+    publisher = KvEventPublisher(base.registry, incarnation, count)
+    tiers = {
+        tier: KvEventPublisher(base.registry, tier_incarnation(incarnation, tier), count)
+        for tier in base.settings.engine.kv_tiers.names
+    }
+    for one in (publisher, *tiers.values()):
+        stack.push_async_callback(one.stop)
+    presence = Presence(base.registry, record, count)
+    stack.push_async_callback(presence.stop)
+    return _Publishers(presence, publisher, tiers)
+
+
+def _kv_listener(settings: WorkerSettings, undo: AsyncExitStack) -> socket.socket | None:
+    """Return the socket for KV transfers by TCP, which are plain text; None with TLS."""
+    if settings.tls is not None or (settings.transports and "tcp" not in settings.transports):
+        return None
+    ranks = settings.engine.tensor_parallel if settings.rank_addresses else 1
+    programs = settings.engine.workers_on_host * ranks  # on this host, at most
+    listener = kv_listener(settings.host, settings.ports, programs)
+    return None if listener is None else undo.enter_context(listener)
+
+
+def _note_sent(metrics: Metrics, sent_bytes: int) -> None:
+    """Count KV bytes that a separate rank sent; the prefill service counts the leader's."""
+    metrics.inc("baton_transfer_bytes", sent_bytes, direction="sent")
+
+
+def _failure_counter(metrics: Metrics) -> Callable[[str], None]:
+    return lambda task: metrics.inc("baton_task_failures", task=task)
+
+
+def _report_engine_kind(settings: WorkerSettings, metrics: Metrics) -> None:
+    """Show the kind of the engine in metrics, and in the log if it is emulated."""
+    model = settings.engine.emulated
+    timing = model.timing if model is not None else ""
+    external = settings.engine.external
+    kind = external.kind if external is not None else "emulated" if timing else "real"
+    metrics.set("baton_engine_info", 1, engine=kind, timing=timing)
+    if timing:
+        _LOG.warning(
+            "worker=%s is EMULATED: no model runs, responses are synthetic; step times: %s (%s)",
+            settings.worker_id,
+            timing,
+            TIMINGS[timing].source,
+        )
+
+
+def _open_log(settings: WorkerSettings) -> IO[bytes] | None:
+    """Open the engine process's error log; None: it inherits this process's."""
+    if not settings.log_dir:
+        return None
+    folder = Path(settings.log_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return open_log(folder / f"{settings.worker_id}.engine.log")
+
+
+async def serve(settings: WorkerSettings) -> int:
+    """Run one worker in this process, without Ray, and return its exit code.
+
+    A ready worker prints its record to standard output as one line of JSON. After a first signal it
+    drains: other workers resume its requests, then it exits with code 0. A second signal, or
+    ``DRAIN_S``, ends it with requests left, and code 1.
+    """
+    loop = asyncio.get_running_loop()
+    worker = None
+    stop_requested = asyncio.timeout(None)
+    hurried = asyncio.Event()
+
+    def stop() -> None:
+        if not stop_requested.expired():
+            stop_requested.reschedule(loop.time())
+        else:
+            hurried.set()
+
+    try:
+        async with stop_requested:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, stop)
+            worker = await Worker.start(settings)
+            sys.stdout.write(msgspec.json.encode(worker.record).decode() + "\n")
+            sys.stdout.flush()
+            return await worker.wait()
+    except TimeoutError:
+        if not stop_requested.expired():
+            raise
+    if worker is None:
+        return 0
+    emptied = await worker.drain(DRAIN_S, hurried)
+    await worker.stop()
+    return await worker.wait() or int(not emptied)
+
+
+def main() -> None:
+    """Run this module with settings, secrets included, as JSON on standard input."""
+    die_with_parent()
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerSettings)
+    named = {"fleet": settings.fleet, "worker": settings.worker_id}
+    set_up_logs(settings.log_format, fields=named)
+    exit_process(asyncio.run(serve(settings)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Sockets that listen for other processes of the fleet, and their authentication."""

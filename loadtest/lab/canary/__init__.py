@@ -1,1 +1,0 @@
-"""Lab: good and bad versions of a model as canaries."""

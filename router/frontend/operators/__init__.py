@@ -1,0 +1,1 @@
+"""HTTP for operators: the fleet, its models, tenants, keys and usage."""

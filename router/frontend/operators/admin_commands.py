@@ -1,0 +1,143 @@
+"""``POST /fleet/orders``: admin commands for the fleet's controller (`baton drain --url …`).
+
+    {"verb": "drain", "workers": ["worker-1"], "arguments": {}, "timeout_s": 5}
+
+The response is ``{"data": …}``. An operator's key or the fleet token is always required, even if
+requests need no key. ``fleet/pools/admin_commands.py`` defines the verbs.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import Field, ValidationError
+
+from baton.registry.admin_commands import Answer, Orders
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.types.errors import InvalidRequestError, UnavailableError
+from router.frontend.access import check_change, check_operator, who_of
+from router.frontend.api.bodies.common import OperatorBody
+from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.audited import source_of
+
+_SUPERVISOR_VERBS = ("stop",)
+_FREE = {"free_cpus", "free_gpus"}
+_OF_ALL = ("ping", "slots", "nodes", "restart", "roll", "close", "open")
+
+
+class _OrderBody(OperatorBody):
+    verb: Annotated[str, Field(pattern=r"^[a-z]{1,16}$")]
+    workers: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=1024)] = Field(
+        default_factory=list
+    )
+    arguments: dict[str, int | bool | Annotated[str, Field(max_length=256)]] = Field(
+        default_factory=dict
+    )
+    timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
+    model: Annotated[str, Field(max_length=200)] | None = None
+
+
+def routes(router: RouterParts, desks: Mapping[str, Orders]) -> Endpoints:
+    """Return the endpoint of admin commands; ``desks`` are the queues of each model's controller.
+
+    A command is for the model in ``model`` or of its workers. Without both, commands about all
+    workers or nodes go to all models, and others need a model if there are several.
+    """
+    api = Endpoints()
+
+    @api.post("/fleet/orders", include_in_schema=False)
+    async def order(request: Request) -> dict[str, Any]:
+        """Send an admin command to the controller and wait for its answer."""
+        check_change(request.headers, router.settings)
+        try:
+            body = _OrderBody.model_validate_json(await read_body(request, router))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "body"
+            raise InvalidRequestError.at(where, f"{first['msg']}") from error
+        if body.verb in _SUPERVISOR_VERBS:
+            raise InvalidRequestError.at("verb", f"{body.verb} is available only to the supervisor")
+        who = who_of(request.headers, router.settings)
+        source = source_of(request)
+        answers = [
+            (await _ask(desks[name], body, who, source)).data
+            for name in _models_of(router, body, list(desks))
+        ]
+        return {"data": answers[0] if len(answers) == 1 else _merged(body.verb, answers)}
+
+    @api.get("/fleet/planner")
+    async def planner(request: Request, model: str | None = None) -> dict[str, Any]:
+        """Return the planner's mode and its last decisions, the newest first, with figures.
+
+        Each model has its own planner; the default is the first model.
+        """
+        check_operator(request.headers, router.settings)
+        name = next(iter(desks))
+        if model is not None:
+            name = router.lanes.base(model, "model").model.names[0]
+        answer = await _ask(desks[name], _OrderBody(verb="plan"))
+        return dict(answer.data)
+
+    return api
+
+
+def _models_of(router: RouterParts, body: _OrderBody, names: list[str]) -> list[str]:
+    """Return the models that a command is for."""
+    if len(names) == 1:
+        return names
+    if body.model is not None:
+        return [router.lanes.base(body.model, "model").model.names[0]]
+    named = {
+        lane.model.names[0]
+        for lane in router.lanes
+        for worker_id in body.workers
+        if lane.gateway.workers.get(worker_id) is not None
+    }
+    if len(named) > 1:
+        raise InvalidRequestError.at("workers", f"belong to several models: {', '.join(named)}")
+    if named:
+        return list(named)
+    if body.verb == "logs":  # all models have one folder of logs
+        return names[:1]
+    if body.verb in _OF_ALL and not body.workers:
+        return names
+    raise InvalidRequestError.at("model", f"is required: this fleet serves {', '.join(names)}")
+
+
+def _merged(verb: str, answers: list[Any]) -> Any:
+    """Return the answers of several controllers to one command as one."""
+    found = [item for answer in answers for item in answer or ()]
+    if verb != "nodes":
+        return found
+    nodes: dict[str, dict[str, Any]] = {}
+    for node in found:
+        known = nodes.setdefault(node["address"], node)
+        if known is not node:
+            known["workers"] += node["workers"]
+            for name in known.keys() & _FREE:  # each lane knows its own reservations at once
+                known[name] = min(known[name], node[name])
+    return list(nodes.values())
+
+
+async def ask(orders: Orders, verb: str, who: str = "", source: str = "") -> Answer:
+    """Send a command without arguments to a controller, and return its answer.
+
+    Raises:
+        InvalidRequestError: The controller refuses it.
+        UnavailableError: The controller or Redis does not answer.
+    """
+    return await _ask(orders, _OrderBody(verb=verb), who, source)
+
+
+async def _ask(orders: Orders, body: _OrderBody, who: str = "", source: str = "") -> Answer:
+    try:
+        answer = await orders.ask(
+            body.verb, body.workers, body.arguments, body.timeout_s, who, source
+        )
+    except RegistryUnavailableError as error:
+        raise UnavailableError("the fleet's Redis is unavailable") from error
+    if answer is None:
+        raise UnavailableError("the fleet's controller did not answer")
+    if answer.problem:
+        raise InvalidRequestError(answer.problem)
+    return answer

@@ -1,0 +1,268 @@
+"""Endpoints for operators: health, metrics, workers, request reports.
+
+If the fleet has API keys, health and version need no key. Metrics, load and workers need an
+operator's key. Request reports are available to their tenant and to operators.
+
+``/health``, ``/ping``, ``/version`` and ``/load`` are compatible with vLLM.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from time import monotonic, monotonic_ns, time_ns
+from typing import Annotated, Any
+
+import orjson
+from fastapi import HTTPException, Query, Request, Response
+
+from baton.telemetry.version import version
+from baton.types.errors import UnavailableError
+from baton.types.lanes import whole_fleet
+from router.frontend.access import access_of, check_operator, is_operator
+from router.frontend.api.parts import Endpoints, RouterParts
+from router.frontend.operators.tenant_gauges import TenantGauges
+from router.routing.reports.rates import rates
+from router.routing.reports.request_reports import Order, latest
+from router.routing.reports.worker_cells import COLUMNS
+
+_ROLES = ("prefill", "decode")
+_WORKER_STATES = ("starting", "ready", "draining", "dead", "parked")
+
+
+def routes(router: RouterParts) -> Endpoints:
+    """Return ``/health*``, ``/ping``, ``/version``, ``/load``, ``/metrics`` and ``/fleet*``."""
+    api = Endpoints()
+    tenant_gauges = TenantGauges()
+    own_version = version()
+
+    @api.head("/health", include_in_schema=False)
+    @api.get("/health")
+    async def health() -> Response:
+        """Check that a worker is ready, without a request. ``/health/ready`` sends requests."""
+        return _healthy(router)
+
+    @api.head("/ping", include_in_schema=False)
+    @api.get("/ping")
+    @api.post("/ping")
+    async def ping() -> Response:
+        """Check that a worker is ready, for SageMaker."""
+        return _healthy(router)
+
+    @api.get("/version")
+    async def version_() -> dict[str, str]:
+        """Return the version of Baton without its commit: the endpoint needs no key."""
+        return {"version": own_version.partition("+")[0]}
+
+    @api.get("/load")
+    async def load(request: Request) -> dict[str, int]:
+        """Count the running and waiting requests of this router."""
+        check_operator(request.headers, router.settings)
+        return {"server_load": router.lanes.in_flight}
+
+    @api.head("/health/live", include_in_schema=False)
+    @api.get("/health/live")
+    async def live() -> dict[str, str]:
+        """Check that this process responds."""
+        return {"status": "live"}
+
+    @api.head("/health/ready", include_in_schema=False)
+    @api.get("/health/ready")
+    async def ready(request: Request, response: Response) -> dict[str, Any]:
+        """Check that each pair of workers recently served a short request."""
+        first = is_operator(request.headers, router.settings)
+        result = _together(
+            await asyncio.gather(*(lane.prober.check(first=first) for lane in _loaded(router)))
+        )
+        response.status_code = 200 if result["status"] == "ready" else 503
+        return result
+
+    @api.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Return metrics in Prometheus' text format."""
+        check_operator(request.headers, router.settings)
+        _set_gauges(router)
+        tenant_gauges.update(router.metrics, router.quotas.quotas, router.settings)
+        return Response(router.metrics.render(), media_type=router.metrics.content_type)
+
+    @api.get("/fleet")
+    async def fleet(request: Request) -> dict[str, Any]:
+        """List the workers as reported ``age_s`` seconds ago (2 s, rarely 5 s)."""
+        check_operator(request.headers, router.settings)
+        return router.lanes.describe()
+
+    @api.get("/fleet/cells", include_in_schema=False)
+    async def cells(request: Request) -> Response:
+        """List the workers in short rows, for the live page."""
+        check_operator(request.headers, router.settings)
+        return _json(
+            {
+                "fleet": whole_fleet(router.settings.fleet),
+                "version": own_version,
+                "emulated": router.settings.emulated or None,
+                "transfers": router.lanes.transfers(),
+                "columns": COLUMNS,
+                "workers": [row for lane in router.lanes for row in lane.worker_cells.rows()],
+            }
+        )
+
+    @api.get("/fleet/targets")
+    async def targets(request: Request) -> list[dict[str, Any]]:
+        """List scrape targets for Prometheus' HTTP service discovery."""
+        check_operator(request.headers, router.settings)
+        return _targets(router, request.url.netloc)
+
+    @api.get("/fleet/series")
+    async def series(request: Request, after: int = 0, workers: bool = True) -> Response:
+        """Return samples of the last 600 seconds whose number is greater than ``after``.
+
+        ``workers`` adds the measured rates of each worker.
+        """
+        check_operator(request.headers, router.settings)
+        samples = router.observer.series
+        return _json(
+            {
+                "last": samples.last,
+                "samples": [sample.as_dict() for sample in samples.after(after)],
+                "workers": rates(router.lanes.slots) if workers else {},
+            }
+        )
+
+    @api.get("/fleet/requests")
+    async def requests(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=500)] = 50,
+        order: Order = "newest",
+    ) -> dict[str, Any]:
+        """List the latest requests: all of them for operators, otherwise the tenant's own.
+
+        Ages refer to ``at_s``, seconds since the host's start.
+        """
+        access = access_of(request.headers, router.settings)
+        tenant = None if access.operator else access.tenant
+        kept = router.lanes.newest_first()
+        now_ns = monotonic_ns()
+        others = (
+            router.refused.newest_first(tenant),
+            router.past_reports.newest_first(tenant),
+        )
+        found = latest(kept, others, now_ns, tenant=tenant, limit=limit, order=order)
+        return {"at_s": round(now_ns / 1e9, 6), "requests": found}
+
+    @api.get("/fleet/requests/{request_id}")
+    async def explain(request: Request, request_id: str) -> dict[str, Any]:
+        """Return the request report, by Baton's request id or the client's own."""
+        access = access_of(request.headers, router.settings)
+        tenant = None if access.operator else access.tenant
+        explanation = router.lanes.report(request_id, tenant)
+        if explanation is None and (refused := router.refused.get(request_id, tenant)):
+            return refused.report()
+        if explanation is None and (past := router.past_reports.get(request_id, tenant)):
+            return past
+        # Requests of other tenants are reported as unknown.
+        if explanation is None or not (access.operator or _owner(explanation) == access.tenant):
+            raise HTTPException(
+                404,
+                "the request is unknown to this router, or no longer recorded",
+            )
+        return explanation
+
+    return api
+
+
+def _json(content: dict[str, Any]) -> Response:
+    """Return a large answer, which FastAPI would check field by field."""
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _healthy(router: RouterParts) -> Response:
+    ready = any(
+        lane.gateway.workers.usable or lane.settings.starts_from_zero for lane in router.lanes
+    )
+    if not ready:
+        raise UnavailableError("no worker is ready")
+    return Response()
+
+
+def _loaded(router: RouterParts) -> list[RouterParts]:
+    """Return the lanes that should have workers; all if none should."""
+    loaded = [lane for lane in router.lanes if lane.is_loaded]
+    return loaded or list(router.lanes)
+
+
+def _together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the readiness of all lanes; the fleet is ready if each of them is."""
+    if len(results) == 1:
+        return results[0]
+    return {
+        "status": "ready" if all(r["status"] == "ready" for r in results) else "not ready",
+        "pairs": [pair for result in results for pair in result["pairs"]],
+        "starting": [name for result in results for name in result["starting"]],
+        "age_s": max(result["age_s"] for result in results),
+    }
+
+
+def _owner(explanation: dict[str, Any]) -> object:
+    """Return the tenant of a request, or of a call with several requests."""
+    return explanation["parts"][0]["tenant"] if "parts" in explanation else explanation["tenant"]
+
+
+def _set_gauges(router: RouterParts) -> None:
+    """Set the gauges that are computed only when metrics are requested."""
+    _set_key_gauges(router)
+    slots = router.lanes.slots
+    counts = Counter((str(slot.role), slot.state) for slot in slots)
+    for role in _ROLES:
+        for state in _WORKER_STATES:
+            router.metrics.set("baton_workers", counts[role, state], role=role, state=state)
+        wanted = sum(slot.is_wanted for slot in slots if slot.role == role)
+        router.metrics.set("baton_workers_wanted", wanted, role=role)
+    turns = max(lane.gateway.workers.last_turn() for lane in router.lanes)
+    router.metrics.set("baton_role_turns", turns)
+    running = 0
+    waiting = router.lanes.waiting
+    total_blocks = leased_blocks = 0
+    for slot in (slot for lane in router.lanes for slot in lane.gateway.workers.usable):
+        if slot.link is not None and slot.link.status is not None:
+            status = slot.link.status
+            running = running + status.running
+            waiting = waiting + status.waiting
+            total_blocks += status.kv_blocks.total
+            leased_blocks += status.kv_blocks.leased
+    router.metrics.set("baton_fleet_running_requests", running)
+    router.metrics.set("baton_fleet_waiting_requests", waiting)
+    router.metrics.set("baton_fleet_kv_usage_ratio", leased_blocks / max(total_blocks, 1))
+    hashes = sum(lane.prefix_index.total_hashes for lane in router.lanes)
+    router.metrics.set("baton_prefix_index_hashes", hashes)
+    adapters = sum(len(lane.model.adapters.served()) for lane in router.lanes)
+    router.metrics.set("baton_adapters_served", adapters)
+
+
+def _set_key_gauges(router: RouterParts) -> None:
+    table = router.settings.issued_keys
+    for state, count in table.counts(time_ns() // 1_000_000).items():
+        router.metrics.set("baton_keys", count, state=state)
+    if table.compared_s is not None:
+        router.metrics.set("baton_keys_age_seconds", monotonic() - table.compared_s)
+
+
+def _targets(router: RouterParts, own_address: str) -> list[dict[str, Any]]:
+    fleet = whole_fleet(router.settings.fleet)
+    settings = router.settings
+    scheme = {"__scheme__": "https"} if settings.https is not None else {}
+    own = {"targets": [own_address], "labels": {"component": "router", "fleet": fleet, **scheme}}
+    scheme = {"__scheme__": "https"} if settings.tls is not None else {}
+    workers = [
+        {
+            "targets": [slot.record.metrics_address],
+            "labels": {
+                "component": "worker",
+                "fleet": fleet,
+                "worker": slot.worker_id,
+                "role": slot.role,
+                **scheme,
+            },
+        }
+        for slot in router.lanes.slots
+        if slot.record.metrics_address and slot.state not in ("dead", "parked")
+    ]
+    return [own, *workers]

@@ -1,0 +1,171 @@
+"""Endpoints ``/fleet/tenants`` for `baton tenants`: limits of tenants, and what is left of them.
+
+GET    /fleet/tenants            a tenant sees itself
+PUT    /fleet/tenants/{tenant}   fields of `Limits`: those given; null: none
+DELETE /fleet/tenants/{tenant}   limits, data and KV; the response is the receipt
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from time import monotonic_ns
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Query, Request
+from pydantic import TypeAdapter, ValidationError
+
+from baton.config.clients import Tenant
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.tenants.erasures import Erasures
+from baton.tenants.limits import Limits
+from baton.types.errors import InvalidRequestError, UnavailableError
+from router.frontend.access import access_of, check_change
+from router.frontend.api.parts import Endpoints, RouterParts, read_body
+from router.frontend.audited import audited
+from router.frontend.operators.deletion.command import delete_tenant
+from router.tenants.limits_table import LimitsChangeError, LimitsMirror
+
+_LOG = logging.getLogger(__name__)
+
+_FIELDS = tuple(field.name for field in msgspec.structs.fields(Limits))
+_MOST_WATCHED = 100
+_NO_REDIS = "this router has no connection to the fleet's Redis"
+
+_TENANT: TypeAdapter[str] = TypeAdapter(Tenant)
+
+
+def routes(
+    router: RouterParts, mirror: LimitsMirror | None, erasures: Erasures | None = None
+) -> Endpoints:
+    """Return the endpoints of tenants' limits. Changes are for operators."""
+    api = Endpoints()
+
+    def check(request: Request) -> None:
+        check_change(request.headers, router.settings)
+
+    async def change(given: dict[str, Any], tenant: str, mirror: LimitsMirror) -> Limits:
+        """Change the given limits of a tenant; return the new ones."""
+        made: list[Limits] = []
+        if not given:
+            raise InvalidRequestError.at("limits", f"give some of {', '.join(_FIELDS)}")
+
+        def edited(limits: Limits | None) -> Limits | None:
+            before = msgspec.to_builtins(limits) if limits is not None else {}
+            made.append(_limits_of(_merged(before, given)))
+            return made[-1] if made[-1] != Limits() else None
+
+        with _told():
+            await mirror.change(tenant, edited)
+            keep_s = made[-1].keep_s
+            if keep_s is not None and router.stored_responses is not None:
+                await router.stored_responses.shorten(tenant, keep_s)
+        _LOG.info("changed limits of tenant=%s", tenant)
+        return made[-1]
+
+    @api.get("/fleet/tenants", include_in_schema=False)
+    async def listed(
+        request: Request, limit: Annotated[int | None, Query(ge=1, le=_MOST_WATCHED)] = None
+    ) -> dict[str, Any]:
+        """List the tenants that have limits, in natural order.
+
+        With ``limit``, the answer has their use, which is current from the second call on.
+        """
+        access = access_of(request.headers, router.settings)
+        tenants = router.settings.policies.all
+        names = sorted(tenants, key=_natural) if access.operator else [access.tenant]
+        names = [name for name in names if name in tenants]
+        shown = [_shown(name, tenants[name]) for name in names[:limit]]
+        if limit is not None:
+            now_ns = monotonic_ns()
+            quotas = router.quotas.quotas
+            quotas.watch(names[:limit], now_ns)
+            for row in shown:
+                standings = quotas.standing(row["tenant"], now_ns)
+                row["used"] = {kind: standing.used for kind, standing in standings.items()}
+        source = router.settings.tenants_file
+        is_shown = access.operator and source is not None and source.is_used
+        return {
+            "total": len(names),
+            "file": str(source.file) if source is not None and is_shown else None,
+            "tenants": shown,
+        }
+
+    @api.put("/fleet/tenants/{tenant}", include_in_schema=False)
+    async def set_limits(request: Request, tenant: str) -> dict[str, Any]:
+        """Change limits of a tenant. Every router applies them within a second."""
+        check(request)
+        name = _checked(tenant)
+        try:
+            given = msgspec.json.decode(await read_body(request, router), type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise InvalidRequestError.at("body", str(error)) from error
+        if mirror is None:
+            raise UnavailableError(_NO_REDIS)
+        before = mirror.table.tenants.get(name)
+        limits = await change(given, name, mirror)
+        was = msgspec.to_builtins(before) if before is not None else None
+        after = msgspec.to_builtins(limits)
+        await audited(router, request, "tenants set", name, before=was, after=after)
+        return _shown(name, limits)
+
+    @api.delete("/fleet/tenants/{tenant}", include_in_schema=False)
+    async def delete(request: Request, tenant: str) -> dict[str, Any]:
+        """Delete a tenant's limits, data and KV, and return the receipt."""
+        check(request)
+        if mirror is None or erasures is None:
+            raise UnavailableError(_NO_REDIS)
+        with _told():
+            receipt = await delete_tenant(router, mirror, erasures, _checked(tenant))
+        _LOG.info("deleted tenant=%s deletion=%s", tenant, receipt["deletion"])
+        await audited(router, request, "tenants delete", tenant, after=receipt)
+        return receipt
+
+    return api
+
+
+def _natural(name: str) -> list[str | int]:
+    """Return a key that sorts ``team-9`` before ``team-10``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
+
+
+def _merged(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a policy after a change; one of ``slo``'s latencies may be given."""
+    slo = given.get("slo")
+    if isinstance(slo, dict):
+        given = {**given, "slo": {**before.get("slo", {}), **slo}}
+    return {**before, **given}
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Convert errors of a change to those of the API."""
+    try:
+        yield
+    except RegistryUnavailableError as error:
+        raise UnavailableError(
+            "the fleet's Redis is unavailable, so routers keep the last known limits; repeat "
+            "the command when it answers"
+        ) from error
+    except LimitsChangeError as error:
+        raise InvalidRequestError(str(error)) from error
+
+
+def _checked(tenant: str) -> str:
+    try:
+        return _TENANT.validate_python(tenant)
+    except ValidationError as error:
+        message = "must be 1 to 64 characters of letters, digits, '_', '.' and '-'"
+        raise InvalidRequestError.at("tenant", message) from error
+
+
+def _limits_of(fields: dict[str, Any]) -> Limits:
+    try:
+        return msgspec.convert(fields, Limits)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError.at("limits", str(error)) from error
+
+
+def _shown(tenant: str, limits: Limits) -> dict[str, Any]:
+    return {"tenant": tenant, **limits.fields()}

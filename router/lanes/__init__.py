@@ -1,0 +1,1 @@
+"""Several models in one router: routes, canaries, shadows."""

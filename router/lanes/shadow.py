@@ -1,0 +1,149 @@
+"""Copies of answered requests, which a model runs that no client is answered by.
+
+    client answered ──▶ room? ──▶ prepared for the shadow ──▶ run ──▶ gate, metric
+                          │ no                                 │ requests need its place
+                          ▼                                    ▼
+                       left out                             left out
+
+A copy starts when its client has the answer. It has the lowest priority, no tenant and no place in
+the queue, so that it is in no usage, limit or latency of clients.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from baton.telemetry.metrics import Metrics
+from baton.telemetry.tasks import BackgroundTasks
+from baton.types.errors import BatonError, CancelledError_
+from router.lanes.gate import GateBook, Outcome
+from router.request import GenerationRequest
+from router.routing.requests.active_request import ActiveRequest
+from router.routing.requests.gateway import Gateway
+from router.routing.requests.readiness import probed
+
+LAST = 2**31 - 1
+"""Priority after all others."""
+_TENANT = "shadow traffic"  # no tenant can have this name
+
+Result = Literal["same", "different", "answered", "failed", "refused", "left_out"]
+Prepare = Callable[[], Awaitable[Sequence[GenerationRequest]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """Model that runs copies of the requests for a name."""
+
+    name: str
+    model: str
+    gateway: Gateway
+
+
+class Shadows:
+    """Runs the copies at one router."""
+
+    def __init__(self, gates: GateBook, metrics: Metrics, tasks: BackgroundTasks) -> None:
+        self._gates = gates
+        self._metrics = metrics
+        self._tasks = tasks
+
+    def copy(self, shadow: Shadow, answered: Sequence[ActiveRequest], prepare: Prepare) -> None:
+        """Run a copy of an answered call beside the caller.
+
+        Args:
+            shadow: Model that runs it.
+            answered: Requests of the call, whose tokens are still there.
+            prepare: Returns the requests as the shadow's model needs them.
+        """
+        if not shadow.gateway.has_spare_place:
+            self._count(shadow, "left_out")
+            return
+        client = [_Answer.of(active) for active in answered]
+        self._tasks.spawn(self._run(shadow, client, prepare), "shadow")
+
+    async def _run(self, shadow: Shadow, client: "list[_Answer]", prepare: Prepare) -> None:
+        try:
+            requests = await prepare()
+            copies = (probed(shadow.gateway, as_copy(one)) for one in requests)
+            ended = await asyncio.gather(*copies)
+        except BatonError as error:  # it does not fit the model, or no worker is ready
+            self._count(shadow, "refused" if error.status < 500 else "left_out")
+            return
+        errors = [active.record.error for active in ended if active.record.error is not None]
+        if any(isinstance(error, CancelledError_) for error in errors):
+            self._count(shadow, "left_out")
+        elif any(error.status < 500 for error in errors):
+            self._count(shadow, "refused")
+        elif errors:
+            self._judge(shadow, Outcome(failed=True), client, None)
+            self._count(shadow, "failed")
+        else:
+            same = _compared(client, [_Answer.of(active) for active in ended])
+            self._judge(shadow, outcome_of(ended[0]), client, same)
+            result: Result = "answered" if same is None else "same" if same else "different"
+            self._count(shadow, result)
+
+    def _judge(
+        self, shadow: Shadow, copy: Outcome, client: "list[_Answer]", same: bool | None
+    ) -> None:
+        gate = self._gates.get(shadow.name)
+        if gate is not None and gate.entry.candidate == shadow.model:
+            gate.compared(copy, client[0].outcome, same=same)
+
+    def _count(self, shadow: Shadow, result: Result) -> None:
+        self._metrics.inc("baton_shadow_requests", model=shadow.model, result=result)
+
+
+def as_copy(request: GenerationRequest) -> GenerationRequest:
+    """Return the copy of a request that a shadow runs."""
+    return replace(
+        request,
+        priority=LAST,
+        tenant=_TENANT,
+        slo=None,
+        key_id="",
+        traceparent="",
+        probe=True,
+        shadow=True,
+    )
+
+
+def outcome_of(active: ActiveRequest) -> Outcome:
+    """Return the outcome of an answered request, with its latencies if it has generated tokens."""
+    record = active.record
+    if active.request.pooling or not record.first_token_ns:
+        return Outcome(failed=False)
+    later = record.completion_tokens // active.request.sampling.n - 1
+    return Outcome(
+        failed=False,
+        ttft_s=(record.first_token_ns - active.request.arrived_ns) / 1e9,
+        itl_s=(record.last_token_ns - record.first_token_ns) / 1e9 / later if later > 0 else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Answer to one request: its prompt, whether it is greedy, and the tokens of all choices."""
+
+    prompt: tuple[int, ...]
+    greedy: bool
+    tokens: list[list[int]]
+    outcome: Outcome
+
+    @classmethod
+    def of(cls, active: ActiveRequest) -> "_Answer":
+        return cls(
+            prompt=active.request.prompt,
+            greedy=active.request.sampling.temperature == 0,
+            tokens=[choice.token_ids for choice in active.record.choices],
+            outcome=outcome_of(active),
+        )
+
+
+def _compared(client: list[_Answer], copy: list[_Answer]) -> bool | None:
+    """Return whether all answers have the same tokens; None if they need not."""
+    pairs = list(zip(client, copy, strict=True))
+    if not all(one.greedy and one.prompt == other.prompt for one, other in pairs):
+        return None
+    return all(one.tokens == other.tokens for one, other in pairs)

@@ -1,0 +1,187 @@
+"""Exchange of a router's leases with Redis, five times a second and when calls lack a lease."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from time import monotonic_ns
+from typing import Protocol
+
+from baton.registry.redis_store import RegistryUnavailableError
+from baton.telemetry.tasks import BackgroundTasks
+from baton.tenants.bank import Ask, Grant
+from baton.types.errors import (
+    BudgetSpentError,
+    InsufficientQuotaError,
+    LimitTooSmallError,
+    RateLimitError,
+)
+from router.tenants.quota import EXCHANGE_NS, Never, Quotas, Reservation, Taken, Wait
+
+_LOG = logging.getLogger(__name__)
+
+_PATIENCE_S = 0.5  # without an answer for so long, Redis is unavailable
+_TRIES = 7
+_AT_ONCE = 2  # tries without a pause: Redis may have to get a whole report first
+_WORDS = {
+    "rpm": "requests per minute",
+    "tpm": "tokens per minute",
+    "tpd": "tokens per day",
+    "concurrent": "concurrent requests",
+    "budget": "tokens per calendar month (UTC)",
+}
+
+
+class QuotaSource(Protocol):
+    """Banks of all tenants; implemented by ``baton.tenants.quotas.SharedQuotas``."""
+
+    async def exchange(self, asks: Mapping[str, Ask]) -> dict[str, Grant]:
+        """Exchange reports for leases, by tenant."""
+
+    async def forget(self, tenant: str) -> None:
+        """Remove the bank of a tenant."""
+
+
+class QuotaFeed:
+    """Limits of tenants at one router, for calls.
+
+    Args:
+        router_id: Id of this life of the router.
+        source: Banks in Redis; None: the banks are here.
+        routers: Last known number of routers.
+        count_failure: Receives the name of a failed task.
+        on_refused: Receives the tenant and the limit of each refused call.
+    """
+
+    def __init__(
+        self,
+        router_id: str,
+        source: QuotaSource | None,
+        routers: Callable[[], int],
+        count_failure: Callable[[str], None],
+        on_refused: Callable[[str, str], None] = lambda tenant, limit: None,
+    ) -> None:
+        self._on_refused = on_refused
+        offset_ms = (time.time_ns() - monotonic_ns()) // 1_000_000
+        self.quotas = Quotas(router_id, offset_ms)
+        self._source = source
+        self._routers = routers
+        self._tasks = BackgroundTasks("quotas", count_failure)
+        self._needed = asyncio.Event()
+        self._round: asyncio.Future[None] | None = None
+        if source is None:
+            self.quotas.leave_redis(1)
+
+    @property
+    def is_degraded(self) -> bool:
+        """State without Redis, in which this router has only its part of the limits."""
+        return self._source is not None and self.quotas.routers > 0
+
+    def start(self) -> None:
+        """Start the exchange. Needs a running event loop."""
+        source = self._source
+        if source is not None:
+            self._tasks.keep(lambda: self._run(source), "quotas")
+
+    async def close(self) -> None:
+        """Stop the exchange. Leases return by themselves."""
+        await self._tasks.close()
+
+    async def forget(self, tenant: str) -> None:
+        """Remove the bank of a deleted tenant.
+
+        Raises:
+            RegistryUnavailableError: Redis does not answer.
+        """
+        if self._source is not None:
+            await self._source.forget(tenant)
+
+    async def reserve(
+        self, tenant: str, prompt_tokens: int, choices: int, answer_tokens: int
+    ) -> Reservation | None:
+        """Reserve what a call is expected to use; see `Quotas.take`.
+
+        Only a call that needs more than this router has leased waits, for one exchange. If other
+        routers have leased the rest without calls, it waits until they have returned it.
+
+        Raises:
+            RateLimitError: The tenant's limit is reached.
+            BudgetSpentError: The tenant's budget of the month is spent.
+            LimitTooSmallError: The call exceeds the limit alone.
+        """
+        call = (tenant, prompt_tokens, choices, answer_tokens)
+        found = self.quotas.take(*call, monotonic_ns())
+        tries = 0
+        while isinstance(found, Wait) and found.asks and tries < _TRIES:
+            await self._await_exchange(at_once=tries < _AT_ONCE)
+            found = self.quotas.take(*call, monotonic_ns())
+            tries += 1
+        if isinstance(found, Never | Wait):
+            self._on_refused(tenant, found.kind)
+        if isinstance(found, Never):
+            raise LimitTooSmallError(
+                f"the request needs {found.amount} tokens; the limit of tenant {tenant} is "
+                f"{found.limit} {_WORDS[found.kind]}; send a shorter prompt"
+            )
+        if isinstance(found, Wait) and found.kind == "budget" and not found.asks:
+            raise BudgetSpentError(
+                f"tenant {tenant} has used its budget of {found.limit} {_WORDS[found.kind]}; an "
+                "operator can raise it with `baton tenants set`"
+            )
+        if isinstance(found, Wait):
+            spent = found.kind == "tpd" and not found.asks
+            kind = InsufficientQuotaError if spent else RateLimitError
+            after_s = found.ns / 1e9
+            raise kind(
+                f"tenant {tenant} has reached its limit of {found.limit} {_WORDS[found.kind]}; "
+                f"try again in {after_s:.1f} s",
+                retry_after_s=after_s,
+            )
+        return found.reservation if isinstance(found, Taken) else None
+
+    async def _await_exchange(self, *, at_once: bool) -> None:
+        """Wait for the next exchange, which begins ``at_once`` or at its time."""
+        if self.quotas.routers:
+            self.quotas.exchange_here(monotonic_ns())
+            return
+        if self._round is None:
+            self._round = asyncio.get_running_loop().create_future()
+        if at_once:
+            self._needed.set()
+        await asyncio.wait([self._round], timeout=2 * _PATIENCE_S)
+
+    async def _run(self, source: QuotaSource) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(EXCHANGE_NS / 1e9):
+                    await self._needed.wait()
+            except TimeoutError:
+                pass
+            self._needed.clear()
+            done = self._round
+            self._round = None
+            try:
+                await self.exchange(source)
+            finally:
+                if done is not None:
+                    done.set_result(None)
+
+    async def exchange(self, source: QuotaSource) -> None:
+        """Exchange once. Without an answer this router has its part of the limits."""
+        quotas = self.quotas
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                if quotas.routers:
+                    await source.exchange({})
+                    quotas.return_to_redis()
+                    _LOG.info("leasing limits of tenants from Redis again")
+                quotas.live_routers = self._routers()
+                asks = quotas.asks(monotonic_ns())
+                if asks:
+                    quotas.granted(await source.exchange(asks), monotonic_ns())
+        except (RegistryUnavailableError, TimeoutError) as error:
+            if not quotas.routers:
+                routers = self._routers()
+                _LOG.warning("limits of tenants are split among routers=%d: %s", routers, error)
+                quotas.leave_redis(routers)
+            quotas.exchange_here(monotonic_ns())

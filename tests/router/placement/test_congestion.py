@@ -1,0 +1,43 @@
+"""What computing costs those who come later: how busy the fleet was in the last minute."""
+
+import pytest
+
+from router.routing.placement.congestion import Crowding
+
+SECOND = 10**9
+
+
+def noted(crowding: Crowding, busy: list[bool], from_s: int, until_s: int) -> None:
+    for at_s in range(from_s, until_s):
+        crowding.note({"prefill": (sum(busy), len(busy))}, at_s * SECOND)
+
+
+def test_an_idle_fleet_counts_nobody_who_comes_later() -> None:
+    crowding = Crowding()
+    assert crowding.wait_per_s("prefill") == 0
+    noted(crowding, [False] * 8, 0, 60)
+    assert crowding.wait_per_s("prefill") == 0
+
+
+def test_a_fleet_that_is_busy_three_quarters_of_the_time_counts_three_seconds() -> None:
+    crowding = Crowding()
+    noted(crowding, [True, True, True, False], 0, 600)
+    assert crowding.busy_share("prefill") == pytest.approx(0.75, abs=0.001)
+    assert crowding.wait_per_s("prefill") == pytest.approx(3, abs=0.05)
+    assert crowding.wait_per_s("decode") == 0, "a role of its own"
+    noted(crowding, [False] * 4, 600, 1200)
+    assert crowding.wait_per_s("prefill") < 0.001
+
+
+def test_overload_is_bounded() -> None:
+    crowding = Crowding()
+    noted(crowding, [True], 0, 1000)
+    assert crowding.wait_per_s("prefill") == pytest.approx(9)
+
+
+def test_a_burst_counts_for_the_time_it_takes() -> None:
+    crowding = Crowding()
+    noted(crowding, [False], 0, 60)
+    for number in range(1000):
+        crowding.note({"prefill": (1, 1)}, 60 * SECOND + number)
+    assert crowding.busy_share("prefill") < 0.02
