@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from batonpb import common_pb2, rank_pb2
+from batonpb import common_pb2
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget, Submission
 
@@ -19,7 +19,6 @@ from baton.telemetry.alive_clock import ALIVE
 from decode_worker.parts import WorkerParts
 from kvtransfer import chunk
 from kvtransfer.kv_slice import KvSlice
-from kvtransfer.ranks.link import RankLink
 from kvtransfer.receiver import Action, HandoffReceiver, Pull
 from kvtransfer.transport import Frame, FrameStream, TransportError
 from kvtransfer.transports import FALLBACK
@@ -103,36 +102,10 @@ class FramePuller:
     async def _pull_part(
         self, kv_slices: Sequence[KvSlice], epoch: int, target: PrefillTarget, generation: int
     ) -> int:
-        """Pull from each address the heads that it has; return the received bytes."""
-        edges: dict[tuple[str, tuple[RankLink, ...]], list[KvSlice]] = {}
-        for kv_slice in kv_slices:
-            address = self._peers.address(target, kv_slice)
-            takers = tuple(self._pool.elsewhere(kv_slice))
-            edges.setdefault((address, takers), []).append(kv_slice)
+        """Pull by the best transport that works; return the received bytes."""
         key = (self._request_id, self._attempt, generation)
         bound = chunk.binding(*key, target.incarnation)
-        works = []
-        for (address, takers), some in edges.items():
-            source = target
-            if address != target.address:
-                source = PrefillTarget()
-                source.CopyFrom(target)
-                source.address = address
-            attempt = _Attempt(FALLBACK, source, generation, epoch, bound)
-            works.append(
-                self._pull_apart(some, attempt, takers)
-                if takers
-                else self._pull_here(some, attempt)
-            )
-        # All end before a failure is raised: nothing may still write pages that are pulled again.
-        came_bytes = 0
-        for ended in await asyncio.gather(*works, return_exceptions=True):
-            if isinstance(ended, BaseException):
-                raise ended
-            came_bytes += ended
-        return came_bytes
-
-    async def _pull_here(self, kv_slices: Sequence[KvSlice], attempt: _Attempt) -> int:
+        attempt = _Attempt(FALLBACK, target, generation, epoch, bound)
         missing = deque(kv_slices)
         reason = f"no transport reaches {attempt.target.worker_id}"
         for way in self._peers.ways(attempt.target, time.monotonic_ns()):
@@ -142,62 +115,6 @@ class FramePuller:
         else:
             self._perform(self._machine.pull_failed(missing, reason, attempt.epoch))
         return self._size(kv_slices, common_pb2.PLAIN) - self._size(missing, common_pb2.PLAIN)
-
-    async def _pull_apart(
-        self, kv_slices: Sequence[KvSlice], attempt: _Attempt, takers: Sequence[RankLink]
-    ) -> int:
-        """Pull by one edge into pools of ranks on other hosts; return the received bytes.
-
-        A frame counts when all ranks that need it have it. Ranks may write until they report the
-        outcome. A rank that never reports is gone, and its replica with it: until then the pages
-        stay in quarantine.
-        """
-        machine = self._machine
-        epoch = attempt.epoch
-        wanted = [one for one in kv_slices if machine.frame_arrived(one, epoch)]
-        if not wanted:
-            return 0
-        size = sum(kv_slice.payload_bytes(self._pool.geometry) for kv_slice in wanted)
-        edge = self._peers.edge(attempt.target.worker_id)
-        budget_s = _BUDGET_TIMES * size / edge.rate(FALLBACK).bytes_per_s + _BUDGET_S
-        order = rank_pb2.RankTake(
-            address=attempt.target.address,
-            pull=self._request(wanted, attempt),
-            pages=machine.blocks,
-            budget_ms=round(budget_s * 1e3),
-        )
-        began_s = asyncio.get_running_loop().time()
-        here = [self._peers.take(order, pool) for pool in self._pool.holding(wanted[0])]
-        takes = (*here, *(link.take(order) for link in takers))
-        taken: list[rank_pb2.RankTaken] = []
-        # All end before a rank's failure is raised: our own pool may be written by then.
-        for ended in await asyncio.gather(*takes, return_exceptions=True):
-            if isinstance(ended, BaseException):
-                raise ended
-            taken.append(ended)
-        if not any(one.reason for one in taken):
-            edge.note(FALLBACK, size, asyncio.get_running_loop().time() - began_s)
-        missed = []
-        for kv_slice, *outcomes in zip(wanted, *(one.outcomes for one in taken), strict=True):
-            now_ns = ALIVE.now_ns()
-            if rank_pb2.MISSING in outcomes:
-                missed.append(kv_slice)
-                self._perform(machine.frame_missed(kv_slice, epoch))
-            elif rank_pb2.GONE in outcomes:
-                self._perform(machine.frame_gone(kv_slice, epoch))
-            elif rank_pb2.DAMAGED in outcomes:
-                self._metrics.inc("baton_chunks_refused", cause="rank")
-                self._metrics.inc("baton_chunks_repaired")
-                self._perform(machine.frame_bad(kv_slice, epoch))
-            else:
-                moved_bytes = len(taken) * kv_slice.payload_bytes(self._pool.geometry)
-                self._note_moved(moved_bytes, attempt)
-                self._perform(machine.frame_stored(kv_slice, epoch, now_ns))
-        if missed:
-            why = "; ".join(one.reason for one in taken if one.reason)
-            reason = f"a pull from {attempt.target.worker_id} by a rank {why}"
-            self._perform(machine.pull_failed(missed, reason, epoch))
-        return size - self._size(missed, common_pb2.PLAIN)
 
     async def _try(self, attempt: _Attempt, missing: deque[KvSlice]) -> str:
         """Pull missing frames, removing each that arrives; return why it failed, or ""."""

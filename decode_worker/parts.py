@@ -9,7 +9,7 @@ from baton.telemetry.metrics import Metrics
 from baton.telemetry.tracing import Tracing
 from decode_worker.pacing import ReceivePacer
 from decode_worker.peers import Peers
-from kvtransfer.ranks.pools import KvPools
+from kvtransfer.rank_pools import KvPools
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from batonpb import common_pb2, prefill_pb2_grpc, rank_pb2
+from batonpb import common_pb2, prefill_pb2_grpc
 from batonpb import prefill_pb2 as pb
 from batonpb.decode_pb2 import PrefillTarget
 
@@ -14,11 +14,9 @@ from baton.addresses import split_address
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_channels import Channels
 from baton.wire.tls import FleetTls, distrust
-from kvtransfer.chunk import PoolView
 from kvtransfer.edge import Edge
 from kvtransfer.grpc_transport import GrpcTransport
-from kvtransfer.kv_slice import FRAME_BYTES, KvSlice
-from kvtransfer.ranks.rank_side import take
+from kvtransfer.kv_slice import FRAME_BYTES
 from kvtransfer.transport import FrameStream, Peer, TransportError
 from kvtransfer.transports import CARRY_INT8, connect_all
 
@@ -115,10 +113,8 @@ class Peers:
                 return reply
 
     async def _forget(self, address: str) -> None:
-        gone = self._greeted.pop(address, None)
-        ranks = gone.capabilities.rank_heads if gone is not None else ()
-        for one in (address, *(part.address for part in ranks)):
-            await self._channels.forget(one)
+        self._greeted.pop(address, None)
+        await self._channels.forget(address)
 
     def prefill(self, target: PrefillTarget) -> "ControlCall":
         """Open the control stream of one hand-off."""
@@ -133,17 +129,6 @@ class Peers:
         if target.transport:
             return [name for name in usable if name == target.transport]
         return self.edge(target.worker_id).ways(usable, now_ns)
-
-    def address(self, target: PrefillTarget, kv_slice: KvSlice) -> str:
-        """Return the address that has these heads: the worker's own, or that of its rank."""
-        for part in self._peer(target).capabilities.rank_heads:
-            if 0 <= kv_slice.head_begin - part.head_begin < part.head_count:
-                return part.address
-        return target.address
-
-    async def take(self, order: rank_pb2.RankTake, pool: PoolView) -> rank_pb2.RankTaken:
-        """Pull by gRPC, as ranks on other hosts do, slices into our own pool."""
-        return await take(order, pool, self._grpc)
 
     def frame_bytes(self, target: PrefillTarget, now_ns: int) -> int:
         """Return the size of frames to pull from a worker, by its best transport."""

@@ -71,15 +71,10 @@ class PoolView:
         self.native = native_pool(self._data, geometry, first_head)
         self._first_head = first_head
         self.parts: tuple[range, ...] = (range(first_head, first_head + geometry.num_kv_heads),)
-        self.links: tuple[()] = ()  # ranks on other hosts
 
     def holding(self, kv_slice: KvSlice) -> "tuple[PoolView, ...]":
         """Return the pools with these heads; this is the only one."""
         return (self,)
-
-    def elsewhere(self, kv_slice: KvSlice) -> tuple[()]:
-        """Return the links to ranks with these heads; a single pool has none."""
-        return ()
 
     def copy_out(
         self,

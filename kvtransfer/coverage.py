@@ -12,14 +12,12 @@ class Coverage:
 
     Args:
         prompt_tokens: Length of the prompt; its last block may be partial.
-        first_head: First of the heads that ``geometry`` counts.
     """
 
-    def __init__(self, geometry: KvGeometry, prompt_tokens: int, first_head: int = 0) -> None:
+    def __init__(self, geometry: KvGeometry, prompt_tokens: int) -> None:
         self.kv_slices: list[KvSlice] = []
         self.payload_bytes = 0
         self._geometry = geometry
-        self._first_head = first_head
         self._prompt_tokens = prompt_tokens
         self._blocks = -(-prompt_tokens // geometry.block_tokens)
         self._rows: dict[tuple[int, int, int], bytearray] = {}
@@ -35,7 +33,7 @@ class Coverage:
         """Return whether a rectangle lies inside the model and inside the prompt."""
         begin_token = kv_slice.block_begin * self._geometry.block_tokens
         return (
-            kv_slice.fits(self._geometry, self._first_head)
+            kv_slice.fits(self._geometry)
             and kv_slice.block_begin + kv_slice.block_count <= self._blocks
             and begin_token + kv_slice.valid_tokens <= self._prompt_tokens
         )
@@ -77,12 +75,12 @@ class Coverage:
         wanted = (bytes(skip_blocks) + (whole + bytes([last]))[skip_blocks:])[: self._blocks]
         if not any(wanted):
             return not self.kv_slices
-        next_head = self._first_head
+        next_head = 0
         for begin, count in head_ranges:
             if begin != next_head:
                 return False
             next_head = begin + count
-        return next_head == self._first_head + self._geometry.num_kv_heads and all(
+        return next_head == self._geometry.num_kv_heads and all(
             bytes(self._rows.get((layer, *heads), b"")) == wanted
             for layer in range(self._geometry.num_layers)
             for heads in head_ranges

@@ -17,7 +17,7 @@ from kvtransfer import chunk
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.kv_slice import MOST_FRAME_BYTES, KvSlice
 from kvtransfer.lent_pages import page_digest
-from kvtransfer.ranks.pools import KvPools
+from kvtransfer.rank_pools import KvPools
 from kvtransfer.sender import Action, HandoffSender, SenderState
 from kvtransfer.transport import Room
 

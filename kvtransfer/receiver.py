@@ -133,7 +133,6 @@ class HandoffReceiver:
             pulled, requests are for at least half of it, so that a pull is worth its round trip.
         frame_bytes: Size of the pieces in which rectangles are requested from now on.
         stall_ns: Time without progress after which the peer is given up.
-        first_head: First head that this edge carries; ``geometry`` has their number.
         parts: Heads that lie in one rank's pool, if not all do. No frame extends beyond one, and
             the commit waits for the frames of all.
     """
@@ -143,7 +142,6 @@ class HandoffReceiver:
     window_frames: int = 16
     frame_bytes: int = FRAME_BYTES
     stall_ns: int = 10_000_000_000
-    first_head: int = 0
     parts: Sequence[range] = ()
     state: ReceiverState = ReceiverState.RESERVING
     generation: int = 0
@@ -172,7 +170,7 @@ class HandoffReceiver:
     _peer_gone: bool = False  # its incarnation ended while the engine was loading
 
     def __post_init__(self) -> None:
-        self._published = Coverage(self.geometry, self.prompt_tokens, self.first_head)
+        self._published = Coverage(self.geometry, self.prompt_tokens)
 
     def reserved(self, generation: int, skip_blocks: int, now_ns: int) -> list[Action]:
         """Open the stream: the engine made a reservation for this request."""
@@ -442,7 +440,7 @@ class HandoffReceiver:
             self._late_writing -= 1
 
     def _restart(self, now_ns: int) -> None:
-        self._published = Coverage(self.geometry, self.prompt_tokens, self.first_head)
+        self._published = Coverage(self.geometry, self.prompt_tokens)
         self._todo = deque()
         self._asked = set()
         self._broken_pulls = 0

@@ -82,7 +82,6 @@ class HandoffSender:
     Args:
         skip_blocks: Leading blocks that decode has.
         lease_ns: Time after which the transfer ends unless it is renewed.
-        first_head: First head that this edge carries; ``geometry`` has their number.
         parts: Heads that lie in one rank's pool, if not all do; each part is announced separately.
     """
 
@@ -99,12 +98,11 @@ class HandoffSender:
     lent: int = 0
     renewed_ns: int = 0
     revoked_ns: int = 0  # time of the first tick after it
-    first_head: int = 0
     parts: Sequence[range] = ()
 
     def __post_init__(self) -> None:
         self.renewed_ns = self.now_ns
-        self.published_kv = Coverage(self.geometry, self.prompt_tokens, self.first_head)
+        self.published_kv = Coverage(self.geometry, self.prompt_tokens)
 
     def admitted(self, blocks: tuple[int, ...]) -> None:
         """Take the pages that the engine gave the prompt."""
@@ -118,7 +116,7 @@ class HandoffSender:
         rectangle = KvSlice(
             event.layer_begin,
             self.geometry.num_layers if whole else event.layer_count,
-            self.first_head,
+            0,
             self.geometry.num_kv_heads,
             event.block_begin,
             event.block_count,

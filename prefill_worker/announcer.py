@@ -9,9 +9,8 @@ from baton.engine.process.handle import EngineHandle
 from baton.telemetry.metrics import Metrics
 from baton.wire.codecs import first_tokens_to_wire
 from kvtransfer import sender
-from kvtransfer.ranks.pools import KvPools
+from kvtransfer.rank_pools import KvPools
 from prefill_worker.handoff import Handoff
-from prefill_worker.rank_pools import RankPools
 
 
 class Announcer:
@@ -20,24 +19,19 @@ class Announcer:
     def __init__(self, engine: EngineHandle, pool: KvPools, metrics: Metrics) -> None:
         self._engine = engine
         self._heads = pool.geometry.num_kv_heads
-        self._ranks = RankPools(pool)
         self._metrics = metrics
 
     def admitted(self, handoff: Handoff, blocks: tuple[int, ...]) -> None:
-        """Note the pages of a hand-off; ranks on other hosts may serve theirs."""
+        """Note the pages of a hand-off."""
         handoff.machine.admitted(blocks)
-        self._ranks.hold(handoff, lambda: self.perform(handoff, handoff.machine.read_ended()))
 
     def ended(self, handoff: Handoff) -> None:
         """Close a hand-off whose request the engine has ended."""
         handoff.ended = True
         handoff.machine.state = sender.SenderState.CLOSED  # frames being read are not sent
-        self._ranks.revoke(handoff)
 
     def perform(self, handoff: Handoff, actions: Iterable[sender.Action]) -> None:
         """Perform the actions of a hand-off's machine, in order."""
-        if not handoff.is_open:
-            self._ranks.revoke(handoff)
         for action in actions:
             match action:
                 case sender.Announce():
@@ -58,8 +52,7 @@ class Announcer:
 
     def _announce(self, handoff: Handoff, action: sender.Announce) -> None:
         published = action.kv_slice.to_published(self._heads)
-        announced = self._ranks.publish(handoff, action.kv_slice)
-        handoff.send(pb.PrefillEvent(published=published), announced)
+        handoff.send(pb.PrefillEvent(published=published))
 
     def _give_back(self, handoff: Handoff, action: sender.GiveBack) -> None:
         if action.overdue:

@@ -1,7 +1,6 @@
 """Sending side of one prompt's KV: its machine, and the current stream to decode."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -9,7 +8,6 @@ from batonpb import prefill_pb2 as pb
 
 from baton.types import events as ev
 from kvtransfer import sender
-from kvtransfer.ranks.link import RankLink
 
 
 class PrefixPull(Protocol):
@@ -43,8 +41,6 @@ class Handoff:
         self.prompt_outputs = ev.PromptOutputsReady(engine_id)
         self.ended = False
         self.prefix: PrefixPull | None = None  # delays its submission to the engine
-        self.at_ranks: list[RankLink] = []  # ranks on other hosts that serve a part of it
-        self._held_back: deque[tuple[asyncio.Future[None] | None, pb.PrefillEvent]] = deque()
 
     @property
     def is_open(self) -> bool:
@@ -54,15 +50,7 @@ class Handoff:
     def begin_again(self) -> None:
         """Start over for another stream, which has received nothing yet."""
         self.events = asyncio.Queue()
-        self._held_back.clear()
 
-    def send(self, event: pb.PrefillEvent, announced: "asyncio.Future[None] | None" = None) -> None:
-        """Send an event to decode, in order, once another rank has been notified of the KV."""
-        self._held_back.append((announced, event))
-        if announced is not None:
-            announced.add_done_callback(lambda _: self._send_ready())
-        self._send_ready()
-
-    def _send_ready(self) -> None:
-        while self._held_back and (self._held_back[0][0] is None or self._held_back[0][0].done()):
-            self.events.put_nowait(self._held_back.popleft()[1])
+    def send(self, event: pb.PrefillEvent) -> None:
+        """Send an event to decode."""
+        self.events.put_nowait(event)

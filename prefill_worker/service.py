@@ -37,7 +37,7 @@ from baton.wire.tokens import unpack_tokens
 from kvtransfer import sender
 from kvtransfer.fault_injection import FrameTamperer
 from kvtransfer.pool_source import HeldKv, Key, PoolSource
-from kvtransfer.ranks.pools import KvPools
+from kvtransfer.rank_pools import KvPools
 from prefill_worker.announcer import Announcer
 from prefill_worker.handoff import Handoff, PrefixPuller
 

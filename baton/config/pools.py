@@ -1,6 +1,6 @@
 """Fleet file section on worker pools: replicas, ranks, engine, ports."""
 
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -58,22 +58,21 @@ class TensorParallelConfig(Section):
     Attributes:
         memory: KV memory of a replica: ``shared`` is one pool for all ranks, ``own`` one pool
             per rank with that rank's heads.
-        nodes: Cluster nodes of a replica's ranks: ``one``, or ``several`` if no single node has
-            room for all. See ``docs/design/engine.md``.
     """
 
     prefill: Annotated[int, Field(ge=1, le=64)] = 1  # ranks of a prefill worker
     decode: Annotated[int, Field(ge=1, le=64)] = 1  # ranks of a decode worker
     memory: Literal["shared", "own"] = "shared"
-    nodes: Literal["one", "several"] = "one"
 
-    @model_validator(mode="after")
-    def _several_nodes_require_own_memory(self) -> Self:
-        if self.nodes == "several" and self.memory == "shared":
-            raise ValueError("`nodes: several` needs `memory: own`: hosts share no memory")
-        if self.nodes == "several" and max(self.prefill, self.decode) == 1:
-            raise ValueError("`nodes: several` needs several ranks: set `prefill` or `decode` > 1")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _ranks_are_on_one_host(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "nodes" in values:
+            raise ValueError(
+                "`nodes` is not supported: ranks of a replica are on one host. Remove the key, or "
+                "use vLLM workers (pools.vllm) for a model that is larger than a host"
+            )
+        return values
 
 
 class KvTiersConfig(Section):
@@ -230,15 +229,6 @@ class PoolsConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _remote_ranks_are_not_encrypted(self) -> Self:
-        if self.tensor_parallel.nodes == "several" and self.tls is not None:
-            raise ValueError(
-                "tensor_parallel: `nodes: several` and `tls` exclude each other: ranks exchange "
-                "commands and tensors in plain text"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _roles_exclude_sizes(self) -> Self:
         if self.roles == "auto" and {"prefill", "decode"} & self.model_fields_set:
             raise ValueError("`roles: auto` chooses prefill and decode: remove these keys")
@@ -262,10 +252,6 @@ class PoolsConfig(Section):
         """Return the number of ranks of one replica of a pool."""
         ranks = self.tensor_parallel
         return ranks.prefill if role == "prefill" else ranks.decode
-
-    def ranks_apart(self, role: Literal["prefill", "decode"]) -> bool:
-        """Return whether the ranks of a pool's replicas are placed one by one."""
-        return self.tensor_parallel.nodes == "several" and self.width(role) > 1
 
     @property
     def gpus(self) -> int:

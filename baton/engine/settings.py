@@ -108,8 +108,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationSettings = SpeculationSettings()
     tensor_parallel: int = 1  # ranks of this replica
     rank_memory: str = "shared"  # or "own": one pool per rank, of its KV heads only
-    rank_orders: tuple[str, ...] = ()  # HOST:PORT/SECRET of ranks 1 and up; empty: child processes
-    rank_meeting_port: int = 0  # rendezvous port on the leader's host; 0: any
     external: ExternalEngine | None = None  # runs the model instead of Baton's own engine
     emulated: EmulatedModel | None = None  # replaces ``model``; runs in a thread of the shell
     emulated_token_s: float = 0.0

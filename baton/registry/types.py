@@ -45,7 +45,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics_address: str = ""  # host:port of its Prometheus page
     threads: int = 0  # of all its ranks together
     ranks: tuple[int, ...] = ()  # pids of a tensor-parallel replica, the leader's first
-    rank_hosts: tuple[str, ...] = ()  # host of each rank; empty if all are on ``host``
     reason: str = ""  # cause of state dead or draining
     turn: int = 0  # number of the turn that gave it its role, of all turns of the fleet
     intent: Intent = "serve"

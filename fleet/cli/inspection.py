@@ -93,16 +93,8 @@ def _worker_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def _processes(worker: dict[str, Any]) -> str:
-    """Return ``host:pid``; of ranks on several hosts one line each, the leader's first.
-
-    A worker that has no process has a dash.
-    """
-    if not worker["pid"]:
-        return "–"
-    hosts = worker.get("rank_hosts", [])
-    if len(set(hosts)) < 2:
-        return f"{worker['host']}:{worker['pid']}"
-    return "\n".join(f"{host}:{pid}" for host, pid in zip(hosts, worker["ranks"], strict=True))
+    """Return ``host:pid``, or a dash for a worker without a process."""
+    return f"{worker['host']}:{worker['pid']}" if worker["pid"] else "–"
 
 
 def logs(

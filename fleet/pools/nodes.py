@@ -8,9 +8,7 @@ The rules, hard ones first:
 3. Ray's head gets no replica unless it is the only node.
 4. A node that has failed recently is used last.
 5. Replicas of a role are spread over nodes, then replicas of all roles.
-6. All ranks of a replica go to one node. If none has room for all, and the fleet file has
-   ``nodes: several``, they go to as few nodes as possible: the loss of any ends the replica, and
-   every layer waits for the slowest link.
+6. All ranks of a replica go to one node.
 """
 
 import math
@@ -72,7 +70,6 @@ def choose(
     placed: Mapping[str, tuple[Collection[str], Role]],
     *,
     ranks: int = 1,
-    apart: bool = False,
     gpus: int = 0,
     closed: Collection[str] = (),
     avoid: Collection[str] = (),
@@ -80,8 +77,8 @@ def choose(
     """Return the node of each rank of a replica, the leader's first; empty without room.
 
     ``placed`` has the other replicas: worker id -> (addresses of its ranks, role). ``cpus`` and
-    ``gpus`` are those of one rank; ``apart`` allows several nodes. ``closed`` and ``avoid`` are
-    addresses of nodes; those to avoid are used only if the others have no room.
+    ``gpus`` are those of one rank. ``closed`` and ``avoid`` are addresses of nodes; those to avoid
+    are used only if the others have no room.
     """
 
     def order(node: Node) -> tuple[int, int, float, str]:
@@ -94,9 +91,6 @@ def choose(
         room = {node.id: _room(node.free_cpus, node.free_gpus, cpus, gpus) for node in among}
         if whole := next((node for node in among if room[node.id] >= ranks), None):
             return [whole] * ranks
-        if apart and sum(room.values()) >= ranks:
-            in_turn = sorted(among, key=lambda node: (node.address in avoid, -room[node.id]))
-            return [node for node in in_turn for _ in range(room[node.id])][:ranks]
     return []
 
 
@@ -121,7 +115,6 @@ def plan(
                 now,
                 placed,
                 ranks=lane.pools.width(role),
-                apart=lane.pools.ranks_apart(role),
                 gpus=lane.pools.gpus,
                 closed=closed,
             )
@@ -195,13 +188,10 @@ def check_capacity(config: FleetConfig, node_cpus: Sequence[float]) -> None:
     free = [math.floor(cpus / asked + _ROUNDING) for cpus in node_cpus]
     places = sum(free)
     widths = sorted(config.pools.ranks, reverse=True)
-    if config.pools.tensor_parallel.nodes == "several":  # ranks are placed separately
-        widths = [1] * sum(widths)
     if widths[0] > max(free):
         raise CapacityError(
             f"pools.tensor_parallel = {widths[0]} ranks of {asked:g} CPUs exceed the largest node, "
-            f"which has {largest:g} CPUs: lower pools.tensor_parallel or cpus_per_rank, or set "
-            "`nodes: several` in pools.tensor_parallel"
+            f"which has {largest:g} CPUs: lower pools.tensor_parallel or cpus_per_rank"
         )
     if not _all_fit(widths, free):
         raise CapacityError(

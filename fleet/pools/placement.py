@@ -132,11 +132,9 @@ class Placements:
                         await settled.wait()
         except TimeoutError as error:
             config = self._config
-            apart = config.pools.ranks_apart(role)
             gpus = config.pools.gpus
             raise RuntimeError(
-                f"{'all nodes together have no' if apart else 'no node has'} room for "
-                f"{config.pools.width(role)} ranks of "
+                f"no node has room for {config.pools.width(role)} ranks of "
                 f"{config.cpus_per_rank:g} CPUs (cpus_per_rank)"
                 + (f" and {gpus} GPUs (pools.vllm.gpus)" if gpus else "")
                 + f" for {PLACEMENT_LIMIT_S:g} s"
@@ -149,8 +147,7 @@ class Placements:
         if place is None or not place.sizes:
             return False
         role = self.role_of(worker_id)
-        spread = len(place.addresses) > 1 and not self._config.pools.ranks_apart(role)
-        return spread or place.sizes != self._sizes(role)
+        return len(place.addresses) > 1 or place.sizes != self._sizes(role)
 
     async def lost(self) -> set[str]:
         """Return the slots with a lost node, on which a start would wait forever."""
@@ -287,7 +284,6 @@ class Placements:
             nodes,
             {w: (p.addresses, self.role_of(w)) for w, p in self._places.items()},
             ranks=self._config.pools.width(role),
-            apart=self._config.pools.ranks_apart(role),
             gpus=self._config.pools.gpus,
             closed=self.closed,
             avoid={*avoid, *failed},
@@ -319,8 +315,7 @@ class Placements:
         # The name includes the time, as Ray frees names of removed groups with a delay.
         return placement_group(
             asked,
-            # Unless they are placed separately, ranks are processes of one host.
-            strategy="PACK" if self._config.pools.ranks_apart(role) else "STRICT_PACK",
+            strategy="STRICT_PACK",  # ranks are processes of one host
             name=f"{group_stem(self._config.fleet)}{worker_id}.{time.time_ns():x}",
             lifetime="detached",
         )

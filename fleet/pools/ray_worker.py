@@ -1,8 +1,7 @@
 """The Ray actor around one worker, whose engine is a child of this process.
 
 A worker ends with its engine. If it was healthy, its actor hosts the slot's next worker in the same
-process, which saves a start of Python and the imports; else the actor ends too. Separate ranks are
-actors that this one owns, new ones for each worker.
+process, which saves a start of Python and the imports; else the actor ends too.
 """
 
 import asyncio
@@ -20,7 +19,6 @@ from baton.registry.workers import was_replaced
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools.liveness import ShellProcess, StandstillGuard, TurnedTo
 from fleet.pools.ray_process import log_to, on_this_node
-from fleet.pools.ray_ranks import RankActors
 from fleet.pools.resources import settings_digest
 from fleet.pools.sealing import unsealed
 
@@ -94,11 +92,7 @@ class WorkerActor:
         return msgspec.msgpack.encode(self._worker.record)
 
     async def _begin(self) -> None:
-        settings = self._settings
-        if self._ranks is not None:
-            addresses = await self._ranks.start()
-            settings = msgspec.structs.replace(settings, rank_addresses=addresses)
-        self._worker = await self._start_worker(settings)
+        self._worker = await self._start_worker(self._settings)
         if self._guard is None:
             self._guard = self._tasks.keep(StandstillGuard(self._replaced).run, "standstill")
         self._started.set()
@@ -115,12 +109,10 @@ class WorkerActor:
         self._starting = None
         self._worker = None
         gc.collect()  # remaining references would keep the last KV pool's memory
-        self._end_ranks()
         self._take(settings)
         return await self.start()
 
     def _take(self, settings: Mapping[str, Any]) -> None:
-        self._ranks = RankActors(settings) if settings.get("ranks_apart") else None
         fields = unsealed(settings)
         self._settings = msgspec.convert(on_this_node(fields), self._settings_type)
         self._digest = settings_digest(fields)
@@ -128,10 +120,6 @@ class WorkerActor:
 
     def _note_failure(self, error: Exception) -> None:
         self._failure = error
-
-    def _end_ranks(self) -> None:
-        if self._ranks is not None:
-            self._ranks.end()
 
     async def ping(self) -> bytes:
         """Return this process and its epoch as msgpack; a frozen process does not respond."""
@@ -171,7 +159,6 @@ class WorkerActor:
             await asyncio.wait((self._starting,))
         else:
             await self._running().stop()
-        self._end_ranks()
 
     def _running(self) -> RunningWorker:
         if self._worker is None:

@@ -78,9 +78,8 @@ def specs_of(config: FleetConfig, spec: ControllerSpec) -> dict[str, ControllerS
 def bundles(config: FleetConfig, role: Role) -> list[dict[str, float]]:
     """Return the bundles of one replica's placement group: one per rank, the leader's first.
 
-    On one node the other ranks are children of the leader's engine process. On several nodes each
-    rank is an actor in its own bundle (``fleet.pools.ray_ranks``). A vLLM worker is one rank to
-    Baton, and its bundle has the GPUs of all ranks of vLLM.
+    The other ranks are children of the leader's engine process. A vLLM worker is one rank to Baton,
+    and its bundle has the GPUs of all ranks of vLLM.
     """
     bundle = {"CPU": config.cpus_per_rank}
     if config.pools.gpus:
@@ -164,7 +163,6 @@ def worker_settings(
         "log_dir": log_dir,
         "log_format": config.logs.format,
         "ports": config.pools.ports or "",
-        "ranks_apart": config.pools.ranks_apart(role),
         "trust": msgspec.to_builtins(config.gates.trust()),
     }
 

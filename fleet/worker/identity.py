@@ -12,8 +12,6 @@ from baton.telemetry.version import version
 from baton.wire.compatibility import kv_group, own_wire
 from fleet.worker.settings import WorkerSettings
 from kvtransfer.int8_chunks import ENCODES
-from kvtransfer.ranks.link import RankLink
-from kvtransfer.ranks.pools import RankPools
 from kvtransfer.transport import TransportServer
 
 
@@ -31,7 +29,7 @@ def identity_of(settings: WorkerSettings, ready: Ready, address: str) -> common_
 
 
 def capabilities_of(
-    settings: WorkerSettings, ready: Ready, senders: Sequence[TransportServer], pool: RankPools
+    settings: WorkerSettings, ready: Ready, senders: Sequence[TransportServer]
 ) -> common_pb2.Capabilities:
     """Return the capabilities that peers and routers need."""
     int8 = (
@@ -39,7 +37,6 @@ def capabilities_of(
         and settings.engine.numerics == "fast"
         and ready.geometry.dtype == ENCODES
         and not ready.hand_off  # the order of bytes in its blocks is the engine's own
-        and not pool.links  # remote ranks transfer their pools' bytes unchanged
     )
     return common_pb2.Capabilities(
         wire=own_wire(),
@@ -49,10 +46,6 @@ def capabilities_of(
         model=settings.served_model_name,
         max_context_tokens=ready.max_context_tokens,
         transports=[sender.offer for sender in senders if sender.offer is not None],
-        rank_heads=[
-            common_pb2.HeadRange(head_begin=heads.start, head_count=len(heads), address=address)
-            for heads, address in pool.served_elsewhere
-        ],
         encodings=[common_pb2.INT8] if int8 else [],
         hand_off=ready.hand_off,
     )
@@ -62,11 +55,9 @@ def record_of(
     settings: WorkerSettings,
     identity: common_pb2.WorkerIdentity,
     ready: Ready,
-    links: Sequence[RankLink],
     metrics_address: str,
 ) -> WorkerRecord:
     """Return the worker's record in the registry."""
-    here = ready.ranks or (ready.pid,)
     return WorkerRecord(
         worker_id=settings.worker_id,
         role=settings.role,
@@ -79,8 +70,7 @@ def record_of(
         address=identity.address,
         metrics_address=metrics_address,
         threads=ready.threads,
-        ranks=(*here, *(link.pid for link in links)) if links else ready.ranks,
-        rank_hosts=(identity.host, *(link.host for link in links)) if links else (),
+        ranks=ready.ranks,
         version=version(),
         kv_blocks=ready.geometry.num_blocks,
     )

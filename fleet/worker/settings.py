@@ -38,8 +38,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ports: str = ""  # allowed range FIRST-LAST; empty: the kernel chooses
     fault_injection: str = ""  # damages frames on purpose, see kvtransfer.fault_injection
     transports: tuple[str, ...] = ()  # offered besides gRPC; empty: all
-    ranks_apart: bool = False  # ranks 1 and up are started separately, not as children
-    rank_addresses: tuple[str, ...] = ()  # of the separate ranks (``fleet.worker.rank``)
     canary_s: float = CANARY_S
     idle_sleep_s: float = 0.0  # time without requests before the worker sleeps; 0: never
     trust: TrustRules = TrustRules()  # checked before the engine loads the model
@@ -61,11 +59,6 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise InternalError(
                     f"transports: {min(plain)} sends KV in plain text, but this fleet has TLS: "
                     "remove the transport, or `pools: {tls: …}`"
-                )
-            if self.rank_addresses:
-                raise InternalError(
-                    "rank_addresses: ranks on other hosts receive commands and tensors in plain "
-                    "text, but this fleet has TLS: keep all ranks on one node"
                 )
             return FleetTls(self.tls)
         if not (self.insecure or is_loopback(self.host)):

@@ -10,10 +10,9 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,11 +63,9 @@ from fleet.worker.identity import capabilities_of, identity_of, record_of
 from fleet.worker.idle_sleep import sleep_when_idle
 from fleet.worker.probe import Canary
 from fleet.worker.quarantine_watch import QuarantineWatch
-from fleet.worker.rank_links import open_links, serve_links
 from fleet.worker.settings import CANARY_S, WorkerSettings
 from kvtransfer.fault_injection import FrameTamperer
-from kvtransfer.ranks.link import RankLink
-from kvtransfer.ranks.pools import RankPools
+from kvtransfer.rank_pools import RankPools
 from kvtransfer.transport import ServingSide
 from kvtransfer.transports import servers
 from prefill_worker.service import PrefillService
@@ -113,7 +110,6 @@ class _Parts:
     prefill: PrefillService
     publishers: _Publishers
     registry: Registry
-    links: Sequence[RankLink]
     time: WorkerTime
 
 
@@ -139,8 +135,6 @@ class Worker:
         self._vital(self._watch_quarantine(), "quarantine")
         erasures = Erasures(parts.registry.of_whole_fleet())
         self._vital(erase_forever(parts.engine, erasures, settings.worker_id), "erasure")
-        for link in parts.links:
-            self._vital(self._watch_rank(link), "rank")
         canary = _canary(settings, parts.engine)
         if settings.canary_s:
             self._vital(self._watch_canary(canary), "canary")
@@ -161,14 +155,13 @@ class Worker:
         async with AsyncExitStack() as stack:
             base = _start_base(settings, stack)
             await asyncio.to_thread(_check_trust, settings)
-            engine, links = await _start_engine(base, stack)
+            engine = await _start_engine(base, stack)
             server, address, metrics_address = await _start_servers(base, stack)
             ready = engine.client.ready
             identity = identity_of(settings, ready, address)
-            await serve_links(links, ready, identity.incarnation, settings.unsigned_pulls)
-            pool = RankPools(engine.client.pools, ready.geometry, links)
+            pool = RankPools(engine.client.pools, ready.geometry)
             decode, prefill = await _start_services(base, engine, pool, identity, server, stack)
-            record = record_of(settings, identity, ready, links, metrics_address)
+            record = record_of(settings, identity, ready, metrics_address)
             publishers = _make_publishers(base, identity, record, stack)
             stack.push_async_callback(server.stop, None)
             collect_rarely(WORKER_OBJECTS)
@@ -182,7 +175,6 @@ class Worker:
                 prefill=prefill,
                 publishers=publishers,
                 registry=base.registry,
-                links=links,
                 time=base.time,
             )
             return cls(settings, parts, stack.pop_all())
@@ -284,9 +276,6 @@ class Worker:
         metrics.count_up("baton_registry_errors", registry.errors)
         metrics.count_up("baton_kv_snapshots", self._parts.publishers.pool.snapshots)
 
-    async def _watch_rank(self, link: RankLink) -> None:
-        await self._fail(await asyncio.shield(link.broken), 1)
-
     async def _watch_canary(self, canary: Canary) -> None:
         await self._fail(await canary.run(), 1)
 
@@ -345,23 +334,18 @@ def _start_base(settings: WorkerSettings, stack: AsyncExitStack) -> _Base:
     return base
 
 
-async def _start_engine(
-    base: _Base, stack: AsyncExitStack
-) -> tuple[EngineHandle, Sequence[RankLink]]:
-    """Connect to separate ranks and start the engine process."""
+async def _start_engine(base: _Base, stack: AsyncExitStack) -> EngineHandle:
+    """Start the engine process."""
     metrics = base.metrics
     stderr = _open_log(base.settings)
     if stderr is not None:
         stack.callback(stderr.close)
-    links, engine_settings = await open_links(
-        base.settings, base.token, partial(_note_sent, metrics), stack
-    )
-    engine_settings = _with_address(engine_settings, base.settings)
+    engine_settings = _with_address(base.settings.engine, base.settings)
     engine = await EngineHandle.start(engine_settings, _LOG.info, stderr, _failure_counter(metrics))
     stack.push_async_callback(engine.client.stop)
     metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
     _report_engine_kind(base.settings, metrics)
-    return engine, links
+    return engine
 
 
 def _with_address(engine: EngineSettings, settings: WorkerSettings) -> EngineSettings:
@@ -406,7 +390,7 @@ async def _start_services(
     client = engine.client
     side = ServingSide(server, base.token, identity.incarnation, client.pool_fd, listener)
     senders = servers(side, settings.transports)
-    capabilities = capabilities_of(settings, client.ready, senders, pool)
+    capabilities = capabilities_of(settings, client.ready, senders)
     peers = Peers(capabilities, base.token, base.tls)
     stack.push_async_callback(peers.close)
     decode, prefill = _make_services(base, engine, pool, peers, identity, capabilities)
@@ -472,15 +456,8 @@ def _kv_listener(settings: WorkerSettings, undo: AsyncExitStack) -> socket.socke
     """Return the socket for KV transfers by TCP, which are plain text; None with TLS."""
     if settings.tls is not None or (settings.transports and "tcp" not in settings.transports):
         return None
-    ranks = settings.engine.tensor_parallel if settings.rank_addresses else 1
-    programs = settings.engine.workers_on_host * ranks  # on this host, at most
-    listener = kv_listener(settings.host, settings.ports, programs)
+    listener = kv_listener(settings.host, settings.ports, settings.engine.workers_on_host)
     return None if listener is None else undo.enter_context(listener)
-
-
-def _note_sent(metrics: Metrics, sent_bytes: int) -> None:
-    """Count KV bytes that a separate rank sent; the prefill service counts the leader's."""
-    metrics.inc("baton_transfer_bytes", sent_bytes, direction="sent")
 
 
 def _failure_counter(metrics: Metrics) -> Callable[[str], None]:

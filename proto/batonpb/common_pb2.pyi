@@ -41,7 +41,7 @@ class KvGroup(_message.Message):
     def __init__(self, id: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., components: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("wire", "kv_groups", "numerics_id", "weights_digest", "model", "max_context_tokens", "transports", "rank_heads", "encodings", "hand_off")
+    __slots__ = ("wire", "kv_groups", "numerics_id", "weights_digest", "model", "max_context_tokens", "transports", "encodings", "hand_off")
     WIRE_FIELD_NUMBER: _ClassVar[int]
     KV_GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
@@ -49,7 +49,6 @@ class Capabilities(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
-    RANK_HEADS_FIELD_NUMBER: _ClassVar[int]
     ENCODINGS_FIELD_NUMBER: _ClassVar[int]
     HAND_OFF_FIELD_NUMBER: _ClassVar[int]
     wire: WireRange
@@ -59,20 +58,9 @@ class Capabilities(_message.Message):
     model: str
     max_context_tokens: int
     transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
-    rank_heads: _containers.RepeatedCompositeFieldContainer[HeadRange]
     encodings: _containers.RepeatedScalarFieldContainer[ChunkEncoding]
     hand_off: str
-    def __init__(self, wire: _Optional[_Union[WireRange, _Mapping]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., numerics_id: _Optional[str] = ..., weights_digest: _Optional[bytes] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., rank_heads: _Optional[_Iterable[_Union[HeadRange, _Mapping]]] = ..., encodings: _Optional[_Iterable[_Union[ChunkEncoding, str]]] = ..., hand_off: _Optional[str] = ...) -> None: ...
-
-class HeadRange(_message.Message):
-    __slots__ = ("head_begin", "head_count", "address")
-    HEAD_BEGIN_FIELD_NUMBER: _ClassVar[int]
-    HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    head_begin: int
-    head_count: int
-    address: str
-    def __init__(self, head_begin: _Optional[int] = ..., head_count: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    def __init__(self, wire: _Optional[_Union[WireRange, _Mapping]] = ..., kv_groups: _Optional[_Iterable[_Union[KvGroup, _Mapping]]] = ..., numerics_id: _Optional[str] = ..., weights_digest: _Optional[bytes] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., encodings: _Optional[_Iterable[_Union[ChunkEncoding, str]]] = ..., hand_off: _Optional[str] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
     __slots__ = ("name", "place", "address")

@@ -96,28 +96,13 @@ def test_texts_are_logged_only_where_there_is_a_line_for_them() -> None:
             "kv_tiers need `tensor_parallel: {memory: shared}`",
         ),
         (
-            "pools: {tensor_parallel: {decode: 2, nodes: several}}",
-            "`nodes: several` needs `memory: own`: hosts share no memory",
+            "pools: {tensor_parallel: {decode: 2, memory: own, nodes: several}}",
+            "`nodes` is not supported: ranks of a replica are on one host",
         ),
         (
-            "pools: {tensor_parallel: {memory: own, nodes: several}}",
-            "`nodes: several` needs several ranks: set `prefill` or `decode` > 1",
-        ),
-        (
-            "pools: {tls: {certificate: /a, key: /b, ca: /c},"
-            " tensor_parallel: {decode: 2, memory: own, nodes: several}}",
-            "`nodes: several` and `tls` exclude each other",
-        ),
-        (
-            "pools: {kv_tiers: {memory_mb: 64},"
-            " tensor_parallel: {decode: 2, memory: own, nodes: several}}",
-            "kv_tiers need `tensor_parallel: {memory: shared}`",
-        ),
-        (
-            "pools: {engine: emulated, tensor_parallel: {decode: 2, memory: own, nodes: several}}",
+            "pools: {engine: emulated, tensor_parallel: {decode: 2, memory: own}}",
             "pools.tensor_parallel",
         ),
-        ("pools: {tensor_parallel: {decode: 2, nodes: two}}", "must be 'one' or 'several'"),
         (
             "quantisation: {weights: int4}\npools: {tensor_parallel: {decode: 2}}",
             "int4 weights cannot be split; use int8",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from baton.config.fleet_file import FleetConfig, PoolsConfig
 from fleet.pools.nodes import CapacityError, Node, check_nodes, choose, plan, usable
 
 
@@ -85,55 +85,6 @@ def test_a_plan_never_gives_a_node_more_than_it_has(
 
 def names(chosen: list[Node]) -> str:
     return " ".join(node.name for node in chosen)
-
-
-def test_ranks_that_may_be_apart_stay_together_where_one_node_has_room() -> None:
-    nodes = [node("a", cpus=1.0), node("b", cpus=3.0), node("c", cpus=2.0)]
-    apart = {"ranks": 3, "apart": True}
-    assert names(choose("decode", 1, nodes, {}, **apart)) == "b b b"
-    assert names(choose("decode", 1, nodes, {}, **apart, closed={"b"})) == "c c a"
-    assert names(choose("decode", 1, nodes, {}, **apart, avoid={"b"})) == "c c a"
-    assert names(choose("decode", 1, nodes, {}, **apart, avoid={"b", "c"})) == "b b b"
-    assert names(choose("decode", 2, nodes, {}, ranks=2, apart=True)) == "b c"
-    assert choose("decode", 2, nodes, {}, ranks=2) == [], "not apart"
-    assert choose("decode", 2, nodes, {}, **apart) == []
-
-
-@given(
-    ranks=st.integers(1, 6),
-    cpus=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    avoid=st.sets(st.sampled_from(["n0", "n1"])),
-)
-def test_ranks_apart_are_on_as_few_nodes_as_hold_them(
-    ranks: int, cpus: list[int], avoid: set[str]
-) -> None:
-    nodes = [node(f"n{i}", cpus=float(c)) for i, c in enumerate(cpus)]
-    chosen = choose("decode", 1, nodes, {}, ranks=ranks, apart=True, avoid=avoid)
-    assert bool(chosen) == (sum(cpus) >= ranks)
-    assert all(chosen.count(each) <= each.cpus for each in nodes)
-    wanted = sorted((n.cpus for n in nodes if n.name not in avoid), reverse=True)
-    if sum(wanted) >= ranks:
-        needed = next(n for n in range(len(wanted) + 1) if sum(wanted[:n]) >= ranks)
-        assert avoid.isdisjoint(n.name for n in chosen)
-        assert len({n.name for n in chosen}) == needed
-
-
-def test_a_fleet_of_ranks_apart_fits_where_its_ranks_do() -> None:
-    nodes = [HEAD, node("a", cpus=1.0), node("b", cpus=1.0), node("c", cpus=1.0)]
-    together = TensorParallelConfig(decode=2, memory="own")
-    apart = TensorParallelConfig(decode=2, memory="own", nodes="several")
-    one, several = (
-        FleetConfig(pools=PoolsConfig(tensor_parallel=wide)) for wide in (together, apart)
-    )
-    with pytest.raises(CapacityError, match=r"exceed the largest node.* `nodes: several`"):
-        check_nodes(one, nodes)
-    check_nodes(several, nodes)
-    assert {w: names(chosen) for w, chosen in plan(several, nodes).items()} == {
-        "worker-0": "a",
-        "worker-1": "b c",
-    }
-    with pytest.raises(CapacityError, match=r"need 3 ranks of 1 CPUs, .* room for 2 \(2 nodes"):
-        check_nodes(several, nodes[:3])
 
 
 def vllm_fleet(workers: int, gpus: int, cpus: float = 1.0) -> FleetConfig:

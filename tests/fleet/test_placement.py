@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from baton.config.fleet_file import FleetConfig, PoolsConfig
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.pools import placement
 from fleet.pools.nodes import Node
@@ -30,12 +30,11 @@ class Ray:
         self.full: set[str] = set()  # addresses where nothing can be reserved
         self.nodes: list[Node] = []
         self.left: dict[str, dict[str, object]] = {}
-        self.apart = False
 
     def reserve(self, bundles, strategy: str, **_options) -> SimpleNamespace:
         each = [name[5:] for bundle in bundles for name in bundle if name.startswith("node:")]
         address = " ".join(dict.fromkeys(each))
-        assert len(each) == len(bundles) and strategy == ("PACK" if self.apart else "STRICT_PACK")
+        assert len(each) == len(bundles) and strategy == "STRICT_PACK"
         self.reserved.append(address)
         return SimpleNamespace(address=address)
 
@@ -147,60 +146,3 @@ async def test_what_an_earlier_controller_left_is_adopted_or_given_back(ray: Ray
     assert sorted(ray.removed) == [f"{1:036x}", f"{2:036x}"]
     placements.remove_all()
     assert ray.removed[-1] == f"{0:036x}"
-
-
-def apart_on(ray: Ray, nodes: int) -> Placements:
-    """Of replicas with three ranks, two of which fit on a node."""
-    ray.apart, ray.nodes = True, ray.nodes[:nodes]
-    wide = TensorParallelConfig(decode=3, memory="own", nodes="several")
-    pools = PoolsConfig(prefill=0, tensor_parallel=wide)
-    config = FleetConfig(fleet="f", pools=pools, cpus_per_rank=1)
-    return Placements(config, BackgroundTasks("test"), chooses=True)
-
-
-async def test_ranks_apart_move_when_any_of_their_nodes_is_silent(ray: Ray, raylets) -> None:
-    placements = apart_on(ray, 2)
-    group = await placements.place("decode-0", "decode", asyncio.Event())
-    assert group.address == "127.0.0.2 127.0.0.3"
-    assert placements.addresses_of("decode-0") == ("127.0.0.2", "127.0.0.3")
-    assert placements.address_of("decode-0") == "127.0.0.2", "its leader's"
-    free = {node.address: node.free_cpus for node in await placements.nodes()}
-    assert free == {"127.0.0.2": 0.0, "127.0.0.3": 1.0}
-    raylets["127.0.0.3"].close()
-    with socket.create_server(("127.0.0.4", 0)) as other:
-        port = other.getsockname()[1]
-        ray.nodes.append(
-            Node(id="4", name="4", address="127.0.0.4", port=port, cpus=1.0, free_cpus=1.0)
-        )
-        group = await placements.place("decode-0", "decode", asyncio.Event())
-    assert group.address == "127.0.0.2 127.0.0.4" and ray.removed == ["127.0.0.2 127.0.0.3"]
-    ray.nodes.pop()
-    assert await placements.lost() == {"decode-0"}, "the leader's node is there"
-
-
-async def test_ranks_apart_that_fit_nowhere_say_so(ray: Ray, raylets, monkeypatch) -> None:
-    monkeypatch.setattr(placement, "PLACEMENT_LIMIT_S", 0.2)
-    with pytest.raises(
-        RuntimeError, match=r"all nodes together have no room for 3 ranks of 1 CPUs"
-    ):
-        await apart_on(ray, 1).place("decode-0", "decode", asyncio.Event())
-
-
-async def test_ranks_apart_are_adopted_with_all_their_nodes_or_given_back(
-    ray: Ray, raylets
-) -> None:
-    placements = apart_on(ray, 2)
-    ray.left = {
-        str(n): {
-            "name": f"baton-f-decode-{n}.1",
-            "state": "CREATED",
-            "placement_group_id": f"{n:036x}",
-            "bundles": {i: {"CPU": 1.0} for i in range(3)},
-            "bundles_to_node_id": {2: last, 0: "127.0.0.3", 1: "127.0.0.3"},
-        }
-        for n, last in enumerate(("127.0.0.2", "gone"))
-    }
-    await placements.adopt({"decode-0", "decode-1"})
-    assert placements.addresses_of("decode-0") == ("127.0.0.3", "127.0.0.2")
-    assert not placements.outgrown("decode-0")
-    assert ray.removed == [f"{1:036x}"]

@@ -1,17 +1,12 @@
 """Ports that a firewall knows: workers stay within them, or say that all are taken."""
 
-import asyncio
 import socket
 
 import pytest
 
 from baton.config.fleet_file import FleetConfig
 from baton.types.errors import InternalError
-from baton.wire.fleet_token import FleetToken
-from baton.wire.grpc_channels import Channels
 from fleet.ports import free_port, kv_listener
-from fleet.worker.rank import RankSettings, running
-from kvtransfer.ranks.link import RankLink
 
 
 def test_without_a_range_the_kernel_chooses() -> None:
@@ -49,19 +44,3 @@ def test_kv_by_tcp_takes_a_port_only_where_there_are_three_for_each_worker() -> 
     anywhere = kv_listener("127.0.0.9", "", 2)
     assert anywhere is not None
     anywhere.close()
-
-
-async def test_a_rank_listens_within_the_range_and_ends_with_its_leader() -> None:
-    """For words and pulls, and for orders; where ranks meet is the leader's port."""
-    with socket.create_server(("127.0.0.9", 0)) as some:
-        first = min(some.getsockname()[1], 65_000)
-    settings = RankSettings(host="127.0.0.9", ports=f"{first}-{first + 9}", fleet_token="t")
-    channels = Channels()
-    async with running(settings) as (address, ended):
-        link = RankLink(1, address, channels.to(address), FleetToken("t"))
-        orders, _, _ = (await link.begin(b"{}")).rpartition("/")
-        await link.close()
-        assert await asyncio.wait_for(ended, 5) == 0
-    await channels.close()
-    ports = {int(each.rpartition(":")[2]) for each in (address, orders)}
-    assert len(ports) == 2 and ports <= set(range(first, first + 10))

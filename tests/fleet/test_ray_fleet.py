@@ -10,28 +10,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from baton.config.fleet_file import FleetConfig, PoolsConfig, TensorParallelConfig
+from baton.config.fleet_file import FleetConfig, PoolsConfig
 from baton.registry.admin_commands import Answer, Orders
 from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord
 from fleet.local.local_pools import LocalPools
 from fleet.local.supervisor import _CONTROLLER_LOST_S, _CONTROLLER_POLL_S
 from fleet.pools.liveness import FROZEN_AFTER_S
-from fleet.pools.placement import listens
-from fleet.pools.ray_worker import WorkerActor
 from fleet.pools.resources import (
     NAMESPACE,
     ControllerSpec,
     controller_name,
-    worker_environment,
-    worker_settings,
 )
 from fleet.process_key import ProcessKey
 from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, RayFleet, ray_fleet
@@ -39,7 +32,6 @@ from tests.fleet.ray_fleet import RAYS_OWN_WARNINGS, RayFleet, ray_fleet
 pytestmark = [pytest.mark.fleet, *RAYS_OWN_WARNINGS]
 
 HEALTHY_AFTER_S = 3
-APART = TensorParallelConfig(decode=2, memory="own", nodes="several")
 
 
 CONFIG = FleetConfig(
@@ -221,48 +213,6 @@ async def test_a_worker_that_cannot_start_says_why_and_is_tried_again(fleet: Ray
     wait_for(lambda: "told to fail" in slot(fleet, "worker-1")["reason"])
     marker.unlink()
     wait_for(lambda: slot(fleet, "worker-1")["phase"] == "ready")
-
-
-@pytest.mark.parametrize("end", ["kill -9", pytest.param("stop", marks=pytest.mark.slow)])
-async def test_a_rank_that_is_placed_by_itself_ends_with_its_leader(
-    fleet: RayFleet, end: str
-) -> None:
-    """Whose stream it has not yet seen, so that it ends by Ray alone, or by a word of the leader.
-
-    ``test_ranks_apart.py`` has replicas that answer.
-    """
-    spec = worker_settings(
-        FleetConfig(fleet="other", pools=PoolsConfig(tensor_parallel=APART)),
-        worker_id="worker-1",
-        role="decode",
-        epoch=1,
-        redis_url=fleet.redis_url,
-        fleet_token="t",
-        host="127.0.0.1",
-        log_dir=str(fleet.logs / "other"),
-    )
-    group = placement_group([{"CPU": 0.1}, {"CPU": 0.1}], strategy="PACK")
-    leader = (
-        ray.remote(WorkerActor)
-        .options(
-            num_cpus=0.1,
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-            runtime_env={"env_vars": worker_environment(FleetConfig())},
-        )
-        .remote("tests.fleet.small_worker", spec)
-    )
-    record = msgspec.msgpack.decode(await leader.start.remote(), type=WorkerRecord)
-    port = int(record.metrics_address.rpartition(":")[2])
-    assert await listens("127.0.0.1", port)
-    if end == "stop":
-        await leader.stop.remote()
-    else:
-        os.kill(int(record.address.rpartition(":")[2]), signal.SIGKILL)
-    async with asyncio.timeout(10):
-        while await listens("127.0.0.1", port):
-            await asyncio.sleep(0.05)
-    remove_placement_group(group)
 
 
 async def test_workers_outlive_their_controller_and_are_adopted(fleet: RayFleet) -> None:

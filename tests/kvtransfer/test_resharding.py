@@ -5,7 +5,6 @@ that lie in one rank's pool on both sides. What arrives in each pool is compared
 model's KV, byte for byte.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from itertools import product
 
@@ -18,7 +17,7 @@ from baton.types.events import PromptDone, Published
 from baton.types.geometry import KvGeometry
 from kvtransfer import chunk, receiver, sender
 from kvtransfer.kv_slice import KvSlice
-from kvtransfer.ranks.pools import RankPools
+from kvtransfer.rank_pools import RankPools
 from kvtransfer.receiver import HandoffReceiver, ReceiverState
 from kvtransfer.sender import HandoffSender
 
@@ -205,18 +204,3 @@ def test_a_commit_record_without_a_ranks_heads_is_not_believed() -> None:
     record = told.prompt_done(done)[1]
     said = (record.rectangles, record.payload_bytes, record.valid_tokens, record.manifest)
     assert any(isinstance(action, receiver.AskForPeer) for action in machine.commit_record(*said))
-
-
-def test_an_edge_takes_no_head_of_another() -> None:
-    machine = HandoffReceiver(geometry(2), TOKENS, first_head=2)
-    machine.reserved(1, 0, 0)
-    machine.accepted(resumed=False, now_ns=0)
-    inside = KvSlice(0, LAYERS, 2, 2, 0, BLOCKS, TOKENS)
-    for wrong in (dataclasses.replace(inside, head_begin=h, head_count=2) for h in (0, 1, 3)):
-        assert not HandoffSender(geometry(2), TOKENS, 0, 1, 0, first_head=2).may_read(wrong)
-        other = HandoffReceiver(geometry(2), TOKENS, first_head=2)
-        other.reserved(1, 0, 0)
-        other.accepted(resumed=False, now_ns=0)
-        (_, ask) = other.published(wrong, 0)
-        assert isinstance(ask, receiver.AskForPeer)
-    assert machine.published(inside, 0) == [receiver.Bind(1)]

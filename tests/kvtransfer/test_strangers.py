@@ -7,13 +7,10 @@ import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-import msgspec
 import pytest
 from batonpb import prefill_pb2 as pb
 
-from baton.engine.cpu.parallel.rank_sockets import Hello, RankAddress, greet
 from baton.engine.ipc import LENGTH
-from fleet.worker import rank
 from kvtransfer import shared_memory
 from kvtransfer.hello import NONCE_BYTES, PROOF_BYTES
 from kvtransfer.tcp import frames as tcp
@@ -54,33 +51,6 @@ async def kv_port(name: str) -> AsyncIterator[Port]:
         yield knock, serves, bytes(NONCE_BYTES + PROOF_BYTES) + right
 
 
-@contextlib.asynccontextmanager
-async def rank_port() -> AsyncIterator[Port]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        place = RankAddress("127.0.0.1", server.getsockname()[1], "the secret")
-        waiting = asyncio.ensure_future(rank._leader(server, place.secret))
-
-        async def knock() -> socket.socket:
-            return await connected(socket.AF_INET, place[:2])
-
-        async def serves() -> None:
-            with contextlib.ExitStack() as undo:
-                for _ in range(2):
-                    link = undo.enter_context(await knock())
-                    greet(link, place, "tcp://127.0.0.1:1")
-                async with asyncio.timeout(10):
-                    *links, store = await waiting
-                for link in links:
-                    link.close()
-                assert store == "tcp://127.0.0.1:1"
-
-        try:
-            body = msgspec.msgpack.encode(Hello("another", "tcp://127.0.0.1:1"))
-            yield knock, serves, LENGTH.pack(len(body)) + body
-        finally:
-            waiting.cancel()
-
-
 def garbage(chance: random.Random, right: bytes) -> bytes:
     """Noise, lengths without bodies, and what is right but for its end or a byte."""
     noise = chance.randbytes(chance.choice([0, 1, 3, 4, 63, 64, 65, 100, 5000, 100_000]))
@@ -113,11 +83,10 @@ async def say(knock: Knock, chance: random.Random, right: bytes) -> None:
                     pass
 
 
-@pytest.mark.parametrize("name", [tcp.NAME, shared_memory.NAME, "rank"])
+@pytest.mark.parametrize("name", [tcp.NAME, shared_memory.NAME])
 async def test_garbage_costs_little_and_keeps_nobody_out(name: str) -> None:
     chance = random.Random(name)
-    port = rank_port() if name == "rank" else kv_port(name)
-    async with port as (knock, serves, right):
+    async with kv_port(name) as (knock, serves, right):
         tracemalloc.start()
         try:
             for _ in range(examples(8)):

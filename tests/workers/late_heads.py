@@ -1,12 +1,10 @@
-"""A worker, or a rank, whose KV of a head is late: ``python -m tests.workers.late_heads [rank]``"""
+"""A worker whose KV of a head is late: ``python -m tests.workers.late_heads``"""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 
 from batonpb import prefill_pb2 as pb
 
-import fleet.worker.rank
 import fleet.worker.worker
 from kvtransfer.pool_source import PoolSource
 from kvtransfer.transport import Room
@@ -28,4 +26,4 @@ async def frames_late(
 if __name__ == "__main__":
     _frames = PoolSource.frames
     PoolSource.frames = frames_late  # type: ignore[method-assign]
-    (fleet.worker.rank if sys.argv[1:] == ["rank"] else fleet.worker.worker).main()
+    fleet.worker.worker.main()

@@ -1,6 +1,5 @@
 """Who may have KV of whom: certificates between workers, and the router's word for each pull."""
 
-import os
 import ssl
 import time
 from pathlib import Path
@@ -10,21 +9,14 @@ import httpx
 import msgspec
 import pytest
 from batonpb import decode_pb2 as pb
-from batonpb import rank_pb2
-from batonpb.prefill_pb2 import PullRequest
 
 from baton.registry.types import WorkerRecord
 from baton.types.errors import InternalError
-from baton.types.geometry import KvGeometry
 from baton.wire.capability import sign
-from baton.wire.compatibility import kv_group
 from baton.wire.fleet_token import FleetToken
 from baton.wire.grpc_options import open_channel
 from baton.wire.tls import CertificateError, FleetTls
-from fleet.worker.rank import RankProgram, RankSettings
-from fleet.worker.rank import serve as serve_rank
 from fleet.worker.worker import Worker
-from kvtransfer.pool_source import key_of
 from tests.wire.certs import files, made
 from tests.workers.harness import (
     TOKEN,
@@ -152,44 +144,10 @@ async def test_an_upgrade_may_let_pulls_without_a_word_through() -> None:
             assert await counted(prefill.record, "baton_pulls_refused") == {}
 
 
-async def test_a_rank_apart_asks_for_the_same_word_as_its_leader() -> None:
-    token, holder, reader = FleetToken(TOKEN), b"h" * 16, b"r" * 16
-    program = RankProgram(RankSettings(), token)
-    program._begin = rank_pb2.RankBegin(rank=1)
-    program._pool_fd = os.memfd_create("pool")
-    shape = KvGeometry(num_layers=1, num_kv_heads=2, head_dim=8, num_blocks=4, dtype="bf16")
-    group = kv_group(shape)
-    program._serve_pool(
-        rank_pb2.RankServe(num_blocks=4, kv_group=group, ranks=2, incarnation=holder)
-    )
-    held = {"request_id": "a", "attempt": 1, "generation": 1}
-    program._handoffs.hold(rank_pb2.RankHold(name="p/a", decode_incarnation=reader, **held))
-    now_s = time.time()
-
-    def why(who: bytes, word: bytes) -> str:
-        return program._refusal(PullRequest(reader_incarnation=who, capability=word, **held))
-
-    other = b"o" * 16
-    assert why(reader, sign(token, "a", holder, reader, now_s)) == ""
-    assert why(reader, b"") == "missing"
-    mine, theirs = (PullRequest(reader_incarnation=who, **held) for who in (reader, other))
-    assert program._held(key_of(mine)) and not program._held(key_of(theirs))
-    assert why(reader, sign(token, "b", holder, reader, now_s))
-    program._serve.unsigned_pulls = True
-    assert why(reader, b"") == ""
-    await program.close()
-
-
 async def test_plain_text_to_other_hosts_must_be_meant(tmp_path: Path) -> None:
     with pytest.raises(InternalError, match=r"host = 0.0.0.0: .* `pools: \{insecure: true\}`"):
         await Worker.start(emulated_settings("decode-0", host="0.0.0.0"))
     tls = files(made(tmp_path / "certs"))
-    with pytest.raises(InternalError, match=r"ranks on other hosts .* plain text"):
-        await Worker.start(emulated_settings("decode-0", tls=tls, rank_addresses=("there:1",)))
-    with pytest.raises(InternalError, match=r"host = 0.0.0.0: a rank sends plain text"):
-        await serve_rank(RankSettings(host="0.0.0.0"))
-    with pytest.raises(InternalError, match=r"rank_addresses has 1 entries; .* = 1 .* all but"):
-        await Worker.start(emulated_settings("decode-0", rank_addresses=("there:1",)))
     for plain in ("pair", "tcp"):
         with pytest.raises(InternalError, match=rf"{plain} sends KV in plain text"):
             await Worker.start(emulated_settings("decode-0", tls=tls, transports=(plain,)))

@@ -235,7 +235,7 @@ class EngineClient:
 
 def _pool_count(settings: EngineSettings) -> int:
     """Return the number of pools on this host; remote ranks have theirs on other hosts."""
-    return settings.tensor_parallel if settings.own_pools and not settings.rank_orders else 1
+    return settings.tensor_parallel if settings.own_pools else 1
 
 
 def _pool_file() -> int:

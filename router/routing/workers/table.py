@@ -201,7 +201,6 @@ class Slot:
             "incarnation": (incarnation or record.incarnation).hex(),
             "epoch": self.epoch,
             "ranks": ranks,
-            "rank_hosts": list(record.rank_hosts)[: len(ranks)] or [host] * len(ranks),
             "pid": identity.pid or record.pid if has_process else 0,
             "host": host,
             "address": identity.address or record.address,

@@ -24,7 +24,7 @@ from tests.router.emulated_worker import Script
 
 FIELDS = {
     *("id", "role", "state", "incarnation", "epoch", "pid", "ranks", "host", "address"),
-    *("rank_hosts", "reason", "model"),
+    *("reason", "model"),
     *("kv_blocks", "kv_tiers", "running", "waiting", "threads", "age_s", "engine", "refused"),
     "version",
     "model_version",

@@ -2,10 +2,10 @@
 
     python -m baton.engine.cpu.parallel.rank RANK SOCKET_FD LOADER_FD POOL_FD STORE SETTINGS_JSON
 
-``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs, or of TCP connections, to the leader
+``SOCKET_FD`` and ``LOADER_FD`` are ends of Unix socket pairs to the leader
 (``baton/engine/cpu/parallel/rank_processes.py``), for orders and for reading adapters meanwhile.
 ``POOL_FD`` is the memory file of the KV pool, the replica's or this rank's own. ``STORE`` is the
-file, or the address, where the ranks find each other. The process ends when the leader does or its
+file where the ranks find each other. The process ends when the leader does or its
 group breaks, and with exit code 1 when it fails.
 """
 
@@ -138,8 +138,7 @@ def serve(
     torch.set_num_threads(settings.threads)
     choose_native(settings.native)
     leader.sendall(ranks.frame(ranks.Started()))
-    host = leader.getsockname()[0] if leader.family is not socket.AF_UNIX else "127.0.0.1"
-    group = Group(number, settings.tensor_parallel, store, torch.device("cpu"), host=host)
+    group = Group(number, settings.tensor_parallel, store, torch.device("cpu"))
     artifact = resolve_model(settings.model)
     shard = Shard(artifact.config, number, group, own_pools=settings.own_pools)
     numerics = numerics_of(settings.numerics)

@@ -9,8 +9,7 @@
 
 A rank that ends closes its socket, which the leader sees between steps; within a step the group
 breaks. Either way the leader raises ``RankError``, and the whole replica fails. Ranks end with
-their leader (``PDEATHSIG``, and the end of their socket). Ranks on other hosts are reached by TCP
-instead (``rank_sockets.py``); ``fleet/worker/rank.py`` starts their processes.
+their leader (``PDEATHSIG``, and the end of their socket).
 
 Adapters are read beside the steps, by one thread of each rank over a second socket. When all ranks
 have read an adapter, putting it to use is an order like any other, and takes no time.
@@ -29,9 +28,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from baton.addresses import join_address
 from baton.engine.core.plan import PlanRow
-from baton.engine.cpu.parallel.rank_sockets import RankAddress, connect, greet
 from baton.engine.ipc import LENGTH, FrameReader
 from baton.engine.settings import EngineSettings
 from baton.types.errors import AdapterLoadError, InternalError
@@ -178,7 +175,7 @@ def frame(message: Order | LoaderOrder | Answer | Prepared) -> bytes:
 
 @dataclass(slots=True)
 class _Rank:
-    process: subprocess.Popen[bytes] | None  # None: on another host
+    process: subprocess.Popen[bytes]
     loader: socket.socket
     loader_reader: FrameReader[Prepared]
     socket: socket.socket
@@ -200,12 +197,6 @@ class RankProcesses:
     def __init__(
         self, settings: EngineSettings, pool_fd: int = -1, own_fds: Sequence[int] = ()
     ) -> None:
-        self.meeting: socket.socket | None = None
-        """Socket at which ranks on other hosts meet; then ``store`` is its address."""
-        self._ranks: list[_Rank] = []
-        if settings.rank_orders:
-            self._reach_all(settings.rank_orders, settings.rank_meeting_port)
-            return
         # Where ranks find each other; gone with the processes. It is never closed: torch opens it
         # again when it frees the group, by a path that would name another file by then.
         store_fd = os.memfd_create("baton-ranks")
@@ -213,29 +204,6 @@ class RankProcesses:
         self._store_fd = store_fd
         pool_fds = own_fds or [pool_fd] * (settings.tensor_parallel - 1)
         self._ranks = [self._spawn(rank, settings, fd) for rank, fd in enumerate(pool_fds, 1)]
-
-    def _reach_all(self, orders: Sequence[str], meeting_port: int) -> None:
-        """Connect to ranks on other hosts; raise RankError if one is unreachable."""
-        addresses = [RankAddress.parse(text) for text in orders]
-        try:
-            for address in addresses:
-                link = connect(address, STEP_TIMEOUT_S)
-                if self.meeting is None:
-                    own = (link.getsockname()[0], meeting_port)
-                    self.meeting = socket.create_server(own, family=link.family)
-                    host, port = self.meeting.getsockname()[:2]
-                    self.store = f"tcp://{join_address(host, port)}"
-                greet(link, address, self.store)
-                loader = connect(address, STEP_TIMEOUT_S)
-                greet(loader, address, self.store)
-                loader.settimeout(LOAD_TIMEOUT_S)
-                self._ranks.append(_Rank(None, loader, _loader_reader(), link, _answer_reader()))
-        except OSError as error:
-            self.close()
-            number = len(self._ranks) + 1
-            raise RankError(
-                f"cannot reach rank {number} at {addresses[number - 1].host}: {error}"
-            ) from error
 
     def _spawn(self, rank: int, settings: EngineSettings, pool_fd: int) -> _Rank:
         ours, theirs = socket.socketpair()
@@ -254,19 +222,14 @@ class RankProcesses:
         return _Rank(process, our_loader, _loader_reader(), ours, _answer_reader())
 
     @property
-    def host(self) -> str:
-        """Address of the interface by which ranks reach the leader."""
-        return "127.0.0.1" if self.meeting is None else str(self._ranks[0].socket.getsockname()[0])
-
-    @property
     def count(self) -> int:
         """Number of ranks of the replica, including the leader."""
         return len(self._ranks) + 1
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Processes on this host, in rank order."""
-        return tuple(rank.process.pid for rank in self._ranks if rank.process is not None)
+        """Processes, in rank order."""
+        return tuple(rank.process.pid for rank in self._ranks)
 
     @property
     def sockets(self) -> list[socket.socket]:
@@ -371,11 +334,9 @@ class RankProcesses:
         for rank in self._ranks:
             rank.socket.close()
             rank.loader.close()
-            if rank.process is not None:
-                rank.process.kill()  # it has no state to save
+            rank.process.kill()  # it has no state to save
         for rank in self._ranks:
-            if rank.process is not None:
-                rank.process.wait()
+            rank.process.wait()
 
 
 def _answer_reader() -> FrameReader[Answer]:
@@ -408,9 +369,6 @@ def _prepared(number: int, rank: _Rank, digest: str) -> Prepared:
 
 
 def _end_of(number: int, rank: _Rank) -> str:
-    if rank.process is None:
-        name = f"rank {number}, on another host,"
-        return f"{name} {rank.failed or 'ended'}" if rank.failed or rank.closed else ""
     code = rank.process.poll()
     name = f"rank {number} (pid {rank.process.pid})"
     if rank.failed:

@@ -18,7 +18,6 @@ The leader has the embedding table and broadcasts the rows of a step; ranks need
 
 # ruff: noqa: N803, N806 - suffixes such as q_THD give shapes
 
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -34,11 +33,9 @@ from torch._C._distributed_c10d import (
     GatherOptions,
     ProcessGroupGloo,
     Store,
-    TCPStore,
     Work,
 )
 
-from baton.addresses import split_address
 from baton.engine.core.plan import PlanRow
 from baton.engine.cpu.attention import AttentionTiling
 from baton.engine.cpu.linear import Linear
@@ -76,10 +73,8 @@ class Group:
     All ranks make every call, in the same order. No process-wide default group is set.
 
     Args:
-        store: Path of a file in which they find each other, or ``tcp://HOST:PORT``.
+        store: Path of a file in which they find each other.
         explain: Makes a more precise error of a broken collective, if possible.
-        host: Address of the interface by which the others reach this rank.
-        meeting: The leader's listening socket, if they meet by TCP.
     """
 
     def __init__(
@@ -89,16 +84,15 @@ class Group:
         store: str,
         device: torch.device,
         explain: Callable[[Exception], RankError] | None = None,
-        host: str = "127.0.0.1",
-        meeting: socket.socket | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self._explain = explain or _broken
         patience = timedelta(seconds=LOAD_TIMEOUT_S)
         try:
-            self._store = _meet(store, ranks, patience, meeting)  # the leader's serves the others
-            self._group = _backend(device, self._store, rank, ranks, patience, host)
+            self._store = FileStore(store, ranks)
+            self._store.set_timeout(patience)
+            self._group = _backend(device, self._store, rank, ranks, patience)
         except RuntimeError as error:
             raise self._explain(error) from error
         self._patience = patience
@@ -151,29 +145,7 @@ def _broken(cause: Exception) -> RankError:
     return RankError(f"{GROUP_BROKE}: {str(cause).splitlines()[0]}")
 
 
-def _meet(store: str, ranks: int, patience: timedelta, meeting: socket.socket | None) -> Store:
-    found: Store
-    if store.startswith("tcp://"):
-        host, port = split_address(store.removeprefix("tcp://"))
-        fd = None if meeting is None else meeting.detach()
-        found = TCPStore(
-            host,
-            port,
-            ranks,
-            fd is not None,
-            patience,
-            wait_for_workers=False,
-            master_listen_fd=fd,
-        )
-    else:
-        found = FileStore(store, ranks)
-    found.set_timeout(patience)
-    return found
-
-
-def _backend(
-    device: torch.device, store: Store, rank: int, ranks: int, patience: timedelta, host: str
-) -> Any:
+def _backend(device: torch.device, store: Store, rank: int, ranks: int, patience: timedelta) -> Any:
     if device.type == "cuda":
         from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
 
@@ -182,7 +154,7 @@ def _backend(
         return ProcessGroupNCCL(store, rank, ranks, nccl)
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 - the only way to name an interface
-    options._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
     options._timeout = patience  # noqa: SLF001
     return gloo(store, rank, ranks, options)
 
@@ -210,8 +182,6 @@ def lead(config: ModelConfig, ranks: RankProcesses, *, own_pools: bool = False) 
         ranks.store,
         torch.device("cpu"),
         ranks.failure,
-        host=ranks.host,
-        meeting=ranks.meeting,
     )
     return Shard(config, LEADER, group, ranks, own_pools=own_pools)
 

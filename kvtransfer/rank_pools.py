@@ -5,8 +5,7 @@
     more than heads  head 0      [ rank 0 ]  [ rank 1 ]  [ rank 2 ]     (each needs a copy)
 
 Pages have the same numbers in all of them. A slice lies within the heads of one rank, and must be
-written into every pool that has these heads. Pools on other hosts are reached by messages to their
-ranks (``link.py``).
+written into every pool that has these heads.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from baton.engine.core.split import owned_heads, rank_geometries
 from baton.types.geometry import KvGeometry
 from kvtransfer.chunk import PoolView
 from kvtransfer.kv_slice import KvSlice
-from kvtransfer.ranks.link import RankLink
 
 
 class KvPools(Protocol):
@@ -31,59 +29,30 @@ class KvPools(Protocol):
         """Heads that lie together, in order; no slice extends beyond one of them."""
 
     def holding(self, kv_slice: KvSlice) -> Sequence[PoolView]:
-        """Return the pools on this host with these heads; once written, their bytes are equal."""
-
-    def elsewhere(self, kv_slice: KvSlice) -> Sequence[RankLink]:
-        """Return the links to ranks on other hosts with these heads."""
-
-    @property
-    def links(self) -> Sequence[RankLink]:
-        """Links to all ranks on other hosts."""
+        """Return the pools with these heads; once written, their bytes are equal."""
 
 
 class RankPools:
     """The pools of all ranks of a replica.
 
     Args:
-        memory: One pool with all heads, or one for each rank on this host, the leader's first.
-        links: Links to the ranks on other hosts, whose numbers follow.
+        memory: One pool with all heads, or one for each rank, the leader's first.
     """
 
-    def __init__(
-        self,
-        memory: Sequence[memoryview | bytearray],
-        geometry: KvGeometry,
-        links: Sequence[RankLink] = (),
-    ) -> None:
-        ranks = len(memory) + len(links)
+    def __init__(self, memory: Sequence[memoryview | bytearray], geometry: KvGeometry) -> None:
+        ranks = len(memory)
         heads = [owned_heads(rank, ranks, geometry.num_kv_heads) for rank in range(ranks)]
         shapes = rank_geometries(geometry, ranks)
         self.geometry = geometry
         self.parts: tuple[range, ...] = tuple(dict.fromkeys(heads))
         self._views = [
             (own, PoolView(pool, shape, own.start))
-            for own, pool, shape in zip(heads, memory, shapes, strict=False)
+            for own, pool, shape in zip(heads, memory, shapes, strict=True)
         ]
-        self.links = links
-        self._links = list(zip(heads[len(memory) :], links, strict=True))
 
     def holding(self, kv_slice: KvSlice) -> Sequence[PoolView]:
-        """Return the pools on this host with these heads."""
+        """Return the pools with these heads."""
         return [view for own, view in self._views if _has(own, kv_slice)]
-
-    def elsewhere(self, kv_slice: KvSlice) -> Sequence[RankLink]:
-        """Return the links to ranks on other hosts with these heads."""
-        return [link for own, link in self._links if _has(own, kv_slice)]
-
-    @property
-    def served_elsewhere(self) -> Sequence[tuple[range, str]]:
-        """Heads that no pool on this host has, and the address that serves them."""
-        here = {own for own, _ in self._views}
-        found: dict[range, str] = {}
-        for own, link in self._links:
-            if own not in here:
-                found.setdefault(own, link.address)
-        return list(found.items())
 
 
 def _has(own: range, kv_slice: KvSlice) -> bool:

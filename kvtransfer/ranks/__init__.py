@@ -1,1 +1,0 @@
-"""Ranks of a replica that have separate pools."""
