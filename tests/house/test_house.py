@@ -13,8 +13,6 @@ from tests.house.imports import ROOT, circles, floors, imports, modules, rooms
 MIN_MODULES = 3
 SMALL_FOLDERS = {
     "baton/engine/core/tiers": "the one optional part of the engine's core",
-    "benchmarks/goodput": "pages of figures that one command makes",
-    "benchmarks/lanes": "pages of figures that one command makes",
     "kvtransfer/native": "has C++ beside it",
     "router/frontend/openapi": "has a table of answers beside it",
     "router/routing/placement/native": "has C++ beside it",

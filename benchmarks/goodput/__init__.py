@@ -1,1 +1,0 @@
-"""Goodput of fleets with latency limits."""

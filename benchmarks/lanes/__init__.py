@@ -1,1 +1,0 @@
-"""Costs of models beside others in one fleet."""
