@@ -3,6 +3,10 @@
 import functools
 import gc
 import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # gRPC's fork handlers abort a process now and then that starts another one.
@@ -57,8 +61,41 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note the CPU seconds of a test: of this process, and of the children that end with it."""
+    began_s = _cpu_s()
+    item.user_properties.append(("began_cpu_s", began_s))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    if call.when == "teardown":
+        began_s = dict(item.user_properties)["began_cpu_s"]
+        report.user_properties.append(("cpu_s", _cpu_s() - began_s))
+    return report
+
+
+def _cpu_s() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print why tests ran again: each is a defect, also if it passed then."""
+    _write_cpu_times(terminalreporter)
     for report in terminalreporter.stats.get("rerun", ()):
         terminalreporter.section(f"first failure of {report.nodeid}")
         terminalreporter.line(report.longreprtext[-4000:])
+
+
+def _write_cpu_times(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write CPU seconds and name of each test, the most expensive first, to BATON_CPU_TIMES."""
+    if file := os.environ.get("BATON_CPU_TIMES"):
+        reports = terminalreporter.stats.get("", ())  # successful setups and teardowns
+        taken = [(dict(one.user_properties).get("cpu_s", 0.0), one.nodeid) for one in reports]
+        lines = [f"{cpu_s:8.2f} {name}" for cpu_s, name in sorted(taken, reverse=True) if cpu_s]
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text("\n".join(lines) + "\n", encoding="utf-8")
