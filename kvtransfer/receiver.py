@@ -278,11 +278,6 @@ class HandoffReceiver:
             return [*self._settle(), *gone]
         return [*self._settle(), *self._pulls()]
 
-    def frame_missed(self, kv_slice: KvSlice, epoch: int) -> list[Action]:
-        """Finish a frame that did not arrive (``writing`` - 1); ``pull_failed`` has the reason."""
-        self._wrote(epoch)
-        return self._settle()
-
     def pull_failed(self, kv_slices: Sequence[KvSlice], reason: str, epoch: int) -> list[Action]:
         """Handle a pull that ended without these frames: broken, timed out, or incomplete.
 

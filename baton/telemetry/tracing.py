@@ -41,11 +41,6 @@ class Tracing:
             else trace.NoOpTracer()
         )
 
-    @property
-    def enabled(self) -> bool:
-        """True if spans are exported."""
-        return self._pipeline is not None
-
     def shutdown(self, timeout_s: float = 2.0) -> None:
         """Export the buffered spans and stop; blocks for at most about ``timeout_s``."""
         if self._pipeline is None:

@@ -51,39 +51,47 @@ _REFUSALS = (
 )
 
 
+_Address = Annotated[
+    str | None,
+    typer.Option(help="Existing Ray cluster (`auto` or HOST:PORT). Default: a private Ray."),
+]
+_Port = Annotated[
+    int | None, typer.Option(help="Port of the router. Default: BATON_PORT, else the file's.")
+]
+_TakeOver = Annotated[
+    bool,
+    typer.Option("--take-over", help="Take the fleet over from another `baton up`."),
+]
+_Leave = Annotated[
+    bool,
+    typer.Option(
+        "--leave",
+        help="With --address: keep controller and workers running after a stop, for the next "
+        "`up` to adopt; `baton down FILE --address` ends them.",
+    ),
+]
+_DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Show what would change in the running fleet, or with --address the nodes of the "
+        "workers, and exit.",
+    ),
+]
+_Reconcile = Annotated[
+    bool,
+    typer.Option("--reconcile", help="Apply a changed file to the running fleet, and exit."),
+]
+
+
 def up(
     file: FileArgument = None,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Existing Ray cluster (`auto` or HOST:PORT). Default: a private Ray."),
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(help="Port of the router. Default: BATON_PORT, else the file's.")
-    ] = None,
-    take_over: Annotated[
-        bool,
-        typer.Option("--take-over", help="Take the fleet over from another `baton up`."),
-    ] = False,
-    leave: Annotated[
-        bool,
-        typer.Option(
-            "--leave",
-            help="With --address: keep controller and workers running after a stop, for the next "
-            "`up` to adopt; `baton down FILE --address` ends them.",
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Show what would change in the running fleet, or with --address the nodes of the "
-            "workers, and exit.",
-        ),
-    ] = False,
-    reconcile: Annotated[
-        bool,
-        typer.Option("--reconcile", help="Apply a changed file to the running fleet, and exit."),
-    ] = False,
+    address: _Address = None,
+    port: _Port = None,
+    take_over: _TakeOver = False,
+    leave: _Leave = False,
+    dry_run: _DryRun = False,
+    reconcile: _Reconcile = False,
 ) -> None:
     """Start a fleet and run it in the foreground; Ctrl-C stops it.
 

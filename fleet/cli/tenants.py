@@ -49,94 +49,118 @@ def ls(
         console.print(f"from {escape(found['file'])}", soft_wrap=True)
 
 
+_Tpm = Annotated[
+    int | None, typer.Option(help="Tokens per minute, prompts and answers; 0: no limit.")
+]
+_Concurrent = Annotated[int | None, typer.Option(help="Requests at the same time; 0: no limit.")]
+_BudgetTokens = Annotated[
+    int | None, typer.Option(help="Tokens per calendar month (UTC); 0: no limit.")
+]
+_Weight = Annotated[
+    float | None,
+    typer.Option(help="Part of a busy fleet, relative to other tenants; 0: the default, 1."),
+]
+_KvShare = Annotated[
+    float | None,
+    typer.Option(
+        help="Part of the cached KV (0 to 1) above which it loses its own first; 0: none."
+    ),
+]
+_Models = Annotated[
+    str | None,
+    typer.Option(
+        help="Models and adapters that it may use, separated by commas; '': all.",
+        metavar="NAMES",
+    ),
+]
+_SloTtftS = Annotated[
+    float | None,
+    typer.Option(help="Limit of the time to first token, as `slo: {ttft_s}`; 0: the fleet's."),
+]
+_SloItlS = Annotated[
+    float | None, typer.Option(help="Limit of the mean ITL, as `slo: {itl_s}`; 0: the fleet's.")
+]
+_KeepS = Annotated[
+    str | None,
+    typer.Option(
+        help="Seconds for which its stored responses, files and batches are kept, or "
+        "`default`; 0: none is stored."
+    ),
+]
+_LogText = Annotated[
+    str | None,
+    typer.Option(help="`off`: its texts are not logged, whatever its keys allow. Or `default`."),
+]
+
+
 @tenants_app.command("set")
 def set_(
     tenant: _TenantArgument,
     rpm: Annotated[int | None, typer.Option(help="Requests per minute; 0: no limit.")] = None,
-    tpm: Annotated[
-        int | None, typer.Option(help="Tokens per minute, prompts and answers; 0: no limit.")
-    ] = None,
+    tpm: _Tpm = None,
     tpd: Annotated[int | None, typer.Option(help="Tokens per day (UTC); 0: no limit.")] = None,
-    concurrent: Annotated[
-        int | None, typer.Option(help="Requests at the same time; 0: no limit.")
-    ] = None,
-    budget_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per calendar month (UTC); 0: no limit.")
-    ] = None,
-    weight: Annotated[
-        float | None,
-        typer.Option(help="Part of a busy fleet, relative to other tenants; 0: the default, 1."),
-    ] = None,
-    kv_share: Annotated[
-        float | None,
-        typer.Option(
-            help="Part of the cached KV (0 to 1) above which it loses its own first; 0: none."
-        ),
-    ] = None,
-    models: Annotated[
-        str | None,
-        typer.Option(
-            help="Models and adapters that it may use, separated by commas; '': all.",
-            metavar="NAMES",
-        ),
-    ] = None,
-    slo_ttft_s: Annotated[
-        float | None,
-        typer.Option(help="Limit of the time to first token, as `slo: {ttft_s}`; 0: the fleet's."),
-    ] = None,
-    slo_itl_s: Annotated[
-        float | None, typer.Option(help="Limit of the mean ITL, as `slo: {itl_s}`; 0: the fleet's.")
-    ] = None,
-    keep_s: Annotated[
-        str | None,
-        typer.Option(
-            help="Seconds for which its stored responses, files and batches are kept, or "
-            "`default`; 0: none is stored."
-        ),
-    ] = None,
-    log_text: Annotated[
-        str | None,
-        typer.Option(
-            help="`off`: its texts are not logged, whatever its keys allow. Or `default`."
-        ),
-    ] = None,
+    concurrent: _Concurrent = None,
+    budget_tokens: _BudgetTokens = None,
+    weight: _Weight = None,
+    kv_share: _KvShare = None,
+    models: _Models = None,
+    slo_ttft_s: _SloTtftS = None,
+    slo_itl_s: _SloItlS = None,
+    keep_s: _KeepS = None,
+    log_text: _LogText = None,
     fleet: FleetOption = None,
     url: UrlOption = None,
     api_key: KeyOption = "",
     as_json: _JsonOption = False,
 ) -> None:
     """Change limits of a tenant; those that are not given stay. Routers apply them on return."""
-    given = {
-        "rpm": rpm,
-        "tpm": tpm,
-        "tpd": tpd,
-        "concurrent": concurrent,
-        "weight": weight,
-        "kv_share": kv_share,
+    body: dict[str, Any] = {
+        name: value or None
+        for name, value in (
+            ("rpm", rpm),
+            ("tpm", tpm),
+            ("tpd", tpd),
+            ("concurrent", concurrent),
+            ("weight", weight),
+            ("kv_share", kv_share),
+        )
+        if value is not None
     }
-    body: dict[str, Any] = {name: it or None for name, it in given.items() if it is not None}
     if budget_tokens is not None:
         body["budget"] = {"tokens": budget_tokens} if budget_tokens else None
     if models is not None:
         body["models"] = [name.strip() for name in models.split(",") if name.strip()] or None
-    latencies = {"ttft_s": slo_ttft_s, "itl_s": slo_itl_s}
-    slo = {name: value for name, value in latencies.items() if value is not None}
-    if slo:
-        body["slo"] = slo if all(slo.values()) else None
-    if keep_s is not None:
-        if keep_s != "default" and not keep_s.isdigit():
-            fail(f"--keep-s {keep_s}: use a number of seconds, or default")
-        body["keep_s"] = None if keep_s == "default" else int(keep_s)
-    if log_text is not None:
-        if log_text not in _SWITCH:
-            fail(f"--log-text {log_text}: use on, off or default")
-        body["log_text"] = _SWITCH[log_text]
+    body |= _latencies(slo_ttft_s, slo_itl_s) | _retention(keep_s) | _text_logging(log_text)
     if not body:
         fail("give at least one limit, such as --rpm 600; `baton tenants set --help` lists them")
     found = _changed("PUT", tenant, fleet, url, api_key, body)
     typer.echo(
         json.dumps(found, indent=2) if as_json else f"{tenant}: {_described(found) or 'no limits'}"
     )
+
+
+def _latencies(ttft_s: float | None, itl_s: float | None) -> dict[str, Any]:
+    given = {"ttft_s": ttft_s, "itl_s": itl_s}
+    slo = {name: value for name, value in given.items() if value is not None}
+    if not slo:
+        return {}
+    return {"slo": slo if all(slo.values()) else None}
+
+
+def _retention(keep_s: str | None) -> dict[str, Any]:
+    if keep_s is None:
+        return {}
+    if keep_s != "default" and not keep_s.isdigit():
+        fail(f"--keep-s {keep_s}: use a number of seconds, or default")
+    return {"keep_s": None if keep_s == "default" else int(keep_s)}
+
+
+def _text_logging(log_text: str | None) -> dict[str, Any]:
+    if log_text is None:
+        return {}
+    if log_text not in _SWITCH:
+        fail(f"--log-text {log_text}: use on, off or default")
+    return {"log_text": _SWITCH[log_text]}
 
 
 @tenants_app.command("delete")

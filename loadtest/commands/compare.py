@@ -17,6 +17,7 @@ from loadtest.comparison import unlike
 from loadtest.reasons import file_reason
 from loadtest.results.files import Results, ResultsError, read_results
 from loadtest.results.tables import comparison_table
+from loadtest.workloads.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +66,7 @@ def compare(
     runs each seed's plan on A and then on B, and on B first for every other seed.
     """
     if files and not url:
-        if len(files) != 2:
-            o.fail(f"{len(files)} result files: give two")
-        try:
-            a, b = (read_results(file) for file in files)
-        except ResultsError as error:
-            o.fail(str(error))
-        _show([a], [b], (str(files[0]), str(files[1])), as_json=as_json)
+        _compare_files(files, as_json=as_json)
         return
     if len(url) != 2 or files:
         o.fail("give two result files, or --url A --url B")
@@ -83,15 +78,7 @@ def compare(
         sides.append(o.run_options(own, None))
     runs: tuple[list[Results], list[Results]] = ([], [])
     for seed in range(seeds):
-        try:
-            if trace is not None:
-                plan = recording.plan(trace, seed)
-            else:
-                plan = arrivals.plan("poisson", seed)
-        except OSError as error:
-            o.fail(file_reason(error))
-        except ValueError as error:
-            o.fail(str(error))
+        plan = _plan(recording, arrivals, trace, seed)
         for side in (0, 1) if seed % 2 == 0 else (1, 0):
             name = f"{'ab'[side]}-seed-{seed}"
             results = run(plan, sides[side], out / name, label=name)
@@ -100,6 +87,27 @@ def compare(
                 raise typer.Exit(INTERRUPTED)
             runs[side].append(results)
     _show(*runs, _names(url, header_a, header_b), as_json=as_json)
+
+
+def _compare_files(files: list[Path], *, as_json: bool) -> None:
+    if len(files) != 2:
+        o.fail(f"{len(files)} result files: give two")
+    try:
+        a, b = (read_results(file) for file in files)
+    except ResultsError as error:
+        o.fail(str(error))
+    _show([a], [b], (str(files[0]), str(files[1])), as_json=as_json)
+
+
+def _plan(recording: _Recording, arrivals: _Arrivals, trace: Path | None, seed: int) -> Plan:
+    try:
+        if trace is not None:
+            return recording.plan(trace, seed)
+        return arrivals.plan("poisson", seed)
+    except OSError as error:
+        o.fail(file_reason(error))
+    except ValueError as error:
+        o.fail(str(error))
 
 
 def _names(url: list[str], header_a: list[str], header_b: list[str]) -> tuple[str, str]:

@@ -38,32 +38,37 @@ class DrillsResult(msgspec.Struct, frozen=True, kw_only=True):
     drills: list[Verdict]
 
 
+_Name = Annotated[
+    list[str],
+    typer.Argument(
+        help=f"One or more of {', '.join(DRILLS)}; or {_ALL}, which is all but bad-canary."
+    ),
+]
+_Rate = Annotated[float, typer.Option(help="Requests per second that the fleet serves easily.")]
+_Holds = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        help="overload: requests per second that a fleet with slo holds. Default: search.",
+    ),
+]
+_Mode = Annotated[
+    Literal["auto", "disaggregated", "colocated"],
+    typer.Option(help="Header x-baton-mode of every request."),
+]
+_TimeoutS = Annotated[
+    float, typer.Option(min=1, help="Seconds after which a request counts as hung.")
+]
+
+
 def drill(
     ctx: typer.Context,
-    name: Annotated[
-        list[str],
-        typer.Argument(
-            help=f"One or more of {', '.join(DRILLS)}; or {_ALL}, which is all but bad-canary."
-        ),
-    ],
+    name: _Name,
     out: Annotated[Path | None, typer.Option(help="Folder for drill.json.")] = None,
-    rate: Annotated[
-        float, typer.Option(help="Requests per second that the fleet serves easily.")
-    ] = 1.0,
-    holds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            help="overload: requests per second that a fleet with slo holds. Default: search.",
-        ),
-    ] = None,
-    mode: Annotated[
-        Literal["auto", "disaggregated", "colocated"],
-        typer.Option(help="Header x-baton-mode of every request."),
-    ] = "disaggregated",
-    timeout_s: Annotated[
-        float, typer.Option(min=1, help="Seconds after which a request counts as hung.")
-    ] = 120.0,
+    rate: _Rate = 1.0,
+    holds: _Holds = None,
+    mode: _Mode = "disaggregated",
+    timeout_s: _TimeoutS = 120.0,
     api_key: o.ApiKey = "",
     seed: o.Seed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as in drill.json.")] = False,
@@ -75,11 +80,7 @@ def drill(
     latency limits (slo), overload checks its goodput at 1.5 and 3 times the rate that it holds. The
     exit code is 1 if a check fails.
     """
-    # A drill for which the fleet needs another model is named.
-    every = [each for each, one in DRILLS.items() if not one.wrong_model]
-    names = every if name == [_ALL] else name
-    if unknown := [each for each in names if each not in DRILLS]:
-        o.fail(f"unknown drill {unknown[0]!r}: use {', '.join(DRILLS)} or {_ALL}")
+    names = _asked(name)
     if out is not None and (out / _FILE).exists():
         o.fail(f"{out} has the results of drills: give another --out, or remove it")
     local = ctx.obj() if ctx.obj is not None else None
@@ -106,6 +107,20 @@ def drill(
     if as_json:
         typer.echo(written)
         raise typer.Exit(code)
+    _show(verdicts)
+    raise typer.Exit(code)
+
+
+def _asked(names: list[str]) -> list[str]:
+    if names == [_ALL]:
+        # A drill for which the fleet needs another model runs only by its name.
+        return [name for name, drill in DRILLS.items() if not drill.wrong_model]
+    if unknown := [name for name in names if name not in DRILLS]:
+        o.fail(f"unknown drill {unknown[0]!r}: use {', '.join(DRILLS)} or {_ALL}")
+    return names
+
+
+def _show(verdicts: list[Verdict]) -> None:
     if verdicts:
         Console().print(_table(verdicts))
     for verdict in verdicts:
@@ -113,7 +128,6 @@ def drill(
             Console().print(_phase_table(verdict.phases))
         for fault in verdict.faults:
             Console(soft_wrap=True).print(f"[red]{verdict.drill}[/]: {escape(fault)}")
-    raise typer.Exit(code)
 
 
 def _run_all(runner: DrillRunner, names: list[str]) -> tuple[list[Verdict], bool]:

@@ -24,39 +24,44 @@ from loadtest.lab.report import show, write_report
 from loadtest.lab.results import LabResults, write_results
 from loadtest.lab.table import LABS, Lab, LabContext
 
+_Out = Annotated[
+    Path | None, typer.Option(help="Folder for results.json and report.html. [lab-NAME]")
+]
+_Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick", help="Measure fewer points: 2 minutes on two cores; canary 3, split 5."
+    ),
+]
+_Url = Annotated[str, typer.Option(help="Router of the fleet to use. Default: the local fleet.")]
+_Fleet = Annotated[
+    Path | None, typer.Option(help="Fleet file of a fleet to start for this lab only.")
+]
+_ApiKey = Annotated[
+    str,
+    typer.Option(envvar="OPENAI_API_KEY", help="Operator's API key, if the fleet has keys."),
+]
+_Model = Annotated[str, typer.Option(help="Model reference, for labs with an engine of their own.")]
+_Workers = Annotated[
+    int, typer.Option(min=2, help="split: workers of the emulated fleet that it starts.")
+]
+_Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads of that engine. Default: cores, at most 2.")
+]
+
 
 @ended_by_signals()
 def lab(
     ctx: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Lab to run; omit to list all.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for results.json and report.html. [lab-NAME]")
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Measure fewer points: 2 minutes on two cores; canary 3, split 5."
-        ),
-    ] = False,
-    url: Annotated[
-        str, typer.Option(help="Router of the fleet to use. Default: the local fleet.")
-    ] = "",
-    fleet: Annotated[
-        Path | None, typer.Option(help="Fleet file of a fleet to start for this lab only.")
-    ] = None,
-    api_key: Annotated[
-        str,
-        typer.Option(envvar="OPENAI_API_KEY", help="Operator's API key, if the fleet has keys."),
-    ] = "",
-    model: Annotated[
-        str, typer.Option(help="Model reference, for labs with an engine of their own.")
-    ] = DEFAULT_MODEL,
-    workers: Annotated[
-        int, typer.Option(min=2, help="split: workers of the emulated fleet that it starts.")
-    ] = 4,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of that engine. Default: cores, at most 2.")
-    ] = None,
+    out: _Out = None,
+    quick: _Quick = False,
+    url: _Url = "",
+    fleet: _Fleet = None,
+    api_key: _ApiKey = "",
+    model: _Model = DEFAULT_MODEL,
+    workers: _Workers = 4,
+    threads: _Threads = None,
 ) -> None:
     """Run an experiment on a common question of operators, with a table and a plot.
 
@@ -85,13 +90,15 @@ def lab(
     except KeyboardInterrupt:
         echo("interrupted: too few points are measured, nothing was written")
         raise typer.Exit(INTERRUPTED) from None
-    console = Console()
-    show(console, results)
-    written = (write_results(folder, results), write_report(folder, results))
-    for file in written:
-        Console(soft_wrap=True, highlight=False).print(escape(str(file)))
+    _keep(results, folder)
     if results.findings.left_out:
         raise typer.Exit(INTERRUPTED)
+
+
+def _keep(results: LabResults, folder: Path) -> None:
+    show(Console(), results)
+    for file in (write_results(folder, results), write_report(folder, results)):
+        Console(soft_wrap=True, highlight=False).print(escape(str(file)))
 
 
 def _list() -> None:

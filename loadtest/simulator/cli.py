@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -41,6 +41,27 @@ from router.request import Slo as RequestSlo
 ALL = "all"
 
 
+_Policy = Annotated[
+    str, typer.Option(help=f"Routing policy: {FLEET}, {', '.join(POLICIES)}, or {ALL}.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
+_Worker = Annotated[str, typer.Option(help=f"Timing model: {', '.join(TIMINGS)}.")]
+_Link = Annotated[str, typer.Option(help=f"Link between workers: {', '.join(LINKS)}.")]
+_SloTtftS = Annotated[
+    float | None, typer.Option(min=0.001, help="Limit of TTFT for admission (slo.ttft_s).")
+]
+_SloItlS = Annotated[
+    float | None, typer.Option(min=0.0001, help="Limit of ITL for admission (slo.itl_s).")
+]
+_Shift = Annotated[
+    bool, typer.Option("--shift", help="Change lengths and rate every 10 minutes of the trace.")
+]
+_InDays = Annotated[
+    int,
+    typer.Option("--days", min=0, help="Repeat the trace for days whose rate follows a sine."),
+]
+
+
 @ended_by_signals()
 @with_options(
     "policy",
@@ -56,31 +77,14 @@ ALL = "all"
 def simulate(
     trace: Annotated[Path, typer.Argument(help="Mooncake JSONL or Azure CSV file.")],
     setup: Setup,
-    policy: Annotated[
-        str, typer.Option(help=f"Routing policy: {FLEET}, {', '.join(POLICIES)}, or {ALL}.")
-    ] = FLEET,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
-    ] = False,
-    worker: Annotated[
-        str, typer.Option(help=f"Timing model: {', '.join(TIMINGS)}.")
-    ] = H100_70B.name,
-    link: Annotated[
-        str, typer.Option(help=f"Link between workers: {', '.join(LINKS)}.")
-    ] = "between-nodes",
-    slo_ttft_s: Annotated[
-        float | None, typer.Option(min=0.001, help="Limit of TTFT for admission (slo.ttft_s).")
-    ] = None,
-    slo_itl_s: Annotated[
-        float | None, typer.Option(min=0.0001, help="Limit of ITL for admission (slo.itl_s).")
-    ] = None,
-    shift: Annotated[
-        bool, typer.Option("--shift", help="Change lengths and rate every 10 minutes of the trace.")
-    ] = False,
-    in_days: Annotated[
-        int,
-        typer.Option("--days", min=0, help="Repeat the trace for days whose rate follows a sine."),
-    ] = 0,
+    policy: _Policy = FLEET,
+    json: _Json = False,
+    worker: _Worker = H100_70B.name,
+    link: _Link = "between-nodes",
+    slo_ttft_s: _SloTtftS = None,
+    slo_itl_s: _SloItlS = None,
+    shift: _Shift = False,
+    in_days: _InDays = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N requests.")] = None,
     ttft_s: Annotated[float, typer.Option(min=0, help="TTFT limit of a good request.")] = 10.0,
     tpot_s: Annotated[float, typer.Option(min=0, help="TPOT limit of a good request.")] = 0.1,
@@ -91,22 +95,10 @@ def simulate(
     give the same bytes of JSON. Ctrl-C ends with the figures of the requests simulated so far (exit
     code 130).
     """
-    for value, allowed, option in (
-        (policy, [FLEET, *POLICIES, ALL], "--policy"),
-        (worker, TIMINGS, "--worker"),
-        (link, LINKS, "--link"),
-    ):
-        if value not in allowed:
-            raise typer.BadParameter(
-                f"{value!r} is unknown; use one of {', '.join(allowed)}", param_hint=option
-            )
-    if (slo_ttft_s is None) != (slo_itl_s is None):
-        raise typer.BadParameter("use --slo-ttft-s and --slo-itl-s together")
-    if setup.plan == "auto" and slo_ttft_s is None:
-        raise typer.BadParameter("--plan auto needs --slo-ttft-s and --slo-itl-s")
-    limits = None
-    if slo_ttft_s is not None and slo_itl_s is not None:
-        limits = RequestSlo(ttft_s=slo_ttft_s, itl_s=slo_itl_s)
+    _check_word(policy, [FLEET, *POLICIES, ALL], "--policy")
+    _check_word(worker, TIMINGS, "--worker")
+    _check_word(link, LINKS, "--link")
+    limits = _limits(slo_ttft_s, slo_itl_s, setup)
     requests = _requests(trace, limit, "TRACE")
     if shift:
         requests = shifting(requests)
@@ -131,14 +123,35 @@ def simulate(
         whole = written[0] if len(written) == 1 else b"[" + b",".join(written) + b"]\n"
         typer.echo(whole, nl=False)
         raise typer.Exit(code)
-    Console().print(table(results))
-    Console().print(legend(table_notes(slo)), highlight=False)
-    if limits is not None:
-        Console().print(goodput_table(results))
-        Console().print(legend(GOODPUT_NOTES), highlight=False)
+    _show(results, slo, with_goodput=limits is not None)
     if simulation.planner is not None:
         Console().print(turns_table(simulation.planner.decisions))
     raise typer.Exit(code)
+
+
+def _check_word(value: str, allowed: Collection[str], option: str) -> None:
+    if value not in allowed:
+        raise typer.BadParameter(
+            f"{value!r} is unknown; use one of {', '.join(allowed)}", param_hint=option
+        )
+
+
+def _limits(ttft_s: float | None, itl_s: float | None, setup: Setup) -> RequestSlo | None:
+    if (ttft_s is None) != (itl_s is None):
+        raise typer.BadParameter("use --slo-ttft-s and --slo-itl-s together")
+    if ttft_s is None or itl_s is None:
+        if setup.plan == "auto":
+            raise typer.BadParameter("--plan auto needs --slo-ttft-s and --slo-itl-s")
+        return None
+    return RequestSlo(ttft_s=ttft_s, itl_s=itl_s)
+
+
+def _show(results: dict[str, Figures], slo: Slo, *, with_goodput: bool) -> None:
+    Console().print(table(results))
+    Console().print(legend(table_notes(slo)), highlight=False)
+    if with_goodput:
+        Console().print(goodput_table(results))
+        Console().print(legend(GOODPUT_NOTES), highlight=False)
 
 
 def replay(trace: Path, setup: Setup, limit: int | None = None, *, as_json: bool = False) -> None:

@@ -1,5 +1,6 @@
 """Results of a simulation: figures as plain data, and a table."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from statistics import fmean
@@ -96,10 +97,6 @@ def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> 
     setup = simulation.setup
     records = simulation.records
     answered = [record for record in records if not record.error]
-    errors: dict[str, int] = {}
-    for record in records:
-        if record.error:
-            errors[record.error] = errors.get(record.error, 0) + 1
     tpots_ns = {
         record.id: (record.last_ns - record.first_ns) / (record.tokens - 1)
         for record in answered
@@ -117,7 +114,7 @@ def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> 
     return Figures(
         requests=len(records),
         answered=len(answered),
-        errors=dict(sorted(errors.items())),
+        errors=dict(sorted(Counter(r.error for r in records if r.error).items())),
         duration_s=round(duration_s, 3),
         hit_share=round(found / blocks, 6),
         pulled_share=round(sum(record.pulled_blocks for record in records) / blocks, 6)
@@ -140,13 +137,7 @@ def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> 
         transfer_gb=round(sum(record.transfer_bytes for record in records) / 1e9, 3),
         good_share=round(len(good) / len(records), 6),
         good_per_s=round(len(good) / duration_s, 6),
-        prediction_error=_seconds(
-            [
-                abs(record.predicted_first_s * 1e9 - (record.first_ns - record.placed_ns))
-                for record in answered
-                if record.predicted_first_s and record.attempt == 1
-            ]
-        ),
+        prediction_error=_prediction_error(answered),
         regret=_seconds(
             [record.regret_s * 1e9 for record in records if record.regret_s is not None]
         ),
@@ -157,6 +148,16 @@ def figures(simulation: Simulation, trace: Sequence[TraceRequest], slo: Slo) -> 
         goodput=goodput(records, setup, setup.slo, simulation.turns, simulation.worker_s)
         if setup.slo is not None
         else None,
+    )
+
+
+def _prediction_error(answered: Sequence[Record]) -> Distribution:
+    return _seconds(
+        [
+            abs(record.predicted_first_s * 1e9 - (record.first_ns - record.placed_ns))
+            for record in answered
+            if record.predicted_first_s and record.attempt == 1
+        ]
     )
 
 
