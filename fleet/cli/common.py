@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from baton.config.fleet_file import ConfigError, FleetConfig, load_config
+from baton.config.fleet_file import FleetConfig
+from baton.config.load import ConfigError, load_config
 from fleet.local import state as fleet_state
 from fleet.local.http_trust import trusted
 from fleet.local.state import FleetState

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from baton.config.fleet_file import ConfigError
+from baton.config.load import ConfigError
 from baton.telemetry.progress import Progress
 from baton.types.lanes import OF_VERSION, split_version
 from fleet.cli.common import FleetOption, fail, read_fleet_file, running_fleet

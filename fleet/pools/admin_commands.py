@@ -40,10 +40,11 @@ from baton.registry.redis_store import Registry, RegistryUnavailableError
 from baton.registry.router_demands import RouterDemands
 from baton.registry.types import Role
 from fleet.pools.balance import LeavingOrder, MayTurn
-from fleet.pools.controller import Action, FleetController, Turn
+from fleet.pools.controller import FleetController
 from fleet.pools.nodes import CapacityError, Node, check_nodes, usable
 from fleet.pools.placement import Placements
 from fleet.pools.planning import NO_LIMITS, RolePlanning
+from fleet.pools.slots import Action, Turn
 from fleet.private_logs import logs_of
 
 MAX_LINES = 2000

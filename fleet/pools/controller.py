@@ -14,16 +14,24 @@ Methods take an event and the time in integer nanoseconds, and return the action
 Actions and events carry an epoch, so a late event of an earlier incarnation has no effect.
 """
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.registry.types import Intent, Role, WorkerState, number_of, role_in_name, worker_name
+from baton.registry.types import Role, role_in_name, worker_name
 from fleet.pools.balance import LeavingOrder, MayTurn, always, balance, same
+from fleet.pools.slots import (
+    BACKOFF_FIRST_NS,
+    SECOND_NS,
+    Action,
+    Drain,
+    Launch,
+    Phase,
+    Remove,
+    Slot,
+    Stop,
+    Turn,
+)
 
-SECOND_NS = 1_000_000_000
-
-BACKOFF_FIRST_NS = SECOND_NS // 2
 BACKOFF_LIMIT_NS = 30 * SECOND_NS
 HEALTHY_AFTER_NS = 30 * SECOND_NS
 START_LIMIT_NS = 300 * SECOND_NS
@@ -32,129 +40,6 @@ STOP_AGAIN_NS = 10 * SECOND_NS  # a Stop may get lost; it is repeated until the 
 KNOWN_AFTER_NS = 2 * SECOND_NS  # all routers use an incarnation that has been ready for so long
 MOVED_AFTER_STARTS = 2  # failed ones: the node may be the reason, such as a full disk
 _NEVER_NS = 1 << 62
-
-
-class Phase(enum.Enum):
-    """Phase of a slot."""
-
-    WAITING = "waiting"  # no process; one will be started at `due_ns`
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    PARKED = "parked"  # drained by an operator; no process until a restart
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Start a new incarnation of a slot."""
-
-    worker_id: str
-    role: Role
-    epoch: int
-    turn: int = 0  # number of the turn that gave the slot its role
-    reuse: bool = False  # start it in the process of the last incarnation
-    move: bool = False  # start it on another node than the last incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Drain this incarnation, then report ``drained``."""
-
-    worker_id: str
-    epoch: int
-    timeout_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End this incarnation's processes, then report ``ended``."""
-
-    worker_id: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Write a slot's state to the registry."""
-
-    worker_id: str
-    role: Role
-    state: WorkerState
-    epoch: int
-    reason: str
-    turn: int = 0
-    intent: Intent = "serve"
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Publish all slots' roles, and send this running incarnation its new one."""
-
-    worker_id: str
-    role: Role
-    epoch: int
-    turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class Remove:
-    """Release the placement of a removed slot."""
-
-    worker_id: str
-
-
-Action = Launch | Drain | Stop | Publish | Turn | Remove
-
-
-@dataclass(slots=True)
-class Slot:
-    """Place of one worker in the fleet."""
-
-    worker_id: str
-    role: Role
-    phase: Phase = Phase.WAITING
-    epoch: int = 0
-    used: int = 0  # the highest epoch that was ever used, as far as is known
-    turn: int = 0  # number of the turn that gave it its role; 0: it never turned
-    told: int = 0  # the turn that the present incarnation knows
-    since_ns: int = 0  # when the phase began
-    due_ns: int = 0  # WAITING: time of the start; STARTING, DRAINING: time limit
-    backoff_ns: int = BACKOFF_FIRST_NS  # for the next crash of a short incarnation
-    reason: str = ""
-    after_drain: Phase = Phase.WAITING  # where DRAINING leads to
-    leaving: bool = False  # being removed from the fleet
-    stopping: bool = False  # Stop was issued for this incarnation
-    reusable: bool = False  # the last incarnation was healthy, and its process still exists
-    moving: bool = False  # the next incarnation must start on another node
-    failed_starts: int = 0  # in a row
-
-    @property
-    def number(self) -> int:
-        """Number in the worker's id."""
-        return number_of(self.worker_id)
-
-    @property
-    def has_process(self) -> bool:
-        """True while an incarnation starts, runs or drains."""
-        return self.phase in (Phase.STARTING, Phase.READY, Phase.DRAINING)
-
-    @property
-    def ready(self) -> bool:
-        """True if it accepts requests."""
-        return self.phase is Phase.READY
-
-    @property
-    def intent(self) -> Intent:
-        """Purpose of the slot after its present phase."""
-        if self.leaving:
-            return "leave"
-        drained = self.phase in (Phase.PARKED, Phase.DRAINING)
-        return "park" if drained and self.after_drain is Phase.PARKED else "serve"
-
-    @property
-    def down(self) -> bool:
-        """True if an operator has drained it, or is draining it."""
-        return self.intent == "park"
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +206,7 @@ class FleetController:
             return []
         slot.used = max(slot.used, reported)
         slot.epoch = reported
-        return [self.describe(slot)]
+        return [slot.describe()]
 
     def note_epoch(self, worker_id: str, epoch: int) -> None:
         """Record an epoch that was used, so that the next incarnation gets a higher one."""
@@ -371,7 +256,7 @@ class FleetController:
         self._enter(slot, Phase.READY, now_ns)
         slot.failed_starts = 0
         slot.reason = ""
-        return [self.describe(slot), *self._tell(slot), *self.tick(now_ns)]
+        return [slot.describe(), *self._tell(slot), *self.tick(now_ns)]
 
     def drained(self, worker_id: str, epoch: int, now_ns: int) -> list[Action]:
         """Handle a draining incarnation that has no requests left."""
@@ -405,7 +290,7 @@ class FleetController:
                 slot.backoff_ns = min(2 * slot.backoff_ns, BACKOFF_LIMIT_NS)
         if slot.leaving:
             return [*self._retire(slot), *self.tick(now_ns)]
-        return [self.describe(slot), *self.tick(now_ns)]
+        return [slot.describe(), *self.tick(now_ns)]
 
     def tick(self, now_ns: int) -> list[Action]:
         """Handle the passage of time: start due incarnations, stop those beyond their limit."""
@@ -454,23 +339,7 @@ class FleetController:
         """Return whether no slot has a process."""
         return all(slot.phase in (Phase.WAITING, Phase.PARKED) for slot in self.slots.values())
 
-    def describe(self, slot: Slot) -> Publish:
-        """Return the action that writes a slot's state to the registry."""
-        states: dict[Phase, WorkerState] = {
-            Phase.WAITING: "dead" if slot.epoch else "starting",
-            Phase.STARTING: "starting",
-            Phase.READY: "ready",
-            Phase.DRAINING: "draining",
-            Phase.PARKED: "dead",
-        }
-        return self._published(slot, states[slot.phase])
-
     # ---- inner ----------------------------------------------------------------------------------
-
-    def _published(self, slot: Slot, state: WorkerState) -> Publish:
-        return Publish(
-            slot.worker_id, slot.role, state, slot.epoch, slot.reason, slot.turn, slot.intent
-        )
 
     def _add(self, role: Role, now_ns: int) -> None:
         number = 0
@@ -511,7 +380,7 @@ class FleetController:
 
     def _turn(self, slot: Slot, role: Role) -> list[Action]:
         self._relabel(slot, role)
-        return self._tell(slot) or [self.describe(slot)]
+        return self._tell(slot) or [slot.describe()]
 
     def _relabel(self, slot: Slot, role: Role) -> None:
         self._turns += 1
@@ -546,7 +415,7 @@ class FleetController:
         slot.reusable = False
         slot.told = slot.turn
         launch = Launch(slot.worker_id, slot.role, slot.epoch, slot.turn, reuse, move)
-        return [self.describe(slot), launch]
+        return [slot.describe(), launch]
 
     def _stop_life(self, slot: Slot, now_ns: int) -> list[Action]:
         if slot.stopping and slot.due_ns > now_ns:
@@ -560,7 +429,7 @@ class FleetController:
         if slot.phase in (Phase.WAITING, Phase.PARKED):
             self._enter(slot, then, now_ns)
             slot.reason = reason
-            return self._retire(slot) if slot.leaving else [self.describe(slot)]
+            return self._retire(slot) if slot.leaving else [slot.describe()]
         if slot.phase is Phase.DRAINING:
             return []
         loaded = slot.phase is Phase.READY
@@ -568,8 +437,8 @@ class FleetController:
         self._enter(slot, Phase.DRAINING, now_ns)
         slot.due_ns = now_ns + DRAIN_LIMIT_NS
         if not loaded:
-            return [self.describe(slot), *self._stop_life(slot, now_ns)]
-        return [self.describe(slot), Drain(slot.worker_id, slot.epoch, DRAIN_LIMIT_NS)]
+            return [slot.describe(), *self._stop_life(slot, now_ns)]
+        return [slot.describe(), Drain(slot.worker_id, slot.epoch, DRAIN_LIMIT_NS)]
 
     def _renew(self, slot: Slot, now_ns: int) -> list[Action]:
         slot.backoff_ns = BACKOFF_FIRST_NS
@@ -580,7 +449,7 @@ class FleetController:
         del self.slots[slot.worker_id]
         used = max(slot.epoch, slot.used)
         self._past[slot.worker_id] = _Past(used, slot.role, slot.turn)
-        return [self._published(slot, "dead"), Remove(slot.worker_id)]
+        return [slot.published("dead"), Remove(slot.worker_id)]
 
     def _roll(self, now_ns: int) -> list[Action]:
         """Restart the next slot of a rolling restart once routers use all others."""

@@ -33,17 +33,7 @@ from baton.tenants.audit.log import AuditLog
 from baton.types.lanes import worker_prefix
 from fleet.pools.admin_commands import OrderDesk, WantedState, sizes_in
 from fleet.pools.audited_commands import audit_order
-from fleet.pools.controller import (
-    START_LIMIT_NS,
-    Action,
-    Drain,
-    FleetController,
-    Launch,
-    Publish,
-    Remove,
-    Stop,
-    Turn,
-)
+from fleet.pools.controller import START_LIMIT_NS, FleetController
 from fleet.pools.liveness import FROZEN_AFTER_S, Life, ShellProcess, end_actor, process_of
 from fleet.pools.lives import LifeTable
 from fleet.pools.placement import Placements
@@ -63,6 +53,7 @@ from fleet.pools.resources import (
     worker_settings,
 )
 from fleet.pools.sealing import SECRET_FIELDS, seal, unseal
+from fleet.pools.slots import Action, Drain, Launch, Publish, Remove, Stop, Turn
 
 _LOG = logging.getLogger("fleet.pools.controller")
 
@@ -530,7 +521,7 @@ class ControllerActor:
             await self._wanted_state.note(self._machine, self._desk.planning)
 
     async def _write_all(self) -> None:
-        news = [self._machine.describe(slot) for slot in self._machine.slots.values()]
+        news = [slot.describe() for slot in self._machine.slots.values()]
         await self._registry.write_slots([self._record(item) for item in news])
 
     async def _turn(self, turn: Turn) -> None:

@@ -8,97 +8,57 @@ import asyncio
 import gc
 import logging
 import signal
-import socket
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import grpc.aio
 import msgspec
-from batonpb import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
-from baton.addresses import join_address
-from baton.engine.emulated_timing import TIMINGS
 from baton.engine.parent import die_with_parent
 from baton.engine.process.handle import EngineHandle
-from baton.engine.settings import EngineSettings
-from baton.model.artifact import resolve_model
-from baton.model.trust import check_trust
 from baton.planner.state import WorkerState, state_of
-from baton.registry.kv_events import KvEventPublisher
 from baton.registry.redis_store import Registry
-from baton.registry.types import Role, WorkerRecord, tier_incarnation
-from baton.registry.workers import Presence
+from baton.registry.types import Role, WorkerRecord
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.logs import set_up_logs
-from baton.telemetry.metrics import Metrics, serve_metrics
+from baton.telemetry.metrics import Metrics
 from baton.telemetry.process_memory import WORKER_OBJECTS, collect_rarely
 from baton.telemetry.tasks import BackgroundTasks
-from baton.telemetry.tracing import Tracing
 from baton.tenants.erasures import Erasures
 from baton.tenants.usage.worker_time import WorkerTime
 from baton.types import events as ev
 from baton.types.errors import UnavailableError
-from baton.types.lanes import lane_of
-from baton.types.trust import TrustRules
-from baton.wire.fleet_token import FleetToken, TokenInterceptor
-from baton.wire.grpc_options import SERVER_OPTIONS, listen
 from baton.wire.message_memory import keep_message_memory
 from baton.wire.process_end import exit_process
-from baton.wire.tls import FleetTls
-from decode_worker.pacing import ReceivePacer
-from decode_worker.parts import WorkerParts
-from decode_worker.peers import Peers
-from decode_worker.prefix_pull import PrefixPuller
 from decode_worker.service import DecodeService
-from fleet.ports import chosen_port, free_port, kv_listener
-from fleet.private_logs import open_log
 from fleet.worker.draining import drained
 from fleet.worker.engine_metrics import EngineMetrics
 from fleet.worker.erasure import erase_forever
-from fleet.worker.identity import capabilities_of, identity_of, record_of
+from fleet.worker.identity import identity_of, record_of
 from fleet.worker.idle_sleep import sleep_when_idle
 from fleet.worker.probe import Canary
 from fleet.worker.quarantine_watch import QuarantineWatch
 from fleet.worker.settings import CANARY_S, WorkerSettings
-from kvtransfer.fault_injection import FrameTamperer
+from fleet.worker.start import (
+    Publishers,
+    check_worker_trust,
+    failure_counter,
+    make_publishers,
+    open_context,
+    start_engine,
+    start_servers,
+    start_services,
+)
 from kvtransfer.rank_pools import RankPools
-from kvtransfer.transport import ServingSide
-from kvtransfer.transports import servers
 from prefill_worker.service import PrefillService
 
 _LOG = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 """Time after a signal for other workers to resume the requests that run here."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """Settings of a worker, and what all steps of its start use."""
-
-    settings: WorkerSettings
-    token: FleetToken
-    tls: FleetTls | None
-    tracing: Tracing
-    metrics: Metrics
-    registry: Registry
-    time: WorkerTime
-
-
-@dataclass(frozen=True, slots=True)
-class _Publishers:
-    presence: Presence
-    pool: KvEventPublisher
-    tiers: Mapping[str, KvEventPublisher]
-
-    def start(self) -> None:
-        for one in (self.pool, *self.tiers.values()):
-            one.start()
-        self.presence.start()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +68,7 @@ class _Parts:
     server: grpc.aio.Server
     decode: DecodeService
     prefill: PrefillService
-    publishers: _Publishers
+    publishers: Publishers
     registry: Registry
     time: WorkerTime
 
@@ -127,7 +87,7 @@ class Worker:
         )
         parts.engine.on_cache_changed = self._on_cache_changed
         parts.metrics.before_page.append(self._show_registry)
-        self._tasks = BackgroundTasks("worker", _failure_counter(parts.metrics))
+        self._tasks = BackgroundTasks("worker", failure_counter(parts.metrics))
         self._vital(ALIVE.run(), "alive clock")
         self._vital(parts.decode.tick_forever(), "decode tick")
         self._vital(parts.prefill.watch_leases(), "prefill leases")
@@ -153,29 +113,29 @@ class Worker:
         """
         keep_message_memory()
         async with AsyncExitStack() as stack:
-            base = _start_base(settings, stack)
-            await asyncio.to_thread(_check_trust, settings)
-            engine = await _start_engine(base, stack)
-            server, address, metrics_address = await _start_servers(base, stack)
+            context = open_context(settings, stack)
+            await asyncio.to_thread(check_worker_trust, settings)
+            engine = await start_engine(context, stack)
+            server, address, metrics_address = await start_servers(context, stack)
             ready = engine.client.ready
             identity = identity_of(settings, ready, address)
             pool = RankPools(engine.client.pools, ready.geometry)
-            decode, prefill = await _start_services(base, engine, pool, identity, server, stack)
+            decode, prefill = await start_services(context, engine, pool, identity, server, stack)
             record = record_of(settings, identity, ready, metrics_address)
-            publishers = _make_publishers(base, identity, record, stack)
+            publishers = make_publishers(context, identity, record, stack)
             stack.push_async_callback(server.stop, None)
             collect_rarely(WORKER_OBJECTS)
             await server.start()
             publishers.start()
             parts = _Parts(
                 engine=engine,
-                metrics=base.metrics,
+                metrics=context.metrics,
                 server=server,
                 decode=decode,
                 prefill=prefill,
                 publishers=publishers,
-                registry=base.registry,
-                time=base.time,
+                registry=context.registry,
+                time=context.time,
             )
             return cls(settings, parts, stack.pop_all())
 
@@ -300,193 +260,6 @@ def _canary(settings: WorkerSettings, engine: EngineHandle) -> Canary:
         limit_s=interval_s if settings.engine.external is None else 3 * interval_s,
         exact=settings.engine.numerics == "exact",
     )
-
-
-def _check_trust(settings: WorkerSettings) -> None:
-    if settings.trust == TrustRules() or settings.engine.emulated is not None:
-        return
-    external = settings.engine.external is not None
-    check_trust(resolve_model(settings.engine.model, allow_unsupported=external), settings.trust)
-
-
-def _start_base(settings: WorkerSettings, stack: AsyncExitStack) -> _Base:
-    metrics = Metrics("worker", model=settings.served_model_name)
-    registry = Registry(settings.redis_url, settings.fleet)
-    base = _Base(
-        settings,
-        settings.token(),
-        settings.credentials(),
-        Tracing("worker"),
-        metrics,
-        registry,
-        WorkerTime(
-            settings.role,
-            registry.of_whole_fleet(),
-            metrics,
-            _failure_counter(metrics),
-            lane_of(settings.fleet),
-        ),
-    )
-    stack.callback(base.tracing.shutdown)
-    stack.push_async_callback(base.registry.close)
-    stack.push_async_callback(base.time.close)
-    base.time.start()
-    return base
-
-
-async def _start_engine(base: _Base, stack: AsyncExitStack) -> EngineHandle:
-    """Start the engine process."""
-    metrics = base.metrics
-    stderr = _open_log(base.settings)
-    if stderr is not None:
-        stack.callback(stderr.close)
-    engine_settings = _with_address(base.settings.engine, base.settings)
-    engine = await EngineHandle.start(engine_settings, _LOG.info, stderr, _failure_counter(metrics))
-    stack.push_async_callback(engine.client.stop)
-    metrics.set("baton_model_load_seconds", engine.client.ready.load_s)
-    _report_engine_kind(base.settings, metrics)
-    return engine
-
-
-def _with_address(engine: EngineSettings, settings: WorkerSettings) -> EngineSettings:
-    """Return engine settings with the role and address with which vLLM hands KV over by NIXL."""
-    external = engine.external
-    if external is None or external.hand_off != "nixl":
-        return engine
-    port = chosen_port(settings.host, settings.ports)
-    address = join_address(settings.host, port)
-    own = msgspec.structs.replace(
-        external, role=settings.role, address=address, ports=settings.ports
-    )
-    return msgspec.structs.replace(engine, external=own)
-
-
-async def _start_servers(base: _Base, stack: AsyncExitStack) -> tuple[grpc.aio.Server, str, str]:
-    """Serve metrics and open the gRPC port; return the gRPC server and both addresses."""
-    host = base.settings.host
-    ports = base.settings.ports
-    page = base.tls.page_context() if base.tls is not None else None
-    metrics_server = await serve_metrics(base.metrics, host, free_port(host, ports), page)
-    stack.push_async_callback(metrics_server.close)
-    server = grpc.aio.server(
-        interceptors=[TokenInterceptor(base.token)],
-        options=SERVER_OPTIONS,
-    )
-    port = listen(server, join_address(host, free_port(host, ports)), base.tls)
-    return server, join_address(host, port), metrics_server.address
-
-
-async def _start_services(
-    base: _Base,
-    engine: EngineHandle,
-    pool: RankPools,
-    identity: common_pb2.WorkerIdentity,
-    server: grpc.aio.Server,
-    stack: AsyncExitStack,
-) -> tuple[DecodeService, PrefillService]:
-    """Add both services to the gRPC server and start the KV transports."""
-    settings = base.settings
-    listener = _kv_listener(settings, stack)
-    client = engine.client
-    side = ServingSide(server, base.token, identity.incarnation, client.pool_fd, listener)
-    senders = servers(side, settings.transports)
-    capabilities = capabilities_of(settings, client.ready, senders)
-    peers = Peers(capabilities, base.token, base.tls)
-    stack.push_async_callback(peers.close)
-    decode, prefill = _make_services(base, engine, pool, peers, identity, capabilities)
-    decode_pb2_grpc.add_DecodeServicer_to_server(decode, server)
-    prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, server)
-    for sender in senders:
-        await sender.start(prefill.source)
-        stack.push_async_callback(sender.close)
-    return decode, prefill
-
-
-def _make_services(
-    base: _Base,
-    engine: EngineHandle,
-    pool: RankPools,
-    peers: Peers,
-    identity: common_pb2.WorkerIdentity,
-    capabilities: common_pb2.Capabilities,
-) -> tuple[DecodeService, PrefillService]:
-    settings = base.settings
-    ready = engine.client.ready
-    pacer = ReceivePacer(settings.receive_cpu_share if settings.engine.steps_on_cpu else 0.0)
-    engine.after_step.append(pacer.after_step)
-    known = (ready.eos_token_ids, base.metrics, base.tracing)
-    parts = WorkerParts(engine, pool, peers, identity, *known, pacer)
-    decode = DecodeService(parts, capabilities, ready.threads)
-    prefill = PrefillService(
-        engine,
-        pool,
-        identity,
-        capabilities,
-        base.metrics,
-        base.tracing,
-        PrefixPuller(parts),
-        FrameTamperer.parse(settings.fault_injection),
-        token=base.token,
-        unsigned_pulls=settings.unsigned_pulls,
-    )
-    return decode, prefill
-
-
-def _make_publishers(
-    base: _Base,
-    identity: common_pb2.WorkerIdentity,
-    record: WorkerRecord,
-    stack: AsyncExitStack,
-) -> _Publishers:
-    count = _failure_counter(base.metrics)
-    incarnation = identity.incarnation
-    publisher = KvEventPublisher(base.registry, incarnation, count)
-    tiers = {
-        tier: KvEventPublisher(base.registry, tier_incarnation(incarnation, tier), count)
-        for tier in base.settings.engine.kv_tiers.names
-    }
-    for one in (publisher, *tiers.values()):
-        stack.push_async_callback(one.stop)
-    presence = Presence(base.registry, record, count)
-    stack.push_async_callback(presence.stop)
-    return _Publishers(presence, publisher, tiers)
-
-
-def _kv_listener(settings: WorkerSettings, undo: AsyncExitStack) -> socket.socket | None:
-    """Return the socket for KV transfers by TCP, which are plain text; None with TLS."""
-    if settings.tls is not None or (settings.transports and "tcp" not in settings.transports):
-        return None
-    listener = kv_listener(settings.host, settings.ports, settings.engine.workers_on_host)
-    return None if listener is None else undo.enter_context(listener)
-
-
-def _failure_counter(metrics: Metrics) -> Callable[[str], None]:
-    return lambda task: metrics.inc("baton_task_failures", task=task)
-
-
-def _report_engine_kind(settings: WorkerSettings, metrics: Metrics) -> None:
-    """Show the kind of the engine in metrics, and in the log if it is emulated."""
-    model = settings.engine.emulated
-    timing = model.timing if model is not None else ""
-    external = settings.engine.external
-    kind = external.kind if external is not None else "emulated" if timing else "real"
-    metrics.set("baton_engine_info", 1, engine=kind, timing=timing)
-    if timing:
-        _LOG.warning(
-            "worker=%s is EMULATED: no model runs, responses are synthetic; step times: %s (%s)",
-            settings.worker_id,
-            timing,
-            TIMINGS[timing].source,
-        )
-
-
-def _open_log(settings: WorkerSettings) -> IO[bytes] | None:
-    """Open the engine process's error log; None: it inherits this process's."""
-    if not settings.log_dir:
-        return None
-    folder = Path(settings.log_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return open_log(folder / f"{settings.worker_id}.engine.log")
 
 
 async def serve(settings: WorkerSettings) -> int:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.fleet_file import ConfigError, FleetConfig, load_config
+from baton.config.fleet_file import FleetConfig
+from baton.config.load import ConfigError, load_config
 from baton.config.logs import LogsConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

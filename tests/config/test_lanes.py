@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.fleet_file import ConfigError, FleetConfig, load_config
+from baton.config.fleet_file import FleetConfig
+from baton.config.load import ConfigError, load_config
 from baton.types.lanes import split_version
 
 FILE = """

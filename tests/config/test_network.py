@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.fleet_file import ConfigError, FleetConfig, load_config
+from baton.config.fleet_file import FleetConfig
+from baton.config.load import ConfigError, load_config
 from baton.config.network import is_loopback
 
 TLS = "tls: {certificate: /c.pem, key: /c.key%s}"

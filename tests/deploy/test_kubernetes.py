@@ -19,7 +19,7 @@ import jsonschema
 import pytest
 import yaml
 
-from baton.config.fleet_file import load_config
+from baton.config.load import load_config
 from baton.registry.connection import RedisUrlError, parse_redis_url
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"

@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 from typer.testing import CliRunner
 
-from baton.config.fleet_file import load_config
+from baton.config.load import load_config
 from baton.wire.tls import FleetTls
 from fleet.cli.main import app
 from router.frontend.http.certificate import LiveCertificate

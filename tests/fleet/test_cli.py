@@ -19,7 +19,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig, load_config
+from baton.config.fleet_file import DEFAULT_MODEL, FleetConfig, PoolsConfig
+from baton.config.load import load_config
 from baton.model.artifact import resolve_model
 from fleet.cli import certificate_authority as authority
 from fleet.cli import lifecycle

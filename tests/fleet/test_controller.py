@@ -5,17 +5,19 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fleet.pools.controller import (
-    BACKOFF_FIRST_NS,
     BACKOFF_LIMIT_NS,
     DRAIN_LIMIT_NS,
     HEALTHY_AFTER_NS,
     KNOWN_AFTER_NS,
-    SECOND_NS,
     START_LIMIT_NS,
     STOP_AGAIN_NS,
+    FleetController,
+)
+from fleet.pools.slots import (
+    BACKOFF_FIRST_NS,
+    SECOND_NS,
     Action,
     Drain,
-    FleetController,
     Launch,
     Phase,
     Publish,
@@ -132,8 +134,8 @@ def test_a_drained_worker_stays_down_until_it_is_restarted() -> None:
     assert only(Stop, fleet.drained("worker-1", 1, 5)) == ["worker-1"]
     fleet.ended("worker-1", 1, "exit code 0", 6)
     assert fleet.slots["worker-1"].phase is Phase.PARKED
-    assert fleet.describe(fleet.slots["worker-1"]).intent == "park"
-    assert fleet.describe(fleet.slots["worker-0"]).intent == "serve"
+    assert fleet.slots["worker-1"].describe().intent == "park"
+    assert fleet.slots["worker-0"].describe().intent == "serve"
     assert not fleet.tick(10 * START_LIMIT_NS)
     assert only(Launch, fleet.restart(["worker-1"], 20, rolling=False)) == ["worker-1"]
 

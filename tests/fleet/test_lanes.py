@@ -5,9 +5,10 @@ from baton.registry.redis_store import Registry
 from baton.registry.types import is_worker_name
 from baton.types.lanes import lane_fleet, whole_fleet, worker_prefix
 from fleet.local.changes import changes
-from fleet.pools.controller import FleetController, Launch
+from fleet.pools.controller import FleetController
 from fleet.pools.nodes import Node, plan
 from fleet.pools.resources import ControllerSpec, engine_settings, lives_among, specs_of
+from fleet.pools.slots import Launch
 
 FIELDS = {
     "fleet": "f",

@@ -12,18 +12,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from fleet.pools.controller import (
-    HEALTHY_AFTER_NS,
-    SECOND_NS,
-    Action,
-    Drain,
-    FleetController,
-    Launch,
-    Phase,
-    Publish,
-    Stop,
-)
+from fleet.pools.controller import HEALTHY_AFTER_NS, FleetController
 from fleet.pools.lives import LifeTable
+from fleet.pools.slots import SECOND_NS, Action, Drain, Launch, Phase, Publish, Stop
 from tests.soak import examples
 
 SLOTS = ("worker-0", "worker-1")

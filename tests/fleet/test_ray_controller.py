@@ -27,11 +27,11 @@ from baton.registry.workers import was_replaced
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.local.redis_server import EmbeddedRedis
 from fleet.pools import liveness, placement, ray_controller
-from fleet.pools.controller import Phase
 from fleet.pools.liveness import ShellProcess, StandstillGuard, TurnedTo
 from fleet.pools.nodes import Node
 from fleet.pools.ray_controller import ControllerActor
 from fleet.pools.resources import ControllerSpec
+from fleet.pools.slots import Phase
 from fleet.process_key import ProcessKey
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.fleet_file import load_config
+from baton.config.load import load_config
 from tests.hosts.harness import FLEET, TOKEN, Cluster, start_worker, wait_for
 from tests.hosts.rig.cluster import ROOT, share_program, start_redis
 from tests.hosts.rig.namespaces import HOME, Rig, unavailable

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import validate_config
 
-from baton.config.fleet_file import load_config
+from baton.config.load import load_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = ["ray-cluster-local.yaml", "ray-cluster-aws.yaml"]

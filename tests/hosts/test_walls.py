@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config.fleet_file import load_config
+from baton.config.load import load_config
 from baton.wire.tokens import pack_tokens
 from fleet.cli import certificate_authority as authority
 from tests.hosts.harness import start_worker

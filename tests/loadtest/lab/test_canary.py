@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.config.fleet_file import load_config
+from baton.config.load import load_config
 from loadtest.client.server import ServerError
 from loadtest.lab import canary as lab
 from loadtest.lab.canary_findings import Candidate, findings_of

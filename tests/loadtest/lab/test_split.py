@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from baton.config.fleet_file import load_config
+from baton.config.load import load_config
 from loadtest.client.records import ServerOptions
 from loadtest.goodput.phases import Limits, PhaseFigures
 from loadtest.lab import split as lab
