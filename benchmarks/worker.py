@@ -39,7 +39,7 @@ async def bench_worker(
         "served_model_name": "bench",
         "redis_url": NO_REDIS,
         "fleet_token": TOKEN,
-        "canary_s": 0.0,
+        "probe_s": 0.0,
         **settings,
         "engine": {"model": MODEL, "threads": 1, **engine},
     }

@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 STATUS_S = 0.25
 DEFAULT_LEASE_MS = 3000
 REMEMBER_S = 5.0  # for which an ended request can be resumed
-_MEASURED: tuple[Any, ...] = (  # fields of a report that each canary changes
+_MEASURED: tuple[Any, ...] = (  # fields of a report that each probe changes
     "steps",
     "prefill_tokens_per_s",
     "prefill_token_s",
@@ -258,7 +258,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         status = self.status()
         engine = self._parts.engine
         at_rest = not (engine.has_work or self.live_requests) and status.state == "ready"
-        if at_rest and engine.has_canary and self._rest is not None:
+        if at_rest and engine.has_probe and self._rest is not None:
             return self._rest
         content = common_pb2.WorkerStatus()
         content.CopyFrom(status)

@@ -30,7 +30,7 @@ from baton.planner.state import (
     Nothing,
     PromptLine,
     Resize,
-    Turn,
+    RoleChange,
     WorkerState,
     usual_decode_line,
     usual_prompt_line,
@@ -93,7 +93,7 @@ class Planner:
         figures = self._figures()
         known = None if isinstance(figures, str) else figures
         turn = self._decide_turn(figures, now_ns)
-        if self._sizes is None or wanted is None or isinstance(turn, Turn):
+        if self._sizes is None or wanted is None or isinstance(turn, RoleChange):
             return turn
         light = self._window.arrived.count < _LEAST_REQUESTS
         wish = self._sizes.decide(wanted, known, self._demands, now_ns, light=light)
@@ -104,7 +104,7 @@ class Planner:
             return Resize(prefill=prefill, decode=decode, reason=wish.reason, figures=known)
         return Nothing(reason=f"{turn.reason}; {wish}", figures=known)
 
-    def _decide_turn(self, figures: Figures | str, now_ns: int) -> Turn | Nothing:
+    def _decide_turn(self, figures: Figures | str, now_ns: int) -> RoleChange | Nothing:
         if isinstance(figures, str):
             self._direction = None
             return Nothing(reason=figures)
@@ -132,7 +132,7 @@ class Planner:
         self._latest_ns.append(now_ns)
         self._turns_ns.setdefault(worker.worker_id, deque(maxlen=_TURNS_PER_WORKER)).append(now_ns)
         self._pending = (worker.worker_id, role, now_ns)
-        return Turn(worker_id=worker.worker_id, role=role, reason=reason, figures=figures)
+        return RoleChange(worker_id=worker.worker_id, role=role, reason=reason, figures=figures)
 
     def _is_pending(self, now_ns: int) -> bool:
         if self._pending is None:

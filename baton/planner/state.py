@@ -130,7 +130,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     decode_now: float
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, tag="turn"):
+class RoleChange(msgspec.Struct, frozen=True, kw_only=True, tag="turn"):
     """Decision to give one worker another role."""
 
     worker_id: str
@@ -160,7 +160,7 @@ class Nothing(msgspec.Struct, frozen=True, kw_only=True, tag="nothing"):
     figures: Figures | None = None
 
 
-Decision = Turn | Resize | Nothing
+Decision = RoleChange | Resize | Nothing
 
 
 def usual_prompt_line(workers: Sequence[WorkerState]) -> PromptLine | None:

@@ -56,7 +56,7 @@ class Presence:
         self.record = msgspec.structs.replace(self.record, state=state, reason=reason)
         self._changed.set()
 
-    def turn(self, role: Role, number: int) -> None:
+    def change_role(self, role: Role, number: int) -> None:
         """Change the role, as ``update`` changes the state."""
         self.record = msgspec.structs.replace(self.record, role=role, turn=number)
         self._changed.set()

@@ -44,7 +44,7 @@ from fleet.pools.controller import FleetController
 from fleet.pools.nodes import CapacityError, Node, check_nodes, usable
 from fleet.pools.placement import Placements
 from fleet.pools.planning import NO_LIMITS, RolePlanning
-from fleet.pools.slots import Action, Turn
+from fleet.pools.slots import Action, ChangeRole
 from fleet.private_logs import logs_of
 
 MAX_LINES = 2000
@@ -188,12 +188,12 @@ class OrderDesk:
         self._resize(sizes, nodes)
         return ""
 
-    def _resize(self, sizes: Mapping[Role, int], nodes: Sequence[Node]) -> list[Turn]:
+    def _resize(self, sizes: Mapping[Role, int], nodes: Sequence[Node]) -> list[ChangeRole]:
         """Apply the sizes; return the turns among the actions."""
         leaving = self._leaving_order()
         actions = self.machine.resize(sizes, self.now_ns(), self._may_turn(nodes), leaving)
         self.apply(actions)
-        return [action for action in actions if isinstance(action, Turn)]
+        return [action for action in actions if isinstance(action, ChangeRole)]
 
     def _why_not_sizes(self, wanted: Mapping[str, int], nodes: Sequence[Node]) -> str:
         """Return why the pools cannot have these sizes, or "".
@@ -232,14 +232,14 @@ class OrderDesk:
 
         return order
 
-    async def turn(self, worker_id: str, role: Role) -> str:
+    async def change_role(self, worker_id: str, role: Role) -> str:
         """Give a worker another role; return why it cannot have it, or ""."""
         slot = self.machine.slots.get(worker_id)
         if slot is None or slot.role == role or not slot.ready:
             return "it is no longer a ready worker of the other role"
         if why := self._why_not(worker_id, role, await self.placements.nodes()):
             return why
-        self.apply(self.machine.turn(worker_id, role, self.now_ns()))
+        self.apply(self.machine.change_role(worker_id, role, self.now_ns()))
         return ""
 
     def _may_turn(self, nodes: Sequence[Node]) -> MayTurn:
@@ -261,7 +261,7 @@ class OrderDesk:
         self.planning.auto = mode == "auto"
         return Answer()
 
-    async def _turned(self, turns: Sequence[Turn]) -> dict[str, Any]:
+    async def _turned(self, turns: Sequence[ChangeRole]) -> dict[str, Any]:
         """Return the workers that turned, once all live routers place by their new roles."""
         began_ns = self.now_ns()
         behind = await routers_behind(self.demands, max(turn.turn for turn in turns))

@@ -23,13 +23,13 @@ from fleet.pools.slots import (
     BACKOFF_FIRST_NS,
     SECOND_NS,
     Action,
+    ChangeRole,
     Drain,
     Launch,
     Phase,
     Remove,
     Slot,
     Stop,
-    Turn,
 )
 
 BACKOFF_LIMIT_NS = 30 * SECOND_NS
@@ -101,7 +101,7 @@ class FleetController:
         idle = {slot.worker_id for slot in self.slots.values() if not slot.has_process}
         self._balance(now_ns, lambda worker_id, _: worker_id in idle, keep=True, add=add)
 
-    def turn(self, worker_id: str, role: Role, now_ns: int) -> list[Action]:
+    def change_role(self, worker_id: str, role: Role, now_ns: int) -> list[Action]:
         """Give a worker another role, and change the pools' sizes accordingly.
 
         Its running requests and its cache stay.
@@ -392,7 +392,7 @@ class FleetController:
         if slot.phase is not Phase.READY or slot.told == slot.turn:
             return []
         slot.told = slot.turn
-        return [Turn(slot.worker_id, slot.role, slot.epoch, slot.turn)]
+        return [ChangeRole(slot.worker_id, slot.role, slot.epoch, slot.turn)]
 
     def _current(self, worker_id: str, epoch: int) -> Slot | None:
         slot = self.slots.get(worker_id)

@@ -18,7 +18,7 @@ import msgspec
 from baton.config.clients import SloConfig
 from baton.planner.planner import Planner, best_split
 from baton.planner.sizes import SizePlanner
-from baton.planner.state import Decision, Limits, Nothing, Resize, Turn, WorkerState
+from baton.planner.state import Decision, Limits, Nothing, Resize, RoleChange, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import Plan, RouterDemand, RouterDemands
 from baton.registry.types import Role
@@ -126,7 +126,7 @@ class RolePlanning:
         """Apply a decision; return why that is not possible, or ""."""
         self.reason = decision.reason
         match decision:
-            case Turn():
+            case RoleChange():
                 refused = await self._turn(decision.worker_id, decision.role)
                 what = f"turn of worker={decision.worker_id} to role={decision.role}"
             case Resize():
@@ -161,7 +161,7 @@ def plan_of(decision: Decision, sizes: Mapping[Role, int]) -> Plan:
     match decision:
         case Resize():
             wanted = decision.sizes
-        case Turn():
+        case RoleChange():
             other: Role = "decode" if decision.role == "prefill" else "prefill"
             wanted[decision.role] = wanted.get(decision.role, 0) + 1
             wanted[other] = wanted.get(other, 0) - 1

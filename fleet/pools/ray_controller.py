@@ -53,7 +53,7 @@ from fleet.pools.resources import (
     worker_settings,
 )
 from fleet.pools.sealing import SECRET_FIELDS, seal, unseal
-from fleet.pools.slots import Action, Drain, Launch, Publish, Remove, Stop, Turn
+from fleet.pools.slots import Action, ChangeRole, Drain, Launch, Publish, Remove, Stop
 
 _LOG = logging.getLogger("fleet.pools.controller")
 
@@ -171,7 +171,7 @@ class ControllerActor:
                         action.reason,
                     )
                     self._tasks.spawn(self._publish(action), "publish")
-                case Turn():
+                case ChangeRole():
                     _LOG.info("worker=%s turns to role=%s", action.worker_id, action.role)
                     self._tasks.spawn(self._turn(action), "turn")
                 case Remove():
@@ -439,10 +439,10 @@ class ControllerActor:
         self._placements.role_of = self._role_of
         demands = RouterDemands(self._registry)
 
-        async def turn(worker_id: str, role: Role) -> str:
+        async def change_role(worker_id: str, role: Role) -> str:
             slot = self._machine.slots.get(worker_id)
             before = {"role": slot.role} if slot is not None else None
-            refused = await self._desk.turn(worker_id, role)
+            refused = await self._desk.change_role(worker_id, role)
             if not refused:
                 after = {"role": role, "why": self._desk.planning.reason}
                 await self._audit.record(
@@ -478,7 +478,7 @@ class ControllerActor:
                 demands,
                 self._ready_workers,
                 lambda: self._machine.wanted,
-                turn,
+                change_role,
                 resize,
                 size_planner,
             ),
@@ -524,7 +524,7 @@ class ControllerActor:
         news = [slot.describe() for slot in self._machine.slots.values()]
         await self._registry.write_slots([self._record(item) for item in news])
 
-    async def _turn(self, turn: Turn) -> None:
+    async def _turn(self, turn: ChangeRole) -> None:
         """Publish a turn, and send it to the worker, which keeps it beyond a restart of Redis.
 
         All slots are written at once: a router that has read this turn has read all before it.
@@ -535,7 +535,7 @@ class ControllerActor:
         if life is not None:
             # An actor of an earlier version has no such method; the record of its slot counts.
             with contextlib.suppress(RayError, AttributeError):
-                await life.actor.turn.remote(turn.role, turn.turn)
+                await life.actor.change_role.remote(turn.role, turn.turn)
 
     async def _publish(self, news: Publish) -> None:
         with contextlib.suppress(RegistryUnavailableError):

@@ -44,7 +44,7 @@ class RunningWorker(Protocol):
     async def drain(self, timeout_s: float) -> bool:
         """Wait until other workers have resumed all requests; return whether none is left."""
 
-    async def turn(self, role: Role, number: int) -> None:
+    async def change_role(self, role: Role, number: int) -> None:
         """Take another role: requests that run stay, waiting prompts go to other workers."""
 
     async def stop(self) -> None:
@@ -148,9 +148,9 @@ class WorkerActor:
         """Wait until other workers have resumed its requests."""
         await self._running().drain(timeout_s)
 
-    async def turn(self, role: Role, number: int) -> None:
+    async def change_role(self, role: Role, number: int) -> None:
         """Give the worker another role."""
-        await self._running().turn(role, number)
+        await self._running().change_role(role, number)
 
     async def stop(self) -> None:
         """Stop the worker, ready or not; the controller ends this process."""

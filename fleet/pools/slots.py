@@ -62,7 +62,7 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChangeRole:
     """Publish all slots' roles, and send this running incarnation its new one."""
 
     worker_id: str
@@ -78,7 +78,7 @@ class Remove:
     worker_id: str
 
 
-Action = Launch | Drain | Stop | Publish | Turn | Remove
+Action = Launch | Drain | Stop | Publish | ChangeRole | Remove
 
 
 @dataclass(slots=True)

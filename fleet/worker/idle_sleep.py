@@ -3,7 +3,7 @@
     awake ──no request for idle_sleep_s──▶ asleep ──a request──▶ checked ──right──▶ awake
                                                                     └──wrong──▶ failed
 
-Requests wait in the worker's shell while it is checked by its canary, whose answer must be that
+Requests wait in the worker's shell while it is checked by its probe, whose answer must be that
 from before the sleep. Routers move requests away from a worker that fails.
 """
 
@@ -15,7 +15,7 @@ from baton.engine.process.handle import EngineHandle
 from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.metrics import Metrics
 from baton.types.errors import InternalError
-from fleet.worker.probe import Canary
+from fleet.worker.probe import EngineProbe
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,16 +23,16 @@ _LOOKS = 10  # within the time without requests
 
 
 async def sleep_when_idle(
-    engine: EngineHandle, canary: Canary, idle_s: float, metrics: Metrics
+    engine: EngineHandle, probe: EngineProbe, idle_s: float, metrics: Metrics
 ) -> None:
     """Let an engine sleep after ``idle_s`` without requests, and wake it when one comes.
 
     Raises:
-        InternalError: The engine answers its canary wrongly after a sleep, or not at all.
+        InternalError: The engine answers its probe wrongly after a sleep, or not at all.
     """
     while True:
         await _idle(engine, idle_s)
-        await _checked(canary)  # so that there is an answer to compare with
+        await _checked(probe)  # so that there is an answer to compare with
         if not await engine.sleep():
             await asyncio.sleep(idle_s / _LOOKS)
             continue
@@ -40,7 +40,7 @@ async def sleep_when_idle(
         _LOG.info("gave back the memory of the KV pool after %.0f s without requests", idle_s)
         await engine.client.wanted.wait()
         began_s = time.monotonic()
-        await _checked(canary)
+        await _checked(probe)
         engine.client.release()
         metrics.set("baton_worker_asleep", 0)
         _LOG.info("took the KV pool again and checked it in %.3f s", time.monotonic() - began_s)
@@ -54,6 +54,6 @@ async def _idle(engine: EngineHandle, idle_s: float) -> None:
         await asyncio.sleep(max(left_s, idle_s / _LOOKS))
 
 
-async def _checked(canary: Canary) -> None:
-    if problem := await canary.check():
+async def _checked(probe: EngineProbe) -> None:
+    if problem := await probe.check():
         raise InternalError(problem)

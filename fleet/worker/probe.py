@@ -17,11 +17,11 @@ _TOKENS = 4
 
 
 @dataclass(slots=True, kw_only=True)
-class Canary:
+class EngineProbe:
     """Check of an engine by a request that precedes all others.
 
-    An engine that executes no step while a canary waits is hung. One that responds with NaN is
-    broken. ``interval_s`` is the time between two canaries, ``limit_s`` the limit for one. If
+    An engine that executes no step while a probe waits is hung. One that responds with NaN is
+    broken. ``interval_s`` is the time between two probes, ``limit_s`` the limit for one. If
     ``exact``, all responses must equal the first one.
     """
 
@@ -32,7 +32,7 @@ class Canary:
     _expected: tuple[int, ...] | None = None
 
     async def run(self) -> str:
-        """Run canaries until one fails, and return the reason. A sleeping engine runs none."""
+        """Run probes until one fails, and return the reason. A sleeping engine runs none."""
         await asyncio.sleep(min(1.0, self.interval_s))
         while True:
             if not self.engine.client.holds and (problem := await self.check()):
@@ -40,21 +40,21 @@ class Canary:
             await asyncio.sleep(self.interval_s)
 
     async def check(self) -> str:
-        """Run one canary, and return what is wrong; empty: nothing."""
+        """Run one probe, and return what is wrong; empty: nothing."""
         step_before = self.engine.load.step
         tokens, error = await self._run_once()
         if error:
-            return f"canary: {error}"
+            return f"probe: {error}"
         if tokens is None and self.engine.load.step == step_before:
             return f"no engine step for {self.limit_s:.0f} s"
         if tokens is not None and self.exact:
             self._expected = self._expected or tokens
             if tokens != self._expected:
-                return f"canary: {tokens} instead of {self._expected}"
+                return f"probe: {tokens} instead of {self._expected}"
         return ""
 
     async def _run_once(self) -> tuple[tuple[int, ...] | None, str]:
-        """Return the tokens of one canary (None: timed out) and its error."""
+        """Return the tokens of one probe (None: timed out) and its error."""
         tokens: list[int] = []
         ended = asyncio.get_running_loop().create_future()
 
@@ -64,7 +64,7 @@ class Canary:
             elif isinstance(report, ev.Ended) and not ended.done():
                 ended.set_result(report.error_message)
 
-        name = f"canary/{secrets.token_hex(8)}"
+        name = f"probe/{secrets.token_hex(8)}"
         command = messages.Submit(
             request_id=name,
             prompt_token_ids=pack_tokens(_PROMPT),
@@ -76,7 +76,7 @@ class Canary:
                 cacheable=False,
             ),
         )
-        self.engine.submit(command, on_report, is_canary=True)
+        self.engine.submit(command, on_report, is_probe=True)
         try:
             async with ALIVE.timeout(self.limit_s):
                 error = await ended

@@ -11,7 +11,7 @@ from baton.types.trust import TrustRules
 from baton.wire.fleet_token import FleetToken
 from baton.wire.tls import FleetTls
 
-CANARY_S = 10.0
+PROBE_S = 10.0
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ports: str = ""  # allowed range FIRST-LAST; empty: the kernel chooses
     fault_injection: str = ""  # damages frames on purpose, see kvtransfer.fault_injection
     transports: tuple[str, ...] = ()  # offered besides gRPC; empty: all
-    canary_s: float = CANARY_S
+    probe_s: float = PROBE_S
     idle_sleep_s: float = 0.0  # time without requests before the worker sleeps; 0: never
     trust: TrustRules = TrustRules()  # checked before the engine loads the model
 

@@ -39,9 +39,9 @@ from fleet.worker.engine_metrics import EngineMetrics
 from fleet.worker.erasure import erase_forever
 from fleet.worker.identity import identity_of, record_of
 from fleet.worker.idle_sleep import sleep_when_idle
-from fleet.worker.probe import Canary
+from fleet.worker.probe import EngineProbe
 from fleet.worker.quarantine_watch import QuarantineWatch
-from fleet.worker.settings import CANARY_S, WorkerSettings
+from fleet.worker.settings import PROBE_S, WorkerSettings
 from fleet.worker.start import (
     Publishers,
     check_worker_trust,
@@ -95,11 +95,11 @@ class Worker:
         self._vital(self._watch_quarantine(), "quarantine")
         erasures = Erasures(parts.registry.of_whole_fleet())
         self._vital(erase_forever(parts.engine, erasures, settings.worker_id), "erasure")
-        canary = _canary(settings, parts.engine)
-        if settings.canary_s:
-            self._vital(self._watch_canary(canary), "canary")
+        probe = _probe(settings, parts.engine)
+        if settings.probe_s:
+            self._vital(self._watch_probe(probe), "probe")
         if settings.idle_sleep_s:
-            rest = sleep_when_idle(parts.engine, canary, settings.idle_sleep_s, parts.metrics)
+            rest = sleep_when_idle(parts.engine, probe, settings.idle_sleep_s, parts.metrics)
             self._vital(rest, "sleep")
 
     @classmethod
@@ -193,13 +193,13 @@ class Worker:
             await asyncio.sleep(0.2)
         return is_empty
 
-    async def turn(self, role: Role, number: int) -> None:
+    async def change_role(self, role: Role, number: int) -> None:
         """Take another role. What runs stays, and so does the cache.
 
         Prompts that wait here go to other workers if this one decodes from now on.
         """
-        self._parts.publishers.presence.turn(role, number)
-        self._parts.time.turn(role)
+        self._parts.publishers.presence.change_role(role, number)
+        self._parts.time.change_role(role)
         if role == "decode":
             self._parts.prefill.withdraw()
 
@@ -236,8 +236,8 @@ class Worker:
         metrics.count_up("baton_registry_errors", registry.errors)
         metrics.count_up("baton_kv_snapshots", self._parts.publishers.pool.snapshots)
 
-    async def _watch_canary(self, canary: Canary) -> None:
-        await self._fail(await canary.run(), 1)
+    async def _watch_probe(self, probe: EngineProbe) -> None:
+        await self._fail(await probe.run(), 1)
 
     async def _watch_quarantine(self) -> None:
         """Fail if blocks stay in quarantine, which costs capacity until a restart."""
@@ -251,9 +251,9 @@ class Worker:
                 return
 
 
-def _canary(settings: WorkerSettings, engine: EngineHandle) -> Canary:
-    interval_s = settings.canary_s or CANARY_S
-    return Canary(
+def _probe(settings: WorkerSettings, engine: EngineHandle) -> EngineProbe:
+    interval_s = settings.probe_s or PROBE_S
+    return EngineProbe(
         engine=engine,
         interval_s=interval_s,
         # the steps of an external engine are seen by their tokens only

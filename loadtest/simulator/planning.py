@@ -6,7 +6,7 @@ import msgspec
 
 from baton.planner.planner import Planner
 from baton.planner.sizes import SizePlanner
-from baton.planner.state import Decision, Limits, Resize, Turn, WorkerState, state_of
+from baton.planner.state import Decision, Limits, Resize, RoleChange, WorkerState, state_of
 from baton.registry.types import Role
 from loadtest.simulator.clock import VirtualClock
 from loadtest.simulator.router import SimulatedRouter
@@ -68,7 +68,7 @@ class SimulatedPlanner:
         self._observe()
         decision = self._planner.decide(now_ns, self._sizes())
         self.decisions.append(Decided(at_s=now_ns / 1e9, decision=decision))
-        if isinstance(decision, Turn):
+        if isinstance(decision, RoleChange):
             self._turn(decision.worker_id, decision.role)
         elif isinstance(decision, Resize):
             self._resize(decision.sizes)

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from baton.planner.state import Figures as PlannerFigures
-from baton.planner.state import Resize, Turn
+from baton.planner.state import Resize, RoleChange
 from loadtest.metrics.summary import Distribution
 from loadtest.percent import percent
 from loadtest.simulator.goodput import Goodput, goodput
@@ -303,7 +303,7 @@ def turns_table(decisions: Sequence[Decided]) -> Table:
         decision = decided.decision
         found = decision.figures
         before = "" if found is None else f"{found.prefill} + {found.decode}"
-        if isinstance(decision, Turn) and found is not None:
+        if isinstance(decision, RoleChange) and found is not None:
             more = 1 if decision.role == "prefill" else -1
             after = f"{found.prefill + more} + {found.decode - more}"
         elif isinstance(decision, Resize):

@@ -369,7 +369,7 @@ class SimulatedRouter(WorkerListener):
 
     def on_turned(self, worker_id: str, role: Role) -> None:
         """Place by a worker's other role; prompts that it has not begun go to others."""
-        self._table.turn(worker_id, role)
+        self._table.change_role(worker_id, role)
         if role == "decode" and self._table.is_live(worker_id):
             self._take_back_prompts(worker_id)
         self._place_waiting()

@@ -177,7 +177,7 @@ class Simulation:
             self._table,
             self.router,
             setup.max_batch_requests,
-            self.turn,
+            self.change_role,
             lambda: self.wanted,
             self.resize,
             lambda: self.router.ended < len(self.records),
@@ -259,7 +259,7 @@ class Simulation:
                 "and --decode-kv-tokens the same number"
             )
 
-    def turn(self, worker_id: str, role: Role) -> None:
+    def change_role(self, worker_id: str, role: Role) -> None:
         """Give a worker another role; what runs at it ends there, and its cache stays.
 
         Raises:

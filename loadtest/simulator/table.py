@@ -86,7 +86,7 @@ class SimulatedTable:
         self._live[worker.worker_id] = worker
         self._count()
 
-    def turn(self, worker_id: str, role: Role) -> None:
+    def change_role(self, worker_id: str, role: Role) -> None:
         """Give a worker another role."""
         slot = self._slots[worker_id]
         slot.record = msgspec.structs.replace(slot.record, role=role)

@@ -95,7 +95,7 @@ class Fleet:
                 "fleet_token": TOKEN,
                 "kv_blocks": 400,
                 "max_context_tokens": 4096,
-                "canary_s": 0.0,
+                "probe_s": 0.0,
                 "check_every_step": True,
                 **changes,
             }

@@ -86,8 +86,8 @@ class Worker:
         await asyncio.sleep(0.1)
         return True
 
-    async def turn(self, role: Role, number: int) -> None:
-        self._presence.turn(role, number)
+    async def change_role(self, role: Role, number: int) -> None:
+        self._presence.change_role(role, number)
 
     async def stop(self) -> None:
         await self._presence.stop()

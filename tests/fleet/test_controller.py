@@ -17,13 +17,13 @@ from fleet.pools.slots import (
     BACKOFF_FIRST_NS,
     SECOND_NS,
     Action,
+    ChangeRole,
     Drain,
     Launch,
     Phase,
     Publish,
     Remove,
     Stop,
-    Turn,
 )
 
 
@@ -221,7 +221,7 @@ def roles(fleet: FleetController) -> dict[str, str]:
 def test_a_resize_turns_workers_before_it_starts_or_stops_any() -> None:
     fleet = running(prefill=2, decode=2)
     actions = fleet.resize({"prefill": 1, "decode": 4}, 5)
-    assert actions[0] == Turn("worker-1", "decode", 1, 1)
+    assert actions[0] == ChangeRole("worker-1", "decode", 1, 1)
     assert only(Launch, actions) == ["worker-4"]
     assert not only(Drain, actions) + only(Stop, actions)
     assert fleet.slots["worker-1"].phase is Phase.READY
@@ -251,26 +251,26 @@ def test_a_worker_may_wait_long_for_a_node_but_not_start_for_long() -> None:
 
 def test_a_turned_worker_keeps_its_role_over_its_lives() -> None:
     fleet = running(prefill=2, decode=1)
-    fleet.turn("worker-1", "decode", 1)
+    fleet.change_role("worker-1", "decode", 1)
     fleet.ended("worker-1", 1, "crash", 2)
     launch = fleet.tick(fleet.next_due_ns)[-1]
     assert launch == Launch("worker-1", "decode", 2, turn=1)
-    assert not only(Turn, fleet.started("worker-1", 2, fleet.next_due_ns)), "it was started so"
+    assert not only(ChangeRole, fleet.started("worker-1", 2, fleet.next_due_ns)), "it knows"
     assert fleet.wanted == {"prefill": 1, "decode": 2}
 
 
 def test_a_worker_that_turns_while_it_starts_is_told_when_it_has_started() -> None:
     fleet = FleetController({"prefill": 2, "decode": 1}, 0)
     fleet.tick(0)
-    (published,) = fleet.turn("worker-1", "decode", 1)
+    (published,) = fleet.change_role("worker-1", "decode", 1)
     assert isinstance(published, Publish) and (published.role, published.turn) == ("decode", 1)
-    assert Turn("worker-1", "decode", 1, 1) in fleet.started("worker-1", 1, 2)
+    assert ChangeRole("worker-1", "decode", 1, 1) in fleet.started("worker-1", 1, 2)
 
 
 def test_a_worker_that_may_not_turn_is_drained_and_another_is_started() -> None:
     fleet = running(prefill=2, decode=1)
     actions = fleet.resize({"prefill": 1, "decode": 2}, 5, lambda name, role: False)
-    assert (only(Turn, actions), only(Drain, actions)) == ([], ["worker-1"])
+    assert (only(ChangeRole, actions), only(Drain, actions)) == ([], ["worker-1"])
     assert only(Launch, actions) == ["worker-3"]
 
 
@@ -317,7 +317,7 @@ def test_a_turn_that_only_the_registry_knows_is_told_to_its_worker() -> None:
     fleet.note_record("worker-1", 1, "prefill", 4)
     fleet.note_record("worker-0", 1, "decode", 3)
     fleet.adopt("worker-1", 1, ready=False, now_ns=0, role="decode", turn=0)
-    assert Turn("worker-1", "prefill", 1, 4) in fleet.started("worker-1", 1, 1)
+    assert ChangeRole("worker-1", "prefill", 1, 4) in fleet.started("worker-1", 1, 1)
 
 
 class AnyFleet(RuleBasedStateMachine):
@@ -342,7 +342,7 @@ class AnyFleet(RuleBasedStateMachine):
                     self.alive[action.worker_id] = action.epoch
                     self.epochs[action.worker_id] = action.epoch
                     self.told[action.worker_id] = (action.role, action.turn)
-                case Turn():
+                case ChangeRole():
                     assert self.alive.get(action.worker_id) == action.epoch
                     assert action.turn > self.told[action.worker_id][1]
                     self.told[action.worker_id] = (action.role, action.turn)
@@ -380,10 +380,10 @@ class AnyFleet(RuleBasedStateMachine):
         self.take(self.fleet.resize(sizes, self.now, lambda name, role: turns))
 
     @rule(data=st.data(), role=st.sampled_from(["prefill", "decode"]))
-    def turn(self, data: st.DataObject, role: str) -> None:
+    def change_role(self, data: st.DataObject, role: str) -> None:
         if self.fleet.slots:
             name = data.draw(st.sampled_from(sorted(self.fleet.slots)))
-            self.take(self.fleet.turn(name, role, self.now))
+            self.take(self.fleet.change_role(name, role, self.now))
 
     @rule(data=st.data(), what=st.sampled_from(["drain", "restart", "roll"]))
     def an_operator_asks(self, data: st.DataObject, what: str) -> None:

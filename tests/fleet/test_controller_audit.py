@@ -54,10 +54,10 @@ async def test_turns_of_the_planner_are_entries_with_their_reason(
 ) -> None:
     refusals = ["it is no longer ready", ""]
 
-    async def turn(_desk: OrderDesk, _worker_id: str, _role: str) -> str:
+    async def change_role(_desk: OrderDesk, _worker_id: str, _role: str) -> str:
         return refusals.pop(0)
 
-    monkeypatch.setattr(OrderDesk, "turn", turn)
+    monkeypatch.setattr(OrderDesk, "change_role", change_role)
     planning = controller._desk.planning
     planning.reason = "decode is 2 x too slow"
     assert await planning._turn("worker-0", "decode") and not await entries(controller)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from baton.config.clients import SloConfig
-from baton.planner.state import Decision, Figures, Nothing, Resize, Turn, WorkerState
+from baton.planner.state import Decision, Figures, Nothing, Resize, RoleChange, WorkerState
 from baton.registry.redis_store import RegistryUnavailableError
 from baton.registry.router_demands import Plan, RouterDemand, WorkDemand
 from fleet.pools.planning import NO_LIMITS, RolePlanning
@@ -25,7 +25,7 @@ FIGURES = Figures(
 )
 SIZES = {"prefill": 1, "decode": 3}
 RESIZE = Resize(prefill=2, decode=3, reason="the load needs 1.90 + 2.10 workers", figures=FIGURES)
-TURN = Turn(worker_id="worker-1", role="prefill", reason="1 + 3 misses", figures=FIGURES)
+TURN = RoleChange(worker_id="worker-1", role="prefill", reason="1 + 3 misses", figures=FIGURES)
 
 
 class Planner:
@@ -66,13 +66,13 @@ def made(
         resized.append(sizes)
         return refusal
 
-    async def turn(worker_id: str, role: str) -> str:
+    async def change_role(worker_id: str, role: str) -> str:
         turns.append((worker_id, role))
         return refusal
 
     slo = SloConfig(ttft_s=2.0, itl_s=0.05)
     worker = WorkerState(worker_id="worker-1", role="decode", steps=100)
-    planning = RolePlanning(slo, demands, lambda: [worker], lambda: sizes, turn, resize)
+    planning = RolePlanning(slo, demands, lambda: [worker], lambda: sizes, change_role, resize)
     return planning, turns, resized
 
 

@@ -391,9 +391,9 @@ async def test_a_planned_turn_checks_the_worker_again(
     adopting(controller, monkeypatch)
     await controller.run()
     await until(lambda: phase(controller, "worker-1") is phase(controller) is Phase.READY)
-    assert await controller._desk.turn("worker-1", "decode") != ""
-    assert await controller._desk.turn("worker-7", "decode") != ""
-    assert await controller._desk.turn("worker-1", "prefill") == ""
+    assert await controller._desk.change_role("worker-1", "decode") != ""
+    assert await controller._desk.change_role("worker-7", "decode") != ""
+    assert await controller._desk.change_role("worker-1", "prefill") == ""
     assert controller._machine.slots["worker-1"].role == "prefill"
     assert controller._machine.wanted == {"prefill": 2, "decode": 0}
 

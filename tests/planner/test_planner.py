@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.planner.planner import Planner
-from baton.planner.state import DecodeLine, Limits, Nothing, PromptLine, Turn, WorkerState
+from baton.planner.state import DecodeLine, Limits, Nothing, PromptLine, RoleChange, WorkerState
 from baton.registry.types import PromptSum, WorkDemand
 from baton.types.geometry import context_tokens
 from tests.soak import examples
@@ -57,12 +57,12 @@ class World:
         self.planner.observe({"router": self.demand}, self.fleet, self.now_ns)
         decision = self.planner.decide(self.now_ns)
         self.decisions.append(decision)
-        if isinstance(decision, Turn):
-            self.turn(decision)
+        if isinstance(decision, RoleChange):
+            self.change_role(decision)
         self.now_ns += LOOK_NS
         return decision
 
-    def turn(self, decision: Turn) -> None:
+    def change_role(self, decision: RoleChange) -> None:
         self.fleet = [
             WorkerState(**{**fields(one), "role": decision.role})
             if one.worker_id == decision.worker_id
@@ -79,8 +79,8 @@ class World:
         return prefill, len(self.fleet) - prefill
 
     @property
-    def turns(self) -> list[Turn]:
-        return [one for one in self.decisions if isinstance(one, Turn)]
+    def turns(self) -> list[RoleChange]:
+        return [one for one in self.decisions if isinstance(one, RoleChange)]
 
 
 def add(one: PromptSum, other: PromptSum) -> PromptSum:
@@ -128,16 +128,16 @@ def test_a_turn_needs_looks_that_agree_and_is_seen_before_the_next():
     found = world.looks(5, 4.6, 1.2)
     kinds = [type(one) for one in found]
     assert kinds[0] is Nothing, "the first look has no sums to compare with"
-    assert kinds[1:] == [Nothing, Nothing, Nothing, Turn]
+    assert kinds[1:] == [Nothing, Nothing, Nothing, RoleChange]
     assert found[1].reason.startswith("one more look")
     world = World(workers(3, 5))
     world.turn = lambda decision: None  # no router places by the new role
     found = world.looks(6, 4.6, 1.2)
-    assert isinstance(found[4], Turn)
+    assert isinstance(found[4], RoleChange)
     assert found[5] == Nothing(reason="a turn is pending")
     world = World(workers(3, 5))
     found = world.looks(2, 4.6, 1.2, **waiting(3 * 8.0))
-    assert isinstance(found[1], Turn), "prompts wait so long that one look is enough"
+    assert isinstance(found[1], RoleChange), "prompts wait so long that one look is enough"
 
 
 def test_responses_are_known_to_be_long_before_the_first_of_them_ends():
@@ -182,11 +182,11 @@ def test_prompts_that_wait_for_decode_do_not_keep_their_workers():
 def test_an_alarm_makes_no_second_turn_before_the_first_has_had_an_effect():
     world = World(workers(1, 5))
     found = world.looks(4, 3.5, 0.8, **waiting(12.0))
-    assert [type(one) for one in found] == [Nothing, Turn, Nothing, Nothing]
+    assert [type(one) for one in found] == [Nothing, RoleChange, Nothing, Nothing]
     assert found[2].reason.startswith("the last turn has had no effect yet")
     large = World(workers(8, 24))
     found = large.looks(4, 20.0, 6.0, **waiting(8 * 8.0))
-    assert sum(isinstance(one, Turn) for one in found) == 3, "up to four at a time"
+    assert sum(isinstance(one, RoleChange) for one in found) == 3, "up to four at a time"
 
 
 def test_a_decode_worker_with_a_small_batch_is_as_fast_as_its_steps():
@@ -289,7 +289,7 @@ def walk(prefill: int, decode: int, days) -> list[tuple[int, object, list[Worker
 @given(st.integers(1, 6), st.integers(1, 6), steps)
 def test_turns_keep_the_rules_for_any_load(prefill, decode, days):
     seen = walk(prefill, decode, days)
-    turns = [(now_ns, one, fleet) for now_ns, one, fleet in seen if isinstance(one, Turn)]
+    turns = [(now_ns, one, fleet) for now_ns, one, fleet in seen if isinstance(one, RoleChange)]
     for _, turn, fleet in turns:
         given_up = [one for one in fleet if one.role != turn.role]
         assert len(given_up) > 1, "a role keeps a worker"

@@ -136,7 +136,7 @@ def test_a_stream_goes_on_elsewhere_when_a_server_is_killed(fleet: Fleet) -> Non
 
 
 def test_the_tokens_are_those_of_vllm_alone(fleet: Fleet) -> None:
-    """But for near ties: vLLM's sums depend on the batch, which a canary joins at times."""
+    """But for near ties: vLLM's sums depend on the batch, which a probe joins at times."""
     different: list[int] = []
     for number in range(32):
         prompt = list(range(300 + 40 * number, 300 + 40 * number + 20 + 3 * number))

@@ -46,7 +46,7 @@ def emulated_settings(worker_id: str, **changes: object) -> WorkerSettings:
         "redis_url": NO_REDIS,
         "fleet_token": TOKEN,
         "kv_blocks": 128,
-        "canary_s": 0.0,
+        "probe_s": 0.0,
         "check_every_step": True,
         **changes,
     }

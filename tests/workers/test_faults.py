@@ -131,8 +131,8 @@ async def test_prefill_shells_that_are_killed_with_pulls_in_flight_are_told_as_d
 
 
 async def test_a_step_loop_that_stands_still_is_not_ready() -> None:
-    """Defect 23: it was placed on for as long as a canary may take."""
-    async with workers("prefill-0", "decode-0", canary_s=60.0) as (prefill, decode):
+    """Defect 23: it was placed on for as long as a probe may take."""
+    async with workers("prefill-0", "decode-0", probe_s=60.0) as (prefill, decode):
         async with routed(decode) as router:
             await asyncio.sleep(1.2)  # idle for longer than between two signs of life
             assert router.status.state == "ready"

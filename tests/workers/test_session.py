@@ -134,7 +134,7 @@ def test_a_worker_without_work_says_so_and_then_only_answers() -> None:
         assert (beat is None) == may_rest, "a router of before takes silence for a death"
     stream = session.connected(may_rest=True)
     said(b"idle, 1 step", b"idle")
-    assert said(b"idle, 5 steps", b"idle") is None, "what a canary changes can wait"
+    assert said(b"idle, 5 steps", b"idle") is None, "what a probe changes can wait"
     session.note_frame(stream)
     answer = said(b"idle, 5 steps", b"idle")
     assert answer is not None

@@ -16,7 +16,7 @@ LIMIT_S = 900.0  # then the caller continues without the lock
 
 
 @contextlib.contextmanager
-def turn(
+def exclusively(
     file: Path,
     waiting: Callable[[float], None] = lambda waited_s: None,
     limit_s: float = LIMIT_S,

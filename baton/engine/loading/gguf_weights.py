@@ -18,7 +18,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import _type_traits, dequantize
 
-from baton.engine.loading.file_lock import turn
+from baton.engine.loading.file_lock import exclusively
 from baton.engine.loading.memory import give_back_memory
 from baton.engine.loading.safetensors_file import (
     Layout,
@@ -57,7 +57,7 @@ def open_gguf_weights(
     readers = _open_cache(path, _layout(table, dtype), files)
     if readers is None:
         # Other workers start at the same moment, and hosts may share the folder.
-        with turn(path.parent.parent / "locks" / path.stem):
+        with exclusively(path.parent.parent / "locks" / path.stem):
             readers = _open_cache(path, _layout(table, dtype), files)
             if readers is None:
                 readers = _converted(artifact, table, dtype, path, progress, files)

@@ -49,9 +49,9 @@ class EngineHandle:
         self.after_step: list[Callable[[ev.StepDone], None]] = []
         self._handlers: dict[str, Handler] = {}
         self._names = 0  # number of names issued
-        self._canaries: set[str] = set()  # ids of live canary requests
+        self._probes: set[str] = set()  # ids of live probe requests
         self._adapters_asked: dict[str, AdapterRef] = {}  # adapters of live requests
-        self.used_ns = ALIVE.now_ns()  # last begin or end of a request other than canaries, probes
+        self.used_ns = ALIVE.now_ns()  # last begin or end of a request other than probes, probes
         self._slept: asyncio.Future[int] | None = None
         self._erasures: deque[asyncio.Future[dict[str, int]]] = deque()
         self._rates = StepRates()
@@ -79,24 +79,22 @@ class EngineHandle:
         self._names += 1
         return f"{of}/{self._names}"
 
-    def submit(
-        self, command: messages.Submit, handler: Handler, *, is_canary: bool = False
-    ) -> None:
+    def submit(self, command: messages.Submit, handler: Handler, *, is_probe: bool = False) -> None:
         """Queue a request; ``handler`` receives all its reports, ``Ended`` last."""
         self._handlers[command.request_id] = handler
-        if is_canary:
-            self._canaries.add(command.request_id)
+        if is_probe:
+            self._probes.add(command.request_id)
         self._note_use(command.request_id)
         self._submitted_ns = time.monotonic_ns()
         if command.spec.adapter is not None:
             self._adapters_asked[command.request_id] = command.spec.adapter
-        send = self.client.send_now if is_canary else self.client.send
+        send = self.client.send_now if is_probe else self.client.send
         send(msgspec.structs.replace(command, sent_ns=self._submitted_ns))
 
     async def sleep(self) -> bool:
         """Give back the memory of the KV pool; False if requests run.
 
-        All commands for the engine are held until `EngineClient.release`, except those of canaries.
+        All commands for the engine are held until `EngineClient.release`, except those of probes.
         """
         if self._handlers:
             return False
@@ -119,13 +117,13 @@ class EngineHandle:
 
     @property
     def has_work(self) -> bool:
-        """Return whether requests other than canaries run or hold blocks."""
-        return len(self._handlers) > len(self._canaries)
+        """Return whether requests other than probes run or hold blocks."""
+        return len(self._handlers) > len(self._probes)
 
     @property
-    def has_canary(self) -> bool:
-        """Return whether a canary request runs."""
-        return bool(self._canaries)
+    def has_probe(self) -> bool:
+        """Return whether a probe request runs."""
+        return bool(self._probes)
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """Return the names of live requests' adapters: loaded ones, and awaited ones."""
@@ -199,7 +197,7 @@ class EngineHandle:
             case ev.Ended():
                 self._note_use(report.request_id)
                 self._adapters_asked.pop(report.request_id, None)
-                self._canaries.discard(report.request_id)
+                self._probes.discard(report.request_id)
                 self._deliver(self._handlers.pop(report.request_id, None), report)
             case messages.Progress() | messages.Ready() | messages.Fatal() | messages.Alive():
                 pass
@@ -221,7 +219,7 @@ class EngineHandle:
             handler(ev.Ended(name, "internal_error", f"{type(error).__name__}: {error}"))
 
     def _note_use(self, request_id: str) -> None:
-        if request_id not in self._canaries and not request_id.startswith(PROBES):
+        if request_id not in self._probes and not request_id.startswith(PROBES):
             self.used_ns = ALIVE.now_ns()
 
     def _note_erasure(self, blocks: dict[str, int]) -> None:

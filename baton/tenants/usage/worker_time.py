@@ -49,7 +49,7 @@ class WorkerTime:
         """Start reporting. Needs a running event loop."""
         self._feed.start()
 
-    def turn(self, role: Role) -> None:
+    def change_role(self, role: Role) -> None:
         """Count the time from now on for another role."""
         self._count()
         self._role = role

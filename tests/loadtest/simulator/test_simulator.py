@@ -444,7 +444,7 @@ def test_whatever_turns_every_request_ends_once_and_no_block_is_lost(trace, mode
 
 def test_workers_with_pools_of_two_sizes_do_not_turn():
     with pytest.raises(ValueError, match="pools of one size; give --prefill-kv-tokens"):
-        Simulation(SMALL, read_trace(SAMPLE, 1)).turn("worker-0", "decode")
+        Simulation(SMALL, read_trace(SAMPLE, 1)).change_role("worker-0", "decode")
 
 
 STRICT = RequestSlo(ttft_s=3.0, itl_s=0.03)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from baton.config.clients import ApiKeyConfig, SloConfig
-from baton.planner.state import Figures, Nothing, Resize, Turn
+from baton.planner.state import Figures, Nothing, Resize, RoleChange
 from baton.registry.admin_commands import Answer
 from fleet.pools.planning import Decided
 from tests.router.emulated_worker import Script
@@ -155,7 +155,7 @@ async def test_decisions_of_the_planner_are_marks_with_their_reasons_beside_the_
     await fleet.chat()
     await tab.until("!byId('planner-section').hidden")
     await tab.until("byId('sizes-now').textContent === '1 + 2 now'")
-    turn = Turn(worker_id="decode-1", role="prefill", reason="1 + 2 misses", figures=figures)
+    turn = RoleChange(worker_id="decode-1", role="prefill", reason="1 + 2 misses", figures=figures)
     wish = Resize(prefill=3, decode=2, reason="prompts wait 4.0 s")
     refused = Resize(prefill=9, decode=9, reason="too many")
     now_s = time.time()

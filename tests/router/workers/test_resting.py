@@ -57,7 +57,7 @@ async def fleet(redis_server, model):
     async with contextlib.AsyncExitStack() as stack:
         registry = Registry(redis_server.url, "test")
         stack.push_async_callback(registry.close)
-        settings = {"redis_url": redis_server.url, "canary_s": 2.0}
+        settings = {"redis_url": redis_server.url, "probe_s": 2.0}
         started = [WorkerProcess.start(name, **settings) for name in names]
         workers = dict(zip(names, await asyncio.gather(*started), strict=True))
         for worker in workers.values():

@@ -98,7 +98,7 @@ async def test_a_worker_counts_its_time_for_the_role_that_it_has(
     monkeypatch.setattr(worker_time.time, "time", lambda: HOUR * 3600.0)
     clock = worker_time.WorkerTime("prefill", registry, Metrics("worker"), lambda _: None, "lane")
     now_s += 100.5
-    clock.turn("decode")
+    clock.change_role("decode")
     now_s += 7.25
     await clock.close()
     found = await SharedUsage(registry).read([HOUR])

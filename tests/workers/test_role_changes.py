@@ -23,7 +23,7 @@ async def test_prompts_that_wait_are_asked_back_and_the_one_that_runs_is_not() -
             await router.submit(name, prompt, first)
         while first._parts.engine.load.waiting < 2:
             await asyncio.sleep(0.01)
-        await first.turn("decode", 7)
+        await first.change_role("decode", 7)
         assert (first.record.role, first.record.turn) == ("decode", 7)
         await router.until(lambda: len(router.asks) == 2, 5.0)
         for ask in router.asks:
@@ -52,7 +52,7 @@ async def test_a_worker_that_turns_to_prefill_keeps_its_streams() -> None:
     async with worker_here("decode-0", emulated_token_s=0.002) as decode, routed(decode) as router:
         await router.submit("a", PROMPTS["a"], sampling={"max_tokens": 100, "ignore_eos": True})
         await router.until(lambda: router.tokens["a"], 5.0)
-        await decode.turn("prefill", 1)
+        await decode.change_role("prefill", 1)
         end = await router.ended("a")
         assert not end.HasField("error")
         assert len(router.tokens["a"][0]) == 100
@@ -66,7 +66,7 @@ async def test_prompts_that_come_after_the_turn_are_computed() -> None:
         workers("decode-0") as (decode,),
         routed(decode) as router,
     ):
-        await first.turn("decode", 1)
+        await first.change_role("decode", 1)
         await router.submit("a", PROMPTS["a"], first)
         end = await router.ended("a")
         assert not end.HasField("error")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.loading.file_lock import turn
+from baton.engine.loading.file_lock import exclusively
 from tests.engine.loading.test_loading import write_gguf
 
 LOAD = """
@@ -57,15 +57,15 @@ def test_one_of_several_converts_and_the_next_takes_over_from_one_that_was_kille
 def test_a_turn_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
     file = tmp_path / "below" / "lock"
     waits: list[float] = []
-    with turn(file) as after_others:
+    with exclusively(file) as after_others:
         assert not after_others
-        with turn(file, waiting=waits.append, limit_s=0.3) as late:  # as another process would
+        with exclusively(file, waiting=waits.append, limit_s=0.3) as late:  # as others would
             assert late and waits
-    with turn(file) as after_others:
+    with exclusively(file) as after_others:
         assert not after_others
 
 
 def test_where_nothing_can_be_written_nobody_waits(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with turn(tmp_path / "file" / "lock") as after_others:
+    with exclusively(tmp_path / "file" / "lock") as after_others:
         assert not after_others
