@@ -6,6 +6,7 @@ Containers, systemd's ``MemoryMax`` and ``CPUQuota``, Slurm and Kubernetes use t
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def _cpu_share(folder: Path) -> float | None:
     if not quota:
         quota = _read(folder / "cpu.cfs_quota_us")
         period = _read(folder / "cpu.cfs_period_us")
-    if not (quota.isdigit() and period.isdigit()):
+    if not (quota.isdigit() and period.isdigit() and int(period)):
         return None  # no quota: "max" or -1
     return int(quota) / int(period)
 
@@ -93,15 +94,20 @@ def _mounts(controller: str) -> Iterator[tuple[int, str, Path]]:
     for line in _read(_MOUNTS).splitlines():
         fields, _, rest = line.partition(" - ")
         kind, _, options = rest.split(" ", 2)
-        _, _, _, root, mount, *_ = fields.split(" ")
+        _, _, _, root, mount, *_ = map(_unescaped, fields.split(" "))
         if kind == "cgroup2":
             yield 2, root, Path(mount)
         elif kind == "cgroup" and controller in options.split(" ")[-1].split(","):
             yield 1, root, Path(mount)
 
 
+def _unescaped(field: str) -> str:
+    """Replace octal escapes, which stand for white space and backslashes."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
+
+
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8", errors="surrogateescape").strip()
     except OSError:
         return ""

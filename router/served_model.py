@@ -19,6 +19,8 @@ from router.adapter_table import AdapterTable
 from router.settings import RouterSettings
 
 _LOG = logging.getLogger(__name__)
+_CUT_CHARACTERS = 2**19  # of any text that is cut, which takes a third of a second
+_CUT_CHARACTERS_PER_TOKEN = 16  # of the context, if that is more
 
 
 class ServedModel:
@@ -159,16 +161,16 @@ class ServedModel:
             prompt: Text or token ids.
             special: Whether the tokenizer adds its special tokens.
             param: Name of the field in errors.
-            whole: Whether the prompt must fit the context, because it is not cut.
+            whole: Whether the prompt must fit the context, because it is neither cut nor only
+                counted.
 
         Raises:
-            PromptTooLongError: The text is too long for the context.
+            PromptTooLongError: The text is too long; see `check_length`.
             InvalidRequestError: The prompt is empty, or an id is outside the vocabulary, which
                 may be smaller than the tokenizer's.
         """
         if isinstance(prompt, str):
-            if whole:
-                self.check_length(prompt, param)
+            self.check_length(prompt, param, whole=whole)
             tokens = self.tokenizer.encode(prompt, add_special_tokens=special)
         else:
             tokens = list(prompt)
@@ -237,8 +239,7 @@ class ServedModel:
         Only chats of the same ``scope`` share cached parts of the text. The other arguments and
         the errors are those of `encode_prompt`.
         """
-        if whole:
-            self.check_length(text, "messages")
+        self.check_length(text, "messages", whole=whole)
         if special:
             tokens = self.tokenizer.encode(text, add_special_tokens=True)
         else:
@@ -265,9 +266,22 @@ class ServedModel:
     def _length_bound(self) -> LengthBound:
         return LengthBound.of(self.tokenizer)
 
-    def check_length(self, text: str, param: str) -> None:
-        """Reject a text that is too long for the context without tokenizing it."""
+    def check_length(self, text: str, param: str, *, whole: bool = True) -> None:
+        """Reject a text that is too long for the context without tokenizing it.
+
+        A text that is not used ``whole`` is limited in characters, because it is tokenized to its
+        end: without either end, tokens at the other one may differ.
+        """
         limit = self.max_context_tokens
+        if not whole:
+            most = max(_CUT_CHARACTERS, _CUT_CHARACTERS_PER_TOKEN * limit)
+            if len(text) > most:
+                raise PromptTooLongError.at(
+                    param,
+                    f"a text of {len(text)} characters is too long to be cut or counted; the "
+                    f"limit is {most} characters",
+                )
+            return
         if len(text) > limit and (least := self._length_bound.fewest_tokens(text)) > limit:
             raise PromptTooLongError.at(
                 param,

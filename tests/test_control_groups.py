@@ -86,6 +86,15 @@ def test_version_1_has_a_path_for_each_controller(machine: Machine) -> None:
     assert found() == (3, 4, 16)
 
 
+def test_a_mount_point_with_spaces_is_found(tmp_path: Path, machine: Machine) -> None:
+    machine.folder = tmp_path / "a b\\c"
+    machine.group("", memory__max=str(2 * GIB), memory__current="0", cpu__max="200000 0")
+    escaped = str(machine.folder).replace("\\", r"\134").replace(" ", r"\040")
+    machine.folder = tmp_path
+    machine.belongs("0::/\n", V2.replace("{mount}", escaped))
+    assert found() == (2, 2, 16), "a period of 0 is no quota"
+
+
 @pytest.mark.parametrize("path", ["/docker/abc", "/../../elsewhere", "/"])
 def test_in_a_container_the_mounted_group_is_its_own(machine: Machine, path: str) -> None:
     """Without a namespace the path starts with it; from one of others it leads outside."""

@@ -14,7 +14,6 @@ import contextlib
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from functools import partial
@@ -27,6 +26,7 @@ from baton.config.fleet_file import FleetConfig
 from baton.registry.admin_commands import Orders
 from baton.registry.lease import LEASE_S, RENEW_EVERY_S, FleetLease, LeaseHolder
 from baton.registry.redis_store import Registry, RegistryUnavailableError
+from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
 from fleet.lease_keeper import take_lease, this_process
 from fleet.local.subprocesses import die_with_parent
@@ -206,6 +206,7 @@ class ClusterPools:
         await asyncio.gather(*asked)
 
     async def _begin_watch(self) -> None:
+        self._tasks.keep(ALIVE.run, "alive clock")
         self._tasks.keep(self._keep_lease, "lease")
         for lane in self._specs():
             await self._watch_lane(lane)
@@ -231,7 +232,7 @@ class ClusterPools:
 
     async def _watch_controller(self, lane: str) -> None:
         """Ping a controller; while it is silent, look it up through Ray and restart it."""
-        seen_s = time.monotonic()
+        seen_ns = ALIVE.now_ns()
         pause_s = _PAUSE_S[0]
         silent = False
         while self._taken_by is None and lane in {*self._specs(), *self._ended}:
@@ -241,16 +242,16 @@ class ClusterPools:
             try:
                 answer = await self._orders(lane).ask("ping", timeout_s=_PING_LIMIT_S)
             except RegistryUnavailableError:
-                seen_s = time.monotonic()  # Redis is down; the controller may be well
+                seen_ns = ALIVE.now_ns()  # Redis is down; the controller may be well
                 continue
             if answer is not None:
                 if silent:
                     self._news.append("the controller responds again")
-                seen_s = time.monotonic()
+                seen_ns = ALIVE.now_ns()
                 pause_s = _PAUSE_S[0]
                 silent = False
                 continue
-            if time.monotonic() - seen_s < _SILENT_S:
+            if ALIVE.now_ns() - seen_ns < _SILENT_S * 1e9:
                 continue
             if not silent:
                 silent = True
@@ -260,7 +261,7 @@ class ClusterPools:
                 )
             try:
                 await self._ensure(lane)
-                seen_s = time.monotonic()
+                seen_ns = ALIVE.now_ns()
             except (CapacityError, TimeoutError) as error:
                 self._news.append(f"warning: {error}; retrying")
                 await asyncio.sleep(pause_s)

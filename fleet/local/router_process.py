@@ -29,6 +29,7 @@ from router.frontend.group.member import alive_path
 _HEALTHY_S = 60.0
 _FAILURES = 5  # in a row, of one router
 _START_LIMIT_S = 60.0
+_LOOK_COUNTS_S = 5.0
 _SPAWN_PAUSE_S = 5.0
 # gRPC's handlers may crash a child between fork and exec, such as the process that checks grammars
 _NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
@@ -97,10 +98,21 @@ class _Life:
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self.process = process
         self.started_s = time.monotonic()
+        self.looked_at_s = self.started_s
+        self.awaited_s = 0.0
 
     @property
     def ended(self) -> bool:
         return self.process.poll() is not None
+
+    def is_late(self, now_s: float) -> bool:
+        """Return whether it was looked at for `_START_LIMIT_S` since its start.
+
+        A standstill counts as one look: the router stood still too.
+        """
+        self.awaited_s += min(now_s - self.looked_at_s, _LOOK_COUNTS_S)
+        self.looked_at_s = now_s
+        return self.awaited_s > _START_LIMIT_S
 
     def wait(self, limit_s: float) -> None:
         """Wait for the process, and kill it after the limit."""
@@ -263,7 +275,7 @@ class RouterProcesses:
                 last.process.send_signal(signal.SIGUSR1)
                 self._leaving.append(last)
             say(f"{router_name(index)} was replaced; the old process finishes its responses")
-        elif self._next.ended or time.monotonic() - self._next.started_s > _START_LIMIT_S:
+        elif self._next.is_late(time.monotonic()) or self._next.ended:
             self._next.wait(0.0)
             self._next = None
             self._break_off(f"the successor of {router_name(index)} does not serve", say)

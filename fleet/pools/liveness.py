@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
+import psutil
 import ray
 from ray.exceptions import RayError
 
@@ -111,10 +112,10 @@ class Life:
     def end(self) -> None:
         """Kill its processes; Ray alone cannot end a stopped one."""
         process = self._process
-        if process is not None and process.host == socket.gethostname():
-            end_at_once(process.key)
-        with contextlib.suppress(RayError):
-            ray.kill(self.actor)
+        if process is None:
+            _end(self.actor, _process_here(self.actor))
+        else:
+            _end(self.actor, process.key if process.host == socket.gethostname() else None)
 
 
 async def process_of(actor: Any) -> ShellProcess | None:
@@ -128,7 +129,27 @@ async def process_of(actor: Any) -> ShellProcess | None:
 def end_actor(name: str, namespace: str) -> None:
     """End a named actor, if it is still there."""
     with contextlib.suppress(ValueError, RayError):
-        ray.kill(ray.get_actor(name, namespace=namespace))
+        actor = ray.get_actor(name, namespace=namespace)
+        _end(actor, _process_here(actor))
+
+
+def _process_here(actor: Any) -> ProcessKey | None:
+    """Return the process of a `WorkerActor` on this host, by Ray's table of actors."""
+    with contextlib.suppress(RayError, psutil.Error):
+        found = ray._private.state.actors(actor._actor_id.hex())  # noqa: SLF001 - a developer API
+        here = ray.get_runtime_context().get_node_id()
+        key = ProcessKey.of(found["Pid"]) if found["Address"]["NodeID"] == here else None
+        process = key.find() if key is not None else None
+        if process is not None and "".join(process.cmdline()).startswith("ray::WorkerActor"):
+            return key
+    return None
+
+
+def _end(actor: Any, here: ProcessKey | None) -> None:
+    if here is not None:
+        end_at_once(here)
+    with contextlib.suppress(RayError):
+        ray.kill(actor)
 
 
 class StandstillGuard:

@@ -3,21 +3,35 @@
 The real state machine and the real table of incarnations; Ray and its actors are played here.
 Disturbances come in any order; when they cease and time passes, each slot has one serving worker,
 which the controller knows by its epoch, and no process is left that it does not know. At no time
-is a worker ended that serves and answers, unless an operator asked for it.
+is a worker ended that serves and answers, unless an operator asked for it. One mechanism must not
+hide the fault of another: each state has a bound, each epoch is used once, a late event has no
+effect.
 """
 
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fleet.pools.controller import HEALTHY_AFTER_NS, FleetController
+from fleet.pools.controller import (
+    BACKOFF_LIMIT_NS,
+    DRAIN_LIMIT_NS,
+    HEALTHY_AFTER_NS,
+    START_LIMIT_NS,
+    STOP_AGAIN_NS,
+    FleetController,
+)
 from fleet.pools.lives import LifeTable
 from fleet.pools.slots import SECOND_NS, Action, Drain, Launch, Phase, Publish, Stop
 from tests.soak import examples
 
 SLOTS = ("worker-0", "worker-1")
+LIMITS_NS = {
+    Phase.WAITING: BACKOFF_LIMIT_NS,
+    Phase.STARTING: START_LIMIT_NS,
+    Phase.DRAINING: DRAIN_LIMIT_NS,
+}
 
 
 @dataclass(eq=False)
@@ -71,6 +85,7 @@ class Controller:
     def __init__(self, world: World) -> None:
         self.world = world
         self.lives = LifeTable[Life]()
+        self.used = dict(world.slots)
         self.fleet = FleetController({"prefill": 1, "decode": 1}, world.now)
         for worker_id, epoch in world.slots.items():
             self.fleet.note_record(worker_id, epoch, "decode", 0)
@@ -88,6 +103,7 @@ class Controller:
                 silent=not actor.answers,
             )
             epoch = self.fleet.slots[worker_id].epoch
+            assert actor.answers or epoch >= world.slots.get(worker_id, 0)
             self.lives.add(worker_id, Life(epoch, actor.named, actor, adopted=True))
         self.fleet.settle(world.now)
         self.take(self.fleet.tick(world.now))
@@ -106,7 +122,10 @@ class Controller:
                     self.stop(action)
 
     def launch(self, launch: Launch) -> None:
+        assert launch.epoch > self.used.get(launch.worker_id, 0), "an epoch is used twice"
+        self.used[launch.worker_id] = launch.epoch
         last = self.lives.take_kept(launch.worker_id) if launch.reuse else None
+        assert (last is not None) is launch.reuse, "only a process that was kept is used again"
         if last is not None:
             actor = last.actor
             actor.epoch, actor.started, actor.engine = launch.epoch, False, True
@@ -163,7 +182,10 @@ class Controller:
                 self.take(found)
             if actor.started and not life.started:
                 life.started = True
-                self.take(self.fleet.started(worker_id, life.epoch, self.world.now))
+                stopping = self.fleet.slots[worker_id].stopping
+                actions = self.fleet.started(worker_id, life.epoch, self.world.now)
+                assert not stopping or actions == [Stop(worker_id, life.epoch)]
+                self.take(actions)
             if self.lives.get(worker_id) is life and not actor.engine:
                 self.ended(worker_id, life.epoch, "exit code 1", life)
 
@@ -202,6 +224,20 @@ class Disagreements(RuleBasedStateMachine):
     @rule(worker_id=st.sampled_from(SLOTS), frozen=st.booleans())
     def is_heard(self, worker_id: str, frozen: bool) -> None:
         self.controller.hear(worker_id, frozen=frozen)
+
+    @rule(worker_id=st.sampled_from(SLOTS))
+    def an_earlier_incarnation_is_heard(self, worker_id: str) -> None:
+        fleet = self.controller.fleet
+        epoch = fleet.slots[worker_id].epoch - 1
+        assert fleet.started(worker_id, epoch, self.world.now) == []
+        assert fleet.drained(worker_id, epoch, self.world.now) == []
+        assert fleet.ended(worker_id, epoch, "late", self.world.now) == []
+
+    @invariant()
+    def each_state_has_an_end(self) -> None:
+        for slot in self.controller.fleet.slots.values():
+            limit = STOP_AGAIN_NS if slot.stopping else LIMITS_NS.get(slot.phase)
+            assert limit is None or slot.due_ns <= self.world.now + limit
 
     @rule(worker_id=st.sampled_from(SLOTS), what=st.sampled_from(("engine", "process")))
     def dies(self, worker_id: str, what: str) -> None:
@@ -275,3 +311,28 @@ Disagreements.TestCase.settings = settings(
     max_examples=examples(120), stateful_step_count=25, deadline=None
 )
 TestDisagreements = Disagreements.TestCase
+
+
+def test_the_table_keeps_one_incarnation_of_a_slot() -> None:
+    table = LifeTable[Life]()
+    first, second = (Life(n, n, Actor("worker-0", n, n)) for n in (1, 2))
+    assert table.add("worker-0", first) is None
+    assert table.add("worker-0", second) is first
+    table.remove("worker-0", first)
+    assert table.get("worker-0") is table.of("worker-0", 2) is second
+    assert table.of("worker-0", 1) is None
+    table.keep("worker-0", first)
+    assert table.take_kept("worker-0") is first
+    assert table.take_kept("worker-0") is None
+
+
+def test_a_stranger_is_seen_twice_and_neither_followed_nor_kept() -> None:
+    table = LifeTable[Life]()
+    followed, kept = (Life(n + 4, n, Actor("worker-0", n, n + 4)) for n in (1, 2))
+    table.add("worker-0", followed)
+    table.keep("worker-0", kept)
+    listed = [("worker-0", named) for named in (1, 2, 5)]
+    assert table.strangers(listed) == []
+    assert table.strangers(listed) == [("worker-0", 5)]
+    assert table.strangers([]) == []
+    assert table.strangers(listed) == []

@@ -106,6 +106,7 @@ async def controller(
     )
     monkeypatch.setattr(ray_controller, "log_to", lambda *_, **__: None)
     monkeypatch.setattr(ray_controller.ray, "kill", lambda _: None)
+    monkeypatch.setattr(liveness, "_process_here", lambda _: None)
     monkeypatch.setattr(ray_controller.ray.util, "list_named_actors", lambda **_: [])
     monkeypatch.setattr(placement, "remove_placement_group", lambda _: None)
     monkeypatch.setattr(placement, "placement_group_table", dict)

@@ -20,7 +20,7 @@ from baton.registry.redis_store import Registry
 from baton.registry.types import WorkerRecord
 from fleet.local.local_pools import LocalPools
 from fleet.local.supervisor import _CONTROLLER_LOST_S, _CONTROLLER_POLL_S
-from fleet.pools.liveness import FROZEN_AFTER_S
+from fleet.pools.liveness import FROZEN_AFTER_S, Life, end_actor
 from fleet.pools.resources import (
     NAMESPACE,
     ControllerSpec,
@@ -126,6 +126,26 @@ async def test_a_frozen_shell_is_replaced_and_does_not_come_back(fleet: RayFleet
     after = await record_of(fleet, "worker-1")
     assert after.incarnation != before.incarnation
     assert "dead frozen: no response for 8 s" in (fleet.logs / "controller.log").read_text()
+
+
+def test_a_stopped_process_that_has_not_been_asked_is_ended(fleet: RayFleet) -> None:
+    """Ray alone cannot; a new controller finds it stopped, and knows only its actor."""
+
+    class WorkerActor:
+        def pid(self) -> int:
+            return os.getpid()
+
+    options = {"namespace": NAMESPACE, "num_cpus": 0, "lifetime": "detached"}
+    for name, end in (
+        ("baton-other-worker-0-1", lambda _: end_actor("baton-other-worker-0-1", NAMESPACE)),
+        ("baton-other-worker-1-1", lambda actor: Life(1, actor).end()),
+    ):
+        actor = ray.remote(WorkerActor).options(name=name, **options).remote()
+        stopped = ProcessKey.of(ray.get(actor.pid.remote()))
+        assert stopped is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        end(actor)
+        wait_for(lambda key=stopped: key.find() is None)
 
 
 async def test_an_engine_that_dies_late_is_followed_in_the_same_process(fleet: RayFleet) -> None:

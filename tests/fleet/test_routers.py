@@ -21,7 +21,7 @@ from baton.config.fleet_file import DEFAULT_MODEL
 from baton.model.artifact import resolve_model
 from fleet.local.checks.preflight import PortTakenError, claim_socket
 from fleet.local.redis_server import EmbeddedRedis
-from fleet.local.router_process import RouterProcesses, listening_sockets
+from fleet.local.router_process import RouterProcesses, _Life, listening_sockets
 from tests.engine.lora_files import write_adapter
 
 LIMIT_S = 90.0
@@ -156,6 +156,14 @@ def test_connections_made_while_a_router_is_started_again_wait(start: Start) -> 
     for thread in threads:
         thread.join(LIMIT_S)
     assert answers == [200] * 8
+
+
+def test_a_standstill_is_not_the_time_of_a_successor() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        life = _Life(process)
+    assert not life.is_late(life.started_s + 1000.0)
+    looks = [life.is_late(life.started_s + 1000.0 + second) for second in range(70)]
+    assert looks.index(True) == 56  # the standstill counts as 5 s
 
 
 def test_a_stopped_router_refuses_connections(start: Start) -> None:

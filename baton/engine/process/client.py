@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import IO
@@ -19,6 +18,7 @@ from baton.engine.ipc import map_pool
 from baton.engine.process import messages
 from baton.engine.process.thread import EngineThread
 from baton.engine.settings import ENGINE_MODULES, EngineSettings
+from baton.telemetry.alive_clock import ALIVE
 from baton.telemetry.tasks import BackgroundTasks
 from baton.types.errors import InternalError
 
@@ -39,7 +39,7 @@ class ReportInbox:
         self.ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._on_progress = on_progress
         self._reader = messages.report_reader()
-        self._received_s = time.monotonic()
+        self._received_ns = ALIVE.now_ns()
         self._early: list[messages.Report] = []  # received before ``listen``
         self._listener: OnReport = self._early.append
 
@@ -59,7 +59,7 @@ class ReportInbox:
         for report in reports:
             match report:
                 case messages.Progress():
-                    self._received_s = time.monotonic()
+                    self._received_ns = ALIVE.now_ns()
                     self._on_progress(report.what)
                 case messages.Ready():
                     if not self.ready.done():
@@ -79,8 +79,8 @@ class ReportInbox:
 
     async def until_ready(self, timeout_s: float) -> messages.Ready:
         """Return ``Ready``, or raise ``InternalError`` after ``timeout_s`` without reports."""
-        self._received_s = time.monotonic()
-        while (left_s := self._received_s + timeout_s - time.monotonic()) > 0:
+        self._received_ns = ALIVE.now_ns()
+        while (left_s := timeout_s - (ALIVE.now_ns() - self._received_ns) / 1e9) > 0:
             done, _ = await asyncio.wait([self.ready], timeout=left_s)
             if done:
                 return self.ready.result()

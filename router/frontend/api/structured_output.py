@@ -11,6 +11,7 @@ from baton.text.json_schema import checked_afterwards, lenient, without_annotati
 from baton.text.tools import Tool, ToolSyntax
 from baton.types.errors import GrammarError, InvalidRequestError
 from router.frontend.api.bodies.chat import ChatBody
+from router.frontend.api.bodies.decimals import refuse_long_decimals
 from router.frontend.api.bodies.generation import GenerationBody
 from router.frontend.api.bodies.rendering import rendering_of
 from router.frontend.api.tool_use.grammar import CallsGrammar, Levels, calls_grammar_of
@@ -153,6 +154,8 @@ def _of(
     grammars = []
     if schema is not None:
         text = schema if isinstance(schema, str) else _source(schema)
+        if isinstance(schema, str):
+            refuse_long_decimals(f'{{"{prefix}json": {schema}}}'.encode(errors="replace"))
         grammars.append(RequestedGrammar(f"{prefix}json", "json", text))
     if regex is not None:
         if (len(regex) - len(regex.rstrip("\\"))) % 2:

@@ -165,6 +165,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if other is not None:
             unread = other.transport.get_write_buffer_size()
             end = other.transport.abort if unread else other.transport.close
+            self._metrics.inc("baton_connections_evicted")
             end()
 
     def _refuse_place(self) -> None:

@@ -21,6 +21,7 @@ from router.settings import RouterSettings
 _LOG = logging.getLogger("baton.requests")
 
 
+_LONGEST_SECRET = 256  # in characters
 _NOT_REDACTED = "[left out: redaction took too long]"
 
 
@@ -60,9 +61,10 @@ class RequestLog:
         texts = await asyncio.to_thread(lambda: [self._decoded(part) for part in tokens])
         redacted = await self._checks.redacted(self._logs.rules, texts, request.tenant)
         if self._may_log_texts(request):
-            shown = [_NOT_REDACTED] * len(texts) if redacted is None else redacted
-            cut = [self._cut(text) for text in shown]
-            fields |= {"prompt": cut[0], "answers": cut[1:]}
+            shown = [_NOT_REDACTED] * len(texts)
+            if redacted is not None:
+                shown = [self._cut(*pair) for pair in zip(redacted, texts, strict=True)]
+            fields |= {"prompt": shown[0], "answers": shown[1:]}
         _log(fields)
 
     def _may_log_texts(self, request: GenerationRequest) -> bool:
@@ -95,12 +97,22 @@ class RequestLog:
 
         Otherwise a secret that the cut divides would not be found.
         """
-        most = 2 * self._logs.max_text_chars
-        return self._tokenizer.decode(list(tokens[:most]))[:most]
+        most = self._most_given
+        return self._tokenizer.decode(list(tokens[: 4 * most]))[:most]  # 4: bytes of a character
 
-    def _cut(self, text: str) -> str:
+    def _cut(self, text: str, given: str) -> str:
+        """Return the part of a redacted text that is logged.
+
+        If the ``given`` text was cut, a part of a secret may be left at its end.
+        """
         limit = self._logs.max_text_chars
-        return text if len(text) <= limit else f"{text[:limit]}…"
+        if len(given) < self._most_given:
+            return text if len(text) <= limit else f"{text[:limit]}…"
+        return f"{text[:-_LONGEST_SECRET][:limit]}…"
+
+    @property
+    def _most_given(self) -> int:
+        return 2 * self._logs.max_text_chars + _LONGEST_SECRET
 
 
 def _log(fields: dict[str, Any]) -> None:

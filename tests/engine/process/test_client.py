@@ -5,6 +5,7 @@ import mmap
 import os
 import subprocess
 import threading
+import time
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock, call
 
@@ -18,7 +19,7 @@ from baton.engine.process import messages
 from baton.engine.process.client import EngineClient, ReportInbox
 from baton.engine.process.handle import EngineHandle
 from baton.engine.settings import EmulatedModel, EngineSettings
-from baton.telemetry.alive_clock import Standstills
+from baton.telemetry.alive_clock import ALIVE, Standstills
 from baton.types import events as ev
 from baton.types.errors import InternalError
 from baton.types.geometry import KvGeometry
@@ -35,6 +36,19 @@ async def test_an_engine_that_loads_long_is_waited_for_as_long_as_it_says_someth
     assert not waiting.done()
     with pytest.raises(InternalError, match="no report from the loading engine"):
         await asyncio.wait_for(waiting, 10.0)
+
+
+async def test_a_standstill_of_this_process_is_not_waited_for() -> None:
+    """The reports of that time are read after it."""
+    clock = asyncio.create_task(ALIVE.run())
+    waiting = asyncio.create_task(ReportInbox().until_ready(1.0))
+    await asyncio.sleep(0.05)
+    time.sleep(2.0)  # noqa: ASYNC251 - the loop stands still
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    for task in (clock, waiting):
+        task.cancel()
+    await asyncio.wait([clock, waiting])
 
 
 def children() -> set[int]:

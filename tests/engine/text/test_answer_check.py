@@ -18,6 +18,8 @@ from baton.text.answer_check import Match, answered, violations
         ),
         ({"items": {"contains": {"const": 5}}}, [[1, 5]], [[1]], "contains"),
         ({"not": {"type": "string"}}, 1, "x", "not"),
+        ({"const": 2**70}, 2**70, 1, "const"),
+        ({"enum": [1e300, 12345678901234567]}, 1e300, 2, "enum"),
         ({"dependentRequired": {"a": ["b"]}}, {"a": 1, "b": 2}, {"a": 1}, "dependentRequired"),
         ({"propertyNames": {"maxLength": 1}}, {"a": 1}, {"aa": 1}, "propertyNames"),
         (
@@ -45,6 +47,7 @@ def test_keywords_of_the_grammar_are_not_checked_again():
         ('{"$ref": "#"}', "1"),
         ('{"uniqueItems": true}', "[1,"),
         ('{"type": 5, "not": 5}', "1"),
+        ("{", "1"),
     ],
 )
 def test_an_answer_that_cannot_be_compared_is_unchecked(schema, answer):

@@ -299,6 +299,8 @@ async def test_a_decimal_that_would_change_is_refused_by_its_place(make_fleet, n
         ("chat/completions", f"{user}, {tool}"),
         ("chat/completions", f"{user}, {answer}"),
         ("completions", f'"prompt": "x", "guided_json": {deep}'),
+        ("completions", f'"prompt": "x", "guided_json": {json.dumps(deep)}'),
+        ("completions", f'"prompt": "x", "structured_outputs": {{"json": {json.dumps(deep)}}}'),
         ("messages", f"{user}, {claude}"),
     ):
         raw = f'{{"model": "{MODEL}", {fields}}}'

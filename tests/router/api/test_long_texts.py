@@ -47,6 +47,45 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
     assert "8192" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", lambda text: {"prompt": text}),
+        ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/embeddings", lambda text: {"input": text}),
+        ("/v1/score", lambda text: {"text_1": "a", "text_2": text}),
+        ("/v1/rerank", lambda text: {"query": "a", "documents": [text]}),
+        ("/pooling", lambda text: {"input": text}),
+    ],
+)
+async def test_what_is_too_long_to_be_cut_is_refused_too(make_fleet, monkeypatch, path, fields):
+    """3.9 MB of spaces to be cut held a thread for 7 s."""
+    fleet = await make_fleet({"decode-0": None})
+    encode = TextTokenizer.encode
+
+    def encode_short(tokenizer: TextTokenizer, text: str, **how: bool) -> list[int]:
+        assert len(text) <= 2**19
+        return encode(tokenizer, text, **how)
+
+    monkeypatch.setattr(TextTokenizer, "encode", encode_short)
+    for character in (" ", "a", "\N{GRINNING FACE}"):
+        text = character * (3_900_000 // len(character.encode()))
+        body = {"model": MODEL, "truncate_prompt_tokens": -1} | fields(text)
+        content = json.dumps(body, ensure_ascii=False).encode()
+        answer = await fleet.http.post(path, content=content)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "524288 characters" in error["message"]
+
+
+def test_a_cut_text_has_the_tokens_of_the_whole_one(model):
+    text = "x" + " " * 500_000 + "the quick brown fox"
+    whole = model.tokenizer.encode(text)
+    assert model.encode_prompt(text, whole=False) == whole
+    assert len(whole) > 6000
+
+
 async def test_a_router_speeds_up_once_a_worker_can_be_used(make_fleet, monkeypatch):
     """Not while the workers of a new fleet start and need the CPUs."""
     fleet = await make_fleet({})

@@ -100,6 +100,10 @@ async def test_texts_are_cut_where_that_is_asked_for(fleet, vector):
     cut = await post(fleet, "/score", text_1=SHORT, text_2=too_long, truncate_prompt_tokens=-1)
     assert cut.status_code == 200
     assert len(fleet.workers["decode-0"].submissions[-1].prompt_tokens) // 4 == 8192
+    ranked = await post(
+        fleet, "/rerank", query=SHORT, documents=[too_long], truncate_prompt_tokens=-1
+    )
+    assert ranked.status_code == 200
 
 
 async def test_pooling_is_the_vector_itself(fleet, vector):

@@ -146,6 +146,7 @@ async def test_idle_connections_shut_no_one_out(make_fleet):
     assert [await one.status() for one in idle] == [200] * 8
     for one in idle[:4]:
         assert await one.is_closed()
+    assert fleet.router.metrics.value("baton_connections_evicted") >= 4
     assert await status(fleet, b"/v1/models", KEYED) == 200
     assert await status(fleet, b"/health/live") == 200
     keyed.writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n%b\r\n" % KEYED)

@@ -68,6 +68,16 @@ async def test_texts_are_only_of_those_who_asked_and_redacted(fleet, lines):
     assert "lovelace" not in json.dumps(told, default=str)
 
 
+async def test_a_secret_at_the_border_of_the_redacted_part_is_not_logged(fleet, lines):
+    """Redaction shortens the text, so that the end of the part would be logged."""
+    for begin in range(0, 21, 2):
+        await fleet.chat("x" * begin + " ada@lovelace.example" * 100, headers=TOLD)
+    await until(lambda: len(lines()) == 11)
+    for line in lines():
+        assert "[email]" in line["prompt"] and line["prompt"].endswith("…")
+        assert "ada" not in line["prompt"]
+
+
 async def test_a_long_text_is_cut(fleet, lines):
     await fleet.chat("word " * 500, headers=TOLD)
     await until(lines)

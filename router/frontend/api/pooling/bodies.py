@@ -119,7 +119,7 @@ class RerankBody(PooledBody):
         """Smaller one of vLLM's limit and Cohere's."""
         own = self.truncate_prompt_tokens
         of_document = self.max_tokens_per_doc
-        if own is None or own < 0:
+        if own is None or (own < 0 and of_document is not None):
             return of_document
         return own if of_document is None else min(own, of_document)
 

@@ -109,9 +109,7 @@ def _tokens(
     limit = model.max_context_tokens
     if most_tokens is not None:
         most_tokens = limit if most_tokens == -1 else min(most_tokens, limit)
-    if isinstance(text, str) and most_tokens is not None:
-        text = model.tokenizer.encode(text)
-    tokens = model.encode_prompt(text, param=name)[:most_tokens]
+    tokens = model.encode_prompt(text, param=name, whole=most_tokens is None)[:most_tokens]
     if not tokens:
         raise InvalidRequestError.at("truncate_prompt_tokens", "must be -1 or at least 1 (got 0)")
     if len(tokens) > limit:
