@@ -18,8 +18,6 @@ from baton.types.params import AdapterRef, SampledToken, SamplingParams
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
-NO_LOGPROB = -9999.0
-"""Log-probability that vLLM sends for minus infinity and NaN."""
 
 CAPABILITIES = RunnerCapabilities(
     engine="vLLM workers", grammars=True, bad_words=False, adapters=True
