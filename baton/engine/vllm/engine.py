@@ -1,22 +1,20 @@
 """Translator between the commands of a worker's shell and one running vLLM."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 
 from baton.engine.core.sequence import Kind
 from baton.engine.process import messages
 from baton.engine.vllm import http, protocol
 from baton.engine.vllm.adapters import VllmAdapters
+from baton.engine.vllm.control import VllmControl, log
 from baton.engine.vllm.events_client import KvEventsClient
 from baton.engine.vllm.hand_off import HandOff
 from baton.engine.vllm.hand_off_baton import BatonHandOff
 from baton.engine.vllm.hand_off_nixl import NixlHandOff
-from baton.engine.vllm.health import HEALTH_S, Health, log
 from baton.engine.vllm.live_request import LiveRequest
 from baton.engine.vllm.load import LoadMeter, Row
 from baton.engine.vllm.protocol import ChoiceStream, Parameters
@@ -73,7 +71,7 @@ class VllmEngine:
         self._requests: dict[str, LiveRequest] = {}
         self._meter = LoadMeter(facts.pool_blocks)
         self._events = KvEventsClient(folder, send, log)
-        self._health = Health(vllm, self._socket)
+        self._control = VllmControl(vllm, self._socket)
         self._tasks = BackgroundTasks("vllm engine")
         self._serves_adapters = max_adapters > 0
         self._adapters = VllmAdapters(
@@ -82,7 +80,7 @@ class VllmEngine:
         for work, name in (
             (self._events.run(), "kv events"),
             (self._events.fill_gaps(), "kv event gaps"),
-            (self._health.watch(self._alive, self._break), "health"),
+            (self._control.watch(lambda: send(messages.Alive()), self._break), "health"),
             (self._settle(), "steps"),
         ):
             self._tasks.vital(work, name, lambda error: self._break(f"{error}"))
@@ -90,7 +88,7 @@ class VllmEngine:
     # ---------------------------------------------------------------- commands
 
     def handle(self, command: messages.Command) -> None:
-        """Execute a command of the shell."""
+        """Execute a command of the shell, unless it is about Baton's own pool."""
         error = messages.malformed(command, self._vocab_size)
         match command:
             case messages.Submit():
@@ -98,8 +96,7 @@ class VllmEngine:
             case messages.Cancel():
                 self._cancel(command)
             case messages.Commit() | messages.ComputeLocally() if error is not None:
-                if (request := self._requests.get(command.request_id)) is not None:
-                    self._end(request, error)
+                self._end_live(command.request_id, error)
             case messages.Bind():
                 self._bind(command)
             case messages.Commit():
@@ -107,11 +104,10 @@ class VllmEngine:
             case messages.ComputeLocally():
                 self._compute(command)
             case messages.Release():
-                self._release(command)
+                # vLLM frees its KV when the other worker has read it
+                self._end_live(command.request_id, None)
             case messages.Forget():
                 self._tasks.spawn(self._forget(), "forget")
-            case _:
-                pass  # about Baton's own pool
 
     async def close(self) -> None:
         """Close all connections to vLLM."""
@@ -210,7 +206,7 @@ class VllmEngine:
             self._meter.ended(request.submit.request_id, choice)
         if not self._hand_off.repeats:
             self._hand_off.release(request)
-            first = [None if one is None else one[0] for one in request.spec.emitted]
+            first = [None if tokens is None else tokens[0] for tokens in request.spec.emitted]
             request.begin_run(first, Kind.FULL)
             self._begin(request)
             return
@@ -227,12 +223,6 @@ class VllmEngine:
         request.begin_run(command.first, Kind.FULL)
         self._begin(request)
 
-    def _release(self, command: messages.Release) -> None:
-        """End a prompt for another worker. vLLM frees its KV when that worker has read it."""
-        request = self._requests.get(command.request_id)
-        if request is not None:
-            self._end(request, None)
-
     def _cancel(self, command: messages.Cancel) -> None:
         request = self._requests.get(command.request_id)
         if request is None:
@@ -245,7 +235,8 @@ class VllmEngine:
             self._end_choice(request, choice)
         if not command.choices:
             if request.saving is not None:
-                self._tasks.spawn(self._abort(request, request.saving), "abort")
+                abort = self._control.abort(command.request_id, request.saving)
+                self._tasks.spawn(abort, "abort")
             self._end(request, CancelledError_(command.reason or "cancelled"))
             return
         if request.loading:
@@ -255,23 +246,12 @@ class VllmEngine:
         if not request.open_choices:
             self._end(request, None)
 
-    async def _abort(self, request: LiveRequest, choice: int) -> None:
-        """Abort the vLLM request that fills pages, but wait for its response."""
-        body = protocol.abort_body(request.submit.request_id, choice)
-        with contextlib.suppress(UnavailableError):  # vLLM computes the prompt to its end
-            await http.fetch(self._socket, "POST", protocol.ABORT, HEALTH_S, body)
-
     async def _forget(self) -> None:
         """Erase the whole cache: vLLM cannot erase the blocks of one tenant."""
-        erased = self._cached_blocks
-        try:
-            target = "/reset_prefix_cache?reset_running_requests=true"
-            raw = await http.fetch(self._socket, "POST", target, 30.0)
-            success = bool(msgspec.json.decode(raw)["success"])
-        except UnavailableError as error:
-            log(error.message)
-            success = False
-        self._send(messages.Forgotten({"pool": erased if success else -1}))
+        erased_blocks = self._cached_blocks
+        if not await self._control.erase_cache():
+            erased_blocks = -1
+        self._send(messages.Forgotten({"pool": erased_blocks}))
 
     # ---------------------------------------------------------------- exchanges
 
@@ -296,7 +276,7 @@ class VllmEngine:
             if request.run == run and choice in request.open_choices:
                 request.exchanges[choice] = exchange
             elif choice == request.saving:  # cancelled meanwhile
-                await self._abort(request, choice)
+                await self._control.abort(request.submit.request_id, choice)
             else:
                 exchange.close()
             complete = await exchange.done
@@ -377,8 +357,7 @@ class VllmEngine:
         """
         request_id = request.submit.request_id
         spec = request.spec
-        params = spec.params
-        wanted = self._hand_off.to_save(request, choice) if params.max_tokens > 1 else None
+        wanted = self._hand_off.to_save(request, choice) if spec.params.max_tokens > 1 else None
         body = protocol.prefill_body(request_id, request.prompt, spec, choice, self._eos, wanted)
         parts: list[bytes] = []
         complete = await self._exchange(request, choice, body, parts.append)
@@ -391,7 +370,7 @@ class VllmEngine:
             return
         try:
             answer = protocol.read_chunk(response)
-            token = protocol.first_token(answer, params.logprobs)
+            token = protocol.first_token(answer, spec.params.logprobs)
             held: Parameters = {}
             if wanted is not None:
                 held = self._hand_off.held(request, answer.kv_transfer_params)
@@ -406,22 +385,19 @@ class VllmEngine:
         request.first[choice] = (token, held)
         if answer.cached_tokens is not None:
             request.cached_tokens = answer.cached_tokens
-        if len(request.first) == params.n:
+        if len(request.first) == spec.params.n:
             self._prompt_done(request)
 
     def _prompt_done(self, request: LiveRequest) -> None:
         """Report the first tokens and the parameters with which another vLLM reads the KV."""
         request_id = request.submit.request_id
         computed_ns = sum(self._meter.input_ns(request_id, choice) for choice in request.first)
-        engine_transfer = self._hand_off.publish(request)
-        self._send(
-            request.prompt_done(computed_ns, engine_transfer),
-            self._meter.status(self._cached_blocks),
-        )
+        done = request.prompt_done(computed_ns, self._hand_off.publish(request))
+        self._send(done, self._meter.status(self._cached_blocks))
 
     async def _fail(self, request: LiveRequest, error: BatonError) -> None:
         """End a request with vLLM's error, unless vLLM itself is dying."""
-        if isinstance(error, InternalError) and await self._health.is_dying():
+        if isinstance(error, InternalError) and await self._control.is_dying():
             self._break(error.message)
             return
         if request.submit.request_id not in self._requests:
@@ -439,6 +415,11 @@ class VllmEngine:
             request.input_ns += row.input_ns
             request.output_ns += row.output_ns
 
+    def _end_live(self, request_id: str, error: BatonError | None) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, error)
+
     def _end(self, request: LiveRequest, error: BatonError | None) -> None:
         request_id = request.submit.request_id
         if request.late is not None:
@@ -451,11 +432,6 @@ class VllmEngine:
         if request.computes:
             self._send(request.admission())
         self._send(request.end(error), self._meter.status(self._cached_blocks))
-
-    # ---------------------------------------------------------------- watching
-
-    def _alive(self) -> None:
-        self._send(messages.Alive())
 
     async def _settle(self) -> None:
         while True:

@@ -1,21 +1,23 @@
-"""Health of one vLLM: whether its API server and its engine core live."""
+"""Calls of one vLLM beside its requests: its health, the end of a request, its cache."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable
 
-from baton.engine.vllm import http
+import msgspec
+
+from baton.engine.vllm import http, protocol
 from baton.types.errors import UnavailableError
 
-HEALTH_S = 8.0
-"""Time for vLLM's API server to respond, which is slow on busy cores."""
-
+_ANSWER_S = 8.0  # for vLLM's API server to respond, which is slow on busy cores
+_ERASE_S = 30.0
 _POLL_S = 0.5
 _DEATH_CHECKS = 3  # after an internal error
 
 
-class Health:
-    """Checks of one vLLM.
+class VllmControl:
+    """Calls of one vLLM.
 
     Args:
         vllm: Process of its API server.
@@ -51,8 +53,24 @@ class Health:
             await asyncio.sleep(_POLL_S)
         return False
 
+    async def abort(self, request_id: str, choice: int) -> None:
+        """Abort the vLLM request of a choice; its response comes nevertheless."""
+        body = protocol.abort_body(request_id, choice)
+        with contextlib.suppress(UnavailableError):  # vLLM computes the prompt to its end
+            await http.fetch(self._socket, "POST", protocol.ABORT, _ANSWER_S, body)
+
+    async def erase_cache(self) -> bool:
+        """Erase the whole cache, also of running requests; return whether vLLM did."""
+        target = "/reset_prefix_cache?reset_running_requests=true"
+        try:
+            raw = await http.fetch(self._socket, "POST", target, _ERASE_S)
+        except UnavailableError as error:
+            log(error.message)
+            return False
+        return bool(msgspec.json.decode(raw)["success"])
+
     async def _ask(self) -> None:
-        await http.fetch(self._socket, "GET", "/health", HEALTH_S)
+        await http.fetch(self._socket, "GET", "/health", _ANSWER_S)
 
 
 def log(text: str) -> None:
