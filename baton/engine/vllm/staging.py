@@ -42,20 +42,13 @@ class Staging:
     """
 
     def __init__(self, generations: NDArray[np.int64], block_tokens: int, ranks: int = 1) -> None:
-        total = len(generations)
         self._generations = generations
-        self._total = total
         self._block_tokens = block_tokens
         self._ranks = ranks
-        self._free = list(range(total))
+        self._free = list(range(len(generations)))
         self._waiting: deque[LiveRequest] = deque()
         self._filling: dict[int, LiveRequest] = {}  # by generation
         self._saving: dict[int, LiveRequest] = {}  # into whose pages vLLM may write
-
-    @property
-    def used(self) -> int:
-        """Number of pages in use."""
-        return self._total - len(self._free)
 
     def take(self, request: LiveRequest, choice: int) -> bool:
         """Give a prompt its pages, which vLLM fills with the request of ``choice``."""
